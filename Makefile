@@ -1,0 +1,56 @@
+# Everything runs in a virtual environment of its own, made on first use: a fresh machine needs Python >= 3.11 and make.
+# Variables: PYTHON (the interpreter), VENV (the environment's folder), ARGS (more options for the command).
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help train test test-all lint format bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+train: $(VENV)/.train ## train a small GPT in a pipeline (options: ARGS="--help")
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: $(VENV)/.test ## run the tests (one file: ARGS=tests/test_partition.py)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-all: $(VENV)/.test ## run the slow tests too
+	$(BIN)/python -m pytest -n $(WORKERS) -m "" $(ARGS)
+
+lint: $(VENV)/.dev ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict pipework
+
+format: $(VENV)/.dev ## fix style and format in place
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.train ## run the benchmarks, benchmarks/*/run.py (one of them: BENCH=name)
+	@for script in benchmarks/$(or $(BENCH),*)/run.py; do \
+	    test -f "$$script" || { echo "no benchmark $$script"; exit 1; }; \
+	    echo "== $$script"; $(BIN)/python "$$script" $(ARGS) || exit 1; \
+	done
+
+clean: ## remove the environment, caches and build results
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: .created says that the environment is whole; .train, .test and .dev that this set is installed as
+# pyproject.toml and constraints.txt want it now.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; \
+	sys.exit("pipework needs Python 3.11 or newer, and $(PYTHON) is " + v + ": try make PYTHON=python3.12" \
+	if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.train $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/.created
+	$(PIP) --editable '.[$*]' --constraint constraints.txt
+	@touch $@
