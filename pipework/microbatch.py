@@ -1,0 +1,190 @@
+"""Splits a mini-batch into micro-batches, and joins what comes out of them.
+
+Tensors are split along dimension 0. Everything else goes to every micro-batch as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pipework.runtime import values
+from pipework.runtime.transport import Message
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipework.runtime.values import Structure
+
+
+@dataclass(frozen=True)
+class Split:
+    """A mini-batch taken apart.
+
+    Attributes:
+        tensors: the tensors among the inputs that are split, whole.
+        micro_batches: for each micro-batch what stage 0 gets: a leaf for each of `tensors`, and what stands around them.
+        rows: of each micro-batch.
+    """
+
+    tensors: tuple[Tensor, ...]
+    micro_batches: list[Message]
+    rows: list[int]
+
+    @property
+    def seams(self) -> InputSeams:
+        """Where the inputs were split."""
+        return InputSeams(tuple(tensor.shape for tensor in self.tensors), tuple(self.rows))
+
+
+def split(arguments: tuple[Any, ...], keywords: dict[str, Any], chunks: int) -> Split:
+    """Splits the pipe's arguments into `min(chunks, rows)` micro-batches (one, if there are no rows) that differ by one row at most.
+
+    Each micro-batch gets views of the tensors, cut from their graph; one requires a gradient if the tensor does.
+
+    Raises:
+        TypeError: there is no tensor among the inputs.
+        ValueError: a tensor has no dimension to split, or tensors have different numbers of rows.
+
+    Example:
+        >>> [tuple(message.tensors[0].shape) for message in split((torch.zeros(9, 2),), {}, 4).micro_batches]
+        [(3, 2), (2, 2), (2, 2), (2, 2)]
+    """
+    single = len(arguments) == 1 and not keywords and isinstance(arguments[0], Tensor)
+    tensors, structure = values.flatten(arguments[0] if single else (arguments, keywords))
+    rows = _common_rows(tensors, arguments, keywords)
+    count = max(1, min(chunks, rows))
+    pieces = [[_leaf(view, tensor.requires_grad) for view in tensor.detach().tensor_split(count)] for tensor in tensors]
+    micro_batches = [Message(tensors, structure) for tensors in zip(*pieces, strict=True)]
+    return Split(tensors, micro_batches, [len(message.tensors[0]) for message in micro_batches])
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The outputs of all micro-batches as the outputs of the mini-batch.
+
+    Attributes:
+        tensors: joined along dimension 0, without a graph.
+        structure: what stands around them.
+        differentiable: for each tensor, whether any micro-batch's part requires a gradient.
+        seams: where each tensor is to be cut again.
+    """
+
+    tensors: tuple[Tensor, ...]
+    structure: Structure | None
+    differentiable: tuple[bool, ...]
+    seams: Seams
+
+
+def join(outputs: Sequence[Message], rows: Sequence[int]) -> Joined:
+    """Joins the micro-batches' outputs: tensors are concatenated, 0-dimensional ones averaged by rows, other values collected in a list.
+
+    Raises:
+        ValueError: the outputs of two micro-batches differ in structure.
+    """
+    for number, output in enumerate(outputs):
+        if not values.same_nesting(output.structure, outputs[0].structure):
+            raise ValueError(
+                "the outputs of all micro-batches must be nested alike, but "
+                f"micro-batch 0 gave {values.describe(outputs[0].structure)} and micro-batch {number} gave {values.describe(output.structure)}; "
+                "let the last layer return the same nesting whatever the number of rows"
+            )
+    columns = list(zip(*(output.tensors for output in outputs), strict=True))
+    shares = [count / max(1, sum(rows)) for count in rows]
+    with torch.no_grad():
+        tensors = tuple(_joined(column, shares) for column in columns)
+    return Joined(
+        tensors=tensors,
+        structure=values.collect([output.structure for output in outputs]),
+        differentiable=tuple(any(part.requires_grad for part in column) for column in columns),
+        seams=Seams(tuple(tuple(len(part) for part in column) if column[0].dim() else None for column in columns), tuple(shares)),
+    )
+
+
+@dataclass(frozen=True)
+class Seams:
+    """Where joined outputs are to be cut again: the gradients of the whole become those of the micro-batches.
+
+    Attributes:
+        sizes: for each tensor the rows of each micro-batch's part; None: it was averaged.
+        shares: the weight of each micro-batch in an average.
+    """
+
+    sizes: tuple[tuple[int, ...] | None, ...]
+    shares: tuple[float, ...]
+
+    def cut(self, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor | None, ...]]:
+        """For each micro-batch the gradient of each of its output tensors."""
+        columns: list[Sequence[Tensor | None]] = []
+        for gradient, sizes in zip(gradients, self.sizes, strict=True):
+            if gradient is None:
+                columns.append([None] * len(self.shares))
+            elif sizes is None:
+                columns.append([gradient * share for share in self.shares])
+            else:
+                columns.append(gradient.split(sizes))
+        return list(zip(*columns, strict=True))
+
+
+@dataclass(frozen=True)
+class InputSeams:
+    """Where inputs were split: the gradients of the micro-batches become those of the whole tensors.
+
+    Attributes:
+        shapes: of the whole input tensors.
+        rows: of each micro-batch.
+    """
+
+    shapes: tuple[torch.Size, ...]
+    rows: tuple[int, ...]
+
+    def join(self, gradients: Sequence[Message]) -> list[Tensor | None]:
+        """For each input tensor its gradient; None where no micro-batch has one. A micro-batch without one contributes zeros."""
+        columns = zip(*(message.tensors for message in gradients), strict=True)
+        return [self._joined(shape, column) for shape, column in zip(self.shapes, columns, strict=True)]
+
+    def _joined(self, shape: torch.Size, column: Sequence[Tensor | None]) -> Tensor | None:
+        like = next((gradient for gradient in column if gradient is not None), None)
+        if like is None:
+            return None
+        return torch.cat(
+            [
+                like.new_zeros((rows, *shape[1:])) if gradient is None else gradient
+                for rows, gradient in zip(self.rows, column, strict=True)
+            ]
+        )
+
+
+def _common_rows(tensors: Sequence[Tensor], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int:
+    if not tensors:
+        kinds = ", ".join(type(value).__name__ for value in (*arguments, *keywords.values())) or "nothing"
+        raise TypeError(f"inputs do not have any tensors: got {kinds}; a mini-batch is split along dimension 0 of its tensors")
+    for position, tensor in enumerate(tensors):
+        if tensor.dim() == 0:
+            raise ValueError(
+                f"input tensor {position} is 0-dimensional and cannot be split into micro-batches; "
+                "give it a first dimension of the batch's rows, or pass a plain number, which every micro-batch gets as it is"
+            )
+        if len(tensor) != len(tensors[0]):
+            raise ValueError(
+                f"all input tensors must have the same number of rows (dimension 0), but input tensor 0 has shape {tuple(tensors[0].shape)} "
+                f"and input tensor {position} has shape {tuple(tensor.shape)}"
+            )
+    return len(tensors[0])
+
+
+def _leaf(piece: Tensor, requires_grad: bool) -> Tensor:
+    leaf = piece.detach()
+    return leaf.requires_grad_() if requires_grad else leaf
+
+
+def _joined(column: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    if column[0].dim() == 0:
+        total = column[0] * shares[0]
+        for part, share in zip(column[1:], shares[1:], strict=True):
+            total = total + part * share
+        return total
+    return torch.cat(column) if len(column) > 1 else column[0].detach()

@@ -1,0 +1,282 @@
+"""The `Pipe` module: an `nn.Sequential` trained by several workers at once."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import threading
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from pipework import microbatch
+from pipework.checkpoint import MODES, checkpointed_micro_batches
+from pipework.partition import choose_partitioning, split_layers
+from pipework.runtime import values
+from pipework.runtime.context import CallerContext
+from pipework.runtime.device import WorkerDevice, link
+from pipework.runtime.nodes import Backward, attach
+from pipework.runtime.random_stream import Key, draw_key
+from pipework.runtime.stage import Stage
+from pipework.runtime.step import House, Step
+from pipework.runtime.views import shared_modules
+from pipework.runtime.workers import Workers
+from pipework.schedule import build, with_recompute
+from pipework.summary import table
+from pipework.timeline import Recording
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pipework.schedule import Schedule
+
+
+class Pipe(nn.Module):
+    """Trains an `nn.Sequential` as a pipeline: its layers are cut into partitions, each mini-batch into micro-batches.
+
+    Partitions work at the same time, each on its own device and on another micro-batch. What comes out is what the module itself computes, to the last bit of every gradient,
+    micro-batch by micro-batch; outside, it is ordinary autograd.
+
+    Args:
+        module: the layers in order. They stay the user's own objects, with the parameter names of `module`.
+        chunks: how many micro-batches a mini-batch is split into, along dimension 0 of its tensors; a batch of fewer rows makes as many as it has rows.
+            More chunks make a smaller bubble (the workers' idle share, (p-1)/(m+p-1) for p workers and m chunks), until a micro-batch is too small to keep a device busy.
+        checkpoint: which micro-batches are computed again for their backward instead of being kept: 'always', 'except_last' or 'never'. Training mode only.
+        balance: how many layers each partition has. None: as the layers lie on devices already, else chosen by their cost.
+        devices: one for each partition; numbers are accelerators. ["cpu", "cpu"] means two workers that really run at the same time, each with its share of the cores.
+            None: where the layers lie, else all accelerators, else the CPU.
+
+    Raises:
+        TypeError: `module` is no `nn.Sequential`.
+        ValueError: `chunks`, `checkpoint` or `balance` makes no sense; the message says what would.
+        IndexError: more partitions than devices.
+
+    Example:
+        >>> pipe = Pipe(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), chunks=4, balance=[2, 1], devices=["cpu", "cpu"])
+        >>> output = pipe(torch.randn(16, 4))
+        >>> output.square().mean().backward()
+        >>> output.shape, pipe[0].weight.grad.shape
+        (torch.Size([16, 2]), torch.Size([8, 4]))
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        *,
+        balance: Sequence[int] | None = None,
+        devices: Sequence[int | str | torch.device] | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+            raise ValueError("number of chunks must be positive integer")
+        if checkpoint not in MODES:
+            raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
+        partitioning = choose_partitioning(module, balance, devices)
+        self._chunks = chunks
+        self._checkpoint = checkpoint
+        self._balance = list(partitioning.balance)
+        self._devices = list(partitioning.devices)
+        self._partitions = split_layers(module, partitioning)
+        # Not add_module: it would refuse the names of children that are called as something in this class ("chunks").
+        self._modules.update(module._modules)
+        self._house: House | None = None
+        self._recording: Recording | None = None
+        self._steps = 0
+        self.training = module.training
+
+    @property
+    def chunks(self) -> int:
+        """How many micro-batches a mini-batch is split into."""
+        return self._chunks
+
+    @property
+    def checkpoint(self) -> str:
+        """The checkpoint mode."""
+        return self._checkpoint
+
+    @property
+    def balance(self) -> list[int]:
+        """How many layers each partition has."""
+        return list(self._balance)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each partition."""
+        return list(self._devices)
+
+    @property
+    def partitions(self) -> list[nn.Sequential]:
+        """The partitions: the same layers, grouped."""
+        return list(self._partitions)
+
+    @property
+    def input_device(self) -> torch.device:
+        """Where the inputs are moved to."""
+        return self._devices[0] if self._devices else torch.device("cpu")
+
+    @property
+    def output_device(self) -> torch.device:
+        """Where the outputs lie, and where the target should."""
+        return self._devices[-1] if self._devices else torch.device("cpu")
+
+    def forward(self, *inputs: Any, **keyword_inputs: Any) -> Any:
+        """Computes what the un-partitioned module would, and prepares for its backward.
+
+        Args:
+            inputs: go to the first layer, moved to its device. Tensors are split along dimension 0, everything else goes to every micro-batch as it is.
+            keyword_inputs: likewise.
+
+        Returns:
+            The last layer's output, on the last device: tensors are concatenated over the micro-batches (0-dimensional ones averaged by rows), other values
+            collected in a list.
+
+        Raises:
+            TypeError: there is no tensor among the inputs.
+            ValueError: a tensor cannot be split, or tensors have different numbers of rows.
+        """
+        if not self._modules:
+            return inputs[0] if len(inputs) == 1 else inputs
+        inputs, keyword_inputs = self._on_input_device(inputs, keyword_inputs)
+        split = microbatch.split(inputs, keyword_inputs, self._chunks)
+        house = self._open_house()
+        context = CallerContext.capture({"cpu", *(device.type for device in self._devices)})
+        micro_batches = len(split.micro_batches)
+        training = any(layer.training for layer in self)
+        checkpointed = checkpointed_micro_batches(self._checkpoint, micro_batches) if training and context.grad else 0
+        step = Step(
+            house,
+            self._schedule(micro_batches, checkpointed),
+            context,
+            Key(draw_key() if training else None),
+            checkpointed,
+            inputs_are_leaves=any(tensor.is_leaf and tensor.requires_grad for tensor in split.tensors),
+            recorder=self._recording,
+            number=self._steps,
+        )
+        self._steps += 1
+        joined = microbatch.join(step.forward(split.micro_batches), split.rows)
+        outputs = joined.tensors
+        if context.grad and any(joined.differentiable):
+            shared = Backward(step, cut=joined.seams.cut, join=split.seams.join)
+            outputs = attach(shared, split.tensors, outputs, joined.differentiable, len(house.stages))
+        return values.unflatten(outputs, joined.structure)
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Records what the workers do, and when, for every mini-batch inside the context.
+
+        Recording also counts the memory that autograd keeps, which costs a few microseconds an operator: it is meant for one mini-batch now and then.
+
+        Example:
+            >>> pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), chunks=2, balance=[1, 1], devices=["cpu", "cpu"])
+            >>> with pipe.record() as timeline:
+            ...     pipe(torch.randn(8, 4)).sum().backward()
+            >>> timeline.timeline().workers
+            2
+        """
+        recording, before = Recording(), self._recording
+        self._recording = recording
+        try:
+            yield recording
+        finally:
+            self._recording = before
+
+    def __len__(self) -> int:
+        """The number of layers."""
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The layers in order."""
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """The layer at a position; negative ones count from the end."""
+        return list(self)[operator.index(index)]
+
+    def __repr__(self) -> str:
+        """A table of the partitions."""
+        return table(self)
+
+    def train(self, mode: bool = True) -> Pipe:
+        """Sets the training flag of all layers, as `nn.Module.train` does."""
+        super().train(mode)
+        for partition in self._partitions:
+            partition.training = mode
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Pipe:
+        """Changes the dtype, as `nn.Module.to` does. Moving to a device is refused."""
+        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None:
+            _refuse_to_move()
+        return super().to(*args, **kwargs)
+
+    def cuda(self, device: int | torch.device | None = None) -> NoReturn:
+        """Refused: the pipe manages where its layers are."""
+        _refuse_to_move()
+
+    def cpu(self) -> NoReturn:
+        """Refused: the pipe manages where its layers are."""
+        _refuse_to_move()
+
+    def xpu(self, device: int | torch.device | None = None) -> NoReturn:
+        """Refused: the pipe manages where its layers are."""
+        _refuse_to_move()
+
+    def schedule(self, micro_batches: int | None = None) -> Schedule:
+        """The order of all actions of a training mini-batch.
+
+        Args:
+            micro_batches: their number; None: `chunks`.
+        """
+        count = self._chunks if micro_batches is None else micro_batches
+        return self._schedule(count, checkpointed_micro_batches(self._checkpoint, count))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: everything but the threads, which are made again when they are needed."""
+        return {**self.__dict__, "_house": None, "_recording": None}
+
+    def _schedule(self, micro_batches: int, checkpointed: int) -> Schedule:
+        schedule = build("gpipe", workers=len(self._balance), micro_batches=micro_batches)
+        return with_recompute(schedule, checkpointed) if checkpointed else schedule
+
+    def _on_input_device(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        device = self.input_device
+        tensors, structure = values.flatten((inputs, keyword_inputs))
+        if all(tensor.device == device for tensor in tensors):
+            return inputs, keyword_inputs
+        moved: tuple[tuple[Any, ...], dict[str, Any]] = values.unflatten(
+            tuple(tensor.to(device, non_blocking=True) for tensor in tensors), structure
+        )
+        return moved
+
+    def _open_house(self) -> House:
+        """The stages and workers, made at the first mini-batch and again after a copy, an unpickling or a fork."""
+        if self._house is None or not self._house.workers.alive:
+            devices = tuple(WorkerDevice(device) for device in self._devices)
+            shared = shared_modules([list(partition) for partition in self._partitions])
+            first_layers = [sum(self._balance[:stage]) for stage in range(len(self._balance))]
+            self._house = House(
+                stages=tuple(
+                    Stage(index, {name: layer for name, layer in partition._modules.items() if layer is not None}, first, device, shared)
+                    for index, (partition, first, device) in enumerate(zip(self._partitions, first_layers, devices, strict=True))
+                ),
+                placement=tuple(range(len(devices))),
+                devices=devices,
+                links={
+                    (source, destination): link(devices[source], devices[destination])
+                    for source in range(len(devices))
+                    for destination in range(len(devices))
+                    if abs(source - destination) <= 1
+                },
+                workers=Workers(devices),
+                lock=threading.Lock(),
+            )
+        return self._house
+
+
+def _refuse_to_move() -> NoReturn:
+    raise TypeError("denied to move parameters and buffers, because Pipe should manage device placement")

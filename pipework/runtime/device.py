@@ -1,0 +1,174 @@
+"""Where a worker computes, and how a tensor gets from one worker's device to another's.
+
+A CPU worker is a thread with its share of the cores. An accelerator worker is a thread that launches kernels into a stream of its own. Streams of
+different workers know nothing of each other, so whenever a tensor changes hands three things must be said:
+
+    the reader's stream waits for the writer's event        (order)
+    the tensor is recorded on the reader's stream           (its memory is not reused while the reader still needs it)
+    copies between devices run on streams of their own      (so that they overlap with computation)
+
+Only `torch.accelerator`, `torch.Stream` and `torch.Event` are used, so that more than CUDA works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+
+class WorkerDevice:
+    """The device of one worker; for an accelerator with the stream that the worker computes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.Stream(device) if is_accelerator(device) else None
+
+    def enter_thread(self) -> None:
+        """Makes the device and its stream the current ones of this thread, for good."""
+        if self.stream is not None:
+            torch.accelerator.set_device_index(self.device)
+            torch.accelerator.set_stream(self.stream)
+
+    def wait_for_caller(self) -> None:
+        """Called by the caller's thread: what the worker does next comes after everything the caller has launched."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.accelerator.current_stream(self.device))
+
+    def hand_over(self, tensors: Sequence[Tensor | None]) -> None:
+        """Called by the thread that goes on with the worker's results: its current stream may use these tensors from now on."""
+        if self.stream is not None:
+            current = torch.accelerator.current_stream(self.device)
+            current.wait_stream(self.stream)
+            for tensor in tensors:
+                if tensor is not None and tensor.device == self.device:
+                    tensor.record_stream(current)
+
+    def random_seeder(self) -> Callable[[int], None] | None:
+        """Moves the device's default generator to a seed; None on the CPU, where each worker has a generator of its own."""
+        if self.stream is None:
+            return None
+        generator = torch.get_device_module(self.device).default_generators[self.device.index]
+        return lambda seed: generator.manual_seed(seed) and None
+
+    def clock(self) -> Clock:
+        """A clock that says when this device has done what was asked of it so far."""
+        return Clock() if self.stream is None else StreamClock(self.device, self.stream)
+
+
+class Clock:
+    """Times of a CPU worker, in seconds of `time.perf_counter`."""
+
+    def now(self) -> float | torch.Event:
+        """A mark for this moment."""
+        return time.perf_counter()
+
+    def seconds(self, mark: float | torch.Event) -> float:
+        """When the mark was passed."""
+        assert isinstance(mark, float)
+        return mark
+
+
+class StreamClock(Clock):
+    """Times of an accelerator's stream: the host is done with a launch long before the device is."""
+
+    def __init__(self, device: torch.device, stream: torch.Stream) -> None:
+        self._device = device
+        self._stream = stream
+        stream.synchronize()
+        self._origin_event = torch.Event(device, enable_timing=True)
+        self._origin_event.record(stream)
+        self._origin = time.perf_counter()
+
+    def now(self) -> float | torch.Event:
+        """An event in the stream."""
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def seconds(self, mark: float | torch.Event) -> float:
+        """When the stream passed the event."""
+        assert isinstance(mark, torch.Event)
+        mark.synchronize()
+        return self._origin + self._origin_event.elapsed_time(mark) / 1e3
+
+
+@contextlib.contextmanager
+def random_states_kept(devices: Sequence[WorkerDevice]) -> Iterator[None]:
+    """Leaves the default generators of the accelerators among the devices as they were."""
+    kept = [
+        (device.device, torch.get_device_module(device.device))
+        for device in {device.device: device for device in devices if device.stream is not None}.values()
+    ]
+    states = [module.get_rng_state(device) for device, module in kept]
+    try:
+        yield
+    finally:
+        for (device, module), state in zip(kept, states, strict=True):
+            module.set_rng_state(state, device)
+
+
+class Link:
+    """The way from one worker's device to another's, in one direction, with copy streams of its own."""
+
+    def __init__(self, source: WorkerDevice, destination: WorkerDevice) -> None:
+        self._source = source
+        self._destination = destination
+        self._crosses = source.device != destination.device
+        self._copy_streams = [
+            torch.Stream(end.device) for end in (source, destination) if self._crosses and end.stream is not None
+        ]
+
+    def depart(self, tensors: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor | None, ...], torch.Event | None]:
+        """On the sender's thread: starts the copy, if one is needed. Returns the tensors and the event after which they may be read."""
+        event = None if self._source.stream is None else self._source.stream.record_event()
+        if not self._crosses:
+            return tensors, event
+        with contextlib.ExitStack() as current:
+            for stream in self._copy_streams:
+                if event is not None:
+                    stream.wait_event(event)
+                current.enter_context(stream)
+            copies = tuple(None if tensor is None else self._copy(tensor) for tensor in tensors)
+        # A copy between two accelerators runs on the source's stream and makes the destination's wait; the last one knows all.
+        return copies, self._copy_streams[-1].record_event()
+
+    def arrive(self, tensors: tuple[Tensor | None, ...], event: torch.Event | None) -> None:
+        """On the receiver's thread, before the tensors are read."""
+        stream = self._destination.stream
+        if stream is None:
+            if event is not None:
+                event.synchronize()
+            return
+        if event is not None:
+            stream.wait_event(event)
+        for tensor in tensors:
+            if tensor is not None and tensor.device == self._destination.device:
+                tensor.record_stream(stream)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        with torch.no_grad():
+            copy = tensor.to(self._destination.device, non_blocking=True)
+        if self._source.stream is not None and tensor.device == self._source.device:
+            tensor.record_stream(self._copy_streams[0])
+        return copy.requires_grad_() if tensor.requires_grad else copy
+
+
+def link(source: WorkerDevice, destination: WorkerDevice) -> Link | None:
+    """The link between two workers, or None where a tensor can simply be passed on."""
+    if source.stream is None and destination.stream is None and source.device == destination.device:
+        return None
+    return Link(source, destination)
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether the device computes asynchronously, in streams."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and device.type == accelerator.type

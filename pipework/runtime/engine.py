@@ -1,0 +1,36 @@
+"""The few things that PyTorch's autograd engine only tells or does through private names, in one place.
+
+Each has a public counterpart that is too slow or missing; the comment says which.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+
+def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, retain_graph: bool) -> None:
+    """Accumulates the gradients of `outputs` into the leaves of their graph.
+
+    `torch.autograd.backward` does the same after 20 microseconds of checks that the boundary has made already.
+    """
+    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        tuple(outputs), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def retains_graph() -> bool:
+    """Inside a node's backward: whether the caller asked for `retain_graph=True`. There is no public way to ask."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The calling thread's innermost `saved_tensors_hooks`, to be entered again on a worker. There is no public way to ask."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else (hooks[0], hooks[1])

@@ -1,0 +1,111 @@
+"""What the user's autograd graph sees of a mini-batch: one node per stage, chained by empty tokens.
+
+    inputs, params of stage 0    params of stage 1            params of the last stage
+              |                        |                                |
+         [StageNode 0] --token--> [StageNode 1] --token--> ... [StageNode last] --> outputs
+
+The user's backward reaches the last node first. It sends the outputs' gradients through the workers, which fill every stage's gradient buffers; then each node in turn hands its stage's
+buffers to autograd. So a parameter's hooks fire once, with the whole gradient, and the last stage's gradients are there for a reducer (DistributedDataParallel) before the first's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pipework.runtime import engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pipework.runtime.step import Step
+    from pipework.runtime.transport import Message
+
+
+@dataclass
+class Backward:
+    """What the nodes of one mini-batch share.
+
+    Attributes:
+        step: the mini-batch.
+        cut: makes each micro-batch's output gradients of the whole outputs' gradients.
+        join: makes the gradients of the pipe's input tensors of what came back from stage 0.
+        returned: what came back from stage 0, between the last node's backward and the first one's.
+    """
+
+    step: Step
+    cut: Callable[[Sequence[Tensor | None]], list[tuple[Tensor | None, ...]]]
+    join: Callable[[Sequence[Message]], list[Tensor | None]]
+    returned: list[Message] = field(default_factory=list)
+
+
+class StageNode(torch.autograd.Function):
+    """One stage of a mini-batch that has gone forward already."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, shared: Backward, stage: int, outputs: tuple[Tensor, ...] | None, fixed: list[Tensor], token: Tensor, *sources: Tensor
+    ) -> Any:
+        """Returns the next token, or for the last stage the outputs.
+
+        Args:
+            shared: what the nodes of this mini-batch share.
+            stage: its number.
+            outputs: the joined outputs if this is the last stage.
+            fixed: those outputs that need no gradient.
+            token: connects the node with the previous stage's.
+            sources: for stage 0 the pipe's input tensors; then the stage's parameters.
+        """
+        # Nothing of the outputs may be kept here: an output refers to its node, and a cycle would outlive the user's last reference.
+        ctx.shared = shared
+        ctx.stage = stage
+        ctx.is_last = outputs is not None
+        ctx.set_materialize_grads(False)
+        # Saved and read only so that a second backward without retain_graph is PyTorch's own error.
+        ctx.save_for_backward(token)
+        if outputs is None:
+            return torch.empty(0)
+        ctx.mark_non_differentiable(*fixed)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """Hands over the stage's gradients; for the last stage, first runs everything that computes them."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a pipe cannot be differentiated twice (create_graph=True): its stages compute their gradients on their own graphs. "
+                "Compute a gradient penalty on the un-partitioned module, or on one layer outside of the pipe."
+            )
+        (token,) = ctx.saved_tensors
+        shared: Backward = ctx.shared
+        if ctx.is_last:
+            shared.returned = shared.step.backward(shared.cut(gradients), retain_graph=engine.retains_graph())
+        of_inputs: list[Tensor | None] = []
+        if ctx.stage == 0:
+            of_inputs, shared.returned = shared.join(shared.returned), []
+        return (None, None, None, None, torch.empty_like(token), *of_inputs, *shared.step.take_gradients(ctx.stage))
+
+
+def attach(shared: Backward, inputs: Sequence[Tensor], outputs: tuple[Tensor, ...], differentiable: Sequence[bool], stages: int) -> tuple[Tensor, ...]:
+    """Puts a mini-batch that has gone forward into the user's autograd graph.
+
+    Args:
+        shared: what the nodes share.
+        inputs: the pipe's input tensors.
+        outputs: the joined outputs, without a graph.
+        differentiable: for each output, whether it requires a gradient.
+        stages: their number.
+
+    Returns:
+        The outputs, as results of the graph.
+    """
+    fixed = [output for output, needs in zip(outputs, differentiable, strict=True) if not needs]
+    token = torch.empty(0)
+    for stage in range(stages):
+        sources = (*(inputs if stage == 0 else ()), *shared.step.parameters(stage))
+        last = stage == stages - 1
+        token = StageNode.apply(shared, stage, outputs if last else None, fixed if last else [], token, *sources)
+    return token  # type: ignore[return-value]

@@ -1,0 +1,282 @@
+"""A partition as a schedule sees it: what its F, R and B actions do to one micro-batch.
+
+A `Stage` lives as long as its pipe; a `StageRun` holds what one mini-batch leaves on it between its actions:
+
+    F  receive -> leaves -> layers -> outputs -> send, cut from the graph          keeps leaves and graph roots
+       (checkpointed: the graph is dropped at once)                                 keeps leaves only
+    R  leaves -> layers again                                                       now keeps graph roots, too
+    B  receive gradients -> autograd from the roots -> leaf.grad -> send            keeps nothing
+
+Parameter gradients gather in the alias leaves (see `parameters`), in the order of the B actions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from pipework.runtime import boundary, engine, inspection, values
+from pipework.runtime.checkpointing import checkpointing, recomputing
+from pipework.runtime.parameters import Aliases
+from pipework.runtime.random_stream import may_draw
+from pipework.runtime.values import Structure
+from pipework.runtime.views import execution_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pipework.runtime.context import CallerContext
+    from pipework.runtime.device import WorkerDevice
+    from pipework.runtime.memory import MemoryMeter
+    from pipework.runtime.random_stream import RandomStream
+    from pipework.runtime.transport import Endpoint
+    from pipework.schedule import Action
+
+
+class Layer(NamedTuple):
+    """One layer as a stage runs it."""
+
+    module: nn.Module
+    index: int  # in the un-partitioned module; names the layer's random stream
+    name: str
+    takes_tuple_whole: bool
+
+
+class Stage:
+    """A partition with everything about it that does not change from mini-batch to mini-batch.
+
+    Args:
+        index: the stage's number.
+        layers: the user's layers by name, in order.
+        first_layer: index of the first of them in the un-partitioned module.
+        device: where the stage's worker computes.
+        shared: ids of the modules that other stages run, too.
+    """
+
+    def __init__(self, index: int, layers: dict[str, nn.Module], first_layer: int, device: WorkerDevice, shared: set[int]) -> None:
+        self.index = index
+        self.device = device
+        runnable, self._views = execution_layers(list(layers.values()), shared)
+        self.layers = [
+            Layer(module, first_layer + position, name, takes_tuple_whole(module))
+            for position, (name, module) in enumerate(zip(layers, runnable, strict=True))
+        ]
+        self.inspected = False  # whether a graph of this stage has been searched for hidden parameters
+        self.modifies_input: bool | None = None  # None: not known yet
+
+    def refresh(self) -> None:
+        """Takes over what the user has changed in modules that are run through views."""
+        for view in self._views:
+            view.refresh()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The layers' modules, as they are run."""
+        return [layer.module for layer in self.layers]
+
+    @property
+    def training(self) -> bool:
+        """Whether any of the layers is in training mode: a stage in evaluation mode is not checkpointed."""
+        return any(layer.module.training for layer in self.layers)
+
+
+class StageRun:
+    """One stage's part in one mini-batch. All actions of a stage are executed by one worker, one after the other."""
+
+    def __init__(self, stage: Stage, context: CallerContext, checkpointed: int, *, inputs_are_leaves: bool) -> None:
+        self._stage = stage
+        self._context = context
+        self._checkpointed = checkpointed if context.grad and stage.training else 0
+        self._enter_inputs = _as_it_is if stage.index == 0 and inputs_are_leaves else boundary.enter
+        self._inputs: dict[int, tuple[tuple[Tensor, ...], Structure | None]] = {}
+        self._graphs: dict[int, tuple[tuple[Tensor, ...], list[Tensor | GradientEdge | None]]] = {}
+        self._stream: RandomStream | None = None
+        stage.refresh()
+        self.draws = any(map(may_draw, stage.modules))
+        self.aliases = Aliases(stage.modules if context.grad else ())
+        self.meter: MemoryMeter | None = None
+
+    def connect(
+        self,
+        endpoint: Endpoint,
+        *,
+        stream: RandomStream | None,
+        started: Callable[[], None] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Prepares for one run of the worker.
+
+        Args:
+            endpoint: the worker's side of the transport.
+            stream: where the worker's random numbers come from; None: the layers draw none.
+            started: called when an action has all that it waits for and begins to compute; None: nobody wants to know.
+            retain_graph: whether the B actions leave their graphs for another run.
+        """
+        index = self._stage.index
+        self._receive = endpoint.receive
+        self._send_output = endpoint.sender("F", index + 1)
+        self._send_gradient = endpoint.sender("B", index - 1)
+        self._stream = stream
+        self._started = started or _nobody_asks
+        self._retain_graph = retain_graph
+
+    def forward(self, action: Action) -> None:
+        """F: computes the stage's output for one micro-batch and sends it on."""
+        micro_batch = action.micro_batch
+        leaves, structure = self._receive(action)
+        self._started()
+        if micro_batch < self._checkpointed:
+            outputs, structure_out = self._first_pass(leaves, structure, micro_batch)
+        else:
+            outputs, structure_out = self._compute(leaves, structure, micro_batch)
+            if self._context.grad:
+                self._keep_graph(micro_batch, leaves, outputs)
+        # The references to the graph end here: what is sent has none, and this frame must not keep it either.
+        outputs = tuple(map(boundary.cut, outputs))
+        self._send_output(micro_batch, outputs, structure_out)
+
+    def recompute(self, action: Action) -> None:
+        """R: computes a checkpointed micro-batch again, this time keeping its graph. Needs no gradient, so it may run early."""
+        micro_batch = action.micro_batch
+        self._started()
+        if micro_batch not in self._inputs:
+            return  # this stage is in evaluation mode: nothing was checkpointed here
+        inputs = self._inputs[micro_batch] if self._retain_graph else self._inputs.pop(micro_batch)
+        leaves, structure = inputs
+        if self._stage.modifies_input:
+            inputs = tuple(map(_private_copy, leaves)), structure
+        with self._context.entered(), recomputing():
+            outputs, _ = self._compute(*inputs, micro_batch)
+            self._keep_graph(micro_batch, inputs[0], outputs)
+
+    def backward(self, action: Action) -> None:
+        """B: differentiates one micro-batch, adds to the parameters' gradients, sends the input's gradient on."""
+        micro_batch = action.micro_batch
+        gradients, _ = self._receive(action)
+        self._started()
+        leaves, roots = self._graphs[micro_batch] if self._retain_graph else self._graphs.pop(micro_batch)
+        pairs = [pair for pair in zip(roots, gradients, strict=True) if pair[0] is not None and pair[1] is not None]
+        if pairs:
+            engine.run_backward(*zip(*pairs), retain_graph=self._retain_graph)  # type: ignore[arg-type]
+        self._send_gradient(micro_batch, tuple([leaf.grad for leaf in leaves]), None)
+        if self._retain_graph:
+            for leaf in leaves:
+                leaf.grad = None
+        elif self.meter is not None:
+            self.meter.released(micro_batch)
+
+    def clear(self) -> None:
+        """Lets go of every tensor, after a failure: an exception's traceback would keep them alive through this object."""
+        self._inputs.clear()
+        self._graphs.clear()
+        self.aliases.take_gradients()
+
+    def _first_pass(
+        self, leaves: tuple[Tensor, ...], structure: Structure | None, micro_batch: int
+    ) -> tuple[tuple[Tensor, ...], Structure | None]:
+        """Computes a micro-batch whose graph will not be kept, only its input.
+
+        Autograd records it all the same: only so is it known which outputs require a gradient, and a module that asks for grad mode does the same in both passes.
+        The graph dies with the outputs that leave this function's caller; its peak is that of the recomputation.
+        """
+        self._inputs[micro_batch] = (leaves, structure)
+        # A stage that begins with an in-place operation would overwrite the input that the recomputation needs.
+        own = tuple(map(_private_copy, leaves)) if self._stage.modifies_input is not False else leaves
+        versions = [leaf._version for leaf in own]
+        with checkpointing():
+            outputs, structure = self._compute(own, structure, micro_batch)
+            self._inspect(own, outputs)
+        modified = versions != [leaf._version for leaf in own]
+        if modified and own is leaves:
+            raise RuntimeError(
+                f"stage {self._stage.index} (layers {self._stage.layers[0].name} to {self._stage.layers[-1].name}) changed its input in place, "
+                "which it did not do when it was first run; a checkpointed stage needs its input again. "
+                "Clone the input in that layer, or use checkpoint='never'."
+            )
+        self._stage.modifies_input = bool(self._stage.modifies_input) or modified
+        if self.meter is not None:
+            self.meter.checkpointed(micro_batch, leaves)
+        return outputs, structure
+
+    def _compute(
+        self, leaves: tuple[Tensor, ...], structure: Structure | None, micro_batch: int
+    ) -> tuple[tuple[Tensor, ...], Structure | None]:
+        """Runs the layers on one micro-batch."""
+        if self.meter is None:
+            return self._run_layers(leaves, structure, micro_batch)
+        with self.meter.measuring(micro_batch):
+            return self._run_layers(leaves, structure, micro_batch)
+
+    def _run_layers(
+        self, leaves: tuple[Tensor, ...], structure: Structure | None, micro_batch: int
+    ) -> tuple[tuple[Tensor, ...], Structure | None]:
+        value = values.unflatten(tuple(map(self._enter_inputs, leaves)), structure)
+        enter_stream = _no_stream if self._stream is None else self._stream.enter
+        layers = iter(self._stage.layers)
+        if self._stage.index == 0 and structure is not None:
+            # The pipe's own arguments; a single tensor, the usual case, goes the way of all other values.
+            module, index, _, _ = next(layers)
+            enter_stream(index, micro_batch)
+            arguments, keywords = value
+            value = module(*arguments, **keywords)
+        for module, index, _, takes_tuple_whole in layers:
+            enter_stream(index, micro_batch)
+            value = module(*value) if type(value) is tuple and not takes_tuple_whole else module(value)
+        return values.flatten(value)
+
+    def _keep_graph(self, micro_batch: int, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+        """Keeps what B needs: where the graph begins and where it ends, but not the outputs, which autograd saves if it needs them."""
+        self._inspect(leaves, outputs)
+        self._graphs[micro_batch] = leaves, [_root(output) for output in outputs]
+
+    def _inspect(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+        if not self._stage.inspected:
+            inspection.refuse_hidden_parameters(self._stage, self.aliases, leaves, outputs)
+            self._stage.inspected = True
+
+
+def takes_tuple_whole(module: nn.Module) -> bool:
+    """Whether a tuple reaches the layer as one argument: its forward has one positional parameter only, as under nn.Sequential.
+
+    Every other layer gets a tuple spread into its positional arguments.
+
+    Example:
+        >>> takes_tuple_whole(nn.Linear(1, 1)), takes_tuple_whole(nn.Bilinear(1, 1, 1))
+        (True, False)
+    """
+    module = getattr(module, "_orig_mod", module)  # torch.compile wraps a module in one that takes anything
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) == 1 and all(p.kind is not p.VAR_POSITIONAL for p in parameters)
+
+
+def _root(output: Tensor) -> Tensor | GradientEdge | None:
+    """Where backward starts for this output: its edge into the graph, which does not keep the output's memory alive."""
+    if not output.requires_grad:
+        return None
+    return output if output.grad_fn is None else GradientEdge(output.grad_fn, output.output_nr)
+
+
+def _private_copy(leaf: Tensor) -> Tensor:
+    """A leaf with memory of its own."""
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def _as_it_is(leaf: Tensor) -> Tensor:
+    """The caller's own leaf enters without an alias, so that an in-place operation on it is refused as PyTorch refuses it."""
+    return leaf
+
+
+def _nobody_asks() -> None:
+    """Stands for a `started` that nobody wants to hear."""
+
+
+def _no_stream(layer: int, micro_batch: int) -> None:
+    """Stands for a random stream in a stage that draws nothing."""

@@ -1,0 +1,256 @@
+"""One mini-batch on its way through the workers."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from pipework.runtime import random_kernels
+from pipework.runtime.device import random_states_kept
+from pipework.runtime.failure import Failure
+from pipework.runtime.loop import run_actions
+from pipework.runtime.memory import MemoryMeter
+from pipework.runtime.random_stream import RandomStream
+from pipework.runtime.stage import StageRun
+from pipework.runtime.transport import LocalTransport
+from pipework.schedule import split_at_loss
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from pipework.runtime.context import CallerContext
+    from pipework.runtime.device import Link, WorkerDevice
+    from pipework.runtime.random_stream import Key
+    from pipework.runtime.stage import Stage
+    from pipework.runtime.transport import LocalEndpoint, Message
+    from pipework.runtime.workers import Workers
+    from pipework.schedule import Action, Schedule
+
+
+class Recorder(Protocol):
+    """Who is told what the workers did and when."""
+
+    def begin(self, step: int, schedule: Schedule) -> None:
+        """A mini-batch begins."""
+
+    def add(self, step: int, worker: int, entries: Sequence[tuple[Action, float, float, float]]) -> None:
+        """A worker did these actions: (action, start and end in seconds, peak live activation bytes)."""
+
+
+@dataclass(frozen=True)
+class House:
+    """What all mini-batches of a pipe share.
+
+    Attributes:
+        stages: in order.
+        placement: the worker of each stage.
+        devices: one for each worker.
+        links: see `LocalTransport`.
+        workers: the threads.
+        lock: held while the workers run, because a stage's slots can hold the leaves of one mini-batch only.
+    """
+
+    stages: tuple[Stage, ...]
+    placement: tuple[int, ...]
+    devices: tuple[WorkerDevice, ...]
+    links: dict[tuple[int, int], Link | None]
+    workers: Workers
+    lock: threading.Lock
+
+
+class Step:
+    """A mini-batch whose loss is outside: the schedule runs up to the outputs in `forward`, and from their gradients on in `backward`.
+
+    Args:
+        house: the pipe's stages and workers.
+        schedule: the order of everything.
+        context: what the calling thread has set.
+        key: names the random numbers.
+        checkpointed: micro-batches below this number are recomputed.
+        inputs_are_leaves: the caller's input is a leaf that requires a gradient, which refuses in-place operations.
+        recorder: told about every action, with the number of this mini-batch; None: nobody asks.
+    """
+
+    def __init__(
+        self,
+        house: House,
+        schedule: Schedule,
+        context: CallerContext,
+        key: Key,
+        checkpointed: int,
+        *,
+        inputs_are_leaves: bool = False,
+        recorder: Recorder | None = None,
+        number: int = 0,
+    ) -> None:
+        self._house = house
+        self._schedule = schedule
+        self._context = context
+        self._key = key
+        self._recorder = recorder
+        self._number = number
+        self._forward_orders, self._backward_orders = split_at_loss(schedule)
+        self._runs = [
+            StageRun(stage, context, checkpointed, inputs_are_leaves=inputs_are_leaves) for stage in house.stages
+        ]
+        if recorder is not None:
+            recorder.begin(number, schedule)
+            for stage, run in zip(house.stages, self._runs, strict=True):
+                persistent = [tensor for module in stage.modules for tensor in (*module.parameters(), *module.buffers())]
+                run.meter = MemoryMeter(persistent)
+        if any(run.draws and stage.device.stream is None for run, stage in zip(self._runs, house.stages, strict=True)):
+            random_kernels.install()
+
+    def parameters(self, stage: int) -> list[torch.nn.Parameter]:
+        """The parameters of a stage that require a gradient."""
+        return self._runs[stage].aliases.parameters
+
+    def forward(self, inputs: Sequence[Message]) -> list[Message]:
+        """Runs everything up to the loss.
+
+        Args:
+            inputs: for each micro-batch, what stage 0 gets.
+
+        Returns:
+            For each micro-batch, what the last stage gave.
+        """
+        stages = len(self._runs)
+        return self._run(self._forward_orders, ("F", 0), inputs, ("F", stages), slots_needed=True)
+
+    def backward(self, gradients: Sequence[tuple[Tensor | None, ...]], *, retain_graph: bool) -> list[Message]:
+        """Runs everything after the loss.
+
+        Args:
+            gradients: for each micro-batch, the gradient of each tensor that the last stage gave.
+            retain_graph: whether this may be called again.
+
+        Returns:
+            For each micro-batch, the gradient of each tensor that stage 0 was given.
+        """
+        last = len(self._runs) - 1
+        recomputes = any(action.kind == "R" for order in self._backward_orders for action in order)
+        messages = [(tensors, None) for tensors in gradients]
+        return self._run(
+            self._backward_orders, ("B", last), messages, ("B", -1), slots_needed=recomputes, retain_graph=retain_graph
+        )
+
+    def take_gradients(self, stage: int) -> list[Tensor | None]:
+        """The gradients of `parameters(stage)` since the last call; the caller's current stream may use them."""
+        gradients = self._runs[stage].aliases.take_gradients()
+        self._house.stages[stage].device.hand_over(gradients)
+        return gradients
+
+    def _run(
+        self,
+        orders: Sequence[Sequence[Action]],
+        entrance: tuple[str, int],
+        messages: Sequence[Any],
+        exit_: tuple[str, int],
+        *,
+        slots_needed: bool,
+        retain_graph: bool = False,
+    ) -> list[Message]:
+        house = self._house
+        transport = LocalTransport(house.placement, house.links)
+        failure = Failure(transport.inboxes)
+        forward = entrance[0] == "F"
+        jobs = [
+            _Job(self, worker, order, transport.endpoints[worker], failure, enter_context=forward, retain_graph=retain_graph)
+            for worker, order in enumerate(orders)
+        ]
+        with house.lock, contextlib.ExitStack() as stack:
+            if slots_needed:
+                for run in self._runs:
+                    stack.enter_context(run.aliases.standing_in())
+            stack.enter_context(random_states_kept(house.devices))
+            for device in house.devices:
+                device.wait_for_caller()
+            send = transport.outside.sender(*entrance)
+            for micro_batch, (tensors, structure) in enumerate(messages):
+                send(micro_batch, tensors, structure)
+            house.workers.run(jobs, lambda error: failure.report(error, None))
+        if failure.happened:
+            for run in self._runs:
+                run.clear()
+            failure.raise_first()
+        if self._recorder is not None:
+            for worker, job in enumerate(jobs):
+                self._recorder.add(self._number, worker, job.entries())
+        received = [transport.outside.receive((*exit_, micro_batch)) for micro_batch in range(len(messages))]
+        exit_device = house.stages[-1 if forward else 0].device
+        exit_device.hand_over([tensor for message in received for tensor in message.tensors])
+        return received
+
+
+class _Job:
+    """One worker's list of actions, ready to be called on its thread."""
+
+    def __init__(
+        self,
+        step: Step,
+        worker: int,
+        order: Sequence[Action],
+        endpoint: LocalEndpoint,
+        failure: Failure,
+        *,
+        enter_context: bool,
+        retain_graph: bool,
+    ) -> None:
+        house = step._house
+        self._order = order
+        self._failure = failure
+        self._context = step._context if enter_context else None
+        self._device = house.devices[worker]
+        self._marks: list[tuple[Action, Any, Any, int]] | None = None if step._recorder is None else []
+        runs = [run for run, place in zip(step._runs, house.placement, strict=True) if place == worker]
+        stages = [stage for stage, place in enumerate(house.placement) if place == worker]
+        seeder = self._device.random_seeder() if step._key.drawn else None
+        self._stream = RandomStream(step._key, seeder) if any(run.draws for run in runs) else None
+        for run in runs:
+            run.connect(
+                endpoint,
+                stream=self._stream,
+                started=None if self._marks is None else self._mark_start,
+                retain_graph=retain_graph,
+            )
+        self._meters = {stage: run.meter for stage, run in zip(stages, runs, strict=True)}
+        self._handlers: dict[tuple[str, int], Callable[[Action], None]] = {}
+        for stage, run in zip(stages, runs, strict=True):
+            self._handlers["F", stage] = run.forward
+            self._handlers["R", stage] = run.recompute
+            self._handlers["B", stage] = run.backward
+
+    def __call__(self) -> None:
+        """Executes the actions; what goes wrong is kept in the failure."""
+        try:
+            with contextlib.ExitStack() as stack:
+                if self._context is not None:
+                    stack.enter_context(self._context.entered())
+                if self._stream is not None:
+                    stack.enter_context(random_kernels.drawing_from(self._stream))
+                if self._marks is None:
+                    run_actions(self._order, self._handlers, self._failure)
+                else:
+                    self._clock = self._device.clock()
+                    run_actions(self._order, self._handlers, self._failure, self._mark_end)
+        except BaseException as error:  # entering or leaving the caller's context
+            self._failure.report(error, None)
+
+    def entries(self) -> list[tuple[Action, float, float, float]]:
+        """What was recorded: each action with its start and end in seconds and the peak of live activation bytes."""
+        seconds = self._clock.seconds
+        return [(action, seconds(start), seconds(end), size) for action, start, end, size in self._marks or ()]
+
+    def _mark_start(self) -> None:
+        self._start = self._clock.now()
+
+    def _mark_end(self, action: Action) -> None:
+        assert self._marks is not None
+        meter = self._meters[action.stage]
+        self._marks.append((action, self._start, self._clock.now(), 0 if meter is None else meter.peak()))

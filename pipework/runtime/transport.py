@@ -1,0 +1,122 @@
+"""How a value goes from the action that makes it to the action that needs it.
+
+A message is addressed to the action that consumes it: `("F", 2, 5)` is what the forward of stage 2 on micro-batch 5 waits for. The outside, the thread that called
+the pipe, takes part under the stage numbers -1 and `stages`: it sends the inputs to stage 0 and receives the outputs behind the last stage.
+Nothing here knows a schedule, and the loop knows nothing of queues: a transport between processes has the same two calls.
+"""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from pipework.runtime.failure import WAKE_UP, Stopped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from torch import Tensor
+
+    from pipework.runtime.device import Link
+    from pipework.runtime.values import Structure
+
+
+class Message(NamedTuple):
+    """Tensors, and what must be put around them to make a value (None: a single tensor, or gradients)."""
+
+    tensors: tuple[Any, ...]
+    structure: Structure | None = None
+
+
+Address = tuple[str, int, int]  # an action's kind, stage and micro-batch; an Action is one
+Send = "Callable[[int, tuple[Tensor | None, ...], Structure | None], None]"
+
+
+class Endpoint(Protocol):
+    """One worker's side of a transport."""
+
+    def sender(self, kind: str, stage: int) -> Callable[[int, tuple[Tensor | None, ...], Structure | None], None]:
+        """A function `send(micro_batch, tensors, structure)` to the actions of that kind and stage. It never waits for the receiver."""
+
+    def receive(self, address: Address) -> Message:
+        """Waits for the value addressed to this action. Raises `Stopped` when another worker has failed."""
+
+
+class LocalEndpoint:
+    """An endpoint within one process: messages are handed over by reference through one queue per worker."""
+
+    __slots__ = ("_pending", "_routes", "inbox")
+
+    def __init__(self, routes: dict[tuple[str, int], tuple[LocalEndpoint, Link | None]]) -> None:
+        self.inbox: SimpleQueue[Any] = SimpleQueue()
+        self._pending: dict[Address, tuple[Message, Callable[[], None] | None]] = {}
+        self._routes = routes
+
+    def sender(self, kind: str, stage: int) -> Callable[[int, tuple[Tensor | None, ...], Structure | None], None]:
+        """See `Endpoint.sender`; a copy to another device starts at once, so that it overlaps with what the receiver does."""
+        receiver, link = self._routes[kind, stage]
+        put = receiver.inbox.put
+
+        def send(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Structure | None) -> None:
+            put(((kind, stage, micro_batch), Message(tensors, structure), None))
+
+        if link is None:
+            return send
+
+        def send_through_link(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Structure | None) -> None:
+            copies, event = link.depart(tensors)
+            put(((kind, stage, micro_batch), Message(copies, structure), lambda: link.arrive(copies, event)))
+
+        return send_through_link
+
+    def receive(self, address: Address) -> Message:
+        """See `Endpoint.receive`. What arrives for later actions meanwhile is kept."""
+        pending = self._pending
+        while address not in pending:
+            letter = self.inbox.get()
+            if letter is WAKE_UP:
+                raise Stopped
+            key, message, arrive = letter
+            if key == address:  # the common case needs no detour through the dictionary
+                break
+            pending[key] = (message, arrive)
+        else:
+            message, arrive = pending.pop(address)
+        if arrive is not None:
+            arrive()
+        return message  # type: ignore[no-any-return]
+
+
+class LocalTransport:
+    """The endpoints of one run in one process, connected. Made anew for each run, so that nothing stale can ever be received.
+
+    Args:
+        placement: the worker of each stage.
+        links: how a tensor gets from one worker's device to another's (None or missing: it can simply be passed on); from `(w, w)` for what the
+            caller sends to worker w.
+    """
+
+    def __init__(self, placement: tuple[int, ...], links: dict[tuple[int, int], Link | None]) -> None:
+        workers = max(placement, default=-1) + 1
+        routes: list[dict[tuple[str, int], tuple[LocalEndpoint, Link | None]]] = [{} for _ in range(workers + 1)]
+        self.outside, *self.endpoints = [LocalEndpoint(routes[worker]) for worker in range(-1, workers)]
+
+        def connect(source: int, kind: str, stage: int) -> None:
+            if 0 <= stage < len(placement):
+                worker = placement[stage]
+                link = links.get((worker if source < 0 else source, worker)) if source != worker else None
+                routes[source][kind, stage] = (self.endpoints[worker], link)
+            else:
+                routes[source][kind, stage] = (self.outside, None)
+
+        connect(-1, "F", 0)
+        connect(-1, "B", len(placement) - 1)
+        for stage, worker in enumerate(placement):
+            connect(worker, "F", stage + 1)
+            connect(worker, "B", stage - 1)
+
+    @property
+    def inboxes(self) -> list[SimpleQueue[Any]]:
+        """The queues that a worker may wait on."""
+        return [endpoint.inbox for endpoint in self.endpoints]

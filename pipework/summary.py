@@ -1,0 +1,73 @@
+"""What `print(pipe)` shows: a table of the partitions and what the schedule is expected to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipework.schedule import simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from pipework.pipe import Pipe
+
+
+def table(pipe: Pipe) -> str:
+    """The partitions with device, layers, parameters and bytes; then schedule, chunks, checkpoint mode and predicted bubble.
+
+    The bubble is the idle share of the workers' time if all partitions take equally long and a backward takes twice as long as a forward.
+    """
+    heading = f"Pipe: {_count(len(pipe), 'layer')} in {_count(len(pipe.balance), 'partition')}"
+    if not pipe.balance:
+        return heading
+    rows = [("partition", "device", "layers", "parameters", "bytes")]
+    for number, (partition, device) in enumerate(zip(pipe.partitions, pipe.devices, strict=True)):
+        parameters = list(partition.parameters())
+        rows.append(
+            (
+                str(number),
+                str(device),
+                _layers(partition),
+                f"{sum(parameter.numel() for parameter in parameters):,}",
+                readable_bytes(sum(parameter.nbytes for parameter in parameters)),
+            )
+        )
+    schedule = pipe.schedule()
+    summary = (
+        f"schedule {schedule.name}, {_count(pipe.chunks, 'chunk')}, checkpoint {pipe.checkpoint!r}, "
+        f"predicted bubble {simulate(schedule, loss_outside=True).bubble:.1%}"
+    )
+    return "\n".join([heading, *_aligned(rows), summary])
+
+
+def readable_bytes(size: float) -> str:
+    """A size in the unit that keeps it below 1024.
+
+    Example:
+        >>> readable_bytes(1536), readable_bytes(3)
+        ('1.5 KiB', '3 B')
+    """
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def _layers(partition: nn.Sequential) -> str:
+    names = list(partition._modules)
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = {1, 2}  # names read from the left, numbers from the right
+    return [
+        "  " + "  ".join(cell.ljust(width) if column in left else cell.rjust(width) for column, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
