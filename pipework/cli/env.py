@@ -1,0 +1,97 @@
+"""`pipework env`: a report on the surroundings, to go with a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipework.cli.draw import Commands
+
+_EXTRAS = ("ortools", "matplotlib", "transformers", "safetensors")
+
+
+def add_to(commands: Commands) -> None:
+    """Add the command to a parser."""
+    parser = commands.add_parser(
+        "env",
+        help="report versions and devices, for bug reports",
+        description="Report versions and devices; paste it into a bug report.",
+    )
+    parser.set_defaults(run=run)
+
+
+def version() -> str:
+    """The version of pipework.
+
+    Example:
+        >>> version().split(".")[0].isdigit()
+        True
+    """
+    # Of the code that runs; what is installed may be another one.
+    found = getattr(import_module("pipework"), "__version__", None)
+    return str(found) if found is not None else _installed("pipework")
+
+
+def run(arguments: argparse.Namespace) -> list[str]:
+    """Report.
+
+    Returns:
+        Lines of the form ``name: value``.
+    """
+    facts = {
+        "pipework": version(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": str(_cores()),
+        **_torch_facts(),
+        **{extra: _installed(extra) for extra in _EXTRAS},
+    }
+    width = max(map(len, facts))
+    return [f"{name + ':':<{width + 2}}{value}" for name, value in facts.items()]
+
+
+def _torch_facts() -> dict[str, str]:
+    try:
+        torch: Any = import_module("torch")
+    except ImportError as error:
+        # Installed but broken is another story than not installed, and worth telling.
+        return {"torch": "not installed" if error.name == "torch" else f"cannot be imported: {error}"}
+    distributed = torch.distributed
+    backends = {
+        name: distributed.is_available() and bool(getattr(distributed, f"is_{name}_available", lambda: False)())
+        for name in ("gloo", "nccl")
+    }
+    return {
+        "torch": str(torch.__version__),
+        "accelerators": _accelerators(torch),
+        "intra-op threads": str(torch.get_num_threads()),
+        **{name: "available" if there else "not available" for name, there in backends.items()},
+    }
+
+
+def _accelerators(torch: Any) -> str:
+    accelerator = getattr(torch, "accelerator", None)  # Older versions have none.
+    if accelerator is None or not accelerator.is_available():
+        return "none"
+    kind = accelerator.current_accelerator().type
+    count = accelerator.device_count()
+    module = getattr(torch, kind, None)
+    name = getattr(module, "get_device_name", None)
+    names = sorted({str(name(index)) for index in range(count)}) if name is not None else []
+    return f"{count} x {kind}" + (f" ({', '.join(names)})" if names else "")
+
+
+def _cores() -> int:
+    # Those this process may use, which a container or a scheduler may have limited.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,59 @@
+"""Arguments in, exit status out; each command has a file of its own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from pipework.cli import draw, env
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # One line that says what to do; the whole usage would bury it.
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: its words, without the program's name; None: those of the process.
+
+    Returns:
+        The exit status: 0, or 2 if the words make no sense; then one line on the standard error says why.
+
+    Example:
+        >>> main(["draw", "gpipe", "--workers", "2", "--chunks", "1", "--backward", "1"])
+        gpipe, 2 workers, 1 micro-batch
+        worker 0  0F0  .   .  0B0
+        worker 1   .  1F0 1B0  .
+        bubble 50.0 %, makespan 4, peak memory 1 (in micro-batches of activations of a stage)
+        0
+    """
+    parser = _parser()
+    try:
+        arguments = parser.parse_args(argv)
+    except SystemExit as stop:  # --help, --version or a mistake; all have been said.
+        return int(stop.code or 0)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
+    try:
+        lines = arguments.run(arguments)
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog} {arguments.command}: error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = _Parser(prog="pipework", description="Pipeline-parallel training for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"pipework {env.version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    draw.add_to(commands)
+    env.add_to(commands)
+    return parser

@@ -1,0 +1,129 @@
+"""Costs: how long each action of each stage takes, and how much memory a micro-batch holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+Cost = float | Sequence[float]
+"""A number that holds for all stages, or one number for each."""
+
+
+class StageCosts(NamedTuple):
+    """Costs spelt out for a number of stages, as :meth:`Costs.spread` returns them.
+
+    Attributes:
+        duration: action kind to the time of each stage.
+        transfer: time of each boundary, between stage s and s + 1.
+        activation: memory of a micro-batch on each stage.
+        checkpoint_activation: memory of a checkpointed micro-batch on each stage, before it is recomputed.
+    """
+
+    duration: Mapping[str, tuple[float, ...]]
+    transfer: tuple[float, ...]
+    activation: tuple[float, ...]
+    checkpoint_activation: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Time and memory of the actions, each a number for all stages or a sequence with one number for each stage.
+
+    Units are free, as long as all times and all memories have one each; predictions have the same.
+
+    Attributes:
+        forward: time of ``F``.
+        backward: time of ``B``.
+        recompute: time of ``R``; None: as ``forward``.
+        input_gradient: time of ``I``; None: half of ``backward``.
+        weight_gradient: time of ``W``; None: half of ``backward``.
+        transfer: time for a value, or its gradient, to cross a boundary between two workers; a sequence has one number
+            for each boundary, one less than stages. Nothing crosses between stages of one worker.
+        activation: memory that a micro-batch holds on a stage from the start of ``F`` (if checkpointed, of ``R``) to
+            the end of ``B`` (or ``W``).
+        checkpoint_activation: memory that a checkpointed micro-batch holds from the start of ``F`` to the start of
+            ``R``.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: negative, infinite or NaN.
+
+    Example:
+        >>> Costs(forward=[1, 2]).spread(stages=2).duration["F"]
+        (1.0, 2.0)
+        >>> Costs(backward=-1)
+        Traceback (most recent call last):
+        ValueError: Costs: backward is -1: wanted a finite number of at least 0
+    """
+
+    forward: Cost = 1.0
+    backward: Cost = 2.0
+    recompute: Cost | None = None
+    input_gradient: Cost | None = None
+    weight_gradient: Cost | None = None
+    transfer: Cost = 0.0
+    activation: Cost = 1.0
+    checkpoint_activation: Cost = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                place = "boundary" if field.name == "transfer" else "stage"
+                spread = tuple(_number(f"{field.name} of {place} {index}", each) for index, each in enumerate(value))
+                object.__setattr__(self, field.name, spread)
+            else:
+                object.__setattr__(self, field.name, _number(field.name, value))
+
+    def spread(self, stages: int) -> StageCosts:
+        """Spell the costs out for a number of stages.
+
+        Raises:
+            ValueError: a sequence of another length.
+
+        Example:
+            >>> Costs(transfer=0.5).spread(stages=3).transfer
+            (0.5, 0.5)
+            >>> Costs(forward=[1, 2]).spread(stages=3)
+            Traceback (most recent call last):
+            ValueError: Costs: forward has 2 numbers: wanted 3, one for each stage, or a single number for all
+        """
+        forward = self._each("forward", stages)
+        backward = self._each("backward", stages)
+        half = tuple(time / 2 for time in backward)
+        duration = {
+            "F": forward,
+            "B": backward,
+            "R": forward if self.recompute is None else self._each("recompute", stages),
+            "I": half if self.input_gradient is None else self._each("input_gradient", stages),
+            "W": half if self.weight_gradient is None else self._each("weight_gradient", stages),
+        }
+        return StageCosts(
+            duration,
+            self._each("transfer", stages - 1, "boundary"),
+            self._each("activation", stages),
+            self._each("checkpoint_activation", stages),
+        )
+
+    def _each(self, name: str, count: int, place: str = "stage") -> tuple[float, ...]:
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return (value,) * count
+        if len(value) != count:
+            raise ValueError(
+                f"Costs: {name} has {len(value)} numbers: wanted {count}, one for each {place}, "
+                "or a single number for all"
+            )
+        return value
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"Costs: {name} is {value!r}: wanted a number, or a sequence of numbers")
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"Costs: {name} is {value!r}: wanted a finite number of at least 0")
+    return float(value)

@@ -1,0 +1,69 @@
+"""Colours of the pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+ACTION: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "F": "#84b0e3",
+        "B": "#86c47c",
+        "I": "#56b6ab",
+        "W": "#c3e3b0",
+        "R": "#a3b1c4",
+        "update": "#f5d76b",
+    }
+)
+"""Fill of each action kind, and of the optimizer's step."""
+
+NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "F": "forward",
+        "B": "backward",
+        "I": "input gradient",
+        "W": "weight gradient",
+        "R": "recompute",
+        "update": "optimizer",
+    }
+)
+"""What each kind is called in legends and tooltips."""
+
+WORKER: Final = ("#e8e8e8", "#f8e1c4", "#c4d5f4", "#e0ccd6", "#d2e8cf", "#dbd2f0", "#f6efc0", "#c9e7e6")
+"""Fills of workers, from worker 0 on; they repeat."""
+
+INK: Final = "#22272e"
+QUIET: Final = "#667180"
+LINE: Final = "#e1e5ea"
+MEMORY: Final = "#b4a7d6"
+PAPER: Final = "#ffffff"
+
+
+def action_fill(kind: str, depth: int) -> str:
+    """The fill of an action, darker for each further stage of the same worker.
+
+    Args:
+        kind: action kind.
+        depth: 0 for a worker's first stage, 1 for its second, ..
+
+    Example:
+        >>> action_fill("F", 0), action_fill("F", 1)
+        ('#84b0e3', '#6587ae')
+    """
+    return _darker(ACTION[kind], 0.77 ** min(depth, 3))
+
+
+def worker_fill(worker: int) -> str:
+    """The pastel fill of a worker.
+
+    Example:
+        >>> worker_fill(0) == worker_fill(8)
+        True
+    """
+    return WORKER[worker % len(WORKER)]
+
+
+def _darker(color: str, factor: float) -> str:
+    channels = (int(color[index : index + 2], 16) for index in (1, 3, 5))
+    return "#" + "".join(f"{int(channel * factor):02x}" for channel in channels)

@@ -1,0 +1,51 @@
+"""A pass that adds the recomputation of checkpointed micro-batches to any schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipework.schedule.action import Action
+from pipework.schedule.schedule import Schedule
+
+
+def with_recompute(schedule: Schedule, checkpointed: int) -> Schedule:
+    """Put an ``R`` right before the backward of every checkpointed micro-batch, on every stage.
+
+    ``R`` needs nothing but what the stage kept of its own forward, so a worker recomputes while it would otherwise wait
+    for the incoming gradient.
+
+    Args:
+        schedule: one without ``R``.
+        checkpointed: the micro-batches 0 to ``checkpointed - 1`` are checkpointed; from 0 (none) to all.
+
+    Returns:
+        A schedule of the same name; the same object if none is checkpointed.
+
+    Raises:
+        ValueError: ``checkpointed`` is out of range, or the schedule has an ``R`` already.
+
+    Example:
+        >>> from pipework.schedule import fill_drain
+        >>> [str(action) for action in with_recompute(fill_drain(1, 2), 1).orders[0]]
+        ['0F0', '0F1', '0R0', '0B0', '0B1']
+    """
+    if type(checkpointed) is not int or not 0 <= checkpointed <= schedule.micro_batches:
+        raise ValueError(
+            f"checkpointed is {checkpointed!r}: wanted how many of the {schedule.micro_batches} micro-batches are "
+            f"checkpointed, an integer from 0 to {schedule.micro_batches}"
+        )
+    for worker, order in enumerate(schedule.orders):
+        for action in order:
+            if action.kind == "R":
+                raise ValueError(f"worker {worker} recomputes already, {action}: pass the schedule without R")
+    if not checkpointed:
+        return schedule
+    orders = tuple(tuple(_recomputed(order, checkpointed)) for order in schedule.orders)
+    return Schedule(schedule.name, schedule.placement, orders)
+
+
+def _recomputed(order: tuple[Action, ...], checkpointed: int) -> Iterator[Action]:
+    for action in order:
+        if action.kind in ("B", "I") and action.micro_batch < checkpointed:
+            yield Action("R", action.stage, action.micro_batch)
+        yield action

@@ -1,0 +1,198 @@
+"""A schedule: the order of actions of each worker, as immutable data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pipework.schedule.action import KINDS, Action
+
+if TYPE_CHECKING:
+    from pipework.schedule.costs import Costs
+    from pipework.schedule.simulate import Simulation
+    from pipework.schedule.svg import Colors, Labels
+    from pipework.schedule.validate import Validation
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every worker does, in which order.
+
+    The constructor checks types and ranges, so that every later function may rely on them; whether the orders can be
+    executed is the question of :meth:`validate`.
+
+    Attributes:
+        name: what people call it, such as ``"gpipe"``.
+        placement: the worker of each stage.
+        orders: the actions of each worker, in the order in which it runs them.
+
+    Raises:
+        TypeError: a name, worker, stage or micro-batch of a wrong type.
+        ValueError: no stage, no worker, no action, or a number out of range.
+
+    Example:
+        >>> one = Schedule("tiny", placement=(0,), orders=((Action("F", 0, 0), Action("B", 0, 0)),))
+        >>> one.workers, one.stages, one.micro_batches
+        (1, 1, 1)
+    """
+
+    name: str
+    placement: tuple[int, ...]
+    orders: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"name of a schedule is {self.name!r}: wanted a str such as 'gpipe'")
+        # Lists are welcome, but what is kept is hashable.
+        object.__setattr__(self, "placement", tuple(self.placement))
+        object.__setattr__(self, "orders", tuple(tuple(order) for order in self.orders))
+        _check_placement(self.placement, len(self.orders))
+        for worker, order in enumerate(self.orders):
+            _check_order(worker, order, len(self.placement))
+        if not any(self.orders):
+            raise ValueError("the schedule has no action at all: give every worker its actions in `orders`")
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are."""
+        return len(self.orders)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are, over all workers."""
+        return len(self.placement)
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """How many micro-batches there are: one more than the highest number that occurs."""
+        return 1 + max(action[2] for order in self.orders for action in order)
+
+    def stages_of(self, worker: int) -> tuple[int, ...]:
+        """The stages that a worker holds, in ascending order.
+
+        Raises:
+            ValueError: there is no such worker.
+
+        Example:
+            >>> from pipework.schedule import fill_drain
+            >>> fill_drain(4, 8).stages_of(2)
+            (2,)
+        """
+        if not 0 <= worker < self.workers:
+            raise ValueError(f"worker is {worker}, but this schedule has the workers 0 to {self.workers - 1}")
+        return tuple(stage for stage, holder in enumerate(self.placement) if holder == worker)
+
+    def validate(self) -> Validation:
+        """Say whether this schedule can be executed, and if not, why; see :func:`pipework.schedule.validate`."""
+        from pipework.schedule.validate import validate
+
+        return validate(self)
+
+    def simulate(self, costs: Costs | None = None, *, loss_outside: bool = False) -> Simulation:
+        """Predict times and memory; see :func:`pipework.schedule.simulate`."""
+        from pipework.schedule.simulate import simulate
+
+        return simulate(self, costs, loss_outside=loss_outside)
+
+    def to_text(self, costs: Costs | None = None, *, max_width: int = 160) -> str:
+        """Draw the predicted timeline for a terminal; see :func:`pipework.schedule.grid`.
+
+        Example:
+            >>> from pipework.schedule import Costs, fill_drain
+            >>> print(fill_drain(2, 2).to_text(Costs(backward=1)))
+            worker 0  0F0 0F1  .   .  0B0 0B1
+            worker 1   .  1F0 1F1 1B0 1B1  .
+        """
+        from pipework.schedule.grid import grid
+
+        return grid(self.simulate(costs).timeline, max_width=max_width)
+
+    def to_svg(
+        self,
+        costs: Costs | None = None,
+        *,
+        colors: Colors = "action",
+        update: bool = False,
+        labels: Labels | None = None,
+    ) -> str:
+        """Draw the predicted timeline as an SVG picture; see :func:`pipework.schedule.svg`."""
+        from pipework.schedule.svg import svg
+
+        return svg(self.simulate(costs).timeline, colors=colors, update=update, labels=labels)
+
+    def to_orders_text(self) -> str:
+        """Write name, placement and orders as text that :meth:`from_orders_text` reads back.
+
+        Example:
+            >>> from pipework.schedule import fill_drain
+            >>> print(fill_drain(2, 1).to_orders_text())
+            schedule gpipe
+            placement 0 1
+            worker 0 0F0 0B0
+            worker 1 1F0 1B0
+        """
+        from pipework.schedule.text import to_orders_text
+
+        return to_orders_text(self)
+
+    @staticmethod
+    def from_orders_text(text: str) -> Schedule:
+        """Read what :meth:`to_orders_text` wrote.
+
+        Raises:
+            ValueError: a line is not understood; it is named with its number.
+
+        Example:
+            >>> from pipework.schedule import fill_drain
+            >>> Schedule.from_orders_text(fill_drain(3, 5).to_orders_text()) == fill_drain(3, 5)
+            True
+        """
+        from pipework.schedule.text import from_orders_text
+
+        return from_orders_text(text)
+
+    def _repr_svg_(self) -> str | None:
+        # A notebook asks for the picture of whatever stands last in a cell, of an invalid schedule too; None makes it
+        # fall back to the text form, which is what one needs to see then.
+        return self.to_svg() if self.validate().ok else None
+
+
+def _check_placement(placement: Sequence[int], workers: int) -> None:
+    if not placement:
+        raise ValueError("placement is empty: give the worker of each stage, such as (0, 1) for two stages")
+    if not workers:
+        raise ValueError("orders is empty: give one order of actions for each worker")
+    for stage, worker in enumerate(placement):
+        if type(worker) is not int:
+            raise TypeError(f"placement of stage {stage} is {worker!r}: wanted the number of its worker, an int")
+        if not 0 <= worker < workers:
+            raise ValueError(
+                f"stage {stage} is placed on worker {worker}, but there are orders for the workers 0 to {workers - 1}: "
+                "correct placement, or give an order for each worker"
+            )
+    idle = sorted(set(range(workers)) - set(placement))
+    if idle:
+        raise ValueError(f"worker {idle[0]} holds no stage: place a stage on it, or leave its order out")
+
+
+def _check_order(worker: int, order: Sequence[Action], stages: int) -> None:
+    for position, action in enumerate(order):
+        if not isinstance(action, Action):
+            raise TypeError(
+                f"position {position} of worker {worker}'s order is {action!r}: wanted an Action, "
+                "such as Action('F', 0, 0)"
+            )
+        kind, stage, micro_batch = action
+        if type(stage) is not int or type(micro_batch) is not int:
+            raise TypeError(
+                f"{action!r} in worker {worker}'s order: wanted an int for stage and micro_batch, got "
+                f"{type(stage).__name__} and {type(micro_batch).__name__}"
+            )
+        if kind not in KINDS:
+            raise ValueError(f"{action!r} in worker {worker}'s order: kind must be one of {', '.join(KINDS)}")
+        if not 0 <= stage < stages:
+            raise ValueError(f"{action} in worker {worker}'s order: placement has the stages 0 to {stages - 1}")
+        if micro_batch < 0:
+            raise ValueError(f"{action!r} in worker {worker}'s order: micro-batches are counted from 0")

@@ -1,0 +1,130 @@
+"""Simulation: the timeline that a schedule leads to, if its actions cost what one says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipework.schedule.action import Action
+from pipework.schedule.costs import Costs, StageCosts
+from pipework.schedule.edges import recomputed
+from pipework.schedule.schedule import Schedule
+from pipework.schedule.timeline import Interval, Timeline
+from pipework.schedule.validate import examine, raise_first
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A predicted timeline and its measures.
+
+    Two makespans are worth knowing: ``makespan`` is what a step costs if workers meet at its end, as for the clipping
+    of gradients; ``span`` is what it costs if they do not.
+
+    Attributes:
+        schedule: what was simulated.
+        costs: with which costs.
+        timeline: what came out, in the unit of the costs.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    timeline: Timeline
+
+    @property
+    def makespan(self) -> float:
+        """End of the last action minus start of the first, over all workers."""
+        return self.timeline.makespan
+
+    @property
+    def span(self) -> float:
+        """The longest busy window of a worker."""
+        return self.timeline.span
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of workers x makespan, from 0 to 1."""
+        return self.timeline.bubble
+
+    @property
+    def span_bubble(self) -> float:
+        """The idle share of workers x span, from 0 to 1."""
+        return self.timeline.span_bubble
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The time in which each worker works."""
+        return tuple(map(self.timeline.busy, range(self.timeline.workers)))
+
+    @property
+    def peak_memory(self) -> tuple[float, ...]:
+        """The most memory that each worker's activations hold."""
+        return tuple(map(self.timeline.peak_memory, range(self.timeline.workers)))
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None, *, loss_outside: bool = False) -> Simulation:
+    """Predict when each action runs and how much memory its worker holds.
+
+    Workers run their orders, each action as early as its data allows; a boundary between two workers takes
+    ``costs.transfer`` and keeps neither of them busy.
+
+    Args:
+        schedule: a valid one.
+        costs: unit costs if None, see :class:`Costs`.
+        loss_outside: the loss is computed outside of the pipe: no backward (or recompute) starts before the forwards of
+            all workers have ended.
+
+    Raises:
+        ScheduleError: the schedule cannot be executed.
+        ValueError: the costs are for another number of stages.
+
+    Example:
+        >>> from pipework.schedule import fill_drain
+        >>> result = simulate(fill_drain(4, 8))
+        >>> result.makespan, round(100 * result.bubble, 1), max(result.peak_memory)
+        (33.0, 27.3, 8.0)
+    """
+    costs = Costs() if costs is None else costs
+    spread = costs.spread(schedule.stages)
+    violations, ended = examine(schedule, spread, loss_outside=loss_outside)
+    raise_first(schedule.name, violations)
+    times = ended.times if ended else ()
+    memory = _memory(schedule, spread)
+    intervals = tuple(
+        Interval(worker, action, start, end, held)
+        for worker, order in enumerate(schedule.orders)
+        for action, (start, end), held in zip(order, times[worker], memory[worker], strict=True)
+    )
+    title = f"{schedule.name}, {_count(schedule.workers, 'worker')}, {_count(schedule.micro_batches, 'micro-batch')}"
+    return Simulation(schedule, costs, Timeline(intervals, schedule.workers, title=title).normalised())
+
+
+def _memory(schedule: Schedule, costs: StageCosts) -> list[list[float]]:
+    """What each worker holds when each of its actions has ended."""
+    checkpointed = recomputed(schedule)
+
+    def held_by(action: Action) -> dict[tuple[int, int], float]:
+        kind, stage, micro_batch = action
+        key = (stage, micro_batch)
+        if kind == "F" and key in checkpointed:
+            return {key: costs.checkpoint_activation[stage]}
+        return {key: costs.activation[stage] if kind in ("F", "R") else 0.0} if kind != "I" else {}
+
+    result = []
+    for order in schedule.orders:
+        held: dict[tuple[int, int], float] = {}
+        total = 0.0
+        row = []
+        for action in order:
+            for key, amount in held_by(action).items():
+                total += amount - held.pop(key, 0.0)
+                if amount:
+                    held[key] = amount
+            # Sums of fractions drift; a worker that holds nothing holds nothing.
+            total = total if held else 0.0
+            row.append(total)
+        result.append(row)
+    return result
+
+
+def _count(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"

@@ -1,0 +1,54 @@
+"""The orders of a schedule as text, for tests, bug reports and files."""
+
+from __future__ import annotations
+
+from pipework.schedule.action import Action
+from pipework.schedule.schedule import Schedule
+
+
+def to_orders_text(schedule: Schedule) -> str:
+    """Write name, placement and orders; see :meth:`Schedule.to_orders_text`.
+
+    Example:
+        >>> from pipework.schedule import fill_drain
+        >>> to_orders_text(fill_drain(1, 1)).splitlines()
+        ['schedule gpipe', 'placement 0', 'worker 0 0F0 0B0']
+    """
+    lines = [f"schedule {schedule.name}", "placement " + " ".join(map(str, schedule.placement))]
+    for worker, order in enumerate(schedule.orders):
+        lines.append(" ".join(["worker", str(worker), *map(str, order)]))
+    return "\n".join(lines)
+
+
+def from_orders_text(text: str) -> Schedule:
+    r"""Read what :func:`to_orders_text` wrote; empty lines and lines that begin with ``#`` are skipped.
+
+    Raises:
+        ValueError: a line is not understood, or what it says makes no schedule.
+
+    Example:
+        >>> from_orders_text("schedule tiny\nplacement 0\nworker 0 0F0 0B0").orders
+        ((Action(kind='F', stage=0, micro_batch=0), Action(kind='B', stage=0, micro_batch=0)),)
+    """
+    name: str | None = None
+    placement: tuple[int, ...] | None = None
+    orders: list[tuple[Action, ...]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        head, _, rest = line.strip().partition(" ")
+        if not head or head.startswith("#"):
+            continue
+        try:
+            if head == "schedule" and name is None:
+                name = rest
+            elif head == "placement" and placement is None:
+                placement = tuple(int(word) for word in rest.split())
+            elif head == "worker" and rest.split()[:1] == [str(len(orders))]:
+                orders.append(tuple(Action.parse(word) for word in rest.split()[1:]))
+            else:
+                raise ValueError(f"wanted 'schedule NAME', 'placement W W ..' or 'worker {len(orders)} ACTION ..'")
+        except ValueError as error:
+            raise ValueError(f"line {number}, {line!r}: {error}") from None
+    if name is None or placement is None:
+        missing = "schedule" if name is None else "placement"
+        raise ValueError(f"the text has no line that begins with '{missing}': it is not a whole schedule")
+    return Schedule(name, placement, tuple(orders))

@@ -1,0 +1,138 @@
+"""A timeline: which worker did what, when. Predicted and measured ones are the same class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pipework.schedule.action import Action
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One action on one worker.
+
+    Attributes:
+        worker: who.
+        action: what.
+        start: when it began, in the timeline's unit.
+        end: when it ended.
+        memory: what the worker's activations hold when the action has ended, in the timeline's memory unit. A worker is
+            taken to allocate when an action starts and to free when one ends, so that the largest of these is the peak.
+        step: the training step, for timelines over several.
+    """
+
+    worker: int
+    action: Action
+    start: float
+    end: float
+    memory: float = 0.0
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Intervals of several workers, and what follows from them.
+
+    Attributes:
+        intervals: in any order; those of one worker do not overlap.
+        workers: how many workers there are, also those without an interval.
+        unit: of time: ``""`` for units of cost, ``"s"`` for seconds.
+        memory_unit: ``""`` for units of cost, ``"bytes"`` for bytes.
+        title: for pictures.
+
+    Raises:
+        ValueError: no worker, an interval of a worker that does not exist, or one that ends before it starts.
+
+    Example:
+        >>> line = Timeline((Interval(0, Action("F", 0, 0), 0, 3), Interval(1, Action("F", 1, 0), 3, 4)), workers=2)
+        >>> line.makespan, line.span, line.bubble
+        (4, 3, 0.5)
+    """
+
+    intervals: tuple[Interval, ...]
+    workers: int
+    unit: str = ""
+    memory_unit: str = ""
+    title: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "intervals", tuple(self.intervals))
+        if self.workers < 1:
+            raise ValueError(f"workers is {self.workers}: a timeline has at least one worker")
+        for interval in self.intervals:
+            if not 0 <= interval.worker < self.workers:
+                raise ValueError(f"{interval}: the timeline has the workers 0 to {self.workers - 1}")
+            if not interval.start <= interval.end:
+                raise ValueError(f"{interval}: it ends before it starts, or a time is no number")
+
+    @cached_property
+    def by_worker(self) -> tuple[tuple[Interval, ...], ...]:
+        """The intervals of each worker, in order of time."""
+        rows: list[list[Interval]] = [[] for _ in range(self.workers)]
+        for interval in self.intervals:
+            rows[interval.worker].append(interval)
+        return tuple(tuple(sorted(row, key=lambda interval: (interval.start, interval.end))) for row in rows)
+
+    @cached_property
+    def start(self) -> float:
+        """When the first interval starts; 0 if there is none."""
+        return min((interval.start for interval in self.intervals), default=0.0)
+
+    @cached_property
+    def end(self) -> float:
+        """When the last interval ends; 0 if there is none."""
+        return max((interval.end for interval in self.intervals), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """From the start of the first interval to the end of the last, over all workers."""
+        return self.end - self.start
+
+    @property
+    def span(self) -> float:
+        """The longest busy window of a worker, from its own first start to its own last end."""
+        return max((row[-1].end - row[0].start for row in self.by_worker if row), default=0.0)
+
+    def busy(self, worker: int) -> float:
+        """The time in which a worker works."""
+        return sum(interval.end - interval.start for interval in self.by_worker[worker])
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of workers x makespan, from 0 to 1."""
+        return self._idle_share(self.makespan)
+
+    @property
+    def span_bubble(self) -> float:
+        """The idle share of workers x span, from 0 to 1; the zero-bubble papers report this one."""
+        return self._idle_share(self.span)
+
+    def _idle_share(self, window: float) -> float:
+        if window <= 0:
+            return 0.0
+        # Rounding must not make a full timeline emptier than empty.
+        return max(0.0, 1.0 - sum(map(self.busy, range(self.workers))) / (self.workers * window))
+
+    def peak_memory(self, worker: int) -> float:
+        """The most memory that a worker held; 0 if memory is not known."""
+        return max((interval.memory for interval in self.by_worker[worker]), default=0.0)
+
+    @property
+    def knows_memory(self) -> bool:
+        """Whether any interval tells its memory."""
+        return any(interval.memory for interval in self.intervals)
+
+    def shifted(self, by: float) -> Timeline:
+        """The same timeline, later by some time.
+
+        Example:
+            >>> Timeline((Interval(0, Action("F", 0, 0), 1, 2),), workers=1).shifted(2).start
+            3
+        """
+        moved = (replace(each, start=each.start + by, end=each.end + by) for each in self.intervals)
+        return replace(self, intervals=tuple(moved))
+
+    def normalised(self) -> Timeline:
+        """The same timeline, starting at 0."""
+        return self.shifted(-self.start) if self.start else self

@@ -1,0 +1,69 @@
+"""Numbers with units, as people read them in pictures and on the command line."""
+
+from __future__ import annotations
+
+import math
+
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "\u00b5s"))
+_BYTES = ((1024.0**3, "GiB"), (1024.0**2, "MiB"), (1024.0, "KiB"))
+
+
+def time_scale(longest: float, unit: str) -> tuple[float, str]:
+    """The unit in which to show times up to ``longest``.
+
+    Returns:
+        The size of that unit in ``unit``, and its name.
+
+    Example:
+        >>> time_scale(0.25, "s")
+        (0.001, 'ms')
+        >>> time_scale(33.0, "")
+        (1.0, '')
+    """
+    if unit != "s":
+        return 1.0, unit
+    return next(((size, name) for size, name in _SECONDS if longest >= size), _SECONDS[-1])
+
+
+def time_text(time: float, unit: str, longest: float | None = None) -> str:
+    """A time with its unit.
+
+    Args:
+        time: in ``unit``.
+        unit: ``""`` or ``"s"``.
+        longest: choose the unit for this time instead, so that several times have one unit.
+
+    Example:
+        >>> time_text(0.01234, "s"), time_text(33.0, "")
+        ('12.34 ms', '33')
+    """
+    size, name = time_scale(time if longest is None else longest, unit)
+    return f"{time / size:.4g} {name}".rstrip()
+
+
+def memory_text(memory: float, unit: str) -> str:
+    """An amount of memory with its unit, ``""`` or ``"bytes"``.
+
+    Example:
+        >>> memory_text(1536, "bytes"), memory_text(8.0, "")
+        ('1.5 KiB', '8')
+    """
+    if unit != "bytes":
+        return f"{memory:.4g} {unit}".rstrip()
+    size, name = next(((size, name) for size, name in _BYTES if memory >= size), (1.0, "B"))
+    return f"{memory / size:.3g} {name}" if memory < 1000 * size else f"{memory / size:.0f} {name}"
+
+
+def ticks(longest: float, most: int) -> list[float]:
+    """At most ``most`` round numbers from 0 to ``longest``, evenly spaced.
+
+    Example:
+        >>> ticks(33.0, 8)
+        [0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0]
+    """
+    if longest <= 0:
+        return [0.0]
+    rough = longest / max(most - 1, 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    return [index * step for index in range(int(longest / step + 1e-9) + 1)]

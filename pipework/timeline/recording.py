@@ -1,0 +1,236 @@
+"""A recording: what `with pipe.record() as timeline:` yields, one measured timeline for each step.
+
+The runtime writes (:meth:`Recording.begin`, :meth:`Recording.add`), users read (everything else).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from pipework.schedule import Action, Costs, Interval, Schedule, Simulation, Timeline, simulate, svg
+from pipework.timeline.measure import measured_costs
+from pipework.timeline.trace import trace_json
+
+
+class Entry(NamedTuple):
+    """One action as a worker noted it.
+
+    Attributes:
+        action: what.
+        start: seconds of a clock that all workers share.
+        end: seconds of the same clock.
+        memory: bytes that the worker's activations hold when the action has ended; 0 if not known.
+    """
+
+    action: Action
+    start: float
+    end: float
+    memory: float = 0.0
+
+
+@dataclass
+class _Step:
+    schedule: Schedule
+    loss_outside: bool
+    intervals: list[Interval] = field(default_factory=list)
+
+
+class Recording:
+    """Measured steps of a pipe.
+
+    Args:
+        schedule: what the steps execute, unless :meth:`begin` says otherwise.
+        loss_outside: whether the loss is computed outside of the pipe, unless :meth:`begin` says otherwise.
+
+    Example:
+        >>> from pipework.schedule import fill_drain
+        >>> recording = Recording(fill_drain(1, 1))
+        >>> recording.add(0, 0, [Entry(Action("F", 0, 0), 5.0, 5.5), Entry(Action("B", 0, 0), 5.5, 6.5)])
+        >>> recording.timeline().makespan, recording.costs().forward
+        (1.5, (0.5,))
+    """
+
+    def __init__(self, schedule: Schedule | None = None, loss_outside: bool = True) -> None:
+        self.schedule = schedule
+        self.loss_outside = loss_outside
+        self._steps: dict[int, _Step] = {}
+
+    def __repr__(self) -> str:
+        return f"Recording({len(self._steps)} steps)"
+
+    def begin(self, step: int, schedule: Schedule | None = None, *, loss_outside: bool | None = None) -> None:
+        """Open a step.
+
+        Args:
+            step: its number, from 0.
+            schedule: what it executes; a last batch may have fewer micro-batches. None: as the step before.
+            loss_outside: whether its loss is computed outside of the pipe. None: as the step before.
+
+        Raises:
+            ValueError: the number is negative or has been recorded, or no schedule is known.
+        """
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step is {step!r}: wanted an integer of at least 0")
+        if step in self._steps:
+            raise ValueError(f"step {step} has been recorded already: number each step differently")
+        self.schedule = schedule if schedule is not None else self.schedule
+        self.loss_outside = loss_outside if loss_outside is not None else self.loss_outside
+        if self.schedule is None:
+            raise ValueError(f"no schedule is known for step {step}: pass one to begin(), or to Recording()")
+        self._steps[step] = _Step(self.schedule, self.loss_outside)
+
+    def add(self, step: int, worker: int, entries: Iterable[tuple[Action, float, float, float]]) -> None:
+        """Hand over what a worker did in a phase of a step; several phases add up.
+
+        Args:
+            step: its number; opened if it was not.
+            worker: who.
+            entries: (action, start, end, memory), see :class:`Entry`; a plain tuple will do.
+
+        Raises:
+            ValueError: no such worker, or no schedule is known.
+        """
+        if step not in self._steps:
+            self.begin(step)
+        record = self._steps[step]
+        workers = record.schedule.workers
+        if not 0 <= worker < workers:
+            raise ValueError(f"worker is {worker}, but the schedule of step {step} has the workers 0 to {workers - 1}")
+        record.intervals.extend(
+            Interval(worker, action, start, end, memory, step) for action, start, end, memory in entries
+        )
+
+    @property
+    def workers(self) -> int:
+        """How many workers the last schedule has; 0 if none is known."""
+        return self.schedule.workers if self.schedule is not None else 0
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of the recorded steps, in order of recording."""
+        return list(self._steps)
+
+    def timeline(self, step: int = -1) -> Timeline:
+        """What was measured in a step.
+
+        Args:
+            step: its number; -1 the last recorded, -2 the one before, ..
+
+        Returns:
+            A timeline in seconds that starts at 0, with memory in bytes.
+
+        Raises:
+            ValueError: no such step.
+        """
+        number, record = self._find(step)
+        title = f"measured: {_name(record.schedule)}, step {number}"
+        return _timeline(record.intervals, record.schedule.workers, title)
+
+    def bubble(self, step: int | None = None) -> float:
+        """The measured idle share of workers x makespan, from 0 to 1, of a step, or None for the median of all.
+
+        Raises:
+            ValueError: no such step.
+        """
+        if step is not None:
+            return self.timeline(step).bubble
+        self._find(-1)
+        return median(self.timeline(number).bubble for number in self._steps)
+
+    def costs(self, step: int | None = None) -> Costs:
+        """Measured costs: for each stage the median time of each kind of action, and the memory of a micro-batch.
+
+        Times are in seconds, memory in bytes. An action that was never recorded costs 0, except that a recompute that
+        never was costs as much as a forward. Waiting for a value is in no action's time, and transfers cost 0.
+
+        Args:
+            step: of that step only; None: of all.
+
+        Raises:
+            ValueError: no such step, or steps of different numbers of stages.
+        """
+        number, record = self._find(-1 if step is None else step)
+        records = list(self._steps.values()) if step is None else [record]
+        for other in records:
+            if other.schedule.placement != record.schedule.placement:
+                raise ValueError(f"the recorded steps have different stages: ask for one, such as costs(step={number})")
+        lines = [_timeline(each.intervals, each.schedule.workers, "") for each in records]
+        return measured_costs(lines, record.schedule.stages)
+
+    def predicted(self, step: int = -1) -> Simulation:
+        """What the schedule of a step predicts with the measured :meth:`costs`.
+
+        Raises:
+            ValueError: no such step.
+        """
+        _, record = self._find(step)
+        return simulate(record.schedule, self.costs(), loss_outside=record.loss_outside)
+
+    def save(self, path: str | Path) -> None:
+        """Write a picture or a trace.
+
+        Args:
+            path: ``*.svg``: the predicted above the measured timeline of the last step; ``*.json``: all steps as a
+                trace, for https://ui.perfetto.dev or chrome://tracing.
+
+        Raises:
+            ValueError: another ending, or nothing was recorded.
+            OSError: the file cannot be written.
+        """
+        path = Path(path)
+        ending = path.suffix.lower()
+        if ending not in (".svg", ".json"):
+            raise ValueError(f"cannot save as {path.name!r}: the name must end in .svg (picture) or .json (trace)")
+        self._find(-1)
+        path.write_text(self._picture() if ending == ".svg" else trace_json(self._all()), encoding="utf-8")
+
+    def _repr_svg_(self) -> str | None:
+        return self._picture() if self._steps else None
+
+    def _picture(self) -> str:
+        _, record = self._find(-1)
+        measured = self.timeline()
+        if all(interval.action.kind == "F" for interval in measured.intervals):
+            return svg(measured)  # Evaluation: there is no backward to predict.
+        predicted = self.predicted().timeline
+        title = f"predicted: {_name(record.schedule)}"
+        return svg([_titled(predicted, title), measured])
+
+    def _all(self) -> Timeline:
+        intervals = [interval for record in self._steps.values() for interval in record.intervals]
+        workers = max(record.schedule.workers for record in self._steps.values())
+        return _timeline(intervals, workers, "pipework")
+
+    def _find(self, step: int) -> tuple[int, _Step]:
+        if not self._steps:
+            raise ValueError("nothing was recorded: run a training step inside `with pipe.record() as timeline:`")
+        if step < 0:
+            number = self.steps[step] if -step <= len(self._steps) else None
+        else:
+            number = step if step in self._steps else None
+        if number is None:
+            raise ValueError(f"no step {step} was recorded: there are {_listed(self.steps)}, and -1 means the last")
+        return number, self._steps[number]
+
+
+def _timeline(intervals: Sequence[Interval], workers: int, title: str) -> Timeline:
+    return Timeline(tuple(intervals), workers, unit="s", memory_unit="bytes", title=title).normalised()
+
+
+def _titled(line: Timeline, title: str) -> Timeline:
+    # Predicted from measured costs, hence in their units.
+    return Timeline(line.intervals, line.workers, unit="s", memory_unit="bytes", title=title)
+
+
+def _name(schedule: Schedule) -> str:
+    return f"{schedule.name}, {schedule.workers} x {schedule.micro_batches}"
+
+
+def _listed(steps: Sequence[int]) -> str:
+    if len(steps) <= 6:
+        return ", ".join(map(str, steps))
+    return f"{', '.join(map(str, steps[:3]))}, .., {steps[-1]}"
