@@ -69,6 +69,18 @@ class Schedule:
         """How many micro-batches there are: one more than the highest number that occurs."""
         return 1 + max(action[2] for order in self.orders for action in order)
 
+    @property
+    def title(self) -> str:
+        """Name and size, for people.
+
+        Example:
+            >>> from pipework.schedule import fill_drain
+            >>> fill_drain(4, 1).title
+            'gpipe, 4 workers, 1 micro-batch'
+        """
+        workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
+        return f"{self.name}, {workers}, {self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}"
+
     def stages_of(self, worker: int) -> tuple[int, ...]:
         """The stages that a worker holds, in ascending order.
 

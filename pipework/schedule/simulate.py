@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipework.schedule.action import Action
 from pipework.schedule.costs import Costs, StageCosts
 from pipework.schedule.edges import recomputed
 from pipework.schedule.schedule import Schedule
@@ -93,38 +92,28 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, loss_outside: bo
         for worker, order in enumerate(schedule.orders)
         for action, (start, end), held in zip(order, times[worker], memory[worker], strict=True)
     )
-    title = f"{schedule.name}, {_count(schedule.workers, 'worker')}, {_count(schedule.micro_batches, 'micro-batch')}"
-    return Simulation(schedule, costs, Timeline(intervals, schedule.workers, title=title).normalised())
+    return Simulation(schedule, costs, Timeline(intervals, schedule.workers, title=schedule.title).normalised())
 
 
 def _memory(schedule: Schedule, costs: StageCosts) -> list[list[float]]:
-    """What each worker holds when each of its actions has ended."""
+    """The most that each worker holds during each of its actions."""
     checkpointed = recomputed(schedule)
-
-    def held_by(action: Action) -> dict[tuple[int, int], float]:
-        kind, stage, micro_batch = action
-        key = (stage, micro_batch)
-        if kind == "F" and key in checkpointed:
-            return {key: costs.checkpoint_activation[stage]}
-        return {key: costs.activation[stage] if kind in ("F", "R") else 0.0} if kind != "I" else {}
-
-    result = []
+    rows = []
     for order in schedule.orders:
         held: dict[tuple[int, int], float] = {}
         total = 0.0
         row = []
-        for action in order:
-            for key, amount in held_by(action).items():
-                total += amount - held.pop(key, 0.0)
-                if amount:
-                    held[key] = amount
-            # Sums of fractions drift; a worker that holds nothing holds nothing.
-            total = total if held else 0.0
+        for kind, stage, micro_batch in order:
+            key = (stage, micro_batch)
+            if kind in ("F", "R"):
+                small = kind == "F" and key in checkpointed
+                amount = costs.checkpoint_activation[stage] if small else costs.activation[stage]
+                total += amount - held.get(key, 0.0)
+                held[key] = amount
             row.append(total)
-        result.append(row)
-    return result
-
-
-def _count(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{plural if number != 1 else ''}"
+            if kind in ("B", "W"):
+                total -= held.pop(key)
+                # Sums of fractions drift; a worker that holds nothing holds nothing.
+                total = total if held else 0.0
+        rows.append(row)
+    return rows

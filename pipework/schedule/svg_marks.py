@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 
 from pipework.schedule.palette import INK
 
 FONT = "Helvetica, Arial, sans-serif"
+
+_FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def number(value: float) -> str:
@@ -27,7 +30,7 @@ def clean(text: str) -> str:
         >>> clean("a<b\x00")
         'a&lt;b'
     """
-    return escape("".join(each for each in text if _allowed(each)))
+    return escape(_FORBIDDEN.sub("", text))
 
 
 def rectangle(x: float, y: float, width: float, height: float, **attributes: str | float) -> str:
@@ -77,11 +80,6 @@ def group(marks: list[str], **attributes: str | float) -> str:
         '<g fill="red">\n<rect/>\n</g>'
     """
     return "\n".join([f"<g{_written(attributes)}>", *marks, "</g>"])
-
-
-def _allowed(character: str) -> bool:
-    point = ord(character)
-    return character in "\t\n\r" or 0x20 <= point < 0xD800 or 0xE000 <= point < 0xFFFE or point >= 0x10000
 
 
 def _written(attributes: dict[str, str | float]) -> str:

@@ -81,10 +81,10 @@ def panel(line: Timeline, frame: Frame, most_memory: float) -> str:
     """
     marks: list[str] = []
     caption = Caption.fitting(line, frame)
-    for worker, row in enumerate(line.by_worker):
+    for worker in range(line.workers):
         marks.extend(_beside(line, frame, worker))
         if frame.look.memory and line.knows_memory:
-            marks.append(_strip(row, frame, worker, most_memory))
+            marks.append(_strip(line, frame, worker, most_memory))
     for row in line.by_worker:
         depths = {stage: depth for depth, stage in enumerate(sorted({each.action.stage for each in row}))}
         cells = [_cell(each, frame, caption, line, depths[each.action.stage]) for each in row]
@@ -158,7 +158,7 @@ def _cell(interval: Interval, frame: Frame, caption: Caption, line: Timeline, de
     start, end, length = (time_text(time, line.unit, line.end) for time in times)
     said = f"{NAMES[kind]} of stage {stage}, micro-batch {micro_batch}: {start} to {end} ({length})"
     if line.knows_memory:
-        said += f", memory after it {memory_text(interval.memory, line.memory_unit)}"
+        said += f", memory {memory_text(interval.memory, line.memory_unit)}"
     stroke: dict[str, str | float] = {"stroke": "#4a4f57" if pastel else "#ffffff"} if width >= 2 else {}
     if stroke and width < 8:
         stroke["stroke_width"] = width / 9  # A full frame around a sliver would hide the sliver.
@@ -183,20 +183,18 @@ def peak_text(line: Timeline, worker: int) -> str:
     return f"peak {memory_text(line.peak_memory(worker), line.memory_unit)}"
 
 
-def _strip(row: Sequence[Interval], frame: Frame, worker: int, most: float) -> str:
-    """Memory over time: it grows when an action starts and shrinks when one ends."""
+def _strip(line: Timeline, frame: Frame, worker: int, most: float) -> str:
+    """Memory over time, filled."""
     base = frame.y(worker) + frame.row + frame.strip
     scale = (frame.strip - 1.5) / most if most else 0.0
-    steps: list[tuple[float, float]] = []
-    level = 0.0
-    for interval in row:
-        steps.append((interval.start, max(level, interval.memory)))
-        steps.append((interval.end, interval.memory))
-        level = interval.memory
-    path = "".join(f"H{number(frame.x(time))}V{number(base - held * scale)}" for time, held in steps)
-    end = number(frame.left + frame.width)
-    ground = f'<path d="M{number(frame.left)} {number(base)}H{end}" stroke="{LINE}" fill="none"/>'
-    return f'<path d="M{number(frame.left)} {number(base)}{path}H{end}V{number(base)}Z" fill="{MEMORY}"/>{ground}'
+    path = "".join(
+        f"H{number(frame.x(time))}V{number(base - held * scale)}"
+        for interval, behind in zip(line.by_worker[worker], line.idle_memory(worker), strict=True)
+        for time, held in ((interval.start, interval.memory), (interval.end, behind))
+    )
+    start, end = f"M{number(frame.left)} {number(base)}", f"H{number(frame.left + frame.width)}"
+    ground = f'<path d="{start}{end}" stroke="{LINE}" fill="none"/>'
+    return f'<path d="{start}{path}{end}V{number(base)}Z" fill="{MEMORY}"/>{ground}'
 
 
 def _update_boxes(line: Timeline, frame: Frame) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from pipework.schedule.action import Action
 
@@ -17,8 +18,8 @@ class Interval:
         action: what.
         start: when it began, in the timeline's unit.
         end: when it ended.
-        memory: what the worker's activations hold when the action has ended, in the timeline's memory unit. A worker is
-            taken to allocate when an action starts and to free when one ends, so that the largest of these is the peak.
+        memory: the most that the worker's activations hold during the action, in the timeline's memory unit. A worker
+            is taken to allocate when an action starts and to free when one ends.
         step: the training step, for timelines over several.
     """
 
@@ -117,6 +118,16 @@ class Timeline:
     def peak_memory(self, worker: int) -> float:
         """The most memory that a worker held; 0 if memory is not known."""
         return max((interval.memory for interval in self.by_worker[worker]), default=0.0)
+
+    def idle_memory(self, worker: int) -> tuple[float, ...]:
+        """What a worker holds behind each of its intervals, until the next starts; nothing behind the last.
+
+        What was freed at the end of one interval or allocated at the start of the next is in neither's idle time, so it
+        is the smaller of the two.
+        """
+        row = self.by_worker[worker]
+        between = (min(before.memory, after.memory) for before, after in pairwise(row))
+        return (*between, 0.0) if row else ()
 
     @property
     def knows_memory(self) -> bool:

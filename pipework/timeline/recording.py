@@ -23,7 +23,7 @@ class Entry(NamedTuple):
         action: what.
         start: seconds of a clock that all workers share.
         end: seconds of the same clock.
-        memory: bytes that the worker's activations hold when the action has ended; 0 if not known.
+        memory: the most bytes that the worker's activations held during the action; 0 if not known.
     """
 
     action: Action
@@ -127,7 +127,7 @@ class Recording:
             ValueError: no such step.
         """
         number, record = self._find(step)
-        title = f"measured: {_name(record.schedule)}, step {number}"
+        title = f"measured: {record.schedule.title}, step {number}"
         return _timeline(record.intervals, record.schedule.workers, title)
 
     def bubble(self, step: int | None = None) -> float:
@@ -197,7 +197,7 @@ class Recording:
         if all(interval.action.kind == "F" for interval in measured.intervals):
             return svg(measured)  # Evaluation: there is no backward to predict.
         predicted = self.predicted().timeline
-        title = f"predicted: {_name(record.schedule)}"
+        title = f"predicted: {record.schedule.title}"
         return svg([_titled(predicted, title), measured])
 
     def _all(self) -> Timeline:
@@ -224,10 +224,6 @@ def _timeline(intervals: Sequence[Interval], workers: int, title: str) -> Timeli
 def _titled(line: Timeline, title: str) -> Timeline:
     # Predicted from measured costs, hence in their units.
     return Timeline(line.intervals, line.workers, unit="s", memory_unit="bytes", title=title)
-
-
-def _name(schedule: Schedule) -> str:
-    return f"{schedule.name}, {schedule.workers} x {schedule.micro_batches}"
 
 
 def _listed(steps: Sequence[int]) -> str:

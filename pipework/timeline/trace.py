@@ -95,14 +95,11 @@ def _flows(timeline: Timeline, scale: float) -> Iterator[Event]:
 
 def _memory(timeline: Timeline, scale: float) -> Iterator[Event]:
     name = "memory (bytes)" if timeline.memory_unit == "bytes" else "memory"
-    for row in timeline.by_worker:
-        level = 0.0
-        for interval in row:
-            if interval.memory > level:  # Memory grows when an action starts and shrinks when one ends.
-                yield _event("C", name, interval.worker, ts=interval.start * scale, args={"held": interval.memory})
-            else:
-                yield _event("C", name, interval.worker, ts=interval.end * scale, args={"held": interval.memory})
-            level = interval.memory
+    for worker, row in enumerate(timeline.by_worker):
+        for interval, behind in zip(row, timeline.idle_memory(worker), strict=True):
+            yield _event("C", name, worker, ts=interval.start * scale, args={"held": interval.memory})
+            if behind != interval.memory:
+                yield _event("C", name, worker, ts=interval.end * scale, args={"held": behind})
 
 
 def _event(phase: str, name: str, worker: int, **more: Any) -> Event:

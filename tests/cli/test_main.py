@@ -1,0 +1,56 @@
+import subprocess
+import sys
+
+import pytest
+
+import pipework
+from pipework.cli import main
+
+
+def python(*words, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "pipework", *words], capture_output=True, text=True, check=False, **options
+    )
+
+
+def test_without_words_prints_help(capsys):
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert "draw" in said
+    assert "env" in said
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pipework {pipework.__version__}\n"
+
+
+@pytest.mark.parametrize("words", [["paint"], ["--draw"], ["draw"], ["draw", "gpipe", "--workers", "2"]])
+def test_a_mistake_is_one_line_and_status_two(capsys, words):
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "error:" in err
+
+
+def test_as_a_module():
+    done = python("draw", "gpipe", "--workers", "2", "--chunks", "2", "--backward", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "worker 1   .  1F0 1F1 1B0 1B1  .\n" in done.stdout
+    failed = python("draw", "gpipe", "--workers", "0", "--chunks", "2")
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr.count("\n") == 1
+
+
+def test_draw_needs_no_torch(tmp_path):
+    code = (
+        "import sys; sys.modules['torch'] = None\n"  # any import of torch raises
+        "from pipework.cli import main\n"
+        "sys.exit(main(['draw', 'gpipe', '--workers', '2', '--chunks', '2', '--out', sys.argv[1]]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "x.svg")], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "x.svg").read_text(encoding="utf-8").startswith("<svg")

@@ -1,0 +1,50 @@
+import math
+
+import pytest
+
+from pipework.schedule import Costs, fill_drain, simulate
+
+
+def test_defaults_are_unit_costs():
+    costs = Costs().spread(stages=2)
+    assert costs.duration == {"F": (1, 1), "B": (2, 2), "R": (1, 1), "I": (1, 1), "W": (1, 1)}
+    assert (costs.transfer, costs.activation, costs.checkpoint_activation) == ((0,), (1, 1), (0, 0))
+
+
+def test_defaults_follow_forward_and_backward():
+    duration = Costs(forward=[1, 2], backward=[4, 6]).spread(stages=2).duration
+    assert (duration["R"], duration["I"], duration["W"]) == ((1, 2), (2, 3), (2, 3))
+
+
+def test_what_is_given_wins():
+    duration = Costs(recompute=5, input_gradient=0, weight_gradient=[7, 8]).spread(stages=2).duration
+    assert (duration["R"], duration["I"], duration["W"]) == ((5, 5), (0, 0), (7, 8))
+
+
+def test_is_a_hashable_value():
+    assert hash(Costs(forward=[1, 2])) == hash(Costs(forward=(1.0, 2.0)))
+
+
+@pytest.mark.parametrize("value", [-1, -0.5, math.nan, math.inf])
+@pytest.mark.parametrize("field", list(Costs.__dataclass_fields__))
+def test_impossible_numbers_are_named(field, value):
+    with pytest.raises(ValueError, match=f"Costs: {field} is {value}: wanted a finite number of at least 0"):
+        Costs(**{field: value})
+    place = "boundary" if field == "transfer" else "stage"
+    with pytest.raises(ValueError, match=f"Costs: {field} of {place} 1 is {value}"):
+        Costs(**{field: [1, value]})
+
+
+@pytest.mark.parametrize("value", ["1", True, 1j, {1: 2}])
+def test_other_types_are_named(value):
+    with pytest.raises(TypeError, match="Costs: backward is"):
+        Costs(backward=value)
+    with pytest.raises(TypeError, match="Costs: forward is None"):
+        Costs(forward=None)
+
+
+def test_wrong_length_is_named_before_any_work():
+    with pytest.raises(ValueError, match="backward has 2 numbers: wanted 3, one for each stage"):
+        simulate(fill_drain(3, 2), Costs(backward=[1, 2]))
+    with pytest.raises(ValueError, match="transfer has 3 numbers: wanted 2, one for each boundary"):
+        simulate(fill_drain(3, 2), Costs(transfer=[1, 2, 3]))

@@ -1,0 +1,34 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipework.schedule import Schedule, fill_drain, with_recompute
+
+
+@given(workers=st.integers(1, 5), micro_batches=st.integers(1, 6), data=st.data())
+def test_round_trip(workers, micro_batches, data):
+    schedule = with_recompute(fill_drain(workers, micro_batches), data.draw(st.integers(0, micro_batches)))
+    assert Schedule.from_orders_text(schedule.to_orders_text()) == schedule
+
+
+def test_comments_and_empty_lines():
+    text = "# from a bug report\n\nschedule my own\n  placement 0 0\nworker 0 0F0 1F0 1B0 0B0\n"
+    schedule = Schedule.from_orders_text(text)
+    assert (schedule.name, schedule.placement, schedule.micro_batches) == ("my own", (0, 0), 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no line that begins with 'schedule'"),
+        ("schedule s", "no line that begins with 'placement'"),
+        ("schedule s\nplacement 0\nworker 1 0F0", "line 3, 'worker 1 0F0'.*worker 0 ACTION"),
+        ("schedule s\nplacement 0\nworker 0 0F", "line 3.*'0F' is not an action"),
+        ("schedule s\nplacement x\nworker 0 0F0", "line 2"),
+        ("schedule s\nschedule t", "line 2, 'schedule t'"),
+        ("schedule s\nplacement 0\nwork 0 0F0", "line 3"),
+    ],
+)
+def test_other_text_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule.from_orders_text(text)

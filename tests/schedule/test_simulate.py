@@ -1,0 +1,137 @@
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipework.schedule import Action, Costs, Schedule, ScheduleError, fill_drain, simulate, with_recompute
+
+times = st.floats(0.125, 8)
+
+
+@pytest.mark.parametrize(
+    ("workers", "micro_batches", "bubble", "peak"),
+    [
+        (2, 8, 11.1, 8),
+        (4, 8, 27.3, 8),
+        (4, 16, 15.8, 16),
+        (8, 8, 46.7, 8),
+        (8, 16, 30.4, 16),
+        (8, 32, 17.9, 32),
+        (16, 64, 19.0, 64),
+    ],
+)
+def test_known_bubbles_and_peaks(workers, micro_batches, bubble, peak):
+    result = simulate(fill_drain(workers, micro_batches))
+    assert round(100 * result.bubble, 1) == bubble
+    assert result.peak_memory == (peak,) * workers
+    assert result.span == result.makespan  # worker 0 begins and ends the step
+    assert result.span_bubble == result.bubble
+
+
+@given(st.integers(1, 8), st.integers(1, 8), times, times)
+def test_makespan_of_equal_stages(workers, micro_batches, forward, backward):
+    result = simulate(fill_drain(workers, micro_batches), Costs(forward=forward, backward=backward))
+    assert result.makespan == pytest.approx((micro_batches + workers - 1) * (forward + backward))
+    assert result.busy == pytest.approx([micro_batches * (forward + backward)] * workers)
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.data())
+def test_physics(workers, micro_batches, data):
+    """Whatever the costs: nobody overlaps himself, nothing starts before its data, no step is shorter than its work."""
+
+    def each(count=workers):
+        return data.draw(st.lists(times, min_size=count, max_size=count))
+
+    checkpointed = data.draw(st.integers(0, micro_batches))
+    schedule = with_recompute(fill_drain(workers, micro_batches), checkpointed)
+    costs = Costs(forward=each(), backward=each(), recompute=each(), transfer=each(workers - 1), activation=each())
+    result = simulate(schedule, costs, loss_outside=data.draw(st.booleans()))
+    assert result.makespan >= max(result.busy) - 1e-9
+    assert result.makespan >= result.span
+    assert 0 <= result.bubble < 1
+    end = {each.action: each.end for each in result.timeline.intervals}
+    for row in result.timeline.by_worker:
+        assert tuple(each.action for each in row) == schedule.orders[row[0].worker]
+        for before, after in pairwise(row):
+            assert after.start >= before.end
+        for (kind, stage, micro_batch), start in ((each.action, each.start) for each in row):
+            if kind == "F" and stage:
+                assert start >= end["F", stage - 1, micro_batch] + costs.transfer[stage - 1] - 1e-9
+            if kind == "B" and stage + 1 < workers:
+                assert start >= end["B", stage + 1, micro_batch] + costs.transfer[stage] - 1e-9
+        assert row[-1].memory == pytest.approx(costs.activation[row[0].worker])  # all others were freed
+
+
+def test_transfer_delays_both_directions_and_keeps_nobody_busy():
+    result = simulate(fill_drain(2, 1), Costs(transfer=0.25))
+    starts = {str(each.action): each.start for each in result.timeline.intervals}
+    assert starts == {"0F0": 0, "1F0": 1.25, "1B0": 2.25, "0B0": 4.5}
+    assert result.busy == (3, 3)
+
+
+def test_stages_of_one_worker_transfer_nothing():
+    order = tuple(Action.parse(text) for text in ["0F0", "1F0", "1B0", "0B0"])
+    assert simulate(Schedule("one", (0, 0), (order,)), Costs(transfer=100)).makespan == 6
+
+
+def test_loss_outside_starts_the_drain_after_every_forward():
+    # Stage 0 is slow, so that the last worker could begin its backward long before the last forward.
+    schedule = with_recompute(fill_drain(2, 3), 1)
+    inside, outside = simulate(schedule), simulate(schedule, loss_outside=True)
+    forwards_end = max(each.end for each in outside.timeline.intervals if each.action.kind == "F")
+    drain_starts = min(each.start for each in outside.timeline.intervals if each.action.kind != "F")
+    assert drain_starts == forwards_end == 4
+    assert min(each.start for each in inside.timeline.intervals if each.action.kind == "R") == 3
+
+
+def test_checkpointed_micro_batches_hold_less():
+    costs = Costs(activation=10, checkpoint_activation=1)
+    result = simulate(with_recompute(fill_drain(1, 3), 2), costs)
+    held = [(str(each.action), each.memory) for each in result.timeline.intervals]
+    assert held == [
+        ("0F0", 1),
+        ("0F1", 2),
+        ("0F2", 12),
+        ("0R0", 21),
+        ("0B0", 21),
+        ("0R1", 20),
+        ("0B1", 20),
+        ("0B2", 10),
+    ]
+    assert result.peak_memory == (21,)
+
+
+def test_split_backward_holds_memory_until_the_weight_half():
+    order = tuple(Action.parse(text) for text in ["0F0", "0I0", "0F1", "0W0", "0B1"])
+    result = simulate(Schedule("split", (0,), (order,)))
+    assert [each.memory for each in result.timeline.intervals] == [1, 1, 2, 2, 1]
+    assert result.makespan == 6
+
+
+def test_timeline_starts_at_zero_and_says_what_it_is():
+    result = simulate(fill_drain(3, 1))
+    assert result.timeline.start == 0
+    assert result.timeline.title == "gpipe, 3 workers, 1 micro-batch"
+    assert result.schedule == fill_drain(3, 1)
+
+
+def test_an_invalid_schedule_is_refused():
+    with pytest.raises(ScheduleError, match="0F0"):
+        simulate(Schedule("wrong", (0,), ((Action("B", 0, 0), Action("F", 0, 0)),)))
+
+
+def test_costs_of_zero_are_possible():
+    assert simulate(fill_drain(2, 2), Costs(forward=0, backward=0)).bubble == 0
+
+
+def test_time_is_linear_in_the_number_of_actions():
+    def seconds(micro_batches):
+        schedule = fill_drain(8, micro_batches)
+        begin = time.process_time()
+        simulate(schedule)
+        return time.process_time() - begin
+
+    small, large = min(seconds(250) for _ in range(3)), seconds(5000)
+    assert large < 20 * small * 4  # quadratic would be 400 times
