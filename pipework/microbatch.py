@@ -26,7 +26,8 @@ class Split:
 
     Attributes:
         tensors: the tensors among the inputs that are split, whole.
-        micro_batches: for each micro-batch what stage 0 gets: a leaf for each of `tensors`, and what stands around them.
+        micro_batches: for each micro-batch what stage 0 gets: a leaf for each of `tensors`, and what stands around
+            them.
         rows: of each micro-batch.
     """
 
@@ -41,7 +42,9 @@ class Split:
 
 
 def split(arguments: tuple[Any, ...], keywords: dict[str, Any], chunks: int) -> Split:
-    """Splits the pipe's arguments into `min(chunks, rows)` micro-batches (one, if there are no rows) that differ by one row at most.
+    """Splits the pipe's arguments into micro-batches that differ by one row at most.
+
+    There are `min(chunks, rows)` of them, or one if there are no rows.
 
     Each micro-batch gets views of the tensors, cut from their graph; one requires a gradient if the tensor does.
 
@@ -80,7 +83,9 @@ class Joined:
 
 
 def join(outputs: Sequence[Message], rows: Sequence[int]) -> Joined:
-    """Joins the micro-batches' outputs: tensors are concatenated, 0-dimensional ones averaged by rows, other values collected in a list.
+    """Joins the micro-batches' outputs.
+
+    Tensors are concatenated, 0-dimensional ones averaged by rows, other values collected in a list.
 
     Raises:
         ValueError: the outputs of two micro-batches differ in structure.
@@ -89,7 +94,8 @@ def join(outputs: Sequence[Message], rows: Sequence[int]) -> Joined:
         if not values.same_nesting(output.structure, outputs[0].structure):
             raise ValueError(
                 "the outputs of all micro-batches must be nested alike, but "
-                f"micro-batch 0 gave {values.describe(outputs[0].structure)} and micro-batch {number} gave {values.describe(output.structure)}; "
+                f"micro-batch 0 gave {values.describe(outputs[0].structure)} and "
+                f"micro-batch {number} gave {values.describe(output.structure)}; "
                 "let the last layer return the same nesting whatever the number of rows"
             )
     columns = list(zip(*(output.tensors for output in outputs), strict=True))
@@ -100,7 +106,9 @@ def join(outputs: Sequence[Message], rows: Sequence[int]) -> Joined:
         tensors=tensors,
         structure=values.collect([output.structure for output in outputs]),
         differentiable=tuple(any(part.requires_grad for part in column) for column in columns),
-        seams=Seams(tuple(tuple(len(part) for part in column) if column[0].dim() else None for column in columns), tuple(shares)),
+        seams=Seams(
+            tuple(tuple(len(part) for part in column) if column[0].dim() else None for column in columns), tuple(shares)
+        ),
     )
 
 
@@ -125,7 +133,7 @@ class Seams:
             elif sizes is None:
                 columns.append([gradient * share for share in self.shares])
             else:
-                columns.append(gradient.split(sizes))
+                columns.append(torch.split(gradient, list(sizes)))
         return list(zip(*columns, strict=True))
 
 
@@ -142,7 +150,7 @@ class InputSeams:
     rows: tuple[int, ...]
 
     def join(self, gradients: Sequence[Message]) -> list[Tensor | None]:
-        """For each input tensor its gradient; None where no micro-batch has one. A micro-batch without one contributes zeros."""
+        """For each input tensor its gradient, zeros where a micro-batch has none; None where none has one."""
         columns = zip(*(message.tensors for message in gradients), strict=True)
         return [self._joined(shape, column) for shape, column in zip(self.shapes, columns, strict=True)]
 
@@ -161,17 +169,21 @@ class InputSeams:
 def _common_rows(tensors: Sequence[Tensor], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int:
     if not tensors:
         kinds = ", ".join(type(value).__name__ for value in (*arguments, *keywords.values())) or "nothing"
-        raise TypeError(f"inputs do not have any tensors: got {kinds}; a mini-batch is split along dimension 0 of its tensors")
+        raise TypeError(
+            f"inputs do not have any tensors: got {kinds}; a mini-batch is split along dimension 0 of its tensors"
+        )
     for position, tensor in enumerate(tensors):
         if tensor.dim() == 0:
             raise ValueError(
                 f"input tensor {position} is 0-dimensional and cannot be split into micro-batches; "
-                "give it a first dimension of the batch's rows, or pass a plain number, which every micro-batch gets as it is"
+                "give it a first dimension of the batch's rows, or pass a plain number, "
+                "which every micro-batch gets as it is"
             )
         if len(tensor) != len(tensors[0]):
             raise ValueError(
-                f"all input tensors must have the same number of rows (dimension 0), but input tensor 0 has shape {tuple(tensors[0].shape)} "
-                f"and input tensor {position} has shape {tuple(tensor.shape)}"
+                "all input tensors must have the same number of rows (dimension 0), but "
+                f"input tensor 0 has shape {tuple(tensors[0].shape)} and "
+                f"input tensor {position} has shape {tuple(tensor.shape)}"
             )
     return len(tensors[0])
 
@@ -187,4 +199,4 @@ def _joined(column: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
         for part, share in zip(column[1:], shares[1:], strict=True):
             total = total + part * share
         return total
-    return torch.cat(column) if len(column) > 1 else column[0].detach()
+    return torch.cat(list(column)) if len(column) > 1 else column[0].detach()

@@ -32,20 +32,30 @@ if TYPE_CHECKING:
     from pipework.schedule import Schedule
 
 
+_OWN_ATTRIBUTES = frozenset(
+    ("_balance", "_checkpoint", "_chunks", "_devices", "_house", "_partitions", "_recording", "_steps")
+)
+
+
 class Pipe(nn.Module):
     """Trains an `nn.Sequential` as a pipeline: its layers are cut into partitions, each mini-batch into micro-batches.
 
-    Partitions work at the same time, each on its own device and on another micro-batch. What comes out is what the module itself computes, to the last bit of every gradient,
-    micro-batch by micro-batch; outside, it is ordinary autograd.
+    Partitions work at the same time, each on its own device and on another micro-batch. What comes out is what the
+    module itself computes, to the last bit of every gradient, micro-batch by micro-batch; outside, it is ordinary
+    autograd.
 
     Args:
         module: the layers in order. They stay the user's own objects, with the parameter names of `module`.
-        chunks: how many micro-batches a mini-batch is split into, along dimension 0 of its tensors; a batch of fewer rows makes as many as it has rows.
-            More chunks make a smaller bubble (the workers' idle share, (p-1)/(m+p-1) for p workers and m chunks), until a micro-batch is too small to keep a device busy.
-        checkpoint: which micro-batches are computed again for their backward instead of being kept: 'always', 'except_last' or 'never'. Training mode only.
-        balance: how many layers each partition has. None: as the layers lie on devices already, else chosen by their cost.
-        devices: one for each partition; numbers are accelerators. ["cpu", "cpu"] means two workers that really run at the same time, each with its share of the cores.
-            None: where the layers lie, else all accelerators, else the CPU.
+        chunks: how many micro-batches a mini-batch is split into, along dimension 0 of its tensors; a batch of fewer
+            rows makes as many as it has rows. More chunks make a smaller bubble (the workers' idle share,
+            (p-1)/(m+p-1) for p workers and m chunks), until a micro-batch is too small to keep a device busy.
+        checkpoint: which micro-batches are computed again for their backward instead of being kept: 'always',
+            'except_last' or 'never'. Training mode only.
+        balance: how many layers each partition has. None: as the layers lie on devices already, else chosen by their
+            cost.
+        devices: one for each partition; numbers are accelerators. ["cpu", "cpu"] means two workers that really run
+            at the same time, each with its share of the cores. None: where the layers lie, else all accelerators,
+            else the CPU.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`.
@@ -53,7 +63,8 @@ class Pipe(nn.Module):
         IndexError: more partitions than devices.
 
     Example:
-        >>> pipe = Pipe(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), chunks=4, balance=[2, 1], devices=["cpu", "cpu"])
+        >>> module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> pipe = Pipe(module, chunks=4, balance=[2, 1], devices=["cpu", "cpu"])
         >>> output = pipe(torch.randn(16, 4))
         >>> output.square().mean().backward()
         >>> output.shape, pipe[0].weight.grad.shape
@@ -81,7 +92,8 @@ class Pipe(nn.Module):
         self._devices = list(partitioning.devices)
         self._partitions = split_layers(module, partitioning)
         # Not add_module: it would refuse the names of children that are called as something in this class ("chunks").
-        self._modules.update(module._modules)
+        for partition in self._partitions:
+            self._modules.update(partition._modules)
         self._house: House | None = None
         self._recording: Recording | None = None
         self._steps = 0
@@ -126,12 +138,13 @@ class Pipe(nn.Module):
         """Computes what the un-partitioned module would, and prepares for its backward.
 
         Args:
-            inputs: go to the first layer, moved to its device. Tensors are split along dimension 0, everything else goes to every micro-batch as it is.
+            inputs: go to the first layer, moved to its device. Tensors are split along dimension 0, everything else
+                goes to every micro-batch as it is.
             keyword_inputs: likewise.
 
         Returns:
-            The last layer's output, on the last device: tensors are concatenated over the micro-batches (0-dimensional ones averaged by rows), other values
-            collected in a list.
+            The last layer's output, on the last device: tensors are concatenated over the micro-batches
+            (0-dimensional ones averaged by rows), other values collected in a list.
 
         Raises:
             TypeError: there is no tensor among the inputs.
@@ -168,10 +181,12 @@ class Pipe(nn.Module):
     def record(self) -> Iterator[Recording]:
         """Records what the workers do, and when, for every mini-batch inside the context.
 
-        Recording also counts the memory that autograd keeps, which costs a few microseconds an operator: it is meant for one mini-batch now and then.
+        Recording also counts the memory that autograd keeps, which costs a few microseconds an operator: it is meant
+        for one mini-batch now and then.
 
         Example:
-            >>> pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), chunks=2, balance=[1, 1], devices=["cpu", "cpu"])
+            >>> module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            >>> pipe = Pipe(module, chunks=2, balance=[1, 1], devices=["cpu", "cpu"])
             >>> with pipe.record() as timeline:
             ...     pipe(torch.randn(8, 4)).sum().backward()
             >>> timeline.timeline().workers
@@ -235,6 +250,13 @@ class Pipe(nn.Module):
         count = self._chunks if micro_batches is None else micro_batches
         return self._schedule(count, checkpointed_micro_batches(self._checkpoint, count))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Keeps the pipe's own attributes apart from children that have the same name."""
+        if name in _OWN_ATTRIBUTES:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: everything but the threads, which are made again when they are needed."""
         return {**self.__dict__, "_house": None, "_recording": None}
@@ -243,7 +265,9 @@ class Pipe(nn.Module):
         schedule = build("gpipe", workers=len(self._balance), micro_batches=micro_batches)
         return with_recompute(schedule, checkpointed) if checkpointed else schedule
 
-    def _on_input_device(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _on_input_device(
+        self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         device = self.input_device
         tensors, structure = values.flatten((inputs, keyword_inputs))
         if all(tensor.device == device for tensor in tensors):
@@ -261,8 +285,16 @@ class Pipe(nn.Module):
             first_layers = [sum(self._balance[:stage]) for stage in range(len(self._balance))]
             self._house = House(
                 stages=tuple(
-                    Stage(index, {name: layer for name, layer in partition._modules.items() if layer is not None}, first, device, shared)
-                    for index, (partition, first, device) in enumerate(zip(self._partitions, first_layers, devices, strict=True))
+                    Stage(
+                        index,
+                        {name: layer for name, layer in partition._modules.items() if layer is not None},
+                        first,
+                        device,
+                        shared,
+                    )
+                    for index, (partition, first, device) in enumerate(
+                        zip(self._partitions, first_layers, devices, strict=True)
+                    )
                 ),
                 placement=tuple(range(len(devices))),
                 devices=devices,

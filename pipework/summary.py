@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def table(pipe: Pipe) -> str:
-    """The partitions with device, layers, parameters and bytes; then schedule, chunks, checkpoint mode and predicted bubble.
+    """The partitions with their devices and sizes; then schedule, chunks, checkpoint mode and predicted bubble.
 
-    The bubble is the idle share of the workers' time if all partitions take equally long and a backward takes twice as long as a forward.
+    The bubble is the idle share of the workers' time if all partitions take equally long and a backward takes twice
+    as long as a forward.
     """
     heading = f"Pipe: {_count(len(pipe), 'layer')} in {_count(len(pipe.balance), 'partition')}"
     if not pipe.balance:
@@ -68,6 +69,10 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left = {1, 2}  # names read from the left, numbers from the right
     return [
-        "  " + "  ".join(cell.ljust(width) if column in left else cell.rjust(width) for column, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        "  "
+        + "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
     ]

@@ -5,9 +5,10 @@
            |                                ^
            +-- y.detach().requires_grad_() -+   the same memory, the same version counter, no graph
 
-The alias is there because a leaf refuses in-place operations. Which layer comes first in a stage depends on the balance, and an in-place layer
-(nn.ReLU(inplace=True)) must behave as in the un-partitioned model: allowed where PyTorch allows it, PyTorch's own error where the sender saved
-the tensor for its backward, because both share one version counter.
+The alias is there because a leaf refuses in-place operations. Which layer comes first in a stage depends on the
+balance, and an in-place layer (nn.ReLU(inplace=True)) must behave as in the un-partitioned model: allowed where
+PyTorch allows it, PyTorch's own error where the sender saved the tensor for its backward, because both share one
+version counter.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 
 class Enter(torch.autograd.Function):
-    """Identity that returns an alias of its input which is not a view, so that in-place operations are allowed on it."""
+    """Identity that returns an alias of its input, not a view: in-place operations are allowed on it."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -49,4 +50,4 @@ def cut(tensor: Tensor) -> Tensor:
 
 def enter(leaf: Tensor) -> Tensor:
     """What the stage's first layer gets in place of the leaf."""
-    return Enter.apply(leaf) if leaf.requires_grad else leaf  # type: ignore[no-any-return]
+    return Enter.apply(leaf) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]

@@ -22,7 +22,7 @@ _phase = _Phase()
 
 
 def is_checkpointing() -> bool:
-    """True in a layer's forward during the first pass of a checkpointed micro-batch, whose intermediate results are not kept.
+    """True in a layer's forward during the first pass of a checkpointed micro-batch.
 
     Example:
         >>> is_checkpointing()

@@ -1,6 +1,7 @@
-"""What the caller's thread has set, set again on a worker: grad mode, inference mode, autocast, saved-tensor hooks, default device.
+"""What the caller's thread has set, set again on a worker.
 
-New threads inherit none of these, so a model would compute something else inside a worker than outside.
+New threads inherit neither grad mode, inference mode, autocast, saved-tensor hooks nor the default device, so a model
+would compute something else inside a worker than outside.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class CallerContext:
                 if torch.is_autocast_enabled(device_type)
             ),
             saved_tensor_hooks=engine.saved_tensor_hooks(),
-            # The CPU is what a thread has anyway; entering it as a default device would cost every operator a microsecond.
+            # The CPU is what a thread has anyway; entering it as a default device would cost every operator a
+            # microsecond.
             default_device=None if default_device.type == "cpu" else default_device,
         )
 

@@ -1,7 +1,8 @@
 """Where a worker computes, and how a tensor gets from one worker's device to another's.
 
-A CPU worker is a thread with its share of the cores. An accelerator worker is a thread that launches kernels into a stream of its own. Streams of
-different workers know nothing of each other, so whenever a tensor changes hands three things must be said:
+A CPU worker is a thread with its share of the cores. An accelerator worker is a thread that launches kernels into a
+stream of its own. Streams of different workers know nothing of each other, so whenever a tensor changes hands three
+things must be said:
 
     the reader's stream waits for the writer's event        (order)
     the tensor is recorded on the reader's stream           (its memory is not reused while the reader still needs it)
@@ -43,7 +44,7 @@ class WorkerDevice:
             self.stream.wait_stream(torch.accelerator.current_stream(self.device))
 
     def hand_over(self, tensors: Sequence[Tensor | None]) -> None:
-        """Called by the thread that goes on with the worker's results: its current stream may use these tensors from now on."""
+        """Called by the thread that goes on with the worker's results: its stream may use them from now on."""
         if self.stream is not None:
             current = torch.accelerator.current_stream(self.device)
             current.wait_stream(self.stream)
@@ -52,7 +53,7 @@ class WorkerDevice:
                     tensor.record_stream(current)
 
     def random_seeder(self) -> Callable[[int], None] | None:
-        """Moves the device's default generator to a seed; None on the CPU, where each worker has a generator of its own."""
+        """Moves the device's default generator to a seed; None on the CPU, where workers have their own."""
         if self.stream is None:
             return None
         generator = torch.get_device_module(self.device).default_generators[self.device.index]
@@ -127,7 +128,11 @@ class Link:
         ]
 
     def depart(self, tensors: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor | None, ...], torch.Event | None]:
-        """On the sender's thread: starts the copy, if one is needed. Returns the tensors and the event after which they may be read."""
+        """On the sender's thread: starts the copy, if one is needed.
+
+        Returns:
+            The tensors, and the event after which they may be read.
+        """
         event = None if self._source.stream is None else self._source.stream.record_event()
         if not self._crosses:
             return tensors, event
@@ -137,7 +142,8 @@ class Link:
                     stream.wait_event(event)
                 current.enter_context(stream)
             copies = tuple(None if tensor is None else self._copy(tensor) for tensor in tensors)
-        # A copy between two accelerators runs on the source's stream and makes the destination's wait; the last one knows all.
+        # A copy between two accelerators runs on the source's stream and makes the destination's wait; the last one
+        # knows all.
         return copies, self._copy_streams[-1].record_event()
 
     def arrive(self, tensors: tuple[Tensor | None, ...], event: torch.Event | None) -> None:

@@ -20,7 +20,7 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], 
 
     `torch.autograd.backward` does the same after 20 microseconds of checks that the boundary has made already.
     """
-    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.run_backward(
         tuple(outputs), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
@@ -31,6 +31,6 @@ def retains_graph() -> bool:
 
 
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """The calling thread's innermost `saved_tensors_hooks`, to be entered again on a worker. There is no public way to ask."""
+    """The calling thread's innermost `saved_tensors_hooks`. There is no public way to ask."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else (hooks[0], hooks[1])

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 WAKE_UP = None
 
 
-class Stopped(Exception):  # noqa: N818 - not an error: it ends a worker's list early, because another worker failed
+class Stopped(Exception):
     """Raised inside a worker that finds, while it waits, that another one has failed. Never leaves the runtime."""
 
 
 class Failure:
-    """What went wrong first in one run of the workers. `happened` is read by every worker before each of its actions."""
+    """What went wrong first in one run; every worker reads `happened` before each of its actions."""
 
     __slots__ = ("_error", "_inboxes", "_lock", "happened")
 
@@ -36,7 +36,9 @@ class Failure:
             if self.happened:
                 return
             if action is not None:
-                error.add_note(f"pipework: stage {action.stage}, micro-batch {action.micro_batch}, action {action.kind}")
+                error.add_note(
+                    f"pipework: stage {action.stage}, micro-batch {action.micro_batch}, action {action.kind}"
+                )
             self._error = error
             self.happened = True
         for inbox in self._inboxes:
@@ -49,5 +51,6 @@ class Failure:
         try:
             raise error
         finally:
-            # Its traceback refers to this frame, and a frame that refers back would keep every tensor of the step alive.
+            # Its traceback refers to this frame, and a frame that refers back would keep every tensor of the step
+            # alive.
             del error

@@ -1,7 +1,8 @@
 """Finds parameters that a layer reaches past its module slots.
 
-A layer that keeps `self.cache = [other.weight]`, or closes over a parameter, uses the real parameter where the runtime expects an alias leaf. Its worker would then write
-into the user's `.grad`, once per micro-batch and from another thread. So the first graph of each stage is searched once for leaves that are none of the stage's own.
+A layer that keeps `self.cache = [other.weight]`, or closes over a parameter, uses the real parameter where the
+runtime expects an alias leaf. Its worker would then write into the user's `.grad`, once per micro-batch and from
+another thread. So the first graph of each stage is searched once for leaves that are none of the stage's own.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ if TYPE_CHECKING:
     from pipework.runtime.stage import Stage
 
 
-def refuse_hidden_parameters(stage: Stage, aliases: Aliases, leaves: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
-    """Raises a RuntimeError that names the parameter if the graph of `outputs` ends in anything but the aliases and the stage's inputs."""
+def refuse_hidden_parameters(
+    stage: Stage, aliases: Aliases, leaves: Iterable[Tensor], outputs: Iterable[Tensor]
+) -> None:
+    """Raises a RuntimeError if the graph of `outputs` ends in anything but the aliases and the stage's inputs."""
     known = {id(leaf) for leaf in (*aliases.leaves, *leaves)}
     for variable in graph_leaves(outputs):
         if id(variable) not in known:
             first, last = stage.layers[0].name, stage.layers[-1].name
             raise RuntimeError(
-                f"stage {stage.index} (layers {first!r} to {last!r}) uses {_name(variable, stage, aliases)} past its module's own slot, "
-                "for example through a list, a closure or an attribute that is not a registered parameter. "
-                "Let the layer read it as an attribute of the module that owns it (self.weight), or register it there with register_parameter."
+                f"stage {stage.index} (layers {first!r} to {last!r}) uses {_name(variable, stage)} "
+                "past its module's own slot, for example through a list, a closure or an attribute that is not "
+                "a registered parameter. Let the layer read it as an attribute of the module that owns it "
+                "(self.weight), or register it there with register_parameter."
             )
 
 
@@ -44,7 +48,7 @@ def graph_leaves(outputs: Iterable[Tensor]) -> Iterable[Tensor]:
                 stack.append(following)
 
 
-def _name(variable: Tensor, stage: Stage, aliases: Aliases) -> str:
+def _name(variable: Tensor, stage: Stage) -> str:
     """Aliases share their parameter's memory, so that is how a parameter whose slot holds an alias is recognised."""
     for layer in stage.layers:
         for name, alias in layer.module.named_parameters():

@@ -39,5 +39,7 @@ def run_actions(
                 finished(action)
     except Stopped:
         return
-    except BaseException as error:  # SystemExit and KeyboardInterrupt, too: a thread that swallowed them would hang the caller
+    except (
+        BaseException
+    ) as error:  # SystemExit and KeyboardInterrupt, too: a thread that swallowed them would hang the caller
         failure.report(error, action)

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class MemoryMeter:
-    """Live activation bytes of one stage: what its graphs save, each storage once per micro-batch, without parameters and buffers.
+    """Live activation bytes of one stage: what its graphs save, without parameters and buffers.
+
+    A storage counts once per micro-batch, however often it is saved.
 
     Args:
         persistent: tensors that live anyway and are not counted.
@@ -40,7 +42,7 @@ class MemoryMeter:
             return tensor if outer is None else outer[0](tensor)
 
         def unpack(packed: Any) -> Tensor:
-            return packed if outer is None else outer[1](packed)  # type: ignore[no-any-return]
+            return packed if outer is None else outer[1](packed)
 
         with saved_tensors_hooks(pack, unpack):
             yield

@@ -4,8 +4,10 @@
               |                        |                                |
          [StageNode 0] --token--> [StageNode 1] --token--> ... [StageNode last] --> outputs
 
-The user's backward reaches the last node first. It sends the outputs' gradients through the workers, which fill every stage's gradient buffers; then each node in turn hands its stage's
-buffers to autograd. So a parameter's hooks fire once, with the whole gradient, and the last stage's gradients are there for a reducer (DistributedDataParallel) before the first's.
+The user's backward reaches the last node first. It sends the outputs' gradients through the workers, which fill
+every stage's gradient buffers; then each node in turn hands its stage's buffers to autograd. So a parameter's hooks
+fire once, with the whole gradient, and the last stage's gradients are there for a reducer (DistributedDataParallel)
+before the first's.
 """
 
 from __future__ import annotations
@@ -46,12 +48,19 @@ class StageNode(torch.autograd.Function):
     """One stage of a mini-batch that has gone forward already."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, shared: Backward, stage: int, outputs: tuple[Tensor, ...] | None, fixed: list[Tensor], token: Tensor, *sources: Tensor
+    def forward(
+        ctx: Any,
+        shared: Backward,
+        stage: int,
+        outputs: tuple[Tensor, ...] | None,
+        fixed: list[Tensor],
+        token: Tensor,
+        *sources: Tensor,
     ) -> Any:
         """Returns the next token, or for the last stage the outputs.
 
         Args:
+            ctx: the node.
             shared: what the nodes of this mini-batch share.
             stage: its number.
             outputs: the joined outputs if this is the last stage.
@@ -59,7 +68,8 @@ class StageNode(torch.autograd.Function):
             token: connects the node with the previous stage's.
             sources: for stage 0 the pipe's input tensors; then the stage's parameters.
         """
-        # Nothing of the outputs may be kept here: an output refers to its node, and a cycle would outlive the user's last reference.
+        # Nothing of the outputs may be kept here: an output refers to its node, and a cycle would outlive the user's
+        # last reference.
         ctx.shared = shared
         ctx.stage = stage
         ctx.is_last = outputs is not None
@@ -67,7 +77,7 @@ class StageNode(torch.autograd.Function):
         # Saved and read only so that a second backward without retain_graph is PyTorch's own error.
         ctx.save_for_backward(token)
         if outputs is None:
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         ctx.mark_non_differentiable(*fixed)
         return outputs
 
@@ -76,8 +86,8 @@ class StageNode(torch.autograd.Function):
         """Hands over the stage's gradients; for the last stage, first runs everything that computes them."""
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a pipe cannot be differentiated twice (create_graph=True): its stages compute their gradients on their own graphs. "
-                "Compute a gradient penalty on the un-partitioned module, or on one layer outside of the pipe."
+                "a pipe cannot be differentiated twice (create_graph=True): its stages compute their gradients on "
+                "graphs of their own. Compute a gradient penalty on the un-partitioned module, or outside of the pipe."
             )
         (token,) = ctx.saved_tensors
         shared: Backward = ctx.shared
@@ -89,7 +99,9 @@ class StageNode(torch.autograd.Function):
         return (None, None, None, None, torch.empty_like(token), *of_inputs, *shared.step.take_gradients(ctx.stage))
 
 
-def attach(shared: Backward, inputs: Sequence[Tensor], outputs: tuple[Tensor, ...], differentiable: Sequence[bool], stages: int) -> tuple[Tensor, ...]:
+def attach(
+    shared: Backward, inputs: Sequence[Tensor], outputs: tuple[Tensor, ...], differentiable: Sequence[bool], stages: int
+) -> tuple[Tensor, ...]:
     """Puts a mini-batch that has gone forward into the user's autograd graph.
 
     Args:
@@ -103,9 +115,10 @@ def attach(shared: Backward, inputs: Sequence[Tensor], outputs: tuple[Tensor, ..
         The outputs, as results of the graph.
     """
     fixed = [output for output, needs in zip(outputs, differentiable, strict=True) if not needs]
-    token = torch.empty(0)
-    for stage in range(stages):
-        sources = (*(inputs if stage == 0 else ()), *shared.step.parameters(stage))
-        last = stage == stages - 1
-        token = StageNode.apply(shared, stage, outputs if last else None, fixed if last else [], token, *sources)
-    return token  # type: ignore[return-value]
+    apply: Callable[..., Any] = StageNode.apply
+    token = torch.empty(0, device="cpu")
+    for stage in range(stages - 1):
+        token = apply(shared, stage, None, [], token, *(inputs if stage == 0 else ()), *shared.step.parameters(stage))
+    last = stages - 1
+    sources = (*(inputs if last == 0 else ()), *shared.step.parameters(last))
+    return apply(shared, last, outputs, fixed, token, *sources)  # type: ignore[no-any-return]

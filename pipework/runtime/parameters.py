@@ -5,9 +5,10 @@
             ^                                         |
             +--- one autograd node per stage ---------+   handed over once, when the user's backward() arrives
 
-Workers may run backward before the user calls it, several times per mini-batch and at the same time as each other. None of that may be seen on the
-user's parameters: their hooks fire once, with the whole gradient. So for the time of a run the aliases stand in the modules' slots. They share memory and version
-counter with the parameters: no copy is made, and writing to a parameter before a retained backward is PyTorch's error, as it should be.
+Workers may run backward before the user calls it, several times per mini-batch and at the same time as each other.
+None of that may be seen on the user's parameters: their hooks fire once, with the whole gradient. So for the time of
+a run the aliases stand in the modules' slots. They share memory and version counter with the parameters: no copy is
+made, and writing to a parameter before a retained backward is PyTorch's error, as it should be.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
 class Aliases:
     """The alias leaves of one stage for one mini-batch.
 
-    The slots are read anew each time, so that freezing a layer, unfreezing it or replacing a parameter works between two mini-batches.
+    The slots are read anew each time, so that freezing a layer, unfreezing it or replacing a parameter works between
+    two mini-batches.
     """
 
     __slots__ = ("_slots", "leaves", "parameters")
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        by_parameter: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        by_parameter: dict[int, tuple[Tensor, Tensor]] = {}
         self._slots: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
         for slots in _slot_dicts(layers):
             for name, parameter in slots.items():
@@ -56,7 +58,10 @@ class Aliases:
                     slots[name] = parameter
 
     def take_gradients(self) -> list[Tensor | None]:
-        """The gradient of each parameter (None: it got none), of which no reference is kept, so that autograd need not copy it."""
+        """The gradient of each parameter, None where it got none.
+
+        No reference is kept, so autograd may make these tensors the parameters' `.grad` without a copy.
+        """
         gradients = [alias.grad for alias in self.leaves]
         for alias in self.leaves:
             alias.grad = None
@@ -64,7 +69,10 @@ class Aliases:
 
 
 def _slot_dicts(layers: Iterable[nn.Module]) -> Iterator[dict[str, Tensor | None]]:
-    """The parameter dictionaries of all modules below, each once. Faster than `named_parameters`, which builds names nobody needs here."""
+    """The parameter dictionaries of all modules below, each once.
+
+    Faster than `named_parameters`, which builds names that nobody needs here.
+    """
     seen: set[int] = set()
     stack = list(layers)
     while stack:

@@ -1,13 +1,16 @@
 """Lets one thread draw CPU random numbers from a generator of its own.
 
-PyTorch has a single default generator for the CPU. Two workers that draw from it at once get numbers that depend on who came
-first, and saving and restoring its state around a recomputation is a race. Every random operator of the CPU ends in one of a few
-kernels that take a `generator` argument, so it is enough to stand before those kernels and fill that argument in:
+PyTorch has a single default generator for the CPU. Two workers that draw from it at once get numbers that depend on
+who came first, and saving and restoring its state around a recomputation is a race. Every random operator of the CPU
+ends in one of a few kernels that take a `generator` argument, so it is enough to stand before those kernels and fill
+that argument in:
 
-    F.dropout -> aten::bernoulli_.float(self, p, generator=None) -> [here] -> the same kernel, generator=the thread's own
+    F.dropout -> aten::bernoulli_.float(self, p, generator=None) -> [here] -> the same kernel, generator=the thread's
+    own
 
-A thread without a stream (every thread but a worker inside a layer) passes straight through. The override is process-wide, as
-the dispatcher is, so it is installed once, when a worker first meets a layer that may draw, and never on import.
+A thread without a stream (every thread but a worker inside a layer) passes straight through. The override is
+process-wide, as the dispatcher is, so it is installed once, when a worker first meets a layer that may draw, and
+never on import.
 """
 
 from __future__ import annotations
@@ -38,18 +41,18 @@ _library: torch.library.Library | None = None
 
 
 def install() -> None:
-    """Routes the CPU's random kernels through the current thread's stream, if it has one. Calling it again does nothing."""
+    """Routes the CPU's random kernels through the current thread's stream, if it has one. Once is enough."""
     global _library
     if _library is not None:
         return
     with _lock:
         if _library is None:
-            library = torch.library.Library("aten", "IMPL")
+            library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
             with warnings.catch_warnings():
                 # PyTorch warns that a kernel is replaced, which is the purpose.
                 warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
                 for operator in drawing_kernels():
-                    library.impl(
+                    library.impl(  # type: ignore[no-untyped-call]
                         operator.removeprefix("aten::"),
                         _with_thread_stream(operator),
                         "CPU",
@@ -75,7 +78,7 @@ def drawing_from(stream: RandomStream) -> Iterator[None]:
 
 
 def drawing_kernels() -> list[str]:
-    """The operators that have a CPU kernel of their own and take a generator: every other random operator is made of these."""
+    """The operators with a CPU kernel that takes a generator; every other random operator is made of these."""
     return [
         name
         for name in torch._C._dispatch_get_all_op_names()

@@ -1,8 +1,8 @@
 """Random numbers that belong to (key, layer, micro-batch), whoever computes them and however often.
 
-A training call draws one 64-bit key from the caller's generator, so `torch.manual_seed` governs it. Each layer starts a stream of its own
-for each micro-batch, named by its index in the un-partitioned module. So a dropout mask is the same for any number of stages, any
-schedule, any order of execution, and when it is recomputed.
+A training call draws one 64-bit key from the caller's generator, so `torch.manual_seed` governs it. Each layer
+starts a stream of its own for each micro-batch, named by its index in the un-partitioned module. So a dropout mask
+is the same for any number of stages, any schedule, any order of execution, and when it is recomputed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 _MASK = (1 << 64) - 1
 
-# Modules of torch.nn that compute the same thing at every call. What is not listed (a user's own class, a dropout, a module with
-# hooks) may draw: being wrong in that direction costs a microsecond, in the other a mask that cannot be reproduced.
+# Modules of torch.nn that compute the same thing at every call. What is not listed (a user's own class, a dropout, a
+# module with hooks) may draw: being wrong in that direction costs a microsecond, in the other a mask that cannot be
+# reproduced.
 _NEVER_DRAW = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Unflatten,
     nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag,
@@ -50,7 +51,7 @@ def may_draw(layer: nn.Module) -> bool:
         if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
             return True
         if type(module) in _DROPOUTS:
-            if module.p > 0:
+            if getattr(module, "p", 1) > 0:
                 return True
         elif type(module) not in _NEVER_DRAW:
             return True
@@ -59,7 +60,7 @@ def may_draw(layer: nn.Module) -> bool:
 
 def draw_key() -> int:
     """One 64-bit draw from the caller's default CPU generator."""
-    return int(torch.empty((), dtype=torch.int64).random_().item())
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
 class Key:
@@ -83,7 +84,8 @@ class Key:
         """The 64-bit key."""
         with self._lock:
             if self._value is None:
-                # The asking worker is inside a layer: its own stream must step aside, or it would ask itself for the key.
+                # The asking worker is inside a layer: its own stream must step aside, or it would ask itself for the
+                # key.
                 stream, random_kernels.thread_stream.stream = random_kernels.thread_stream.stream, None
                 try:
                     self._value = draw_key()
@@ -98,7 +100,7 @@ class RandomStream:
     Entering only notes the place, since most layers draw nothing: the generator is seeded at the first draw.
     """
 
-    __slots__ = ("_generator", "_key", "_layer", "_micro_batch", "_seeded", "_seed_device")
+    __slots__ = ("_generator", "_key", "_layer", "_micro_batch", "_seed_device", "_seeded")
 
     def __init__(self, key: Key, seed_device: Callable[[int], None] | None = None) -> None:
         self._key = key
@@ -124,7 +126,7 @@ class RandomStream:
     def generator(self) -> torch.Generator:
         """The generator to draw the next CPU numbers from."""
         if self._generator is None:
-            self._generator = torch.Generator()
+            self._generator = torch.Generator("cpu")
         if not self._seeded:
             self._generator.manual_seed(self.seed())
             self._seeded = True
@@ -134,7 +136,8 @@ class RandomStream:
 def mix(key: int, layer: int, micro_batch: int) -> int:
     """A 64-bit seed that differs in every bit for neighbouring arguments.
 
-    SplitMix64's finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014) after each argument.
+    SplitMix64's finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014) after each
+    argument.
 
     Example:
         >>> mix(1, 2, 3) == mix(1, 2, 3), mix(1, 2, 3) == mix(1, 3, 2)

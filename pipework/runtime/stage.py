@@ -12,9 +12,8 @@ Parameter gradients gather in the alias leaves (see `parameters`), in the order 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
@@ -41,7 +40,7 @@ class Layer(NamedTuple):
     """One layer as a stage runs it."""
 
     module: nn.Module
-    index: int  # in the un-partitioned module; names the layer's random stream
+    number: int  # in the un-partitioned module; names the layer's random stream
     name: str
     takes_tuple_whole: bool
 
@@ -57,7 +56,9 @@ class Stage:
         shared: ids of the modules that other stages run, too.
     """
 
-    def __init__(self, index: int, layers: dict[str, nn.Module], first_layer: int, device: WorkerDevice, shared: set[int]) -> None:
+    def __init__(
+        self, index: int, layers: dict[str, nn.Module], first_layer: int, device: WorkerDevice, shared: set[int]
+    ) -> None:
         self.index = index
         self.device = device
         runnable, self._views = execution_layers(list(layers.values()), shared)
@@ -140,7 +141,7 @@ class StageRun:
         self._send_output(micro_batch, outputs, structure_out)
 
     def recompute(self, action: Action) -> None:
-        """R: computes a checkpointed micro-batch again, this time keeping its graph. Needs no gradient, so it may run early."""
+        """R: computes a checkpointed micro-batch again and keeps the graph. Needs no gradient: it may run early."""
         micro_batch = action.micro_batch
         self._started()
         if micro_batch not in self._inputs:
@@ -161,7 +162,7 @@ class StageRun:
         leaves, roots = self._graphs[micro_batch] if self._retain_graph else self._graphs.pop(micro_batch)
         pairs = [pair for pair in zip(roots, gradients, strict=True) if pair[0] is not None and pair[1] is not None]
         if pairs:
-            engine.run_backward(*zip(*pairs), retain_graph=self._retain_graph)  # type: ignore[arg-type]
+            engine.run_backward(*zip(*pairs, strict=True), retain_graph=self._retain_graph)
         self._send_gradient(micro_batch, tuple([leaf.grad for leaf in leaves]), None)
         if self._retain_graph:
             for leaf in leaves:
@@ -170,7 +171,7 @@ class StageRun:
             self.meter.released(micro_batch)
 
     def clear(self) -> None:
-        """Lets go of every tensor, after a failure: an exception's traceback would keep them alive through this object."""
+        """Lets go of every tensor, after a failure: a traceback leads to this object."""
         self._inputs.clear()
         self._graphs.clear()
         self.aliases.take_gradients()
@@ -180,8 +181,9 @@ class StageRun:
     ) -> tuple[tuple[Tensor, ...], Structure | None]:
         """Computes a micro-batch whose graph will not be kept, only its input.
 
-        Autograd records it all the same: only so is it known which outputs require a gradient, and a module that asks for grad mode does the same in both passes.
-        The graph dies with the outputs that leave this function's caller; its peak is that of the recomputation.
+        Autograd records it all the same: only so is it known which outputs require a gradient, and a module that
+        asks for grad mode does the same in both passes. The graph dies with the outputs that leave this function's
+        caller; its peak is that of the recomputation.
         """
         self._inputs[micro_batch] = (leaves, structure)
         # A stage that begins with an in-place operation would overwrite the input that the recomputation needs.
@@ -193,8 +195,8 @@ class StageRun:
         modified = versions != [leaf._version for leaf in own]
         if modified and own is leaves:
             raise RuntimeError(
-                f"stage {self._stage.index} (layers {self._stage.layers[0].name} to {self._stage.layers[-1].name}) changed its input in place, "
-                "which it did not do when it was first run; a checkpointed stage needs its input again. "
+                f"stage {self._stage.index}, which begins with layer {self._stage.layers[0].name!r}, changed its input "
+                "in place, which it did not do when it was first run; a checkpointed stage needs its input again. "
                 "Clone the input in that layer, or use checkpoint='never'."
             )
         self._stage.modifies_input = bool(self._stage.modifies_input) or modified
@@ -219,17 +221,17 @@ class StageRun:
         layers = iter(self._stage.layers)
         if self._stage.index == 0 and structure is not None:
             # The pipe's own arguments; a single tensor, the usual case, goes the way of all other values.
-            module, index, _, _ = next(layers)
-            enter_stream(index, micro_batch)
+            module, number, _, _ = next(layers)
+            enter_stream(number, micro_batch)
             arguments, keywords = value
             value = module(*arguments, **keywords)
-        for module, index, _, takes_tuple_whole in layers:
-            enter_stream(index, micro_batch)
+        for module, number, _, takes_tuple_whole in layers:
+            enter_stream(number, micro_batch)
             value = module(*value) if type(value) is tuple and not takes_tuple_whole else module(value)
         return values.flatten(value)
 
     def _keep_graph(self, micro_batch: int, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
-        """Keeps what B needs: where the graph begins and where it ends, but not the outputs, which autograd saves if it needs them."""
+        """Keeps what B needs: where the graph begins and ends, but not the outputs' memory."""
         self._inspect(leaves, outputs)
         self._graphs[micro_batch] = leaves, [_root(output) for output in outputs]
 
@@ -240,7 +242,7 @@ class StageRun:
 
 
 def takes_tuple_whole(module: nn.Module) -> bool:
-    """Whether a tuple reaches the layer as one argument: its forward has one positional parameter only, as under nn.Sequential.
+    """Whether a tuple reaches the layer as one argument, as in nn.Sequential: its forward can take no more.
 
     Every other layer gets a tuple spread into its positional arguments.
 
@@ -270,7 +272,7 @@ def _private_copy(leaf: Tensor) -> Tensor:
 
 
 def _as_it_is(leaf: Tensor) -> Tensor:
-    """The caller's own leaf enters without an alias, so that an in-place operation on it is refused as PyTorch refuses it."""
+    """The caller's own leaf gets no alias: PyTorch is to refuse an in-place operation on it."""
     return leaf
 
 

@@ -6,8 +6,6 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 from pipework.runtime import random_kernels
 from pipework.runtime.device import random_states_kept
 from pipework.runtime.failure import Failure
@@ -65,7 +63,9 @@ class House:
 
 
 class Step:
-    """A mini-batch whose loss is outside: the schedule runs up to the outputs in `forward`, and from their gradients on in `backward`.
+    """A mini-batch whose loss is outside.
+
+    The schedule runs up to the outputs in `forward`, and from their gradients on in `backward`.
 
     Args:
         house: the pipe's stages and workers.
@@ -95,6 +95,7 @@ class Step:
         self._key = key
         self._recorder = recorder
         self._number = number
+        self._failed = False
         self._forward_orders, self._backward_orders = split_at_loss(schedule)
         self._runs = [
             StageRun(stage, context, checkpointed, inputs_are_leaves=inputs_are_leaves) for stage in house.stages
@@ -102,12 +103,14 @@ class Step:
         if recorder is not None:
             recorder.begin(number, schedule)
             for stage, run in zip(house.stages, self._runs, strict=True):
-                persistent = [tensor for module in stage.modules for tensor in (*module.parameters(), *module.buffers())]
+                persistent = [
+                    tensor for module in stage.modules for tensor in (*module.parameters(), *module.buffers())
+                ]
                 run.meter = MemoryMeter(persistent)
         if any(run.draws and stage.device.stream is None for run, stage in zip(self._runs, house.stages, strict=True)):
             random_kernels.install()
 
-    def parameters(self, stage: int) -> list[torch.nn.Parameter]:
+    def parameters(self, stage: int) -> list[Tensor]:
         """The parameters of a stage that require a gradient."""
         return self._runs[stage].aliases.parameters
 
@@ -133,6 +136,13 @@ class Step:
         Returns:
             For each micro-batch, the gradient of each tensor that stage 0 was given.
         """
+        if self._failed:
+            raise RuntimeError(
+                "the backward of this mini-batch has failed before, so its graphs are gone; "
+                "call the pipe again for a new one"
+            )
+        for run in self._runs:
+            run.aliases.take_gradients()  # a backward that wanted some parameters only left the others' gradients lying
         last = len(self._runs) - 1
         recomputes = any(action.kind == "R" for order in self._backward_orders for action in order)
         messages = [(tensors, None) for tensors in gradients]
@@ -161,7 +171,15 @@ class Step:
         failure = Failure(transport.inboxes)
         forward = entrance[0] == "F"
         jobs = [
-            _Job(self, worker, order, transport.endpoints[worker], failure, enter_context=forward, retain_graph=retain_graph)
+            _Job(
+                self,
+                worker,
+                order,
+                transport.endpoints[worker],
+                failure,
+                enter_context=forward,
+                retain_graph=retain_graph,
+            )
             for worker, order in enumerate(orders)
         ]
         with house.lock, contextlib.ExitStack() as stack:
@@ -176,6 +194,7 @@ class Step:
                 send(micro_batch, tensors, structure)
             house.workers.run(jobs, lambda error: failure.report(error, None))
         if failure.happened:
+            self._failed = True
             for run in self._runs:
                 run.clear()
             failure.raise_first()

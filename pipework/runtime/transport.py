@@ -1,8 +1,9 @@
 """How a value goes from the action that makes it to the action that needs it.
 
-A message is addressed to the action that consumes it: `("F", 2, 5)` is what the forward of stage 2 on micro-batch 5 waits for. The outside, the thread that called
-the pipe, takes part under the stage numbers -1 and `stages`: it sends the inputs to stage 0 and receives the outputs behind the last stage.
-Nothing here knows a schedule, and the loop knows nothing of queues: a transport between processes has the same two calls.
+A message is addressed to the action that consumes it: `("F", 2, 5)` is what the forward of stage 2 on micro-batch 5
+waits for. The outside, the thread that called the pipe, takes part under the stage numbers -1 and `stages`: it sends
+the inputs to stage 0 and receives the outputs behind the last stage. Nothing here knows a schedule, and the loop
+knows nothing of queues: a transport between processes has the same two calls.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Endpoint(Protocol):
     """One worker's side of a transport."""
 
     def sender(self, kind: str, stage: int) -> Callable[[int, tuple[Tensor | None, ...], Structure | None], None]:
-        """A function `send(micro_batch, tensors, structure)` to the actions of that kind and stage. It never waits for the receiver."""
+        """A function that sends to the actions of that kind and stage. It never waits for the receiver."""
 
     def receive(self, address: Address) -> Message:
         """Waits for the value addressed to this action. Raises `Stopped` when another worker has failed."""
@@ -54,7 +55,7 @@ class LocalEndpoint:
         self._routes = routes
 
     def sender(self, kind: str, stage: int) -> Callable[[int, tuple[Tensor | None, ...], Structure | None], None]:
-        """See `Endpoint.sender`; a copy to another device starts at once, so that it overlaps with what the receiver does."""
+        """See `Endpoint.sender`; a copy to another device starts at once and overlaps with what the receiver does."""
         receiver, link = self._routes[kind, stage]
         put = receiver.inbox.put
 
@@ -64,7 +65,9 @@ class LocalEndpoint:
         if link is None:
             return send
 
-        def send_through_link(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Structure | None) -> None:
+        def send_through_link(
+            micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Structure | None
+        ) -> None:
             copies, event = link.depart(tensors)
             put(((kind, stage, micro_batch), Message(copies, structure), lambda: link.arrive(copies, event)))
 
@@ -89,12 +92,14 @@ class LocalEndpoint:
 
 
 class LocalTransport:
-    """The endpoints of one run in one process, connected. Made anew for each run, so that nothing stale can ever be received.
+    """The endpoints of one run in one process, connected.
+
+    Made anew for each run, so that nothing stale can ever be received.
 
     Args:
         placement: the worker of each stage.
-        links: how a tensor gets from one worker's device to another's (None or missing: it can simply be passed on); from `(w, w)` for what the
-            caller sends to worker w.
+        links: how a tensor gets from one worker's device to another's (None or missing: it can simply be passed on);
+            from `(w, w)` for what the caller sends to worker w.
     """
 
     def __init__(self, placement: tuple[int, ...], links: dict[tuple[int, int], Link | None]) -> None:

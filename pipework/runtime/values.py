@@ -1,7 +1,7 @@
 """A value that crosses a boundary, taken apart into its tensors and a recipe that puts it together again.
 
-Layers exchange nested structures: tuples, lists, dicts, None, plain values. What travels between workers is a flat tuple of tensors; what
-stays the same for every micro-batch is the structure around them.
+Layers exchange nested structures: tuples, lists, dicts, None, plain values. What travels between workers is a flat
+tuple of tensors; what stays the same for every micro-batch is the structure around them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
-from torch.utils import _pytree as pytree  # PyTorch's own nested-structure library: it also knows what users registered with it
+from torch.utils import (
+    _pytree as pytree,
+)  # PyTorch's own nested-structure library: it also knows what users registered with it
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +22,7 @@ class _Tensor:
 
 
 class Structure(NamedTuple):
-    """What remains of a value when its tensors are taken out: the nesting, and the leaves with a mark for each tensor."""
+    """What remains of a value without its tensors: the nesting, and the leaves with a mark for each tensor."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]

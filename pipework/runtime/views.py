@@ -1,7 +1,7 @@
 """Execution views: what a stage runs in place of a module that another stage runs too.
 
-Two workers that put their own leaves into the slots of one module object would take them from each other. A view is a shallow copy of the module tree: the same
-buffers, hooks and attributes, but parameter slots of its own.
+Two workers that put their own leaves into the slots of one module object would take them from each other. A view is
+a shallow copy of the module tree: the same buffers, hooks and attributes, but parameter slots of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class View:
         self.refresh()
 
     def refresh(self) -> None:
-        """Takes over what changed in the layer since the last mini-batch (training flag, attributes, replaced parameters)."""
+        """Takes over what changed in the layer since the last mini-batch: flags, attributes, parameters."""
         for original, copy in self._pairs:
             children = copy.__dict__["_modules"]
             copy.__dict__.update(original.__dict__)

@@ -63,15 +63,20 @@ class Workers:
                 interrupted(error)
 
     def _share_cores(self) -> None:
-        """Gives each CPU worker its part of the caller's intra-op threads; left alone, every worker would use all cores."""
+        """Gives each CPU worker its part of the caller's intra-op threads; otherwise each would use all cores."""
         threads = torch.get_num_threads()
         if threads == self._intra_op_threads:
             return
         self._intra_op_threads = threads
         share = max(1, threads // max(1, self._cpu_workers))
         done: SimpleQueue[None] = SimpleQueue()
+
+        def set_share() -> None:
+            torch.get_num_threads()  # a thread's first question would overwrite what was set before it
+            torch.set_num_threads(share)
+
         for queue in self._queues:
-            queue.put((lambda: torch.set_num_threads(share), done))
+            queue.put((set_share, done))
         for _ in self._queues:
             done.get()
         # The setting is each thread's own, but what a worker sets is also what threads born later start with.
@@ -81,7 +86,8 @@ class Workers:
 def _serve(queue: SimpleQueue[Any], device: WorkerDevice) -> None:
     device.enter_thread()
     with torch.autograd.set_multithreading_enabled(False):
-        # A backward must run on the worker that calls it: the engine's thread of a device is one for all, and workers would wait for each other.
+        # A backward must run on the worker that calls it: the engine's thread of a device is one for all, and
+        # workers would wait for each other.
         while True:
             task = queue.get()
             if task is None:

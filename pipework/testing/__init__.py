@@ -1,0 +1,7 @@
+"""What checks a pipe: the un-pipelined model, run micro-batch by micro-batch with the same random numbers."""
+
+from pipework.runtime.random_stream import draw_key
+from pipework.testing.random import micro_batch_random
+from pipework.testing.reference import Reference, reference_backward
+
+__all__ = ["Reference", "draw_key", "micro_batch_random", "reference_backward"]

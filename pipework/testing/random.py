@@ -1,0 +1,59 @@
+"""Gives the un-pipelined model the random numbers that a pipe would give it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from pipework.runtime import random_kernels
+from pipework.runtime.device import WorkerDevice, random_states_kept
+from pipework.runtime.random_stream import Key, RandomStream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+
+@contextlib.contextmanager
+def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iterator[None]:
+    """For one run of the model on one micro-batch, its layers draw what they would draw in a pipe.
+
+    Args:
+        model: the un-pipelined model; all on one device.
+        key: what the pipe drew at its call; `draw_key()` draws the same from the same state of the caller's generator.
+        micro_batch: the number of the micro-batch.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from pipework import Pipe
+        >>> from pipework.testing import draw_key
+        >>> model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.ones(2, 4)
+        >>> _ = torch.manual_seed(1)
+        >>> output = Pipe(model, chunks=2, balance=[1, 1], devices=["cpu", "cpu"])(x)
+        >>> _ = torch.manual_seed(1)
+        >>> key = draw_key()
+        >>> with micro_batch_random(model, key, 1):
+        ...     torch.equal(model(x[1:]), output[1:])
+        True
+    """
+    devices = {parameter.device for parameter in model.parameters()}
+    worker = WorkerDevice(devices.pop()) if len(devices) == 1 else None
+    random_kernels.install()
+    stream = RandomStream(Key(key), None if worker is None else worker.random_seeder())
+    positions = itertools.count()
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        stream.enter(next(positions), micro_batch)
+
+    # A layer that stands at two places is hooked once and called twice: the count knows which place it is.
+    layers = {id(layer): layer for layer in model}.values()
+    handles = [layer.register_forward_pre_hook(enter) for layer in layers]
+    try:
+        with random_states_kept([] if worker is None else [worker]), random_kernels.drawing_from(stream):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,65 @@
+"""The reference for exactness: one mini-batch on the un-pipelined model, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipework.testing.random import micro_batch_random
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What `reference_backward` computed."""
+
+    output: Tensor
+    loss: Tensor
+
+
+def reference_backward(
+    model: nn.Sequential, inputs: Tensor, loss_fn: Callable[[Tensor], Tensor], chunks: int, key: int
+) -> Reference:
+    """Runs forward and backward as a pipe whose loss is outside must do it, to the last bit.
+
+    The model runs on each micro-batch; the loss is that of the concatenated outputs; the loss's gradient is cut into
+    micro-batches again, and these are differentiated in ascending order. Gradients of parameters are formed for the
+    whole mini-batch first, then added to what `.grad` held before.
+
+    Args:
+        model: the un-pipelined model.
+        inputs: the mini-batch, rows along dimension 0. If it is a leaf that requires a gradient, it gets one.
+        loss_fn: from the output of the mini-batch to a scalar.
+        chunks: the pipe's.
+        key: names the random numbers; see `micro_batch_random`.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 4))
+        >>> reference_backward(model, torch.randn(3, 4), torch.sum, chunks=2, key=0).output.shape
+        torch.Size([3, 4])
+    """
+    before = [parameter.grad for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    outputs = []
+    for micro_batch, rows in enumerate(inputs.tensor_split(max(1, min(chunks, len(inputs))))):
+        with micro_batch_random(model, key, micro_batch):
+            outputs.append(model(rows))
+    joined = torch.cat([output.detach() for output in outputs]).requires_grad_()
+    loss = loss_fn(joined)
+    torch.autograd.backward(loss)
+    assert joined.grad is not None
+    for output, gradient in zip(outputs, torch.split(joined.grad, [len(output) for output in outputs]), strict=True):
+        if output.requires_grad:
+            output.backward(gradient)
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+    return Reference(joined.detach(), loss.detach())

@@ -1,0 +1,82 @@
+"""Row 10 of the fault matrix: every kind of bad input is either right or a clear error, and the pipe goes on
+working."""
+
+import pytest
+import torch
+from torch import nn
+
+from pipework import Pipe
+
+
+@pytest.fixture
+def pipe() -> Pipe:
+    return Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), chunks=4, balance=[1, 1], devices=["cpu"] * 2)
+
+
+@pytest.fixture(autouse=True)
+def usable_afterwards(pipe: Pipe) -> object:
+    yield
+    pipe(torch.randn(8, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
+
+
+def test_empty_batch(pipe: Pipe) -> None:
+    output = pipe(torch.empty(0, 4))
+    assert output.shape == (0, 2)
+    output.sum().backward()
+    assert torch.equal(pipe[0].weight.grad, torch.zeros(4, 4))
+
+
+def test_batch_smaller_than_chunks(pipe: Pipe) -> None:
+    assert pipe(torch.randn(3, 4)).shape == (3, 2)
+
+
+def test_input_elsewhere_is_moved(pipe: Pipe) -> None:
+    with pytest.raises(NotImplementedError, match="meta"):  # nothing can be moved from there, and PyTorch says so
+        pipe(torch.empty(4, 4, device="meta"))
+
+
+@pytest.mark.parametrize("value", [None, 5, "text", [1, 2], True])
+def test_no_tensor(pipe: Pipe, value: object) -> None:
+    with pytest.raises(TypeError, match="inputs do not have any tensors: got"):
+        pipe(value)
+
+
+def test_a_tensor_without_dimensions(pipe: Pipe) -> None:
+    with pytest.raises(ValueError, match="0-dimensional"):
+        pipe(torch.tensor(3.0))
+
+
+def test_unequal_rows(pipe: Pipe) -> None:
+    with pytest.raises(ValueError, match=r"same number of rows.*\(4, 4\).*\(5, 4\)"):
+        pipe(torch.randn(4, 4), torch.randn(5, 4))
+
+
+def test_wrong_width_is_the_layers_own_error_with_a_note(pipe: Pipe) -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes") as caught:
+        pipe(torch.randn(4, 5))
+    assert caught.value.__notes__ == ["pipework: stage 0, micro-batch 0, action F"]
+
+
+def test_wrong_dtype_is_the_layers_own_error(pipe: Pipe) -> None:
+    with pytest.raises(RuntimeError, match="dtype"):
+        pipe(torch.randint(5, (4, 4)))
+
+
+def test_integers_that_should_require_a_gradient_are_refused_by_pytorch(pipe: Pipe) -> None:
+    with pytest.raises(RuntimeError, match="floating point"):
+        pipe(torch.ones(4, 4, dtype=torch.long).requires_grad_())
+
+
+def test_too_many_arguments_is_the_layers_own_error(pipe: Pipe) -> None:
+    with pytest.raises(TypeError, match="positional argument"):
+        pipe(torch.randn(4, 4), torch.randn(4, 4))
+
+
+def test_outputs_that_are_nested_differently_in_each_micro_batch() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: torch.Tensor) -> object:
+            return x if len(x) == 2 else (x, x)
+
+    with pytest.raises(ValueError, match=r"micro-batch 0 gave tensor and micro-batch 1 gave \(tensor, tensor\)"):
+        Pipe(nn.Sequential(Odd()), chunks=2)(torch.ones(3, 1))

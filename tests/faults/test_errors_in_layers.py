@@ -1,0 +1,199 @@
+"""Row 2 of the fault matrix: an exception in a layer's forward or backward, at every stage and micro-batch."""
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipework import Pipe
+
+STAGES = 3
+CHUNKS = 3
+
+
+class Mishap(Exception):
+    """Raised by a layer on purpose."""
+
+
+class Trip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: "Fragile", micro_batch: int) -> torch.Tensor:
+        ctx.layer, ctx.micro_batch = layer, micro_batch
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.layer.maybe_fail("backward", ctx.micro_batch)
+        return gradient, None, None
+
+
+class Fragile(nn.Module):
+    """Fails in one direction on one micro-batch; which one it works on stands in the input's last column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.fail: tuple[str, int] | None = None
+        self.error: BaseException = Mishap("on purpose")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        micro_batch = int(x[0, -1])
+        self.maybe_fail("forward", micro_batch)
+        y = Trip.apply(self.linear(x), self, micro_batch)
+        return torch.cat([y, x[:, -1:]], dim=1)
+
+    def maybe_fail(self, direction: str, micro_batch: int) -> None:
+        if self.fail == (direction, micro_batch):
+            raise self.error
+
+
+def fragile_pipe(checkpoint: str = "never") -> Pipe:
+    return Pipe(
+        nn.Sequential(*(Fragile() for _ in range(STAGES))),
+        CHUNKS,
+        checkpoint,
+        balance=[1] * STAGES,
+        devices=["cpu"] * STAGES,
+    )
+
+
+def numbered_batch() -> torch.Tensor:
+    return torch.cat([torch.randn(CHUNKS, 3), torch.arange(CHUNKS)[:, None].float()], dim=1)
+
+
+@pytest.mark.parametrize("micro_batch", range(CHUNKS))
+@pytest.mark.parametrize("stage", range(STAGES))
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.timeout(20)
+def test_the_original_exception_is_raised_with_a_note(
+    checkpoint: str, direction: str, stage: int, micro_batch: int
+) -> None:
+    pipe = fragile_pipe(checkpoint)
+    pipe[stage].fail = (direction, micro_batch)
+    with pytest.raises(Mishap) as caught:
+        pipe(numbered_batch()).sum().backward()
+    assert caught.value is pipe[stage].error
+    assert caught.value.__notes__ == [
+        f"pipework: stage {stage}, micro-batch {micro_batch}, action {direction[0].upper()}"
+    ]
+    names = [entry.name for entry in caught.traceback]
+    assert "maybe_fail" in names, "the traceback leads to the layer's own line"
+
+
+@pytest.mark.timeout(20)
+def test_an_exception_during_recomputation_is_named_as_such() -> None:
+    class SecondPassFails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.passes = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.passes += 1
+            if self.passes == 2:
+                raise Mishap
+            return self.linear(x)
+
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), SecondPassFails()), 1, "always", balance=[1, 1], devices=["cpu"] * 2)
+    output = pipe(torch.ones(1, 2))
+    with pytest.raises(Mishap) as caught:
+        output.sum().backward()
+    assert caught.value.__notes__ == ["pipework: stage 1, micro-batch 0, action R"]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), StopIteration("odd"), GeneratorExit()], ids=repr)
+@pytest.mark.timeout(20)
+def test_even_exceptions_that_end_a_thread_reach_the_caller(direction: str, error: BaseException) -> None:
+    pipe = fragile_pipe()
+    pipe[1].error, pipe[1].fail = error, (direction, 1)
+    with pytest.raises(type(error)) as caught:
+        pipe(numbered_batch()).sum().backward()
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_pipe_stays_usable_and_exact(checkpoint: str, direction: str) -> None:
+    pipe, x = fragile_pipe(checkpoint), numbered_batch()
+    pipe(x).sum().backward()
+    expected = [parameter.grad for parameter in pipe.parameters()]
+    pipe.zero_grad()
+    parameters = list(pipe.parameters())
+    pipe[1].fail = (direction, 1)
+    for _ in range(3):
+        with pytest.raises(Mishap):
+            pipe(x).sum().backward()
+    assert all(a is b for a, b in zip(pipe.parameters(), parameters, strict=True))
+    assert all(parameter.grad is None for parameter in pipe.parameters()), "a failed backward delivers nothing"
+    pipe[1].fail = None
+    pipe(x).sum().backward()
+    assert all(map(torch.equal, expected, [parameter.grad for parameter in pipe.parameters()]))
+
+
+def test_a_backward_that_failed_cannot_be_repeated() -> None:
+    pipe = fragile_pipe()
+    pipe[1].fail = ("backward", 1)
+    loss = pipe(numbered_batch()).sum()
+    with pytest.raises(Mishap):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="failed before"):
+        loss.backward()
+
+
+def test_the_first_exception_wins() -> None:
+    pipe = fragile_pipe()
+    first, second = Mishap("first"), Mishap("second")
+    pipe[0].fail, pipe[0].error = ("forward", 0), first
+    pipe[1].fail, pipe[1].error = ("forward", 0), second
+    with pytest.raises(Mishap, match="first"):
+        pipe(numbered_batch())
+
+
+def test_other_workers_stop_at_their_next_action() -> None:
+    seen: list[int] = []
+
+    class Count(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(int(x[0, -1]))
+            failed.wait(timeout=20)
+            return x
+
+    failed = threading.Event()
+
+    class FailAndTell(Fragile):
+        def maybe_fail(self, direction: str, micro_batch: int) -> None:
+            try:
+                super().maybe_fail(direction, micro_batch)
+            finally:
+                failed.set()
+
+    pipe = Pipe(nn.Sequential(FailAndTell(), Count()), CHUNKS, "never", balance=[1, 1], devices=["cpu"] * 2)
+    pipe[0].fail = ("forward", 1)
+    with pytest.raises(Mishap):
+        pipe(numbered_batch())
+    assert len(seen) <= 2
+
+
+def test_a_failed_step_keeps_no_tensor_alive() -> None:
+    pipe = fragile_pipe()
+    pipe[2].fail = ("forward", 1)
+    x = numbered_batch()
+    gone = weakref.ref(x)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(Mishap) as caught:
+            pipe(x)
+        # Only the exception's own traceback still leads to what the layer was working on.
+        caught.value.__traceback__ = None
+        del caught, x
+        pipe[2].error = Mishap()
+        assert gone() is None
+    finally:
+        gc.enable()

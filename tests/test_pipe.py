@@ -1,0 +1,712 @@
+import copy
+import gc
+import io
+import logging
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from pipework import Pipe
+
+
+def layers(count: int = 4, width: int = 4) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+
+def two_stages(**options: object) -> Pipe:
+    return Pipe(layers(), chunks=4, balance=[2, 2], devices=["cpu", "cpu"], **options)
+
+
+# Constructor
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 1.5, "4", None, True])
+def test_chunks_must_be_a_positive_integer(chunks: object) -> None:
+    with pytest.raises(ValueError, match=r"^number of chunks must be positive integer$"):
+        Pipe(layers(), chunks=chunks)
+
+
+@pytest.mark.parametrize("checkpoint", ["INVALID", None, True, ""])
+def test_checkpoint_must_be_one_of_three(checkpoint: object) -> None:
+    with pytest.raises(ValueError, match=r"^checkpoint is not one of 'always', 'except_last', or 'never'$"):
+        Pipe(layers(), checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("module", [nn.Linear(1, 1), [nn.Linear(1, 1)], None])
+def test_module_must_be_sequential(module: object) -> None:
+    with pytest.raises(TypeError, match=r"^module must be nn\.Sequential to be partitioned$"):
+        Pipe(module)
+
+
+@pytest.mark.parametrize("balance", [[1, 2], [4, 1], [0, 4], [-1, 5], []])
+def test_balance_must_fit(balance: list[int]) -> None:
+    with pytest.raises(ValueError, match="balance"):
+        Pipe(layers(), balance=balance, devices=["cpu"] * 2)
+
+
+def test_too_few_devices() -> None:
+    with pytest.raises(IndexError, match=r"^too few devices to hold given partitions \(devices: 1, partitions: 2\)$"):
+        Pipe(layers(), balance=[2, 2], devices=["cpu"])
+
+
+def test_extra_devices_are_dropped() -> None:
+    assert len(Pipe(layers(), balance=[2, 2], devices=["cpu"] * 3).devices) == 2
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_every_checkpoint_mode_is_legal_with_one_chunk(checkpoint: str) -> None:
+    pipe = Pipe(layers(), 1, checkpoint)
+    pipe(torch.randn(3, 4)).sum().backward()
+    assert pipe[0].weight.grad is not None
+
+
+def test_positional_arguments_are_the_seeds() -> None:
+    pipe = Pipe(layers(), 3, "always")
+    assert (pipe.chunks, pipe.checkpoint) == (3, "always")
+
+
+def test_without_balance_and_devices_it_chooses_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="pipework"):
+        pipe = Pipe(layers())
+    assert len(pipe.balance) >= 2 or torch.accelerator.is_available()
+    assert len(caplog.records) == 1
+
+
+def test_attributes() -> None:
+    pipe = two_stages()
+    assert (pipe.chunks, pipe.checkpoint, pipe.balance) == (4, "except_last", [2, 2])
+    assert pipe.devices == [torch.device("cpu")] * 2
+    assert [len(partition) for partition in pipe.partitions] == [2, 2]
+    assert pipe.input_device == pipe.output_device == torch.device("cpu")
+
+
+# As a container
+
+
+def test_len_iteration_and_indexing() -> None:
+    module = layers()
+    pipe = Pipe(module, balance=[1, 3], devices=["cpu"] * 2)
+    assert len(pipe) == 4
+    assert list(pipe) == list(module)
+    assert all(a is b for a, b in zip(pipe, module, strict=True))
+    assert pipe[0] is module[0]
+    assert pipe[-1] is module[3]
+    for index in (4, -5):
+        with pytest.raises(IndexError):
+            pipe[index]
+
+
+def test_parameter_names_are_those_of_the_plain_module() -> None:
+    module = layers()
+    plain = copy.deepcopy(module)
+    pipe = Pipe(module, balance=[2, 2], devices=["cpu"] * 2)
+    assert list(pipe.state_dict()) == list(plain.state_dict())
+    pipe.load_state_dict({name: value * 2 for name, value in plain.state_dict().items()})
+    assert torch.equal(pipe[3].weight, plain[3].weight * 2)
+    assert list(pipe.children()) == list(module)
+
+
+def test_a_checkpoint_from_four_stages_loads_into_two() -> None:
+    four = Pipe(layers(), chunks=4, balance=[1] * 4, devices=["cpu"] * 4)
+    two = two_stages()
+    two.load_state_dict(four.state_dict())
+    x = torch.randn(4, 4)
+    assert torch.equal(four(x), two(x))
+
+
+def test_children_may_have_any_name() -> None:
+    module = nn.Sequential()
+    for name in ("chunks", "devices", "_house"):
+        module.add_module(name, nn.Linear(2, 2))
+    pipe = Pipe(module, chunks=2, balance=[1, 2], devices=["cpu"] * 2)
+    assert pipe.chunks == 2
+    assert list(pipe.state_dict()) == list(module.state_dict())
+    pipe(torch.randn(4, 2)).sum().backward()
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda pipe: pipe.cuda(),
+        lambda pipe: pipe.cuda(0),
+        lambda pipe: pipe.cpu(),
+        lambda pipe: pipe.to("cpu"),
+        lambda pipe: pipe.to(torch.device("cpu")),
+        lambda pipe: pipe.to(device="cpu"),
+        lambda pipe: pipe.to("cpu", torch.float64),
+        lambda pipe: pipe.to(torch.zeros(1)),
+    ],
+)
+def test_moving_is_refused(move: object) -> None:
+    with pytest.raises(
+        TypeError, match=r"^denied to move parameters and buffers, because Pipe should manage device placement$"
+    ):
+        move(two_stages())
+
+
+def test_changing_the_dtype_is_allowed() -> None:
+    assert two_stages().double()[0].weight.dtype == torch.float64
+    assert two_stages().to(torch.float64)[0].weight.dtype == torch.float64
+    assert two_stages().to(dtype=torch.bfloat16)[0].weight.dtype == torch.bfloat16
+    half = two_stages().half()
+    assert half(torch.randn(4, 4).half()).dtype == torch.float16
+
+
+def test_training_flags_reach_layers_and_partitions() -> None:
+    pipe = two_stages()
+    pipe.eval()
+    assert not any(layer.training for layer in (*pipe, *pipe.partitions))
+    pipe.partitions[1].train()
+    assert [layer.training for layer in pipe] == [False, False, True, True]
+
+
+def test_print_is_a_table() -> None:
+    assert str(two_stages()).splitlines() == [
+        "Pipe: 4 layers in 2 partitions",
+        "  partition  device  layers      parameters  bytes",
+        "          0  cpu     0 .. 1 (2)          40  160 B",
+        "          1  cpu     2 .. 3 (2)          40  160 B",
+        "schedule gpipe, 4 chunks, checkpoint 'except_last', predicted bubble 16.7%",
+    ]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_copies_work_on_their_own(duplicate: object) -> None:
+    pipe = two_stages()
+    x = torch.randn(4, 4)
+    expected = pipe(x)
+    other = duplicate(pipe)
+    assert torch.equal(other(x), expected)
+    other(x).sum().backward()
+    assert pipe[0].weight.grad is None
+    assert other[0].weight.grad is not None
+
+
+def test_torch_save_and_load() -> None:
+    pipe, x = two_stages(), torch.randn(4, 4)
+    buffer = io.BytesIO()
+    torch.save(pipe, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=False)(x), pipe(x))
+
+
+# Forward
+
+
+def test_batches_of_any_size() -> None:
+    pipe = two_stages()
+    plain = nn.Sequential(*pipe)
+    for rows in (1, 2, 3, 4, 5, 9):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(pipe(x), plain(x))
+
+
+def test_an_empty_batch_is_what_it_is_for_the_plain_module() -> None:
+    output = two_stages()(torch.randn(0, 4))
+    assert output.shape == (0, 4)
+    output.sum().backward()
+
+
+def test_an_empty_module_returns_its_input() -> None:
+    x = torch.randn(2, 2)
+    assert Pipe(nn.Sequential())(x) is x
+
+
+def test_tuples_cross_boundaries() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.linear(x), x if y is None else y
+
+    pipe = Pipe(nn.Sequential(Two(), Two(), Two()), chunks=2, balance=[1, 1, 1], devices=["cpu"] * 3)
+    x = torch.randn(5, 4, requires_grad=True)
+    first, second = pipe(x)
+    a, b = pipe[0](x)
+    a, b = pipe[1](a, b)
+    a, b = pipe[2](a, b)
+    torch.testing.assert_close(first, a)
+    assert torch.equal(second, x)
+    second.sum().backward()
+    assert torch.equal(x.grad, torch.ones(5, 4))
+    assert pipe[0].linear.weight.grad is None
+
+
+def test_a_layer_of_one_argument_gets_a_tuple_whole() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x + 1, x * 2
+
+    class Add(nn.Module):
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return pair[0] + pair[1]
+
+    module = nn.Sequential(Pair(), Add())
+    x = torch.randn(4, 2)
+    assert torch.equal(Pipe(module, chunks=2, balance=[1, 1], devices=["cpu"] * 2)(x), module(x))
+
+
+def test_values_that_are_no_tensors() -> None:
+    class Scale(nn.Module):
+        def forward(self, x: torch.Tensor, factor: int, *, flip: bool = False) -> tuple[torch.Tensor, int]:
+            return (-x if flip else x) * factor, len(x)
+
+    pipe = Pipe(nn.Sequential(Scale()), chunks=2)
+    output, rows = pipe(torch.ones(5, 2), 3, flip=True)
+    assert torch.equal(output, -3 * torch.ones(5, 2))
+    assert rows == [3, 2]
+
+
+def test_requires_grad_of_each_tensor_survives_a_boundary() -> None:
+    """A float tensor without grad before a grad-requiring one must not shift the gradients."""
+    seen = []
+
+    class Front(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            return x.detach() * 2, self.linear(x), (x > 0).long()
+
+    class Back(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+            seen.append((a.requires_grad, b.requires_grad, c.requires_grad))
+            return a * b * c
+
+    module = nn.Sequential(Front(), Back())
+    for checkpoint in ("never", "except_last", "always"):
+        plain = copy.deepcopy(module).double()
+        pipe = Pipe(copy.deepcopy(plain), 2, checkpoint, balance=[1, 1], devices=["cpu"] * 2)
+        x = torch.randn(4, 3, dtype=torch.float64)
+        plain[1](*plain[0](x)).sum().backward()
+        pipe(x).sum().backward()
+        torch.testing.assert_close(pipe[0].linear.weight.grad, plain[0].linear.weight.grad, rtol=1e-12, atol=1e-15)
+    assert set(seen) == {(False, True, False)}
+
+
+def test_no_grad_and_inference_mode_leave_no_graph() -> None:
+    pipe = two_stages()
+    x = torch.randn(4, 4)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            output = pipe(x)
+        assert not output.requires_grad
+    assert output.is_inference()
+
+
+def test_grad_mode_is_read_where_the_pipe_is_called() -> None:
+    pipe = two_stages()
+    x = torch.randn(4, 4, requires_grad=True)
+    with torch.no_grad():
+        assert not pipe(x).requires_grad
+        with torch.enable_grad():
+            assert pipe(x).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ((), TypeError, "inputs do not have any tensors"),
+        ((5, "x", None), TypeError, "inputs do not have any tensors: got int, str, NoneType"),
+        ((torch.tensor(1.0),), ValueError, "input tensor 0 is 0-dimensional"),
+        ((torch.ones(4, 4), torch.ones(3, 4)), ValueError, r"\(4, 4\).*\(3, 4\)"),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(inputs: tuple[object, ...], error: type, message: str) -> None:
+    pipe = two_stages()
+    state = torch.get_rng_state()
+    with pytest.raises(error, match=message):
+        pipe(*inputs)
+    assert torch.equal(state, torch.get_rng_state())
+    pipe(torch.randn(4, 4)).sum().backward()
+
+
+def test_in_place_first_operations_behave_as_in_the_plain_module() -> None:
+    def module(*first: nn.Module) -> nn.Sequential:
+        return nn.Sequential(*first, nn.ReLU(inplace=True), nn.Linear(4, 4))
+
+    x = torch.randn(6, 4)
+    for checkpoint in ("never", "except_last", "always"):
+        plain = module(nn.Linear(4, 4))
+        pipe = Pipe(copy.deepcopy(plain), 3, checkpoint, balance=[1, 2], devices=["cpu"] * 2)
+        plain(x).sum().backward()
+        pipe(x).sum().backward()
+        torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad)
+    # Sigmoid saves its output, which the next partition overwrites: PyTorch's own error in both.
+    for model in (module(nn.Sigmoid()), Pipe(module(nn.Sigmoid()), 3, "never", balance=[1, 2], devices=["cpu"] * 2)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(x.clone().requires_grad_()).sum().backward()
+    # The caller's own leaf.
+    for model in (module(), Pipe(module(), 3, "never", balance=[1, 1], devices=["cpu"] * 2)):
+        with pytest.raises(
+            RuntimeError, match="leaf Variable that requires grad is being used in an in-place operation"
+        ):
+            model(x.clone().requires_grad_())
+
+
+def test_a_checkpointed_stage_that_overwrites_its_input_is_recomputed_from_the_original() -> None:
+    class AddOne(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.add_(1)
+
+    plain = nn.Sequential(nn.Linear(4, 4), AddOne(), nn.Linear(4, 4), nn.Tanh())
+    pipe = Pipe(copy.deepcopy(plain), 3, "always", balance=[1, 3], devices=["cpu"] * 2)
+    for _ in range(2):
+        x = torch.randn(6, 4)
+        plain(x).sum().backward()
+        pipe(x).sum().backward()
+    torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad)
+    torch.testing.assert_close(pipe[2].weight.grad, plain[2].weight.grad)
+
+
+# Outside, it is ordinary autograd
+
+
+def test_hooks_fire_once_with_the_whole_gradient() -> None:
+    pipe, x = two_stages(), torch.randn(8, 4)
+    fired: list[tuple[str, torch.Tensor]] = []
+    weight = pipe[0].weight
+    weight.register_hook(lambda gradient: fired.append(("hook", gradient.clone())))
+    weight.register_post_accumulate_grad_hook(lambda parameter: fired.append(("after", parameter.grad.clone())))
+    pipe(x).sum().backward()
+    assert [name for name, _ in fired] == ["hook", "after"]
+    assert all(torch.equal(gradient, weight.grad) for _, gradient in fired)
+
+
+def test_a_gradient_buffer_is_handed_over_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipework.runtime.parameters import Aliases
+
+    handed: dict[int, int] = {}
+    take = Aliases.take_gradients
+
+    def spy(self: Aliases) -> list[torch.Tensor | None]:
+        gradients = take(self)
+        handed.update({id(p): g.data_ptr() for p, g in zip(self.parameters, gradients, strict=True) if g is not None})
+        return gradients
+
+    monkeypatch.setattr(Aliases, "take_gradients", spy)
+    pipe = two_stages()
+    pipe(torch.randn(8, 4)).sum().backward()
+    assert all(handed[id(parameter)] == parameter.grad.data_ptr() for parameter in pipe.parameters())
+
+
+def test_what_is_in_grad_already_is_added_to_and_never_rescaled() -> None:
+    pipe, x = two_stages(), torch.randn(8, 4)
+    pipe(x).sum().backward()
+    once = [parameter.grad.clone() for parameter in pipe.parameters()]
+    with torch.no_grad():
+        pipe(x)
+    pipe(x).sum().backward()
+    for parameter, gradient in zip(pipe.parameters(), once, strict=True):
+        assert torch.equal(parameter.grad, gradient * 2)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_a_second_backward_is_refused_and_retain_graph_allows_it(checkpoint: str) -> None:
+    pipe = two_stages(checkpoint=checkpoint)
+    loss = pipe(torch.randn(8, 4)).square().sum()
+    loss.backward(retain_graph=True)
+    first = pipe[0].weight.grad.clone()
+    loss.backward()
+    assert torch.equal(pipe[0].weight.grad, first * 2)
+    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_autograd_grad(checkpoint: str) -> None:
+    pipe = two_stages(checkpoint=checkpoint)
+    x = torch.randn(8, 4, requires_grad=True)
+    pipe(x).square().sum().backward()
+    expected = [parameter.grad for parameter in pipe.parameters()]
+    actual = torch.autograd.grad(pipe(x).square().sum(), [*pipe.parameters(), x])
+    assert all(map(torch.equal, actual, [*expected, x.grad]))
+    (last,) = torch.autograd.grad(pipe(x).square().sum(), [pipe[3].weight])
+    assert torch.equal(last, pipe[3].weight.grad)
+
+
+def test_part_of_the_gradients_twice_over_a_retained_graph() -> None:
+    pipe = two_stages()
+    loss = pipe(torch.randn(8, 4)).square().sum()
+    (last,) = torch.autograd.grad(loss, [pipe[3].weight], retain_graph=True)
+    loss.backward()
+    assert torch.equal(pipe[3].weight.grad, last)
+    expected = pipe[0].weight.grad.clone()
+    pipe.zero_grad()
+    assert pipe[0].weight.grad is None
+    assert expected.abs().sum() > 0
+
+
+def test_double_backward_is_a_clear_error() -> None:
+    x = torch.randn(8, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        torch.autograd.grad(two_stages()(x).sum(), x, create_graph=True)
+
+
+def test_writing_to_a_parameter_before_a_retained_backward_is_pytorchs_error() -> None:
+    pipe = two_stages(checkpoint="never")
+    loss = pipe(torch.randn(8, 4)).square().sum()
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        pipe[1].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_frozen_layers_get_no_gradient_and_can_be_unfrozen() -> None:
+    pipe, x = two_stages(), torch.randn(8, 4)
+    pipe[0].requires_grad_(False)
+    pipe[3].requires_grad_(False)
+    pipe(x).sum().backward()
+    assert [layer.weight.grad is None for layer in pipe] == [True, False, False, True]
+    pipe[0].requires_grad_(True)
+    pipe(x).sum().backward()
+    assert [layer.weight.grad is None for layer in pipe] == [False, False, False, True]
+
+
+def test_a_fully_frozen_pipe_returns_plain_tensors() -> None:
+    pipe = two_stages()
+    pipe.requires_grad_(False)
+    assert not pipe(torch.randn(8, 4)).requires_grad
+    x = torch.randn(8, 4, requires_grad=True)
+    pipe(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_a_layer_that_takes_no_part_is_left_alone() -> None:
+    class Drop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), Drop()), chunks=2, balance=[1, 1], devices=["cpu"] * 2)
+    pipe(torch.randn(4, 4)).sum().backward()
+    assert pipe[1].unused.grad is None
+    assert pipe[0].weight.grad is not None
+
+
+def test_a_layer_used_twice_gets_the_sum_from_any_stages() -> None:
+    shared = nn.Linear(4, 4).double()
+    plain = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh())
+    for balance in ([4], [2, 2], [1, 1, 1, 1]):
+        module = copy.deepcopy(plain)
+        pipe = Pipe(module, chunks=3, balance=balance, devices=["cpu"] * len(balance))
+        x = torch.randn(6, 4, dtype=torch.float64)
+        plain.zero_grad()
+        plain(x).sum().backward()
+        pipe(x).sum().backward()
+        torch.testing.assert_close(pipe[0].weight.grad, shared.weight.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_tied_parameters_of_two_stages_get_the_sum() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    plain[2].weight = plain[0].weight
+    pipe = Pipe(copy.deepcopy(plain), chunks=3, balance=[1, 2], devices=["cpu"] * 2)
+    assert pipe[2].weight is pipe[0].weight
+    x = torch.randn(6, 4, dtype=torch.float64)
+    plain(x).sum().backward()
+    pipe(x).sum().backward()
+    torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_a_hidden_parameter_is_refused_by_name() -> None:
+    class Peek(nn.Module):
+        def __init__(self, other: nn.Linear) -> None:
+            super().__init__()
+            self.cache = [other.weight]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.cache[0]
+
+    first = nn.Linear(4, 4)
+    pipe = Pipe(nn.Sequential(first, Peek(first)), chunks=2, balance=[2], devices=["cpu"])
+    with pytest.raises(RuntimeError, match=r"parameter '0\.weight' of layer '0' past its module's own slot"):
+        pipe(torch.randn(4, 4))
+    assert first.weight.grad is None
+    assert isinstance(first.weight, nn.Parameter)
+
+
+# The caller's context
+
+
+def test_the_callers_context_reaches_every_layer() -> None:
+    seen = []
+
+    class Look(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            seen.append(
+                (y.dtype, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.empty(0).device.type)
+            )
+            return y
+
+    pipe = Pipe(nn.Sequential(Look(), Look()), chunks=2, checkpoint="always", balance=[1, 1], devices=["cpu"] * 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+        output = pipe(torch.randn(4, 4, device="cpu"))
+    output.float().sum().backward()  # recomputes outside of the caller's autocast, under what was set at the call
+    assert len(seen) == 8
+    assert set(seen) == {(torch.bfloat16, True, True, "meta")}
+    assert pipe[0].linear.weight.grad.dtype == torch.float32
+
+
+def test_saved_tensor_hooks_reach_every_stage() -> None:
+    packed: list[str] = []
+    pipe = two_stages(checkpoint="never")
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(threading.current_thread().name)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        pipe(torch.randn(4, 4)).sum().backward()
+    assert {name for name in packed if name.startswith("pipework")} == {"pipework worker 0", "pipework worker 1"}
+
+
+def test_each_worker_has_its_share_of_the_cores() -> None:
+    seen = {}
+
+    class Look(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen[threading.current_thread().name] = torch.get_num_threads()
+            return x
+
+    torch.set_num_threads(5)
+    try:
+        Pipe(nn.Sequential(Look(), Look()), balance=[1, 1], devices=["cpu"] * 2)(torch.ones(1))
+        assert seen == {"pipework worker 0": 2, "pipework worker 1": 2}
+        assert torch.get_num_threads() == 5
+        late: list[int] = []
+        thread = threading.Thread(target=lambda: late.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert late == [5]
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_cpu_workers_run_at_the_same_time() -> None:
+    """Two layers that wait for each other can only pass when both are inside at once."""
+    meeting = threading.Barrier(2, timeout=20)
+
+    class Meet(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x[0, 0] == self.row:
+                meeting.wait()
+            return x
+
+    module = nn.Sequential(Meet(), Meet())
+    module[0].row, module[1].row = 1.0, 0.0  # the first on its second micro-batch, the second on its first
+    Pipe(module, chunks=2, balance=[1, 1], devices=["cpu"] * 2)(torch.tensor([[0.0], [1.0]]))
+
+
+# Nothing is left behind
+
+
+def test_a_dropped_loss_frees_everything_by_reference_count() -> None:
+    class Keep(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            kept.append(weakref.ref(y))
+            return y.exp()
+
+    for checkpoint in ("never", "except_last"):
+        kept: list[weakref.ref[torch.Tensor]] = []
+        module = nn.Sequential(nn.Linear(2, 2), Keep(), nn.Linear(2, 2), Keep())
+        pipe = Pipe(module, 2, checkpoint, balance=[2, 2], devices=["cpu"] * 2)
+        gc.collect()
+        gc.disable()
+        try:
+            before = _tensors()
+            loss = pipe(torch.randn(4, 2)).sum()
+            del loss
+            assert len(kept) == 4
+            assert all(reference() is None for reference in kept)
+            pipe(torch.randn(4, 2)).sum().backward()
+            pipe.zero_grad()
+            assert _tensors() == before
+        finally:
+            gc.enable()
+
+
+def _tensors() -> int:
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def test_outputs_are_not_kept_alive_by_the_pipe() -> None:
+    pipe = two_stages()
+    output = pipe(torch.randn(4, 4))
+    reference = weakref.ref(output)
+    del output
+    assert reference() is None
+
+
+def test_threads_end_with_the_pipe() -> None:
+    before = threading.active_count()
+    pipe = two_stages()
+    assert threading.active_count() == before
+    pipe(torch.randn(4, 4)).sum().backward()
+    assert threading.active_count() == before + 2
+    del pipe
+    assert threading.active_count() == before
+
+
+def test_no_hook_and_no_alias_stays_in_the_modules() -> None:
+    module = layers()
+    parameters = list(module.parameters())
+    pipe = Pipe(module, chunks=2, balance=[2, 2], devices=["cpu"] * 2)
+    output = pipe(torch.randn(4, 4))
+    assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
+    output.sum().backward()
+    assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
+    assert not any(submodule._forward_hooks or submodule._forward_pre_hooks for submodule in module.modules())
+
+
+def test_two_pipes_and_two_calling_threads() -> None:
+    pipes = [two_stages(), two_stages()]
+    x = torch.randn(8, 4)
+    expected = [pipe(x).sum().item() for pipe in pipes]
+    results: dict[tuple[int, int], float] = {}
+
+    def call(thread: int, index: int) -> None:
+        for _ in range(10):
+            loss = pipes[index](x).sum()
+            loss.backward()
+            results[thread, index] = loss.item()
+
+    threads = [threading.Thread(target=call, args=(number, number % 2)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(value == expected[index] for (_, index), value in results.items())
+
+
+# Records
+
+
+def test_record_measures_every_action_once() -> None:
+    pipe = two_stages()
+    with pipe.record() as timeline:
+        pipe(torch.randn(8, 4)).sum().backward()
+    measured = timeline.timeline()
+    expected = sorted(action for order in pipe.schedule().orders for action in order)
+    assert sorted(interval.action for interval in measured.intervals) == expected
+    assert 0 < timeline.bubble() < 1
+    assert all(measured.peak_memory(worker) > 0 for worker in range(2))
+    pipe(torch.randn(8, 4))
+    assert len(timeline.steps) == 1
