@@ -168,6 +168,7 @@ def test_loss_outside_needs_all_forwards_first():
         ("0F0 0F1 0I0 0I1 0W1 0W0", False),
         ("0F0 0F1 0I1 0I0 0W0 0W1", False),  # parameters that are not put off get their gradient in I
         ("0F0 0F1 0I0 0B1 0W0", False),
+        ("0F0 0F1 0I1 0B0 0W1", False),
         ("0F0 0F1 0I0 0W0 0B1", True),
     ],
 )
