@@ -74,11 +74,11 @@ def _slot_dicts(layers: Iterable[nn.Module]) -> Iterator[dict[str, Tensor | None
     Faster than `named_parameters`, which builds names that nobody needs here.
     """
     seen: set[int] = set()
-    stack = list(layers)
+    stack = list(layers)[::-1]
     while stack:
         module = stack.pop()
         if id(module) not in seen:
             seen.add(id(module))
             if module._parameters:
                 yield module._parameters  # type: ignore[misc]
-            stack.extend(child for child in module._modules.values() if child is not None)
+            stack.extend(child for child in reversed(module._modules.values()) if child is not None)

@@ -168,7 +168,7 @@ class StageRun:
             for leaf in leaves:
                 leaf.grad = None
         elif self.meter is not None:
-            self.meter.released(micro_batch)
+            self.meter.released(self._stage.index, micro_batch)
 
     def clear(self) -> None:
         """Lets go of every tensor, after a failure: a traceback leads to this object."""
@@ -201,7 +201,7 @@ class StageRun:
             )
         self._stage.modifies_input = bool(self._stage.modifies_input) or modified
         if self.meter is not None:
-            self.meter.checkpointed(micro_batch, leaves)
+            self.meter.checkpointed(self._stage.index, micro_batch, leaves)
         return outputs, structure
 
     def _compute(
@@ -210,7 +210,7 @@ class StageRun:
         """Runs the layers on one micro-batch."""
         if self.meter is None:
             return self._run_layers(leaves, structure, micro_batch)
-        with self.meter.measuring(micro_batch):
+        with self.meter.measuring(self._stage.index, micro_batch, leaves):
             return self._run_layers(leaves, structure, micro_batch)
 
     def _run_layers(

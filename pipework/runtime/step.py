@@ -102,11 +102,14 @@ class Step:
         ]
         if recorder is not None:
             recorder.begin(number, schedule)
-            for stage, run in zip(house.stages, self._runs, strict=True):
-                persistent = [
-                    tensor for module in stage.modules for tensor in (*module.parameters(), *module.buffers())
-                ]
-                run.meter = MemoryMeter(persistent)
+            for worker in range(len(house.devices)):
+                stages = [stage for stage, place in enumerate(house.placement) if place == worker]
+                modules = [module for stage in stages for module in house.stages[stage].modules]
+                meter = MemoryMeter(
+                    [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+                )
+                for stage in stages:
+                    self._runs[stage].meter = meter
         if any(run.draws and stage.device.stream is None for run, stage in zip(self._runs, house.stages, strict=True)):
             random_kernels.install()
 
@@ -238,7 +241,7 @@ class _Job:
                 started=None if self._marks is None else self._mark_start,
                 retain_graph=retain_graph,
             )
-        self._meters = {stage: run.meter for stage, run in zip(stages, runs, strict=True)}
+        self._meter = runs[0].meter
         self._handlers: dict[tuple[str, int], Callable[[Action], None]] = {}
         for stage, run in zip(stages, runs, strict=True):
             self._handlers["F", stage] = run.forward
@@ -271,5 +274,4 @@ class _Job:
 
     def _mark_end(self, action: Action) -> None:
         assert self._marks is not None
-        meter = self._meters[action.stage]
-        self._marks.append((action, self._start, self._clock.now(), 0 if meter is None else meter.peak()))
+        self._marks.append((action, self._start, self._clock.now(), 0 if self._meter is None else self._meter.peak()))

@@ -59,7 +59,7 @@ def reference_backward(
     for output, gradient in zip(outputs, torch.split(joined.grad, [len(output) for output in outputs]), strict=True):
         if output.requires_grad:
             output.backward(gradient)
-    for parameter, gradient in zip(model.parameters(), before, strict=True):
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+    for parameter, earlier in zip(model.parameters(), before, strict=True):
+        if earlier is not None:
+            parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
     return Reference(joined.detach(), loss.detach())

@@ -1,0 +1,277 @@
+"""examples/train_gpt.py: what a run leaves, that it can be stopped and resumed, and that mistakes cost one line."""
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+STEPS = 24
+TINY = ["--width", "16", "--context", "16", "--layers", "2", "--batch-size", "64", "--stages", "2", "--chunks", "4"]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_gpt", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    text = tmp_path_factory.mktemp("data") / "text.txt"
+    text.write_bytes(Path(argparse.__file__).read_bytes())
+    return [*TINY, "--steps", str(STEPS), "--data", str(text)]
+
+
+@pytest.fixture(scope="module")
+def run(script: ModuleType, tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    assert script.main([*tiny, "--out", str(folder)]) == 0
+    return folder
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+def stop_after(script: ModuleType, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Ctrl-C comes while this step, counted from the start of the process, is running."""
+    train_step, count = script.train_step, iter(range(1, 10**6))
+
+    def interrupted_step(*arguments: object) -> float:
+        if next(count) == steps:
+            signal.raise_signal(signal.SIGINT)
+        return train_step(*arguments)
+
+    monkeypatch.setattr(script, "train_step", interrupted_step)
+
+
+def test_a_run_leaves_metrics_a_checkpoint_a_picture_and_a_trace(run: Path) -> None:
+    assert {path.name for path in run.iterdir()} == {"metrics.jsonl", "checkpoint.pt", "timeline.svg", "trace.json"}
+    picture = ElementTree.parse(run / "timeline.svg").getroot()
+    titles = [text for text in picture.itertext() if text.startswith(("predicted", "measured"))]
+    assert [title.partition(":")[0] for title in titles] == ["predicted", "measured"]
+    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
+
+
+def test_the_loss_falls(run: Path) -> None:
+    curve = losses(run)
+    assert len(curve) == STEPS
+    assert all(later < earlier for earlier, later in zip(curve[:-4], curve[4:], strict=True))
+
+
+def test_the_report_tells_what_was_promised(
+    script: ModuleType, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main([*tiny, "--steps", "3", "--out", str(tmp_path), "--compare"]) == 0
+    told = capsys.readouterr().out
+    for word in (
+        "partition",
+        "held-out loss",
+        "bigram",
+        "sample",
+        "tokens/s",
+        "bubble",
+        "measured",
+        "predicted",
+        "MiB",
+    ):
+        assert word in told
+    assert "times as fast" in told
+    assert "\x1b" not in told
+    assert "\r" not in told
+    for name in ("metrics.jsonl", "checkpoint.pt", "timeline.svg", "trace.json"):
+        assert str(tmp_path / name) in told
+
+
+def test_one_seed_gives_one_loss_curve(script: ModuleType, tiny: list[str], run: Path, tmp_path: Path) -> None:
+    assert script.main([*tiny, "--out", str(tmp_path / "same")]) == 0
+    assert losses(tmp_path / "same") == losses(run)
+    assert script.main([*tiny, "--steps", "2", "--seed", "1", "--out", str(tmp_path / "other")]) == 0
+    assert losses(tmp_path / "other") != losses(run)[:2]
+
+
+def test_resuming_goes_on_as_if_nothing_had_happened(
+    script: ModuleType, tiny: list[str], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        stop_after(script, patch, steps=9)
+        assert script.main([*tiny, "--out", str(folder)]) == 130
+    assert losses(folder) == losses(run)[:9]
+    # As if the process had been killed later, in the middle of a line.
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 10, "loss": 0.0}\n{"step": 11, "lo')
+    torch.manual_seed(1234)
+    assert script.main(["--resume", str(folder)]) == 0
+    assert losses(folder) == losses(run)
+    first, second = (torch.load(each / "checkpoint.pt", weights_only=True) for each in (run, folder))
+    assert all(torch.equal(first["model"][name], value) for name, value in second["model"].items())
+
+
+def test_a_finished_run_can_be_given_more_steps_and_other_stages(
+    script: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for name in ("metrics.jsonl", "checkpoint.pt"):
+        (folder / name).write_bytes((run / name).read_bytes())
+    assert script.main(["--resume", str(folder), "--steps", str(STEPS + 3), "--stages", "3"]) == 0
+    assert losses(folder)[:STEPS] == losses(run)
+    assert len(losses(folder)) == STEPS + 3
+    assert "in 3 partitions" in capsys.readouterr().out
+
+
+def test_the_checkpoint_loads_into_the_plain_model(script: ModuleType, run: Path) -> None:
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    model: nn.Module = script.build_model(argparse.Namespace(**state["options"]))
+    model.load_state_dict(state["model"])
+
+
+def test_ctrl_c_leaves_a_checkpoint_that_resumes(script: ModuleType, tiny: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, str(SCRIPT), *tiny, "--steps", "100000", "--out", str(folder)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")]),
+    }
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            if (folder / "metrics.jsonl").exists() and len((folder / "metrics.jsonl").read_text().splitlines()) >= 3:
+                break
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        told, complaint = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, complaint) == (130, "")
+    assert f"{SCRIPT} --resume {folder}" in told
+    done = len(losses(folder))
+    assert done >= 3
+    assert script.main(["--resume", str(folder), "--steps", str(done + 2)]) == 0
+    assert len(losses(folder)) == done + 2
+
+
+def test_without_out_each_run_has_a_fresh_folder(
+    script: ModuleType,
+    tiny: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in (1, 2):
+        assert script.main([*tiny, "--steps", "1"]) == 0
+        assert len(losses(tmp_path / "runs" / f"gpt-{number}")) == 1
+        assert str(Path("runs", f"gpt-{number}")) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--steps", "0"], "--steps is 0: it must be at least 1"),
+        (["--steps", "many"], "--steps: invalid int value: 'many'"),
+        (["--chunks", "-1"], "--chunks is -1: it must be at least 1"),
+        (["--batch-size", "0"], "--batch-size is 0: it must be at least 1"),
+        (["--stages", "0"], "--stages is 0: it must be at least 1"),
+        (["--width", "130"], "--width is 130: it must be a multiple of 4"),
+        (["--layers", "2", "--stages", "5"], "--stages is 5: it must be at most 4"),
+        (["--checkpoint", "sometimes"], "sometimes"),
+        (["--data", "{folder}/missing.txt"], "missing.txt: No such file or directory"),
+        (["--data", "{folder}"], "Is a directory"),
+        (["--data", "{folder}/empty.txt"], "has 0 bytes of text: --context 128 needs at least 1290"),
+        (["--data", "{folder}/short.txt"], "has 1289 bytes of text: --context 128 needs at least 1290"),
+        (["--data", "{folder}/text.txt", "--out", "{folder}/text.txt/run"], "cannot write into the folder of the run"),
+        (["--resume", "{folder}"], "there is no checkpoint.pt"),
+        (["--resume", "{folder}/damaged"], "damaged"),
+        (["--unknown"], "--unknown"),
+    ],
+)
+def test_a_mistake_costs_one_line_and_status_2(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], told: str
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_bytes(b"x" * 1289)
+    (tmp_path / "text.txt").write_bytes(b"x" * 1290)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "checkpoint.pt").write_bytes(b"no checkpoint")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit) as stopped:
+        script.main([option.format(folder=tmp_path) for option in options])
+    out, complaint = capsys.readouterr()
+    assert (stopped.value.code, out) == (2, "")
+    assert complaint.count("\n") == 1
+    assert told in complaint
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_is_neither_overwritten_nor_resumed_as_another(
+    script: ModuleType, tiny: list[str], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def complaint(*options: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            script.main(list(options))
+        assert stopped.value.code == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1
+        return told
+
+    before = losses(run)
+    assert "holds a run already" in complaint(*tiny, "--out", str(run))
+    assert f"has {STEPS} steps behind it" in complaint("--resume", str(run))
+    assert "--width is 16" in complaint("--resume", str(run), "--steps", "99", "--width", "32")
+    assert "leave --out out" in complaint("--resume", str(run), "--steps", "99", "--out", str(tmp_path))
+    data = Path(tiny[-1])
+    text = data.read_bytes()
+    try:
+        data.write_bytes(text + b"more")
+        assert "the text has changed" in complaint("--resume", str(run), "--steps", "99")
+    finally:
+        data.write_bytes(text)
+    assert losses(run) == before
+
+
+def test_the_default_text_is_the_standard_library(script: ModuleType) -> None:
+    text = script.read_text(None, 128)
+    assert len(text) > 2_000_000
+    assert text == script.read_text(None, 128)
+
+
+def test_batches_depend_on_seed_and_step_alone(script: ModuleType) -> None:
+    text = torch.arange(200, dtype=torch.uint8)
+    x, y = script.draw_batch(text, 5, 7, 0, 3)
+    torch.rand(1)
+    again, _ = script.draw_batch(text, 5, 7, 0, 3)
+    assert torch.equal(x, again)
+    assert torch.equal(y, x + 1)
+    assert x.shape == (5, 7)
+    assert not torch.equal(x, script.draw_batch(text, 5, 7, 0, 4)[0])
+    assert not torch.equal(x, script.draw_batch(text, 5, 7, 1, 3)[0])
+
+
+def test_the_bigram_baseline_counts_pairs(script: ModuleType) -> None:
+    text = torch.tensor([0, 1] * 128, dtype=torch.uint8)  # after 0 always 1: 128 times, after 1 always 0: 127 times
+    x, y = torch.tensor([[0, 1, 0]]), torch.tensor([[1, 0, 0]])
+    probabilities = torch.tensor([129 / 384, 128 / 383, 1 / 384])
+    assert script.bigram_loss(text, x, y) == pytest.approx(-probabilities.log().mean().item(), rel=1e-5)
