@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -15,7 +16,7 @@ from pipework.checkpoint import MODES, checkpointed_micro_batches
 from pipework.partition import choose_partitioning, split_layers
 from pipework.runtime import values
 from pipework.runtime.context import CallerContext
-from pipework.runtime.device import WorkerDevice, link
+from pipework.runtime.device import WorkerDevice, is_accelerator, link
 from pipework.runtime.nodes import Backward, attach
 from pipework.runtime.random_stream import Key, draw_key
 from pipework.runtime.stage import Stage
@@ -306,6 +307,11 @@ class Pipe(nn.Module):
                 },
                 workers=Workers(devices),
                 lock=threading.Lock(),
+                random_guards={
+                    device: threading.Lock()
+                    for device, workers in Counter(self._devices).items()
+                    if workers > 1 and is_accelerator(device)
+                },
             )
         return self._house
 

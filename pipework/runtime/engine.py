@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
+    from torch.autograd.graph import GradientEdge
 
 
-def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, retain_graph: bool) -> None:
+def run_backward(
+    outputs: tuple[Tensor | GradientEdge, ...], gradients: tuple[Tensor, ...], *, retain_graph: bool
+) -> None:
     """Accumulates the gradients of `outputs` into the leaves of their graph.
 
     `torch.autograd.backward` does the same after 20 microseconds of checks that the boundary has made already.
     """
     torch.autograd.Variable._execution_engine.run_backward(
-        tuple(outputs), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
+        outputs, gradients, retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 

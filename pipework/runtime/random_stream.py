@@ -17,6 +17,7 @@ from pipework.runtime import random_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 _MASK = (1 << 64) - 1
 
@@ -98,11 +99,22 @@ class RandomStream:
     """Where one worker's CPU random numbers come from at present; restarts whenever it enters a (layer, micro-batch).
 
     Entering only notes the place, since most layers draw nothing: the generator is seeded at the first draw.
+
+    Args:
+        key: of this call.
+        seed_device: moves the default generator of an accelerator to a seed.
+        guard: entered around a stage's layers if several workers share that generator.
     """
 
-    __slots__ = ("_generator", "_key", "_layer", "_micro_batch", "_seed_device", "_seeded")
+    __slots__ = ("_generator", "_key", "_layer", "_micro_batch", "_seed_device", "_seeded", "guard")
 
-    def __init__(self, key: Key, seed_device: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        key: Key,
+        seed_device: Callable[[int], None] | None = None,
+        guard: AbstractContextManager[object] | None = None,
+    ) -> None:
+        self.guard = guard
         self._key = key
         self._layer = -1
         self._micro_batch = -1

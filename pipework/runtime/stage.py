@@ -12,6 +12,7 @@ Parameter gradients gather in the alias leaves (see `parameters`), in the order 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -92,10 +93,9 @@ class StageRun:
         self._stage = stage
         self._context = context
         self._checkpointed = checkpointed if context.grad and stage.training else 0
-        self._enter_inputs = _as_it_is if stage.index == 0 and inputs_are_leaves else boundary.enter
+        self._enter_input = _as_it_is if stage.index == 0 and inputs_are_leaves else boundary.enter
         self._inputs: dict[int, tuple[tuple[Tensor, ...], Structure | None]] = {}
         self._graphs: dict[int, tuple[tuple[Tensor, ...], list[Tensor | GradientEdge | None]]] = {}
-        self._stream: RandomStream | None = None
         stage.refresh()
         self.draws = any(map(may_draw, stage.modules))
         self.aliases = Aliases(stage.modules if context.grad else ())
@@ -121,7 +121,8 @@ class StageRun:
         self._receive = endpoint.receive
         self._send_output = endpoint.sender("F", index + 1)
         self._send_gradient = endpoint.sender("B", index - 1)
-        self._stream = stream
+        self._enter_stream = _no_stream if stream is None else stream.enter
+        self._guard = None if stream is None else stream.guard
         self._started = started or _nobody_asks
         self._retain_graph = retain_graph
 
@@ -137,7 +138,7 @@ class StageRun:
             if self._context.grad:
                 self._keep_graph(micro_batch, leaves, outputs)
         # The references to the graph end here: what is sent has none, and this frame must not keep it either.
-        outputs = tuple(map(boundary.cut, outputs))
+        outputs = tuple([boundary.cut(output) for output in outputs])
         self._send_output(micro_batch, outputs, structure_out)
 
     def recompute(self, action: Action) -> None:
@@ -160,9 +161,13 @@ class StageRun:
         gradients, _ = self._receive(action)
         self._started()
         leaves, roots = self._graphs[micro_batch] if self._retain_graph else self._graphs.pop(micro_batch)
-        pairs = [pair for pair in zip(roots, gradients, strict=True) if pair[0] is not None and pair[1] is not None]
-        if pairs:
-            engine.run_backward(*zip(*pairs, strict=True), retain_graph=self._retain_graph)
+        starts, seeds = [], []
+        for root, gradient in zip(roots, gradients, strict=True):
+            if root is not None and gradient is not None:
+                starts.append(root)
+                seeds.append(gradient)
+        if starts:
+            engine.run_backward(tuple(starts), tuple(seeds), retain_graph=self._retain_graph)
         self._send_gradient(micro_batch, tuple([leaf.grad for leaf in leaves]), None)
         if self._retain_graph:
             for leaf in leaves:
@@ -208,31 +213,39 @@ class StageRun:
         self, leaves: tuple[Tensor, ...], structure: Structure | None, micro_batch: int
     ) -> tuple[tuple[Tensor, ...], Structure | None]:
         """Runs the layers on one micro-batch."""
-        if self.meter is None:
+        if self.meter is None and self._guard is None:
             return self._run_layers(leaves, structure, micro_batch)
-        with self.meter.measuring(self._stage.index, micro_batch, leaves):
+        with contextlib.ExitStack() as stack:
+            if self._guard is not None:
+                stack.enter_context(self._guard)
+            if self.meter is not None:
+                stack.enter_context(self.meter.measuring(self._stage.index, micro_batch, leaves))
             return self._run_layers(leaves, structure, micro_batch)
 
     def _run_layers(
         self, leaves: tuple[Tensor, ...], structure: Structure | None, micro_batch: int
     ) -> tuple[tuple[Tensor, ...], Structure | None]:
-        value = values.unflatten(tuple(map(self._enter_inputs, leaves)), structure)
-        enter_stream = _no_stream if self._stream is None else self._stream.enter
-        layers = iter(self._stage.layers)
-        if self._stage.index == 0 and structure is not None:
+        aliases = tuple([self._enter_input(leaf) for leaf in leaves])
+        value = values.unflatten(aliases, structure)
+        enter_stream = self._enter_stream
+        layers = self._stage.layers
+        if structure is not None and self._stage.index == 0:
             # The pipe's own arguments; a single tensor, the usual case, goes the way of all other values.
-            module, number, _, _ = next(layers)
-            enter_stream(number, micro_batch)
+            first, *layers = layers
+            enter_stream(first.number, micro_batch)
             arguments, keywords = value
-            value = module(*arguments, **keywords)
+            value = first.module(*arguments, **keywords)
         for module, number, _, takes_tuple_whole in layers:
             enter_stream(number, micro_batch)
             value = module(*value) if type(value) is tuple and not takes_tuple_whole else module(value)
+        for leaf, alias in zip(leaves, aliases, strict=True):
+            boundary.report_overwriting(leaf, alias)
         return values.flatten(value)
 
     def _keep_graph(self, micro_batch: int, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         """Keeps what B needs: where the graph begins and ends, but not the outputs' memory."""
-        self._inspect(leaves, outputs)
+        if not self._stage.inspected:
+            self._inspect(leaves, outputs)
         self._graphs[micro_batch] = leaves, [_root(output) for output in outputs]
 
     def _inspect(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Sequence
 
+    import torch
     from torch import Tensor
 
     from pipework.runtime.context import CallerContext
@@ -52,6 +53,7 @@ class House:
         links: see `LocalTransport`.
         workers: the threads.
         lock: held while the workers run, because a stage's slots can hold the leaves of one mini-batch only.
+        random_guards: a lock for each accelerator that several workers share, whose one default generator they move.
     """
 
     stages: tuple[Stage, ...]
@@ -60,6 +62,7 @@ class House:
     links: dict[tuple[int, int], Link | None]
     workers: Workers
     lock: threading.Lock
+    random_guards: dict[torch.device, threading.Lock]
 
 
 class Step:
@@ -233,7 +236,8 @@ class _Job:
         runs = [run for run, place in zip(step._runs, house.placement, strict=True) if place == worker]
         stages = [stage for stage, place in enumerate(house.placement) if place == worker]
         seeder = self._device.random_seeder() if step._key.drawn else None
-        self._stream = RandomStream(step._key, seeder) if any(run.draws for run in runs) else None
+        guard = house.random_guards.get(self._device.device)
+        self._stream = RandomStream(step._key, seeder, guard) if any(run.draws for run in runs) else None
         for run in runs:
             run.connect(
                 endpoint,
