@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from pipework.runtime import boundary, engine, inspection, values
+from pipework.runtime.buffers import MutableBuffers
 from pipework.runtime.checkpointing import checkpointing, recomputing
 from pipework.runtime.parameters import Aliases
 from pipework.runtime.random_stream import may_draw
@@ -29,6 +30,7 @@ from pipework.runtime.views import execution_layers
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pipework.runtime.buffers import Snapshot
     from pipework.runtime.context import CallerContext
     from pipework.runtime.device import WorkerDevice
     from pipework.runtime.memory import MemoryMeter
@@ -69,6 +71,7 @@ class Stage:
         ]
         self.inspected = False  # whether a graph of this stage has been searched for hidden parameters
         self.modifies_input: bool | None = None  # None: not known yet
+        self.buffers = MutableBuffers(runnable)
 
     def refresh(self) -> None:
         """Takes over what the user has changed in modules that are run through views."""
@@ -94,7 +97,7 @@ class StageRun:
         self._context = context
         self._checkpointed = checkpointed if context.grad and stage.training else 0
         self._enter_input = _as_it_is if stage.index == 0 and inputs_are_leaves else boundary.enter
-        self._inputs: dict[int, tuple[tuple[Tensor, ...], Structure | None]] = {}
+        self._inputs: dict[int, tuple[tuple[Tensor, ...], Structure | None, Snapshot]] = {}
         self._graphs: dict[int, tuple[tuple[Tensor, ...], list[Tensor | GradientEdge | None]]] = {}
         stage.refresh()
         self.draws = any(map(may_draw, stage.modules))
@@ -147,13 +150,13 @@ class StageRun:
         self._started()
         if micro_batch not in self._inputs:
             return  # this stage is in evaluation mode: nothing was checkpointed here
-        inputs = self._inputs[micro_batch] if self._retain_graph else self._inputs.pop(micro_batch)
-        leaves, structure = inputs
+        again = self._retain_graph
+        leaves, structure, buffers = self._inputs[micro_batch] if again else self._inputs.pop(micro_batch)
         if self._stage.modifies_input:
-            inputs = tuple(map(_private_copy, leaves)), structure
-        with self._context.entered(), recomputing():
-            outputs, _ = self._compute(*inputs, micro_batch)
-            self._keep_graph(micro_batch, inputs[0], outputs)
+            leaves = tuple(map(_private_copy, leaves))
+        with self._context.entered(), recomputing(), buffers.standing_in(again=again):
+            outputs, _ = self._compute(leaves, structure, micro_batch)
+            self._keep_graph(micro_batch, leaves, outputs)
 
     def backward(self, action: Action) -> None:
         """B: differentiates one micro-batch, adds to the parameters' gradients, sends the input's gradient on."""
@@ -190,13 +193,14 @@ class StageRun:
         asks for grad mode does the same in both passes. The graph dies with the outputs that leave this function's
         caller; its peak is that of the recomputation.
         """
-        self._inputs[micro_batch] = (leaves, structure)
+        buffers = self._stage.buffers.snapshot()
         # A stage that begins with an in-place operation would overwrite the input that the recomputation needs.
         own = tuple(map(_private_copy, leaves)) if self._stage.modifies_input is not False else leaves
         versions = [leaf._version for leaf in own]
         with checkpointing():
-            outputs, structure = self._compute(own, structure, micro_batch)
+            outputs, structure_out = self._compute(own, structure, micro_batch)
             self._inspect(own, outputs)
+        self._inputs[micro_batch] = leaves, structure, self._stage.buffers.learn(buffers)
         modified = versions != [leaf._version for leaf in own]
         if modified and own is leaves:
             raise RuntimeError(
@@ -207,7 +211,7 @@ class StageRun:
         self._stage.modifies_input = bool(self._stage.modifies_input) or modified
         if self.meter is not None:
             self.meter.checkpointed(self._stage.index, micro_batch, leaves)
-        return outputs, structure
+        return outputs, structure_out
 
     def _compute(
         self, leaves: tuple[Tensor, ...], structure: Structure | None, micro_batch: int

@@ -1,7 +1,7 @@
 """Execution views: what a stage runs in place of a module that another stage runs too.
 
 Two workers that put their own leaves into the slots of one module object would take them from each other. A view is
-a shallow copy of the module tree: the same buffers, hooks and attributes, but parameter slots of its own.
+a shallow copy of the module tree: the same buffers, hooks and attributes, but slots of its own.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ class View:
     def refresh(self) -> None:
         """Takes over what changed in the layer since the last mini-batch: flags, attributes, parameters."""
         for original, copy in self._pairs:
-            children = copy.__dict__["_modules"]
+            children, buffers = copy.__dict__["_modules"], copy.__dict__["_buffers"]
             copy.__dict__.update(original.__dict__)
             copy.__dict__["_modules"] = children
             copy.__dict__["_parameters"] = dict(original._parameters)
+            slots = copy.__dict__["_buffers"] = buffers
+            slots.update(original._buffers)
 
     def _copy(self, module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
         if id(module) not in copies:
@@ -37,6 +39,7 @@ class View:
             copy.__dict__["_modules"] = {
                 name: None if child is None else self._copy(child, copies) for name, child in module._modules.items()
             }
+            copy.__dict__["_buffers"] = {}  # one dictionary for good: what is known of buffers is known of their slots
             self._pairs.append((module, copy))
         return copies[id(module)]
 

@@ -96,7 +96,7 @@ def test_the_report_tells_what_was_promised(
         "MiB",
     ):
         assert word in told
-    assert "times as fast" in told
+    assert "speed-up" in told
     assert "\x1b" not in told
     assert "\r" not in told
     for name in ("metrics.jsonl", "checkpoint.pt", "timeline.svg", "trace.json"):

@@ -1,0 +1,91 @@
+"""Every benchmark runs, at a size too small to say anything about speed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import measure
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TINY = {
+    "two_stage_speed": ["--rounds", "1", "--width", "16", "--tokens", "4"],
+    "overhead": ["--seconds", "0.01", "--workers", "1", "2", "--chunks", "4", "64"],
+    "many_workers": ["--rounds", "1", "--workers", "2", "3", "--milliseconds", "1", "--micro-batches", "3"],
+}
+
+
+def run(name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / name / "run.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_all_benchmarks_are_here() -> None:
+    assert {script.parent.name for script in ROOT.glob("benchmarks/*/run.py")} == set(TINY)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_benchmark_prints_its_table_and_a_verdict(name: str) -> None:
+    output = run(name, *TINY[name])
+    assert "| " in output
+    assert "load average" in output
+    assert "REACHED: " in output or "MISSED: " in output
+
+
+def test_each_benchmark_has_a_page() -> None:
+    overview = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    for name in TINY:
+        assert (ROOT / "benchmarks" / name / "README.md").is_file()
+        assert f"{name}/README.md" in overview
+
+
+def test_candidates_take_turns_and_another_one_comes_first_in_each_round() -> None:
+    order = []
+
+    def candidate(name: str) -> measure.Candidate:
+        def run_once() -> float:
+            order.append(name)
+            return float(len(order))
+
+        return run_once
+
+    seconds = measure.alternate({"a": candidate("a"), "b": candidate("b")}, rounds=3, warm_up=1)
+    assert "".join(order) == "ab" + "ab" + "ba" + "ab"
+    assert seconds == {"a": [3.0, 6.0, 7.0], "b": [4.0, 5.0, 8.0]}
+
+
+def test_line_fit_finds_the_line() -> None:
+    fixed, slope = measure.line_fit([1.0, 2.0, 5.0], [5.0, 7.0, 13.0])
+    assert fixed == pytest.approx(3.0)
+    assert slope == pytest.approx(2.0)
+
+
+def test_ratio_is_the_median_of_the_rounds() -> None:
+    assert measure.median_ratio([2.0, 30.0, 6.0], [1.0, 10.0, 1.0]) == 3.0
+
+
+def test_verdict_compares_with_the_target() -> None:
+    assert measure.Verdict("x", 1.04, 1.05, "x").reached
+    assert str(measure.Verdict("overhead", 9.0, 8.0, "us")) == "MISSED: overhead: 9 us, to reach at most 8 us"
+
+
+def test_saved_results_can_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    with measure.on_this_machine() as machine:
+        pass
+    path = measure.save("name", machine, [measure.Verdict("w", 2.0, 1.0, "s")], {"seconds": [1.0]})
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert path.name.endswith("-name.json")
+    assert content["seconds"] == [1.0]
+    assert content["machine"]["cores"] >= 1
+    assert content["verdicts"] == [{"what": "w", "measured": 2.0, "target": 1.0, "unit": "s", "reached": False}]
