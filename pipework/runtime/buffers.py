@@ -5,7 +5,8 @@ the first did, or it would compute something else, and it must not change them a
 first pass, stand in the modules' slots during the second, and are thrown away.
 
 Which buffers change is learned, because cloning a large constant mask for every micro-batch would cost what
-checkpointing saves. A stage's first checkpointed pass compares all values; batch norm's kernels do not even raise a tensor's version.
+checkpointing saves. A stage's first checkpointed pass compares all values; batch norm's kernels do not even raise a
+tensor's version.
 """
 
 from __future__ import annotations
