@@ -1,7 +1,7 @@
 """Where a layer's stashed tensors go, and where popped ones come from.
 
-A skippable layer asks through a plain function call, so it finds its tracker through the thread that it runs on. Outside
-of a pipe that is a dictionary of the thread; inside, the stage's worker has put a tracker of its own there.
+A skippable layer asks through a plain function call, so it finds its tracker through the thread that it runs on.
+Outside of a pipe that is a dictionary of the thread; inside, the stage's worker has put a tracker of its own there.
 """
 
 from __future__ import annotations

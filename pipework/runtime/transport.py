@@ -14,13 +14,17 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from pipework.runtime.failure import WAKE_UP, Stopped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any, TypeAlias
 
     from torch import Tensor
 
     from pipework.runtime.device import Link
     from pipework.runtime.values import Structure
+
+    Inbox: TypeAlias = SimpleQueue[Any]
+    # send(micro_batch, tensors, structure)
+    Send: TypeAlias = Callable[[int, tuple[Tensor | None, ...], Structure | None], None]
 
 
 class Message(NamedTuple):
@@ -31,13 +35,12 @@ class Message(NamedTuple):
 
 
 Address = tuple[str, int, int]  # an action's kind, stage and micro-batch; an Action is one
-Send = "Callable[[int, tuple[Tensor | None, ...], Structure | None], None]"
 
 
 class Endpoint(Protocol):
     """One worker's side of a transport."""
 
-    def sender(self, kind: str, stage: int) -> Callable[[int, tuple[Tensor | None, ...], Structure | None], None]:
+    def sender(self, kind: str, stage: int) -> Send:
         """A function that sends to the actions of that kind and stage. It never waits for the receiver."""
 
     def receive(self, address: Address) -> Message:
@@ -45,19 +48,27 @@ class Endpoint(Protocol):
 
 
 class LocalEndpoint:
-    """An endpoint within one process: messages are handed over by reference through one queue per worker."""
+    """An endpoint within one process: messages are handed over by reference through one queue per worker.
 
-    __slots__ = ("_pending", "_routes", "inbox")
+    Args:
+        inbox: what is sent to this worker.
+        inboxes: for each stage the queue of its worker, and the outside's queue behind the last.
+        links: for each stage how a tensor gets there; None: it can simply be passed on.
+    """
 
-    def __init__(self, routes: dict[tuple[str, int], tuple[LocalEndpoint, Link | None]]) -> None:
-        self.inbox: SimpleQueue[Any] = SimpleQueue()
+    __slots__ = ("_inboxes", "_links", "_pending", "inbox")
+
+    def __init__(self, inbox: Inbox, inboxes: Sequence[Inbox], links: Sequence[Link | None]) -> None:
+        self.inbox = inbox
+        self._inboxes = inboxes
+        self._links = links
         self._pending: dict[Address, tuple[Message, Callable[[], None] | None]] = {}
-        self._routes = routes
 
-    def sender(self, kind: str, stage: int) -> Callable[[int, tuple[Tensor | None, ...], Structure | None], None]:
+    def sender(self, kind: str, stage: int) -> Send:
         """See `Endpoint.sender`; a copy to another device starts at once and overlaps with what the receiver does."""
-        receiver, link = self._routes[kind, stage]
-        put = receiver.inbox.put
+        outside = len(self._inboxes) - 1
+        place = stage if 0 <= stage < outside else outside
+        put, link = self._inboxes[place].put, self._links[place]
 
         def send(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Structure | None) -> None:
             put(((kind, stage, micro_batch), Message(tensors, structure), None))
@@ -94,7 +105,8 @@ class LocalEndpoint:
 class LocalTransport:
     """The endpoints of one run in one process, connected.
 
-    Made anew for each run, so that nothing stale can ever be received.
+    Made anew for each run, so that nothing stale can ever be received. Endpoints know each other's queues only: a cycle
+    would keep a failed run's tensors alive.
 
     Args:
         placement: the worker of each stage.
@@ -102,26 +114,16 @@ class LocalTransport:
             from `(w, w)` for what the caller sends to worker w.
     """
 
-    def __init__(self, placement: tuple[int, ...], links: dict[tuple[int, int], Link | None]) -> None:
-        workers = max(placement, default=-1) + 1
-        routes: list[dict[tuple[str, int], tuple[LocalEndpoint, Link | None]]] = [{} for _ in range(workers + 1)]
-        self.outside, *self.endpoints = [LocalEndpoint(routes[worker]) for worker in range(-1, workers)]
-
-        def connect(source: int, kind: str, stage: int) -> None:
-            if 0 <= stage < len(placement):
-                worker = placement[stage]
-                link = links.get((worker if source < 0 else source, worker)) if source != worker else None
-                routes[source][kind, stage] = (self.endpoints[worker], link)
-            else:
-                routes[source][kind, stage] = (self.outside, None)
-
-        connect(-1, "F", 0)
-        connect(-1, "B", len(placement) - 1)
-        for stage, worker in enumerate(placement):
-            connect(worker, "F", stage + 1)
-            connect(worker, "B", stage - 1)
-
-    @property
-    def inboxes(self) -> list[SimpleQueue[Any]]:
-        """The queues that a worker may wait on."""
-        return [endpoint.inbox for endpoint in self.endpoints]
+    def __init__(self, placement: tuple[int, ...], links: Mapping[tuple[int, int], Link | None]) -> None:
+        self.inboxes: list[Inbox] = [SimpleQueue() for _ in range(max(placement, default=-1) + 1)]
+        outside: Inbox = SimpleQueue()
+        inboxes = [*(self.inboxes[worker] for worker in placement), outside]
+        self.outside = LocalEndpoint(outside, inboxes, [*(links.get((worker, worker)) for worker in placement), None])
+        self.endpoints = [
+            LocalEndpoint(
+                inbox,
+                inboxes,
+                [*(links.get((number, worker)) if worker != number else None for worker in placement), None],
+            )
+            for number, inbox in enumerate(self.inboxes)
+        ]
