@@ -9,12 +9,33 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipework.balance import balance_by_size, balance_by_time
+    from pipework.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
+    from pipework.checkpoint import is_checkpointing, is_recomputing
     from pipework.partition import WithDevice, partition_model
     from pipework.pipe import Pipe
+    from pipework.sequential import PipeSequential
+    from pipework.skip import Namespace, pop, skippable, stash, verify_skippables
 
 __version__ = "0.1.0"
 
-__all__ = ["Pipe", "WithDevice", "balance_by_size", "balance_by_time", "partition_model", "__version__"]
+__all__ = [
+    "Pipe",
+    "PipeSequential",
+    "WithDevice",
+    "partition_model",
+    "balance_by_size",
+    "balance_by_time",
+    "skippable",
+    "stash",
+    "pop",
+    "Namespace",
+    "verify_skippables",
+    "DeferredBatchNorm",
+    "convert_deferred_batch_norm",
+    "is_checkpointing",
+    "is_recomputing",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> object:
@@ -25,6 +46,14 @@ def __getattr__(name: str) -> object:
             home = "pipework.partition"
         case "balance_by_size" | "balance_by_time":
             home = "pipework.balance"
+        case "DeferredBatchNorm" | "convert_deferred_batch_norm":
+            home = "pipework.batchnorm"
+        case "is_checkpointing" | "is_recomputing":
+            home = "pipework.checkpoint"
+        case "PipeSequential":
+            home = "pipework.sequential"
+        case "Namespace" | "pop" | "skippable" | "stash" | "verify_skippables":
+            home = "pipework.skip"
         case _:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(home), name)

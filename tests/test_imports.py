@@ -11,7 +11,7 @@ import pytest
 import pipework
 
 PACKAGE = Path(pipework.__file__).parent
-CONCEPTS = {"balance", "batchnorm", "checkpoint", "microbatch", "partition", "skip"}
+CONCEPTS = {"balance", "batchnorm", "checkpoint", "microbatch", "partition", "sequential", "skip"}
 BELOW_PIPE = {"schedule", "timeline", "runtime", "summary"} | CONCEPTS
 MAY_IMPORT = {
     "schedule": set(),

@@ -1,0 +1,469 @@
+import copy
+import inspect
+import io
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from pipework.runtime import skip_tracker
+from pipework.runtime.stage import takes_tuple_whole
+from pipework.runtime.views import View
+from pipework.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
+
+
+@skippable(stash=["identity"])
+class Fork(nn.Module):
+    """Passes its input on, past what follows."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        yield stash("identity", x)
+        return self.linear(x)
+
+
+@skippable(pop=["identity"])
+class Join(nn.Module):
+    def forward(self, x):
+        identity = yield pop("identity")
+        return x + identity
+
+
+class Outer:
+    @skippable(stash=["a"], pop=["b"])
+    class Nested(nn.Module):
+        def forward(self, x):
+            yield stash("a", x)
+            return x + (yield pop("b"))
+
+
+@skippable(stash=["x"])
+class StashUndeclared(nn.Module):
+    def forward(self, x):
+        yield stash("y", x)
+
+
+@skippable(pop=["x"])
+class PopUndeclared(nn.Module):
+    def forward(self, x):
+        yield pop("y")
+
+
+@pytest.fixture(autouse=True)
+def own_tracker():
+    """No test finds what another has left."""
+    with skip_tracker.using(skip_tracker.LocalTracker()):
+        yield
+
+
+def raw(layer):
+    """The module that the layer wraps."""
+    return layer.module
+
+
+def residual(fork, x):
+    return raw(fork).linear(x) + x
+
+
+class TestWithoutAPipe:
+    def test_a_tensor_gets_past_the_layers_between(self):
+        model = nn.Sequential(Fork(), nn.ReLU(), Join())
+        x = torch.randn(2, 4, requires_grad=True)
+        output = model(x)
+        expected = raw(model[0]).linear(x).relu() + x
+        assert torch.equal(output, expected)
+        (gradient,) = torch.autograd.grad(output.sum(), x)
+        assert torch.equal(gradient, torch.autograd.grad(expected.sum(), x)[0])
+
+    def test_several_names_in_one_layer(self):
+        @skippable(stash=["alice", "bob"])
+        class Begin(nn.Module):
+            def forward(self, x):
+                yield stash("alice", x + 1)
+                yield stash("bob", x + 2)
+                return x
+
+        @skippable(pop=["bob"], stash=["carol"])
+        class Middle(nn.Module):
+            def forward(self, x):
+                bob = yield pop("bob")
+                yield stash("carol", bob * 10)
+                return x * bob
+
+        @skippable(pop=["alice", "carol"])
+        class End(nn.Module):
+            def forward(self, x):
+                carol = yield pop("carol")
+                alice = yield pop("alice")
+                return x, alice, carol
+
+        assert nn.Sequential(Begin(), Middle(), End())(torch.tensor(3)) == (15, 4, 50)
+
+    def test_none_is_passed_on(self):
+        @skippable(stash=["x"])
+        class Nothing(nn.Module):
+            def forward(self, x):
+                yield stash("x", None)
+                return x
+
+        @skippable(pop=["x"])
+        class WhatIsIt(nn.Module):
+            def forward(self, x):
+                return (yield pop("x"))
+
+        assert nn.Sequential(Nothing(), WhatIsIt())(torch.ones(1)) is None
+
+    def test_several_inputs_and_keyword_inputs(self):
+        @skippable(stash=["sum"])
+        class Add(nn.Module):
+            def forward(self, x, y, *, factor=1):
+                yield stash("sum", x + y)
+                return x * factor, y
+
+        layer = Add()
+        assert layer(torch.tensor(1), torch.tensor(2), factor=5) == (5, 2)
+        assert skip_tracker.current().load((None, "sum")) == 3
+
+    def test_a_plain_forward_if_nothing_is_declared(self):
+        @skippable()
+        class Plain(nn.Module):
+            def forward(self, x):
+                return x + 1
+
+        assert Plain()(torch.tensor(1)) == 2
+
+    def test_the_tensor_is_gone_after_the_pop(self):
+        model = nn.Sequential(Fork(), Join())
+        model(torch.randn(2, 4))
+        with pytest.raises(KeyError):
+            skip_tracker.current().load((None, "identity"))
+
+    def test_a_failed_run_leaves_nothing_that_matters(self):
+        fork, join = Fork(), Join()
+        fork(torch.zeros(2, 4))  # nobody pops this
+        x = torch.randn(2, 4)
+        assert torch.equal(join(fork(x)), residual(fork, x))
+
+    def test_several_poppers_after_verify_skippables(self):
+        model = nn.Sequential(Fork(), Join(), Join(), Join())
+        verify_skippables(model)
+        x = torch.randn(2, 4)
+        for _ in range(2):
+            assert torch.allclose(model(x), raw(model[0]).linear(x) + 3 * x)
+        with pytest.raises(KeyError):  # kept until the last pop, and no longer
+            skip_tracker.current().load((None, "identity"))
+
+    def test_a_u_net(self):
+        @skippable(stash=["level"])
+        class Down(nn.Module):
+            def __init__(self, channels):
+                super().__init__()
+                self.convolution = nn.Conv2d(channels, 2 * channels, 3, padding=1)
+
+            def forward(self, x):
+                yield stash("level", x)
+                return nn.functional.max_pool2d(self.convolution(x).relu(), 2)
+
+        @skippable(pop=["level"])
+        class Up(nn.Module):
+            def __init__(self, channels):
+                super().__init__()
+                self.convolution = nn.Conv2d(3 * channels, channels, 3, padding=1)
+
+            def forward(self, x):
+                level = yield pop("level")
+                return self.convolution(torch.cat([level, nn.functional.interpolate(x, scale_factor=2)], 1)).relu()
+
+        def u_net(channels, depth):
+            if depth == 0:
+                return nn.Conv2d(channels, channels, 3, padding=1)
+            namespace = Namespace()
+            down, up = (half(channels).isolate(namespace) for half in (Down, Up))
+            return nn.Sequential(down, u_net(2 * channels, depth - 1), up)
+
+        def by_hand(net, x):
+            if isinstance(net, nn.Conv2d):
+                return net(x)
+            down, inside, up = net
+            below = by_hand(inside, nn.functional.max_pool2d(raw(down).convolution(x).relu(), 2))
+            return raw(up).convolution(torch.cat([x, nn.functional.interpolate(below, scale_factor=2)], 1)).relu()
+
+        net = u_net(2, 3)
+        verify_skippables(net)
+        x = torch.randn(2, 2, 16, 16)
+        results = []
+        for output in (net(x), by_hand(net, x)):
+            results.append([output, *torch.autograd.grad(output.square().sum(), list(net.parameters()))])
+        assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
+
+    def test_each_thread_has_its_own_tensors(self):
+        """As in the replicas of nn.DataParallel: shallow copies, each in a thread."""
+
+        def replica(module):
+            twin = module._replicate_for_data_parallel()
+            for name, child in module._modules.items():
+                setattr(twin, name, replica(child))
+            for name, parameter in module._parameters.items():
+                setattr(twin, name, parameter.detach())
+            return twin
+
+        class Meet(nn.Module):
+            def forward(self, x):
+                barrier.wait()
+                return x
+
+        model = nn.Sequential(Fork(), Meet(), Join(), Join())
+        verify_skippables(model)
+        barrier = threading.Barrier(2)
+        inputs, outputs = torch.randn(2, 3, 4), {}
+        replicas = [replica(model) for _ in inputs]
+
+        def run(i):
+            outputs[i] = replicas[i](inputs[i])
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for i, x in enumerate(inputs):
+            assert torch.allclose(outputs[i], residual(model[0], x) + x)
+
+
+class TestTheTracker:
+    def test_gets_key_tensor_and_number_of_poppers(self):
+        saved = []
+
+        class Tracker:
+            def save(self, key, tensor, poppers):
+                saved.append((key, tensor, poppers))
+
+            def load(self, key):
+                return torch.full((4,), 7.0)
+
+        namespace = Namespace()
+        fork, *joins = (layer.isolate(namespace) for layer in (Fork(), Join(), Join()))
+        x = torch.zeros(4)
+        with skip_tracker.using(Tracker()):
+            fork(x)
+            verify_skippables(nn.Sequential(fork, *joins))
+            fork(x)
+            assert torch.equal(joins[0](x), torch.full((4,), 7.0))
+        (key, tensor, poppers), (_, _, poppers_afterwards) = saved
+        assert key == (namespace, "identity")
+        assert tensor is x
+        assert (poppers, poppers_afterwards) == (1, 2)
+
+    def test_is_asked_through_a_view_of_the_layer_too(self):
+        fork = Fork()
+        x = torch.randn(2, 4)
+        assert torch.equal(Join()(View(fork).module(x)), residual(fork, x))
+
+
+class TestErrors:
+    def failing(self, error, message, layer):
+        with pytest.raises(error) as caught:
+            layer(torch.zeros(2))
+        assert str(caught.value) == message
+        return caught.value
+
+    @pytest.mark.parametrize("generator", [False, True])
+    def test_declared_but_not_done(self, generator):
+        class Idle(nn.Module):
+            def forward(self, x):
+                return x
+
+        class IdleGenerator(nn.Module):
+            def forward(self, x):
+                return x
+                yield
+
+        idle = IdleGenerator if generator else Idle
+        self.failing(RuntimeError, "'x' must be stashed but have not", skippable(stash=["x"])(idle)())
+        self.failing(RuntimeError, "'x' must be popped but have not", skippable(pop=["x"])(idle)())
+        self.failing(RuntimeError, "'x', 'y' must be stashed but have not", skippable(["x", "y"], ["z"])(idle)())
+
+    def test_not_declared(self):
+        self.failing(RuntimeError, "'y' has not been declared as stashable", StashUndeclared())
+        self.failing(RuntimeError, "'y' has not been declared as poppable", PopUndeclared())
+
+    def test_not_stashed(self):
+        self.failing(RuntimeError, "'identity' has not been stashed", Join())
+
+    def test_a_second_pop_without_verify_skippables(self):
+        model = nn.Sequential(Fork(2), Join(), Join())
+        error = self.failing(RuntimeError, "'identity' has not been stashed", model)
+        assert "verify_skippables(model) once" in error.__notes__[0]
+
+    def test_no_advice_once_the_poppers_are_counted(self):
+        model = nn.Sequential(Fork(2), Join(), Join())
+        verify_skippables(model)
+        error = self.failing(RuntimeError, "'identity' has not been stashed", model[1])
+        assert not hasattr(error, "__notes__")
+
+    def test_not_a_command(self):
+        class Five(nn.Module):
+            def forward(self, x):
+                yield 5
+
+        self.failing(TypeError, "5 is not a command from @skippable", skippable(stash=["x"])(Five)())
+        self.failing(TypeError, "5 is not a command from @skippable", skippable()(Five)())
+
+    def test_twice_in_one_layer(self):
+        @skippable(stash=["x"])
+        class Twice(nn.Module):
+            def forward(self, x):
+                yield stash("x", x)
+                yield stash("x", x)
+
+        @skippable(pop=["x"])
+        class TwicePop(nn.Module):
+            def forward(self, x):
+                yield pop("x")
+                yield pop("x")
+
+        self.failing(RuntimeError, "'x' has already been stashed by this layer", Twice())
+        self.failing(RuntimeError, "'x' has already been popped by this layer", TwicePop())
+
+    def test_only_tensors_can_be_stashed(self):
+        @skippable(stash=["x"])
+        class StashList(nn.Module):
+            def forward(self, x):
+                yield stash("x", [x])
+
+        self.failing(TypeError, "'x' must be stashed as a tensor or None, not as list", StashList())
+
+    def test_an_error_of_the_layer_itself_comes_through(self):
+        @skippable(stash=["x"])
+        class Broken(nn.Module):
+            def forward(self, x):
+                yield stash("x", x)
+                raise KeyError("mine")
+
+        self.failing(KeyError, "'mine'", Broken())
+
+    def test_a_string_is_no_list_of_names(self):
+        with pytest.raises(TypeError, match=r"^stash must be a list of names, .* 'skip': write \['skip'\]$"):
+            skippable(stash="skip")
+        with pytest.raises(TypeError, match=r"^pop must be a list of names"):
+            skippable(pop="skip")
+
+
+class TestIsolate:
+    def test_the_same_name_twice(self):
+        first, second = Namespace(), Namespace()
+        model = nn.Sequential(
+            Fork().isolate(first), Fork().isolate(second), Join().isolate(first), Join().isolate(second)
+        )
+        verify_skippables(model)
+        x = torch.randn(2, 4)
+        assert torch.equal(model(x), raw(model[1]).linear(y := raw(model[0]).linear(x)) + x + y)
+
+    def test_returns_the_layer(self):
+        layer = Fork()
+        assert layer.isolate(Namespace()) is layer
+
+    def test_only_some_names(self):
+        inner, outer = Namespace(), Namespace()
+        layer = Outer.Nested().isolate(inner, only=["a"])
+        assert list(layer.stashed_keys()) == [(inner, "a")]
+        assert list(layer.popped_keys()) == [(None, "b")]
+        layer.isolate(outer, only=["b"])
+        assert list(layer.stashed_keys()) == [(inner, "a")]
+        assert list(layer.popped_keys()) == [(outer, "b")]
+        layer.isolate(outer)
+        assert list(layer.stashed_keys()) == [(outer, "a")]
+
+    def test_what_is_not_declared(self):
+        with pytest.raises(ValueError, match=r"^cannot isolate 'c': this layer declares 'a', 'b'$"):
+            Outer.Nested().isolate(Namespace(), only=["a", "c"])
+        with pytest.raises(TypeError, match=r"^only must be a list of names"):
+            Outer.Nested().isolate(Namespace(), only="a")
+
+    def test_forgets_who_pops_in_the_old_namespace(self):
+        model = nn.Sequential(Fork(), Join(), Join())
+        verify_skippables(model)
+        namespace = Namespace()
+        fork, join, _ = (layer.isolate(namespace) for layer in model)
+        x = torch.randn(2, 4)
+        assert torch.equal(join(fork(x)), residual(fork, x))
+        with pytest.raises(KeyError):
+            skip_tracker.current().load((namespace, "identity"))
+
+
+class TestTheClass:
+    def test_is_a_module_that_holds_the_users(self):
+        layer = Fork(width=3)
+        assert isinstance(layer, nn.Module)
+        assert isinstance(layer, Skippable)
+        assert isinstance(layer.module, Fork.module_class)
+        assert [name for name, _ in layer.named_parameters()] == ["module.linear.weight", "module.linear.bias"]
+
+    def test_keeps_name_and_docstring(self):
+        assert (Fork.__name__, Fork.__qualname__, Fork.__module__) == ("Fork", "Fork", __name__)
+        assert Fork.__doc__ == "Passes its input on, past what follows."
+
+    def test_repr(self):
+        assert repr(Join()) == "@skippable(Join())"
+        assert repr(Fork(2)) == f"@skippable({Fork(2).module!r})"
+
+    def test_shows_the_signature_of_the_users_forward(self):
+        assert list(inspect.signature(Fork().forward).parameters) == ["x"]
+        assert takes_tuple_whole(Fork())
+
+    def test_names_in_the_order_in_which_they_were_declared(self):
+        class Layer(nn.Module):
+            pass
+
+        decorated = skippable(("b", "a", "b"), pop={"c": 1})(Layer)
+        assert (decorated.stashable_names, decorated.poppable_names) == (("b", "a"), ("c",))
+
+    @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+    def test_can_be_pickled(self, protocol):
+        model = nn.Sequential(Fork(), nn.ReLU(), Join(), Join())
+        namespace = Namespace()
+        for layer in (model[0], model[2], model[3]):
+            layer.isolate(namespace)
+        verify_skippables(model)
+        loaded = pickle.loads(pickle.dumps(model, protocol))
+        x = torch.randn(2, 4)
+        assert type(loaded[0]) is Fork
+        assert type(loaded[0].module) is Fork.module_class
+        assert torch.equal(loaded(x), model(x))
+
+    def test_can_be_saved_and_nested_in_a_class(self):
+        file = io.BytesIO()
+        torch.save(Outer.Nested(), file)
+        file.seek(0)
+        assert type(torch.load(file, weights_only=False)) is Outer.Nested
+
+    def test_an_undecorated_class_beside_it_keeps_its_pickle(self):
+        decorated = skippable(stash=["x"])(Bystander)
+        assert type(pickle.loads(pickle.dumps(Bystander()))) is Bystander
+        assert decorated.module_class is Bystander
+
+    def test_can_be_copied(self):
+        model = nn.Sequential(Fork(), Join(), Join())
+        verify_skippables(model)
+        twin = copy.deepcopy(model)
+        x = torch.randn(2, 4)
+        assert torch.equal(twin(x), model(x))
+        assert twin[0].module is not model[0].module
+        twin[0].isolate(Namespace())
+        assert list(model[0].stashed_keys()) == [(None, "identity")]
+
+    @pytest.mark.slow
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+    def test_can_be_compiled(self):
+        model = nn.Sequential(Fork(), nn.ReLU(), Join())
+        x = torch.randn(2, 4)
+        assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
+
+
+class Bystander(nn.Module):
+    """A class that is decorated under another name, and used by itself as well."""
