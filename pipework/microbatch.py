@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from pipework.runtime import values
-from pipework.runtime.transport import Message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pipework.runtime.transport import Message
     from pipework.runtime.values import Structure
 
 
@@ -41,28 +41,38 @@ class Split:
         return InputSeams(tuple(tensor.shape for tensor in self.tensors), tuple(self.rows))
 
 
-def split(arguments: tuple[Any, ...], keywords: dict[str, Any], chunks: int) -> Split:
+def split(
+    arguments: tuple[Any, ...], keywords: dict[str, Any], chunks: int, device: torch.device | None = None
+) -> Split:
     """Splits the pipe's arguments into micro-batches that differ by one row at most.
 
-    There are `min(chunks, rows)` of them, or one if there are no rows.
+    There are `min(chunks, rows)` of them, or one if there are no rows. Each gets views of the tensors, cut from their
+    graph; one requires a gradient if the tensor does.
 
-    Each micro-batch gets views of the tensors, cut from their graph; one requires a gradient if the tensor does.
+    Args:
+        arguments: positional.
+        keywords: by name.
+        chunks: how many micro-batches are wanted.
+        device: where the tensors are moved to first; None: they stay.
 
     Raises:
         TypeError: there is no tensor among the inputs.
         ValueError: a tensor has no dimension to split, or tensors have different numbers of rows.
 
     Example:
-        >>> [tuple(message.tensors[0].shape) for message in split((torch.zeros(9, 2),), {}, 4).micro_batches]
+        >>> [tuple(tensors[0].shape) for tensors, _ in split((torch.zeros(9, 2),), {}, 4).micro_batches]
         [(3, 2), (2, 2), (2, 2), (2, 2)]
     """
+    # One tensor alone travels without the structure of a call around it.
     single = len(arguments) == 1 and not keywords and isinstance(arguments[0], Tensor)
     tensors, structure = values.flatten(arguments[0] if single else (arguments, keywords))
     rows = _common_rows(tensors, arguments, keywords)
-    count = max(1, min(chunks, rows))
-    pieces = [[_leaf(view, tensor.requires_grad) for view in tensor.detach().tensor_split(count)] for tensor in tensors]
-    micro_batches = [Message(tensors, structure) for tensors in zip(*pieces, strict=True)]
-    return Split(tensors, micro_batches, [len(message.tensors[0]) for message in micro_batches])
+    if device is not None:
+        tensors = tuple([tensor.to(device, non_blocking=True) for tensor in tensors])
+    sizes = _sizes(rows, max(1, min(chunks, rows)))
+    pieces = [_leaves(tensor, sizes) for tensor in tensors]
+    micro_batches: list[Message] = [(leaves, structure) for leaves in zip(*pieces, strict=True)]
+    return Split(tensors, micro_batches, sizes)
 
 
 @dataclass(frozen=True)
@@ -90,25 +100,26 @@ def join(outputs: Sequence[Message], rows: Sequence[int]) -> Joined:
     Raises:
         ValueError: the outputs of two micro-batches differ in structure.
     """
-    for number, output in enumerate(outputs):
-        if not values.same_nesting(output.structure, outputs[0].structure):
+    tensors, first = outputs[0]
+    for number, (_, structure) in enumerate(outputs):
+        if not (structure is first is None or values.same_nesting(structure, first)):
             raise ValueError(
                 "the outputs of all micro-batches must be nested alike, but "
-                f"micro-batch 0 gave {values.describe(outputs[0].structure)} and "
-                f"micro-batch {number} gave {values.describe(output.structure)}; "
+                f"micro-batch 0 gave {values.describe(first)} and "
+                f"micro-batch {number} gave {values.describe(structure)}; "
                 "let the last layer return the same nesting whatever the number of rows"
             )
-    columns = list(zip(*(output.tensors for output in outputs), strict=True))
-    shares = [count / max(1, sum(rows)) for count in rows]
+    columns = list(zip(*(tensors for tensors, _ in outputs), strict=True))
+    total = max(1, sum(rows))
+    shares = tuple([count / total for count in rows])
     with torch.no_grad():
-        tensors = tuple(_joined(column, shares) for column in columns)
+        tensors = tuple([_joined(column, shares) for column in columns])
+    sizes = tuple([tuple([part.shape[0] for part in column]) if column[0].dim() else None for column in columns])
     return Joined(
         tensors=tensors,
-        structure=values.collect([output.structure for output in outputs]),
-        differentiable=tuple(any(part.requires_grad for part in column) for column in columns),
-        seams=Seams(
-            tuple(tuple(len(part) for part in column) if column[0].dim() else None for column in columns), tuple(shares)
-        ),
+        structure=values.collect([structure for _, structure in outputs]),
+        differentiable=tuple([any(part.requires_grad for part in column) for column in columns]),
+        seams=Seams(sizes, shares),
     )
 
 
@@ -133,7 +144,7 @@ class Seams:
             elif sizes is None:
                 columns.append([gradient * share for share in self.shares])
             else:
-                columns.append(torch.split(gradient, list(sizes)))
+                columns.append(gradient.split_with_sizes(sizes))
         return list(zip(*columns, strict=True))
 
 
@@ -151,7 +162,7 @@ class InputSeams:
 
     def join(self, gradients: Sequence[Message]) -> list[Tensor | None]:
         """For each input tensor its gradient, zeros where a micro-batch has none; None where none has one."""
-        columns = zip(*(message.tensors for message in gradients), strict=True)
+        columns = zip(*(tensors for tensors, _ in gradients), strict=True)
         return [self._joined(shape, column) for shape, column in zip(self.shapes, columns, strict=True)]
 
     def _joined(self, shape: torch.Size, column: Sequence[Tensor | None]) -> Tensor | None:
@@ -179,18 +190,25 @@ def _common_rows(tensors: Sequence[Tensor], arguments: tuple[Any, ...], keywords
                 "give it a first dimension of the batch's rows, or pass a plain number, "
                 "which every micro-batch gets as it is"
             )
-        if len(tensor) != len(tensors[0]):
+        if tensor.shape[0] != tensors[0].shape[0]:
             raise ValueError(
                 "all input tensors must have the same number of rows (dimension 0), but "
                 f"input tensor 0 has shape {tuple(tensors[0].shape)} and "
                 f"input tensor {position} has shape {tuple(tensor.shape)}"
             )
-    return len(tensors[0])
+    return tensors[0].shape[0]
 
 
-def _leaf(piece: Tensor, requires_grad: bool) -> Tensor:
-    leaf = piece.detach()
-    return leaf.requires_grad_() if requires_grad else leaf
+def _sizes(rows: int, count: int) -> list[int]:
+    """The rows of each micro-batch, as `torch.tensor_split` has them."""
+    least, more = divmod(rows, count)
+    return [least + 1] * more + [least] * (count - more)
+
+
+def _leaves(tensor: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    pieces = tensor.detach().split_with_sizes(sizes)
+    # A view is no leaf that could require a gradient: each is taken out of its base.
+    return [piece.detach().requires_grad_() for piece in pieces] if tensor.requires_grad else pieces
 
 
 def _joined(column: Sequence[Tensor], shares: Sequence[float]) -> Tensor:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import threading
-from collections import Counter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -16,13 +14,10 @@ from pipework.checkpoint import MODES, checkpointed_micro_batches
 from pipework.partition import choose_partitioning, split_layers
 from pipework.runtime import values
 from pipework.runtime.context import CallerContext
-from pipework.runtime.device import WorkerDevice, is_accelerator, link
+from pipework.runtime.house import open_house
 from pipework.runtime.nodes import Backward, attach
 from pipework.runtime.random_stream import Key, draw_key
-from pipework.runtime.stage import Stage
-from pipework.runtime.step import House, Step
-from pipework.runtime.views import shared_modules
-from pipework.runtime.workers import Workers
+from pipework.runtime.step import Program, Step
 from pipework.schedule import build, with_recompute
 from pipework.summary import table
 from pipework.timeline import Recording
@@ -30,11 +25,12 @@ from pipework.timeline import Recording
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pipework.runtime.house import House
     from pipework.schedule import Schedule
 
 
 _OWN_ATTRIBUTES = frozenset(
-    ("_balance", "_checkpoint", "_chunks", "_devices", "_house", "_partitions", "_recording", "_steps")
+    ("_balance", "_checkpoint", "_chunks", "_devices", "_house", "_partitions", "_programs", "_recording", "_steps")
 )
 
 
@@ -97,6 +93,7 @@ class Pipe(nn.Module):
             self._modules.update(partition._modules)
         self._house: House | None = None
         self._recording: Recording | None = None
+        self._programs: dict[tuple[int, int], Program] = {}
         self._steps = 0
         self.training = module.training
 
@@ -153,16 +150,15 @@ class Pipe(nn.Module):
         """
         if not self._modules:
             return inputs[0] if len(inputs) == 1 else inputs
-        inputs, keyword_inputs = self._on_input_device(inputs, keyword_inputs)
-        split = microbatch.split(inputs, keyword_inputs, self._chunks)
-        house = self._open_house()
+        split = microbatch.split(inputs, keyword_inputs, self._chunks, self.input_device)
+        house = self._house_in_use()
         context = CallerContext.capture({"cpu", *(device.type for device in self._devices)})
         micro_batches = len(split.micro_batches)
         training = any(layer.training for layer in self)
         checkpointed = checkpointed_micro_batches(self._checkpoint, micro_batches) if training and context.grad else 0
         step = Step(
             house,
-            self._schedule(micro_batches, checkpointed),
+            self._program(micro_batches, checkpointed),
             context,
             Key(draw_key() if training else None),
             checkpointed,
@@ -249,7 +245,7 @@ class Pipe(nn.Module):
             micro_batches: their number; None: `chunks`.
         """
         count = self._chunks if micro_batches is None else micro_batches
-        return self._schedule(count, checkpointed_micro_batches(self._checkpoint, count))
+        return self._program(count, checkpointed_micro_batches(self._checkpoint, count)).schedule
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Keeps the pipe's own attributes apart from children that have the same name."""
@@ -262,57 +258,19 @@ class Pipe(nn.Module):
         """For copies and pickles: everything but the threads, which are made again when they are needed."""
         return {**self.__dict__, "_house": None, "_recording": None}
 
-    def _schedule(self, micro_batches: int, checkpointed: int) -> Schedule:
-        schedule = build("gpipe", workers=len(self._balance), micro_batches=micro_batches)
-        return with_recompute(schedule, checkpointed) if checkpointed else schedule
+    def _program(self, micro_batches: int, checkpointed: int) -> Program:
+        """The schedule, ready for the runtime; made once for each number of micro-batches that occurs."""
+        if (micro_batches, checkpointed) not in self._programs:
+            schedule = build("gpipe", workers=len(self._balance), micro_batches=micro_batches)
+            if checkpointed:
+                schedule = with_recompute(schedule, checkpointed)
+            self._programs[micro_batches, checkpointed] = Program.of(schedule)
+        return self._programs[micro_batches, checkpointed]
 
-    def _on_input_device(
-        self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        device = self.input_device
-        tensors, structure = values.flatten((inputs, keyword_inputs))
-        if all(tensor.device == device for tensor in tensors):
-            return inputs, keyword_inputs
-        moved: tuple[tuple[Any, ...], dict[str, Any]] = values.unflatten(
-            tuple(tensor.to(device, non_blocking=True) for tensor in tensors), structure
-        )
-        return moved
-
-    def _open_house(self) -> House:
+    def _house_in_use(self) -> House:
         """The stages and workers, made at the first mini-batch and again after a copy, an unpickling or a fork."""
         if self._house is None or not self._house.workers.alive:
-            devices = tuple(WorkerDevice(device) for device in self._devices)
-            shared = shared_modules([list(partition) for partition in self._partitions])
-            first_layers = [sum(self._balance[:stage]) for stage in range(len(self._balance))]
-            self._house = House(
-                stages=tuple(
-                    Stage(
-                        index,
-                        {name: layer for name, layer in partition._modules.items() if layer is not None},
-                        first,
-                        device,
-                        shared,
-                    )
-                    for index, (partition, first, device) in enumerate(
-                        zip(self._partitions, first_layers, devices, strict=True)
-                    )
-                ),
-                placement=tuple(range(len(devices))),
-                devices=devices,
-                links={
-                    (source, destination): link(devices[source], devices[destination])
-                    for source in range(len(devices))
-                    for destination in range(len(devices))
-                    if abs(source - destination) <= 1
-                },
-                workers=Workers(devices),
-                lock=threading.Lock(),
-                random_guards={
-                    device: threading.Lock()
-                    for device, workers in Counter(self._devices).items()
-                    if workers > 1 and is_accelerator(device)
-                },
-            )
+            self._house = open_house(self._partitions, self._devices)
         return self._house
 
 

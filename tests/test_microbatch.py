@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipework.microbatch import join, split
-from pipework.runtime.transport import Message
 from pipework.runtime.values import flatten
 
 sizes = st.integers(0, 20)
@@ -16,8 +15,8 @@ def test_split_covers_all_rows_in_order_as_evenly_as_possible(rows: int, chunks:
     x = torch.arange(rows * 2.0).view(rows, 2)
     parts = split((x,), {}, chunks)
     assert len(parts.micro_batches) == max(1, min(chunks, rows))
-    assert torch.equal(torch.cat([message.tensors[0] for message in parts.micro_batches]), x)
-    assert parts.rows == [len(message.tensors[0]) for message in parts.micro_batches]
+    assert torch.equal(torch.cat([message[0][0] for message in parts.micro_batches]), x)
+    assert parts.rows == [len(message[0][0]) for message in parts.micro_batches]
     assert max(parts.rows) - min(parts.rows) <= 1
 
 
@@ -29,7 +28,7 @@ def test_joining_undoes_splitting(rows: int, chunks: int) -> None:
     assert torch.equal(joined.tensors[0], x)
     gradients = joined.seams.cut([x * 2])
     assert torch.equal(torch.cat([gradient for (gradient,) in gradients]), x * 2)
-    assert torch.equal(parts.seams.join([Message(gradient) for gradient in gradients])[0], x * 2)
+    assert torch.equal(parts.seams.join([(gradient, None) for gradient in gradients])[0], x * 2)
 
 
 def test_nine_rows_in_eight_chunks() -> None:
@@ -40,43 +39,43 @@ def test_micro_batches_share_memory_and_are_leaves_like_the_whole() -> None:
     x, y = torch.zeros(4, 1, requires_grad=True), torch.zeros(4, 1)
     parts = split((x, y), {}, 2)
     for message in parts.micro_batches:
-        assert [tensor.requires_grad for tensor in message.tensors] == [True, False]
-        assert all(tensor.is_leaf for tensor in message.tensors)
-    assert parts.micro_batches[0].tensors[0].data_ptr() == x.data_ptr()
+        assert [tensor.requires_grad for tensor in message[0]] == [True, False]
+        assert all(tensor.is_leaf for tensor in message[0])
+    assert parts.micro_batches[0][0][0].data_ptr() == x.data_ptr()
 
 
 def test_other_values_go_to_every_micro_batch() -> None:
     parts = split((torch.zeros(4, 1), 5), {"flag": True, "mask": torch.ones(4)}, 2)
     for message in parts.micro_batches:
-        assert len(message.tensors) == 2
-        assert message.structure is not None
+        assert len(message[0]) == 2
+        assert message[1] is not None
 
 
 def test_nested_inputs_are_split_too() -> None:
     parts = split(({"x": [torch.zeros(4, 1), torch.ones(4)]},), {}, 2)
-    assert [tuple(tensor.shape) for tensor in parts.micro_batches[1].tensors] == [(2, 1), (2,)]
+    assert [tuple(tensor.shape) for tensor in parts.micro_batches[1][0]] == [(2, 1), (2,)]
 
 
 def test_scalars_are_averaged_by_rows() -> None:
-    outputs = [Message((torch.tensor(value),)) for value in (1.0, 4.0)]
+    outputs = [((torch.tensor(value),), None) for value in (1.0, 4.0)]
     joined = join(outputs, [3, 1])
     assert joined.tensors[0].item() == 1.0 * 0.75 + 4.0 * 0.25
     assert joined.seams.cut([torch.tensor(1.0)]) == [(torch.tensor(0.75),), (torch.tensor(0.25),)]
 
 
 def test_an_output_without_gradient_has_none_for_any_micro_batch() -> None:
-    outputs = [Message((torch.zeros(2),)), Message((torch.zeros(1),))]
+    outputs = [((torch.zeros(2),), None), ((torch.zeros(1),), None)]
     assert join(outputs, [2, 1]).seams.cut([None]) == [(None,), (None,)]
 
 
 def test_a_micro_batch_without_an_input_gradient_contributes_zeros() -> None:
     seams = split((torch.zeros(3, 2),), {}, 2).seams
-    (gradient,) = seams.join([Message((None,)), Message((torch.ones(1, 2),))])
+    (gradient,) = seams.join([((None,), None), ((torch.ones(1, 2),), None)])
     assert torch.equal(gradient, torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]))
-    assert seams.join([Message((None,)), Message((None,))]) == [None]
+    assert seams.join([((None,), None), ((None,), None)]) == [None]
 
 
 def test_structures_that_differ_are_refused() -> None:
-    outputs = [Message(*flatten(value)) for value in (torch.zeros(1), [torch.zeros(1)])]
+    outputs = [flatten(value) for value in (torch.zeros(1), [torch.zeros(1)])]
     with pytest.raises(ValueError, match=r"micro-batch 0 gave tensor and micro-batch 1 gave \[tensor\]"):
         join(outputs, [1, 1])

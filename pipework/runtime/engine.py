@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
 
-def run_backward(
-    outputs: tuple[Tensor | GradientEdge, ...], gradients: tuple[Tensor, ...], *, retain_graph: bool
-) -> None:
+_run = torch.autograd.Variable._execution_engine.run_backward
+
+
+def run_backward(outputs: tuple[Tensor | GradientEdge, ...], gradients: tuple[Tensor, ...], retain_graph: bool) -> None:
     """Accumulates the gradients of `outputs` into the leaves of their graph.
 
     `torch.autograd.backward` does the same after 20 microseconds of checks that the boundary has made already.
     """
-    torch.autograd.Variable._execution_engine.run_backward(
-        outputs, gradients, retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    # No graph of the gradients, no choice of inputs, unreachable leaves are allowed, gradients are accumulated.
+    _run(outputs, gradients, retain_graph, False, (), True, True)
 
 
 def retains_graph() -> bool:

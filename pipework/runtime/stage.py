@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
@@ -28,7 +28,7 @@ from pipework.runtime.values import Structure
 from pipework.runtime.views import execution_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pipework.runtime.buffers import Snapshot
     from pipework.runtime.context import CallerContext
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from pipework.runtime.random_stream import RandomStream
     from pipework.runtime.transport import Endpoint
     from pipework.schedule import Action
+
+    Root: TypeAlias = Tensor | GradientEdge | None  # where a backward starts; None: there is nothing to differentiate
 
 
 class Layer(NamedTuple):
@@ -53,24 +55,33 @@ class Stage:
 
     Args:
         index: the stage's number.
-        layers: the user's layers by name, in order.
-        first_layer: index of the first of them in the un-partitioned module.
+        layers: the user's layers in order, with their names.
+        first_number: of the first of them in the un-partitioned module.
         device: where the stage's worker computes.
         shared: ids of the modules that other stages run, too.
+        shares_output: the next stage uses the memory of this one's outputs, until after its own backward.
     """
 
     def __init__(
-        self, index: int, layers: dict[str, nn.Module], first_layer: int, device: WorkerDevice, shared: set[int]
+        self,
+        index: int,
+        layers: Sequence[tuple[str, nn.Module]],
+        *,
+        first_number: int,
+        device: WorkerDevice,
+        shared: set[int],
+        shares_output: bool,
     ) -> None:
         self.index = index
         self.device = device
-        runnable, self._views = execution_layers(list(layers.values()), shared)
+        self.shares_output = shares_output
+        names = [name for name, _ in layers]
+        runnable, self._views = execution_layers([layer for _, layer in layers], shared)
         self.layers = [
-            Layer(module, first_layer + position, name, takes_tuple_whole(module))
-            for position, (name, module) in enumerate(zip(layers, runnable, strict=True))
+            Layer(module, number, name, takes_tuple_whole(module))
+            for number, (name, module) in enumerate(zip(names, runnable, strict=True), start=first_number)
         ]
         self.inspected = False  # whether a graph of this stage has been searched for hidden parameters
-        self.modifies_input: bool | None = None  # None: not known yet
         self.buffers = MutableBuffers(runnable)
 
     def refresh(self) -> None:
@@ -94,11 +105,17 @@ class StageRun:
 
     def __init__(self, stage: Stage, context: CallerContext, checkpointed: int, *, inputs_are_leaves: bool) -> None:
         self._stage = stage
+        self._index = stage.index
+        self._layers = stage.layers
         self._context = context
+        self._grad = context.grad
         self._checkpointed = checkpointed if context.grad and stage.training else 0
-        self._enter_input = _as_it_is if stage.index == 0 and inputs_are_leaves else boundary.enter
         self._inputs: dict[int, tuple[tuple[Tensor, ...], Structure | None, Snapshot]] = {}
-        self._graphs: dict[int, tuple[tuple[Tensor, ...], list[Tensor | GradientEdge | None]]] = {}
+        self._graphs: dict[int, tuple[tuple[Tensor, ...], list[Root]]] = {}
+        # Whether the layers overwrite their input is seen on the first micro-batch, which is treated as if they did.
+        # The caller's own leaves are always given as they are: PyTorch is to refuse an in-place operation on them.
+        self._overwrites: bool | None = None
+        self._own_leaves = inputs_are_leaves and stage.index == 0
         stage.refresh()
         self.draws = any(map(may_draw, stage.modules))
         self.aliases = Aliases(stage.modules if context.grad else ())
@@ -120,39 +137,41 @@ class StageRun:
             started: called when an action has all that it waits for and begins to compute; None: nobody wants to know.
             retain_graph: whether the B actions leave their graphs for another run.
         """
-        index = self._stage.index
         self._receive = endpoint.receive
-        self._send_output = endpoint.sender("F", index + 1)
-        self._send_gradient = endpoint.sender("B", index - 1)
-        self._enter_stream = _no_stream if stream is None else stream.enter
+        self._send_output = endpoint.sender("F", self._index + 1)
+        self._send_gradient = endpoint.sender("B", self._index - 1)
+        self._enter_stream = None if stream is None else stream.enter
         self._guard = None if stream is None else stream.guard
-        self._started = started or _nobody_asks
+        self._watched = self.meter is not None or self._guard is not None
+        self._started = started
         self._retain_graph = retain_graph
 
     def forward(self, action: Action) -> None:
         """F: computes the stage's output for one micro-batch and sends it on."""
-        micro_batch = action.micro_batch
         leaves, structure = self._receive(action)
-        self._started()
+        if self._started is not None:
+            self._started()
+        micro_batch = action.micro_batch
         if micro_batch < self._checkpointed:
-            outputs, structure_out = self._first_pass(leaves, structure, micro_batch)
+            outputs, structure = self._first_pass(leaves, structure, micro_batch)
         else:
-            outputs, structure_out = self._compute(leaves, structure, micro_batch)
-            if self._context.grad:
+            outputs, structure = self._compute(leaves, structure, micro_batch)
+            if self._grad:
                 self._keep_graph(micro_batch, leaves, outputs)
         # The references to the graph end here: what is sent has none, and this frame must not keep it either.
         outputs = tuple([boundary.cut(output) for output in outputs])
-        self._send_output(micro_batch, outputs, structure_out)
+        self._send_output(micro_batch, outputs, structure)
 
     def recompute(self, action: Action) -> None:
         """R: computes a checkpointed micro-batch again and keeps the graph. Needs no gradient: it may run early."""
+        if self._started is not None:
+            self._started()
         micro_batch = action.micro_batch
-        self._started()
         if micro_batch not in self._inputs:
             return  # this stage is in evaluation mode: nothing was checkpointed here
         again = self._retain_graph
         leaves, structure, buffers = self._inputs[micro_batch] if again else self._inputs.pop(micro_batch)
-        if self._stage.modifies_input:
+        if self._overwrites:
             leaves = tuple(map(_private_copy, leaves))
         with self._context.entered(), recomputing(), buffers.standing_in(again=again):
             outputs, _ = self._compute(leaves, structure, micro_batch)
@@ -160,9 +179,10 @@ class StageRun:
 
     def backward(self, action: Action) -> None:
         """B: differentiates one micro-batch, adds to the parameters' gradients, sends the input's gradient on."""
-        micro_batch = action.micro_batch
         gradients, _ = self._receive(action)
-        self._started()
+        if self._started is not None:
+            self._started()
+        micro_batch = action.micro_batch
         leaves, roots = self._graphs[micro_batch] if self._retain_graph else self._graphs.pop(micro_batch)
         starts, seeds = [], []
         for root, gradient in zip(roots, gradients, strict=True):
@@ -170,13 +190,13 @@ class StageRun:
                 starts.append(root)
                 seeds.append(gradient)
         if starts:
-            engine.run_backward(tuple(starts), tuple(seeds), retain_graph=self._retain_graph)
+            engine.run_backward(tuple(starts), tuple(seeds), self._retain_graph)
         self._send_gradient(micro_batch, tuple([leaf.grad for leaf in leaves]), None)
         if self._retain_graph:
             for leaf in leaves:
                 leaf.grad = None
         elif self.meter is not None:
-            self.meter.released(self._stage.index, micro_batch)
+            self.meter.released(self._index, micro_batch)
 
     def clear(self) -> None:
         """Lets go of every tensor, after a failure: a traceback leads to this object."""
@@ -195,62 +215,69 @@ class StageRun:
         """
         buffers = self._stage.buffers.snapshot()
         # A stage that begins with an in-place operation would overwrite the input that the recomputation needs.
-        own = tuple(map(_private_copy, leaves)) if self._stage.modifies_input is not False else leaves
+        own = leaves if self._overwrites is False else tuple(map(_private_copy, leaves))
         versions = [leaf._version for leaf in own]
         with checkpointing():
             outputs, structure_out = self._compute(own, structure, micro_batch)
             self._inspect(own, outputs)
         self._inputs[micro_batch] = leaves, structure, self._stage.buffers.learn(buffers)
-        modified = versions != [leaf._version for leaf in own]
-        if modified and own is leaves:
-            raise RuntimeError(
-                f"stage {self._stage.index}, which begins with layer {self._stage.layers[0].name!r}, changed its input "
-                "in place, which it did not do when it was first run; a checkpointed stage needs its input again. "
-                "Clone the input in that layer, or use checkpoint='never'."
-            )
-        self._stage.modifies_input = bool(self._stage.modifies_input) or modified
+        if versions != [leaf._version for leaf in own]:
+            if own is leaves:
+                raise RuntimeError(
+                    f"stage {self._index}, which begins with layer {self._layers[0].name!r}, changed its "
+                    "input in place, which it did not do for the first micro-batch; checkpointing needs that input again. "
+                    "Clone the input in that layer, or use checkpoint='never'."
+                )
+            self._overwrites = True
         if self.meter is not None:
-            self.meter.checkpointed(self._stage.index, micro_batch, leaves)
+            self.meter.checkpointed(self._index, micro_batch, leaves)
         return outputs, structure_out
 
     def _compute(
         self, leaves: tuple[Tensor, ...], structure: Structure | None, micro_batch: int
     ) -> tuple[tuple[Tensor, ...], Structure | None]:
         """Runs the layers on one micro-batch."""
-        if self.meter is None and self._guard is None:
+        if not self._watched:
             return self._run_layers(leaves, structure, micro_batch)
         with contextlib.ExitStack() as stack:
             if self._guard is not None:
                 stack.enter_context(self._guard)
             if self.meter is not None:
-                stack.enter_context(self.meter.measuring(self._stage.index, micro_batch, leaves))
+                stack.enter_context(self.meter.measuring(self._index, micro_batch, leaves))
             return self._run_layers(leaves, structure, micro_batch)
 
     def _run_layers(
         self, leaves: tuple[Tensor, ...], structure: Structure | None, micro_batch: int
     ) -> tuple[tuple[Tensor, ...], Structure | None]:
-        aliases = tuple([self._enter_input(leaf) for leaf in leaves])
-        value = values.unflatten(aliases, structure)
+        aliased = self._overwrites is not False and not self._own_leaves
+        aliases = tuple([boundary.enter(leaf) for leaf in leaves]) if aliased else leaves
+        value = aliases[0] if structure is None else values.unflatten(aliases, structure)
         enter_stream = self._enter_stream
-        layers = self._stage.layers
-        if structure is not None and self._stage.index == 0:
+        layers = self._layers
+        if structure is not None and self._index == 0:
             # The pipe's own arguments; a single tensor, the usual case, goes the way of all other values.
             first, *layers = layers
-            enter_stream(first.number, micro_batch)
+            if enter_stream is not None:
+                enter_stream(first.number, micro_batch)
             arguments, keywords = value
             value = first.module(*arguments, **keywords)
         for module, number, _, takes_tuple_whole in layers:
-            enter_stream(number, micro_batch)
+            if enter_stream is not None:
+                enter_stream(number, micro_batch)
             value = module(*value) if type(value) is tuple and not takes_tuple_whole else module(value)
-        for leaf, alias in zip(leaves, aliases, strict=True):
-            boundary.report_overwriting(leaf, alias)
+        if aliased:
+            overwritten = [
+                boundary.report_overwriting(leaf, alias) for leaf, alias in zip(leaves, aliases, strict=True)
+            ]
+            self._overwrites = bool(self._overwrites) or any(overwritten)
         return values.flatten(value)
 
     def _keep_graph(self, micro_batch: int, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         """Keeps what B needs: where the graph begins and ends, but not the outputs' memory."""
         if not self._stage.inspected:
             self._inspect(leaves, outputs)
-        self._graphs[micro_batch] = leaves, [_root(output) for output in outputs]
+        roots: list[Root] = [output if output.requires_grad else None for output in outputs]
+        self._graphs[micro_batch] = leaves, roots if self._stage.shares_output else [_edge(root) for root in roots]
 
     def _inspect(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         if not self._stage.inspected:
@@ -276,26 +303,13 @@ def takes_tuple_whole(module: nn.Module) -> bool:
     return len(positional) == 1 and all(p.kind is not p.VAR_POSITIONAL for p in parameters)
 
 
-def _root(output: Tensor) -> Tensor | GradientEdge | None:
-    """Where backward starts for this output: its edge into the graph, which does not keep the output's memory alive."""
-    if not output.requires_grad:
-        return None
-    return output if output.grad_fn is None else GradientEdge(output.grad_fn, output.output_nr)
+def _edge(output: Root) -> Root:
+    """The output's edge into the graph, from which a backward can start without keeping the output's memory alive."""
+    if isinstance(output, Tensor) and output.grad_fn is not None:
+        return GradientEdge(output.grad_fn, output.output_nr)
+    return output
 
 
 def _private_copy(leaf: Tensor) -> Tensor:
     """A leaf with memory of its own."""
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-
-
-def _as_it_is(leaf: Tensor) -> Tensor:
-    """The caller's own leaf gets no alias: PyTorch is to refuse an in-place operation on it."""
-    return leaf
-
-
-def _nobody_asks() -> None:
-    """Stands for a `started` that nobody wants to hear."""
-
-
-def _no_stream(layer: int, micro_batch: int) -> None:
-    """Stands for a random stream in a stage that draws nothing."""

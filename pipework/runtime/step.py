@@ -17,18 +17,14 @@ from pipework.runtime.transport import LocalTransport
 from pipework.schedule import split_at_loss
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Sequence
 
-    import torch
     from torch import Tensor
 
     from pipework.runtime.context import CallerContext
-    from pipework.runtime.device import Link, WorkerDevice
+    from pipework.runtime.house import House
     from pipework.runtime.random_stream import Key
-    from pipework.runtime.stage import Stage
     from pipework.runtime.transport import LocalEndpoint, Message
-    from pipework.runtime.workers import Workers
     from pipework.schedule import Action, Schedule
 
 
@@ -43,26 +39,31 @@ class Recorder(Protocol):
 
 
 @dataclass(frozen=True)
-class House:
-    """What all mini-batches of a pipe share.
+class Program:
+    """A schedule as it is run when the loss is outside: what comes before it, and what comes after."""
 
-    Attributes:
-        stages: in order.
-        placement: the worker of each stage.
-        devices: one for each worker.
-        links: see `LocalTransport`.
-        workers: the threads.
-        lock: held while the workers run, because a stage's slots can hold the leaves of one mini-batch only.
-        random_guards: a lock for each accelerator that several workers share, whose one default generator they move.
-    """
+    schedule: Schedule
+    forward: tuple[tuple[Action, ...], ...]
+    backward: tuple[tuple[Action, ...], ...]
+    recomputes: bool
 
-    stages: tuple[Stage, ...]
-    placement: tuple[int, ...]
-    devices: tuple[WorkerDevice, ...]
-    links: dict[tuple[int, int], Link | None]
-    workers: Workers
-    lock: threading.Lock
-    random_guards: dict[torch.device, threading.Lock]
+    @classmethod
+    def of(cls, schedule: Schedule) -> Program:
+        """Checks the schedule and splits it at the loss.
+
+        Raises:
+            ScheduleError: it cannot run.
+            ValueError: a worker goes forward after it has gone backward, or gradients are formed out of order.
+        """
+        validation = schedule.validate()
+        validation.raise_if_invalid()
+        if not validation.ascending:
+            raise ValueError(
+                f"schedule {schedule.name!r} differentiates the micro-batches of a stage in another order than "
+                "0, 1, 2, ...; the sum of their gradients would not be that of the un-partitioned model. Order them."
+            )
+        forward, backward = split_at_loss(schedule)
+        return cls(schedule, forward, backward, any(action.kind == "R" for order in backward for action in order))
 
 
 class Step:
@@ -72,7 +73,7 @@ class Step:
 
     Args:
         house: the pipe's stages and workers.
-        schedule: the order of everything.
+        program: the order of everything.
         context: what the calling thread has set.
         key: names the random numbers.
         checkpointed: micro-batches below this number are recomputed.
@@ -83,7 +84,7 @@ class Step:
     def __init__(
         self,
         house: House,
-        schedule: Schedule,
+        program: Program,
         context: CallerContext,
         key: Key,
         checkpointed: int,
@@ -93,18 +94,17 @@ class Step:
         number: int = 0,
     ) -> None:
         self._house = house
-        self._schedule = schedule
+        self._program = program
         self._context = context
         self._key = key
         self._recorder = recorder
         self._number = number
         self._failed = False
-        self._forward_orders, self._backward_orders = split_at_loss(schedule)
         self._runs = [
             StageRun(stage, context, checkpointed, inputs_are_leaves=inputs_are_leaves) for stage in house.stages
         ]
         if recorder is not None:
-            recorder.begin(number, schedule)
+            recorder.begin(number, program.schedule)
             for worker in range(len(house.devices)):
                 stages = [stage for stage, place in enumerate(house.placement) if place == worker]
                 modules = [module for stage in stages for module in house.stages[stage].modules]
@@ -130,7 +130,7 @@ class Step:
             For each micro-batch, what the last stage gave.
         """
         stages = len(self._runs)
-        return self._run(self._forward_orders, ("F", 0), inputs, ("F", stages), slots_needed=True)
+        return self._run(self._program.forward, ("F", 0), inputs, ("F", stages), slots_needed=True)
 
     def backward(self, gradients: Sequence[tuple[Tensor | None, ...]], *, retain_graph: bool) -> list[Message]:
         """Runs everything after the loss.
@@ -150,10 +150,14 @@ class Step:
         for run in self._runs:
             run.aliases.take_gradients()  # a backward that wanted some parameters only left the others' gradients lying
         last = len(self._runs) - 1
-        recomputes = any(action.kind == "R" for order in self._backward_orders for action in order)
         messages = [(tensors, None) for tensors in gradients]
         return self._run(
-            self._backward_orders, ("B", last), messages, ("B", -1), slots_needed=recomputes, retain_graph=retain_graph
+            self._program.backward,
+            ("B", last),
+            messages,
+            ("B", -1),
+            slots_needed=self._program.recomputes,
+            retain_graph=retain_graph,
         )
 
     def take_gradients(self, stage: int) -> list[Tensor | None]:
@@ -209,7 +213,7 @@ class Step:
                 self._recorder.add(self._number, worker, job.entries())
         received = [transport.outside.receive((*exit_, micro_batch)) for micro_batch in range(len(messages))]
         exit_device = house.stages[-1 if forward else 0].device
-        exit_device.hand_over([tensor for message in received for tensor in message.tensors])
+        exit_device.hand_over([tensor for tensors, _ in received for tensor in tensors])
         return received
 
 

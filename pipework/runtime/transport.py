@@ -9,7 +9,7 @@ knows nothing of queues: a transport between processes has the same two calls.
 from __future__ import annotations
 
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pipework.runtime.failure import WAKE_UP, Stopped
 
@@ -22,16 +22,11 @@ if TYPE_CHECKING:
     from pipework.runtime.device import Link
     from pipework.runtime.values import Structure
 
+    # Tensors, and what must be put around them to make a value (None: a single tensor, or gradients).
+    Message: TypeAlias = tuple[tuple[Any, ...], Structure | None]
     Inbox: TypeAlias = SimpleQueue[Any]
     # send(micro_batch, tensors, structure)
     Send: TypeAlias = Callable[[int, tuple[Tensor | None, ...], Structure | None], None]
-
-
-class Message(NamedTuple):
-    """Tensors, and what must be put around them to make a value (None: a single tensor, or gradients)."""
-
-    tensors: tuple[Any, ...]
-    structure: Structure | None = None
 
 
 Address = tuple[str, int, int]  # an action's kind, stage and micro-batch; an Action is one
@@ -71,7 +66,7 @@ class LocalEndpoint:
         put, link = self._inboxes[place].put, self._links[place]
 
         def send(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Structure | None) -> None:
-            put(((kind, stage, micro_batch), Message(tensors, structure), None))
+            put(((kind, stage, micro_batch), (tensors, structure), None))
 
         if link is None:
             return send
@@ -80,26 +75,27 @@ class LocalEndpoint:
             micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Structure | None
         ) -> None:
             copies, event = link.depart(tensors)
-            put(((kind, stage, micro_batch), Message(copies, structure), lambda: link.arrive(copies, event)))
+            put(((kind, stage, micro_batch), (copies, structure), lambda: link.arrive(copies, event)))
 
         return send_through_link
 
     def receive(self, address: Address) -> Message:
         """See `Endpoint.receive`. What arrives for later actions meanwhile is kept."""
         pending = self._pending
-        while address not in pending:
-            letter = self.inbox.get()
-            if letter is WAKE_UP:
-                raise Stopped
-            key, message, arrive = letter
-            if key == address:  # the common case needs no detour through the dictionary
-                break
-            pending[key] = (message, arrive)
-        else:
+        if address in pending:
             message, arrive = pending.pop(address)
+        else:
+            while True:
+                letter = self.inbox.get()
+                if letter is WAKE_UP:
+                    raise Stopped
+                key, message, arrive = letter
+                if key == address:
+                    break
+                pending[key] = (message, arrive)
         if arrive is not None:
             arrive()
-        return message  # type: ignore[no-any-return]
+        return message
 
 
 class LocalTransport:

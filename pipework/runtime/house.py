@@ -1,0 +1,80 @@
+"""What all mini-batches of a pipe share: stages, devices, links and threads."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipework.runtime.device import WorkerDevice, is_accelerator, link
+from pipework.runtime.stage import Stage
+from pipework.runtime.views import shared_modules
+from pipework.runtime.workers import Workers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import nn
+
+    from pipework.runtime.device import Link
+
+
+@dataclass(frozen=True)
+class House:
+    """Stages, and the workers that live with them. Holds threads, so it is neither copied nor pickled.
+
+    Attributes:
+        stages: in order.
+        placement: the worker of each stage.
+        devices: one for each worker.
+        links: see `LocalTransport`.
+        workers: the threads.
+        lock: held while the workers run, because a stage's slots can hold the leaves of one mini-batch only.
+        random_guards: a lock for each accelerator that several workers share, whose one default generator they move.
+    """
+
+    stages: tuple[Stage, ...]
+    placement: tuple[int, ...]
+    devices: tuple[WorkerDevice, ...]
+    links: dict[tuple[int, int], Link | None]
+    workers: Workers
+    lock: threading.Lock
+    random_guards: dict[torch.device, threading.Lock]
+
+
+def open_house(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> House:
+    """Makes a stage of each partition, with a worker of its own on the partition's device."""
+    workers = tuple(WorkerDevice(device) for device in devices)
+    named_layers = [
+        [(name, layer) for name, layer in partition._modules.items() if layer is not None] for partition in partitions
+    ]
+    shared = shared_modules([[layer for _, layer in layers] for layers in named_layers])
+    stages = tuple(
+        Stage(
+            index,
+            layers,
+            first_number=sum(map(len, named_layers[:index])),
+            device=workers[index],
+            shared=shared,
+            shares_output=index + 1 < len(devices) and devices[index] == devices[index + 1],
+        )
+        for index, layers in enumerate(named_layers)
+    )
+    neighbours = [(w, other) for w in range(len(workers)) for other in (w - 1, w, w + 1) if 0 <= other < len(workers)]
+    return House(
+        stages=stages,
+        placement=tuple(range(len(stages))),
+        devices=workers,
+        links={
+            (source, destination): link(workers[source], workers[destination]) for source, destination in neighbours
+        },
+        workers=Workers(workers),
+        lock=threading.Lock(),
+        random_guards={
+            device: threading.Lock()
+            for device, count in Counter(devices).items()
+            if count > 1 and is_accelerator(device)
+        },
+    )
