@@ -54,11 +54,12 @@ class Alarm:
     lateness: float = 0.0
     slept: list[tuple[float, float]] = field(default_factory=list)
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float, start: float | None = None) -> None:
+        """Sleeps until `seconds` after `start`, which is when the layer began its work."""
         if seconds <= 0:
             return
-        start = time.perf_counter()
-        time.sleep(max(0.0, seconds - self.lateness))
+        start = time.perf_counter() if start is None else start
+        time.sleep(max(0.0, start + seconds - time.perf_counter() - self.lateness))
         self.slept.append((seconds, time.perf_counter() - start))
 
     def calibrate(self, threads: int, seconds: float, repetitions: int = 40) -> None:
@@ -85,15 +86,15 @@ class Nap(torch.autograd.Function):
     """Identity that takes its time in both directions."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, alarm: Alarm, forward: float, backward: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, alarm: Alarm, forward: float, backward: float, start: float) -> Tensor:
         ctx.alarm, ctx.seconds = alarm, backward
-        alarm.sleep(forward)
+        alarm.sleep(forward, start)
         return x.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.alarm.sleep(ctx.seconds)
-        return gradient, None, None, None
+        return gradient, None, None, None, None
 
 
 class Sleeper(nn.Module):
@@ -105,7 +106,7 @@ class Sleeper(nn.Module):
         self.seconds = (forward, backward)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Nap.apply(x, self.alarm, *self.seconds)  # type: ignore[no-any-return]
+        return Nap.apply(x, self.alarm, *self.seconds, time.perf_counter())  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,11 @@ class CallerContext:
             default_device=None if default_device.type == "cpu" else default_device,
         )
 
+    @property
+    def is_usual(self) -> bool:
+        """Whether a new thread has all of this anyway, so that nothing need be entered."""
+        return self.grad and not (self.inference or self.autocasts or self.saved_tensor_hooks or self.default_device)
+
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Sets everything for a forward computation on the current thread."""

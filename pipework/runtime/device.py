@@ -104,6 +104,9 @@ class StreamClock(Clock):
 @contextlib.contextmanager
 def random_states_kept(devices: Sequence[WorkerDevice]) -> Iterator[None]:
     """Leaves the default generators of the accelerators among the devices as they were."""
+    if all(device.stream is None for device in devices):
+        yield
+        return
     kept = [
         (device.device, torch.get_device_module(device.device))
         for device in {device.device: device for device in devices if device.stream is not None}.values()

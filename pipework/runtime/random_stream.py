@@ -61,7 +61,7 @@ def may_draw(layer: nn.Module) -> bool:
 
 def draw_key() -> int:
     """One 64-bit draw from the caller's default CPU generator."""
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 class Key:

@@ -234,7 +234,7 @@ class _Job:
         house = step._house
         self._order = order
         self._failure = failure
-        self._context = step._context if enter_context else None
+        self._context = step._context if enter_context and not step._context.is_usual else None
         self._device = house.devices[worker]
         self._marks: list[tuple[Action, Any, Any, int]] | None = None if step._recorder is None else []
         runs = [run for run, place in zip(step._runs, house.placement, strict=True) if place == worker]
