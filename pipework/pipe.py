@@ -17,8 +17,11 @@ from pipework.runtime.context import CallerContext
 from pipework.runtime.house import open_house
 from pipework.runtime.nodes import Backward, attach
 from pipework.runtime.random_stream import Key, draw_key
+from pipework.runtime.skips import Skip
 from pipework.runtime.step import Program, Step
 from pipework.schedule import build, with_recompute
+from pipework.skip.layout import skip_edges
+from pipework.skip.verify import verify_skippables
 from pipework.summary import table
 from pipework.timeline import Recording
 
@@ -82,6 +85,8 @@ class Pipe(nn.Module):
             raise ValueError("number of chunks must be positive integer")
         if checkpoint not in MODES:
             raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
+        if isinstance(module, nn.Sequential):
+            verify_skippables(module)
         partitioning = choose_partitioning(module, balance, devices)
         self._chunks = chunks
         self._checkpoint = checkpoint
@@ -270,7 +275,9 @@ class Pipe(nn.Module):
     def _house_in_use(self) -> House:
         """The stages and workers, made at the first mini-batch and again after a copy, an unpickling or a fork."""
         if self._house is None or not self._house.workers.alive:
-            self._house = open_house(self._partitions, self._devices)
+            edges = skip_edges(self._partitions)
+            skips = [Skip(edge.key, edge.source, edge.destinations) for edge in edges]
+            self._house = open_house(self._partitions, self._devices, skips)
         return self._house
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipework.runtime.device import Link
+    from pipework.runtime.skips import Skip
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,9 @@ class House:
     random_guards: dict[torch.device, threading.Lock]
 
 
-def open_house(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> House:
+def open_house(
+    partitions: Sequence[nn.Sequential], devices: Sequence[torch.device], skips: Sequence[Skip] = ()
+) -> House:
     """Makes a stage of each partition, with a worker of its own on the partition's device."""
     workers = tuple(WorkerDevice(device) for device in devices)
     named_layers = [
@@ -58,18 +61,20 @@ def open_house(partitions: Sequence[nn.Sequential], devices: Sequence[torch.devi
             first_number=sum(map(len, named_layers[:index])),
             device=workers[index],
             shared=shared,
+            skips=skips,
             shares_output=index + 1 < len(devices) and devices[index] == devices[index + 1],
         )
         for index, layers in enumerate(named_layers)
     )
-    neighbours = [(w, other) for w in range(len(workers)) for other in (w - 1, w, w + 1) if 0 <= other < len(workers)]
+    pairs = {(w, other) for w in range(len(workers)) for other in (w - 1, w, w + 1) if 0 <= other < len(workers)}
+    for skip in skips:
+        for destination in skip.destinations:
+            pairs |= {(skip.source, destination), (destination, skip.source)}
     return House(
         stages=stages,
         placement=tuple(range(len(stages))),
         devices=workers,
-        links={
-            (source, destination): link(workers[source], workers[destination]) for source, destination in neighbours
-        },
+        links={(source, target): link(workers[source], workers[target]) for source, target in sorted(pairs)},
         workers=Workers(workers),
         lock=threading.Lock(),
         random_guards={

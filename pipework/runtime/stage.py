@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from pipework.runtime import boundary, engine, inspection, values
+from pipework.runtime import boundary, engine, inspection, skip_tracker, values
 from pipework.runtime.buffers import MutableBuffers
 from pipework.runtime.checkpointing import checkpointing, recomputing
 from pipework.runtime.parameters import Aliases
 from pipework.runtime.random_stream import may_draw
-from pipework.runtime.values import Structure
+from pipework.runtime.skips import Bundle, SkipPorts
 from pipework.runtime.views import execution_layers
 
 if TYPE_CHECKING:
@@ -35,10 +35,13 @@ if TYPE_CHECKING:
     from pipework.runtime.device import WorkerDevice
     from pipework.runtime.memory import MemoryMeter
     from pipework.runtime.random_stream import RandomStream
+    from pipework.runtime.skips import Skip
     from pipework.runtime.transport import Endpoint
     from pipework.schedule import Action
 
     Root: TypeAlias = Tensor | GradientEdge | None  # where a backward starts; None: there is nothing to differentiate
+    # What makes a value of tensors: a Structure, None for a single tensor, a Bundle if the stage has skips.
+    Around: TypeAlias = Any
 
 
 class Layer(NamedTuple):
@@ -60,6 +63,7 @@ class Stage:
         device: where the stage's worker computes.
         shared: ids of the modules that other stages run, too.
         shares_output: the next stage uses the memory of this one's outputs, until after its own backward.
+        skips: all skip connections of the pipe.
     """
 
     def __init__(
@@ -71,8 +75,10 @@ class Stage:
         device: WorkerDevice,
         shared: set[int],
         shares_output: bool,
+        skips: Sequence[Skip],
     ) -> None:
         self.index = index
+        self.skips = skips
         self.device = device
         self.shares_output = shares_output
         names = [name for name, _ in layers]
@@ -110,7 +116,7 @@ class StageRun:
         self._context = context
         self._grad = context.grad
         self._checkpointed = checkpointed if context.grad and stage.training else 0
-        self._inputs: dict[int, tuple[tuple[Tensor, ...], Structure | None, Snapshot]] = {}
+        self._inputs: dict[int, tuple[tuple[Tensor, ...], Around, Snapshot]] = {}
         self._graphs: dict[int, tuple[tuple[Tensor, ...], list[Root]]] = {}
         # Whether the layers overwrite their input is seen on the first micro-batch, which is treated as if they did.
         # The caller's own leaves are always given as they are: PyTorch is to refuse an in-place operation on them.
@@ -120,6 +126,8 @@ class StageRun:
         self.draws = any(map(may_draw, stage.modules))
         self.aliases = Aliases(stage.modules if context.grad else ())
         self.meter: MemoryMeter | None = None
+        ports = SkipPorts(stage.index, stage.skips)
+        self._skips = ports if ports.touched else None
 
     def connect(
         self,
@@ -142,16 +150,20 @@ class StageRun:
         self._send_gradient = endpoint.sender("B", self._index - 1)
         self._enter_stream = None if stream is None else stream.enter
         self._guard = None if stream is None else stream.guard
-        self._watched = self.meter is not None or self._guard is not None
+        if self._skips is not None:
+            self._skips.connect(endpoint)
+        self._watched = not (self.meter is None and self._guard is None and self._skips is None)
         self._started = started
         self._retain_graph = retain_graph
 
     def forward(self, action: Action) -> None:
         """F: computes the stage's output for one micro-batch and sends it on."""
+        micro_batch = action.micro_batch
         leaves, structure = self._receive(action)
+        if self._skips is not None:
+            leaves, structure = self._skips.receive(micro_batch, leaves, structure)
         if self._started is not None:
             self._started()
-        micro_batch = action.micro_batch
         if micro_batch < self._checkpointed:
             outputs, structure = self._first_pass(leaves, structure, micro_batch)
         else:
@@ -160,6 +172,10 @@ class StageRun:
                 self._keep_graph(micro_batch, leaves, outputs)
         # The references to the graph end here: what is sent has none, and this frame must not keep it either.
         outputs = tuple([boundary.cut(output) for output in outputs])
+        if self._skips is not None:
+            structure, own, present = structure
+            self._skips.send(micro_batch, outputs[own:], present)
+            outputs = outputs[:own]
         self._send_output(micro_batch, outputs, structure)
 
     def recompute(self, action: Action) -> None:
@@ -179,10 +195,12 @@ class StageRun:
 
     def backward(self, action: Action) -> None:
         """B: differentiates one micro-batch, adds to the parameters' gradients, sends the input's gradient on."""
+        micro_batch = action.micro_batch
         gradients, _ = self._receive(action)
+        if self._skips is not None:
+            gradients += self._skips.receive_gradients(micro_batch)
         if self._started is not None:
             self._started()
-        micro_batch = action.micro_batch
         leaves, roots = self._graphs[micro_batch] if self._retain_graph else self._graphs.pop(micro_batch)
         starts, seeds = [], []
         for root, gradient in zip(roots, gradients, strict=True):
@@ -191,7 +209,10 @@ class StageRun:
                 seeds.append(gradient)
         if starts:
             engine.run_backward(tuple(starts), tuple(seeds), self._retain_graph)
-        self._send_gradient(micro_batch, tuple([leaf.grad for leaf in leaves]), None)
+        of_leaves = tuple([leaf.grad for leaf in leaves])
+        if self._skips is not None:
+            of_leaves = self._skips.send_gradients(micro_batch, of_leaves)
+        self._send_gradient(micro_batch, of_leaves, None)
         if self._retain_graph:
             for leaf in leaves:
                 leaf.grad = None
@@ -205,8 +226,8 @@ class StageRun:
         self.aliases.take_gradients()
 
     def _first_pass(
-        self, leaves: tuple[Tensor, ...], structure: Structure | None, micro_batch: int
-    ) -> tuple[tuple[Tensor, ...], Structure | None]:
+        self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
+    ) -> tuple[tuple[Tensor, ...], Around]:
         """Computes a micro-batch whose graph will not be kept, only its input.
 
         Autograd records it all the same: only so is it known which outputs require a gradient, and a module that
@@ -225,8 +246,8 @@ class StageRun:
             if own is leaves:
                 raise RuntimeError(
                     f"stage {self._index}, which begins with layer {self._layers[0].name!r}, changed its "
-                    "input in place, which it did not do for the first micro-batch; checkpointing needs that input again. "
-                    "Clone the input in that layer, or use checkpoint='never'."
+                    "input in place, which it did not do for the first micro-batch; checkpointing needs that input "
+                    "again. Clone the input in that layer, or use checkpoint='never'."
                 )
             self._overwrites = True
         if self.meter is not None:
@@ -234,8 +255,8 @@ class StageRun:
         return outputs, structure_out
 
     def _compute(
-        self, leaves: tuple[Tensor, ...], structure: Structure | None, micro_batch: int
-    ) -> tuple[tuple[Tensor, ...], Structure | None]:
+        self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
+    ) -> tuple[tuple[Tensor, ...], Around]:
         """Runs the layers on one micro-batch."""
         if not self._watched:
             return self._run_layers(leaves, structure, micro_batch)
@@ -244,11 +265,28 @@ class StageRun:
                 stack.enter_context(self._guard)
             if self.meter is not None:
                 stack.enter_context(self.meter.measuring(self._index, micro_batch, leaves))
-            return self._run_layers(leaves, structure, micro_batch)
+            if self._skips is None:
+                return self._run_layers(leaves, structure, micro_batch)
+            return self._run_layers_with_skips(self._skips, leaves, structure, micro_batch)
+
+    def _run_layers_with_skips(
+        self, skips: SkipPorts, leaves: tuple[Tensor, ...], bundle: Bundle, micro_batch: int
+    ) -> tuple[tuple[Tensor, ...], Bundle]:
+        """The same, where some inputs are popped and some outputs stashed."""
+        popped = leaves[bundle.own :]
+        aliases = [boundary.enter(leaf) for leaf in popped]
+        tracker = skips.tracker(aliases, bundle.present)
+        with skip_tracker.using(tracker):
+            outputs, structure = self._run_layers(leaves[: bundle.own], bundle.structure, micro_batch)
+        seen = [boundary.report_overwriting(leaf, alias) for leaf, alias in zip(popped, aliases, strict=True)]
+        self._overwrites = bool(self._overwrites) or any(seen)
+        stashed = tracker.outgoing()
+        present = tuple([tensor is not None for tensor in stashed])
+        return outputs + tuple([t for t in stashed if t is not None]), Bundle(structure, len(outputs), present)
 
     def _run_layers(
-        self, leaves: tuple[Tensor, ...], structure: Structure | None, micro_batch: int
-    ) -> tuple[tuple[Tensor, ...], Structure | None]:
+        self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
+    ) -> tuple[tuple[Tensor, ...], Around]:
         aliased = self._overwrites is not False and not self._own_leaves
         aliases = tuple([boundary.enter(leaf) for leaf in leaves]) if aliased else leaves
         value = aliases[0] if structure is None else values.unflatten(aliases, structure)

@@ -20,13 +20,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipework.runtime.device import Link
-    from pipework.runtime.values import Structure
 
-    # Tensors, and what must be put around them to make a value (None: a single tensor, or gradients).
-    Message: TypeAlias = tuple[tuple[Any, ...], Structure | None]
+    # Tensors, and what the receiver must know of them: mostly the structure around them (None: a single tensor).
+    Message: TypeAlias = tuple[tuple[Any, ...], Any]
     Inbox: TypeAlias = SimpleQueue[Any]
     # send(micro_batch, tensors, structure)
-    Send: TypeAlias = Callable[[int, tuple[Tensor | None, ...], Structure | None], None]
+    Send: TypeAlias = Callable[[int, tuple[Tensor | None, ...], Any], None]
 
 
 Address = tuple[str, int, int]  # an action's kind, stage and micro-batch; an Action is one
@@ -65,15 +64,13 @@ class LocalEndpoint:
         place = stage if 0 <= stage < outside else outside
         put, link = self._inboxes[place].put, self._links[place]
 
-        def send(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Structure | None) -> None:
+        def send(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Any) -> None:
             put(((kind, stage, micro_batch), (tensors, structure), None))
 
         if link is None:
             return send
 
-        def send_through_link(
-            micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Structure | None
-        ) -> None:
+        def send_through_link(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Any) -> None:
             copies, event = link.depart(tensors)
             put(((kind, stage, micro_batch), (copies, structure), lambda: link.arrive(copies, event)))
 

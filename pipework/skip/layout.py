@@ -9,7 +9,7 @@ from pipework.partition import WithDevice
 from pipework.skip.decorator import Skippable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
 
@@ -32,7 +32,7 @@ class SkipEdge:
     destinations: tuple[int, ...]
 
 
-def skip_edges(stages: Sequence[Sequence[nn.Module]]) -> tuple[SkipEdge, ...]:
+def skip_edges(stages: Sequence[Iterable[nn.Module]]) -> tuple[SkipEdge, ...]:
     """The skip connections of a model that `verify_skippables` has found to be in order.
 
     Args:

@@ -1,0 +1,166 @@
+"""Skip connections across any stages: as in the un-pipelined model, bit by bit."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from pipework import Namespace, Pipe, pop, skippable, stash, verify_skippables
+from pipework.testing import draw_key, reference_backward
+
+WIDTH = 6
+CHECKPOINT_MODES = ("never", "except_last", "always")
+
+
+@skippable(stash=["skip"])
+class Down(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        yield stash("skip", y)
+        return y
+
+
+@skippable(pop=["skip"])
+class Up(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        skip = yield pop("skip")
+        return torch.tanh(self.linear(torch.cat([x, skip], dim=1)))
+
+
+@skippable(stash=["maybe"])
+class StashNothing(nn.Module):
+    def forward(self, x):
+        yield stash("maybe", None)
+        return x
+
+
+@skippable(pop=["maybe"])
+class PopNothing(nn.Module):
+    def forward(self, x):
+        assert (yield pop("maybe")) is None
+        return x
+
+
+def u_net(depth: int = 3) -> nn.Sequential:
+    spaces = [Namespace() for _ in range(depth)]
+    return nn.Sequential(
+        *(Down().isolate(space) for space in spaces),
+        nn.Dropout(0.2),
+        *(Up().isolate(space) for space in reversed(spaces)),
+        nn.Linear(WIDTH, 3),
+    )
+
+
+BALANCES = [[8], [4, 4], [1, 6, 1], [1, 3, 2, 2], [1] * 8]
+
+
+@pytest.mark.parametrize("rows", [8, 7, 2])
+@pytest.mark.parametrize("balance", BALANCES, ids=str)
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_u_net_is_bitwise_equal_after_three_steps(checkpoint: str, balance: list[int], rows: int) -> None:
+    plain = u_net()
+    verify_skippables(plain)
+    pipe = Pipe(copy.deepcopy(plain), 4, checkpoint, balance=balance, devices=["cpu"] * len(balance))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, pipe)]
+    for step in range(3):
+        x = torch.randn(rows, WIDTH)
+        torch.manual_seed(step)
+        key = draw_key()
+        reference = reference_backward(plain, x, lambda y: y.square().mean(), 4, key)
+        torch.manual_seed(step)
+        output = pipe(x)
+        output.square().mean().backward()
+        assert torch.equal(output, reference.output)
+        for expected, actual in zip(plain.parameters(), pipe.parameters(), strict=True):
+            assert torch.equal(expected.grad, actual.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("balance", [[5], [1, 1, 1, 1, 1], [2, 3], [1, 4]], ids=str)
+def test_one_stash_popped_by_several_layers(checkpoint: str, balance: list[int]) -> None:
+    plain = nn.Sequential(Down(), nn.Tanh(), Up(), Up(), nn.Linear(WIDTH, 2)).double()
+    verify_skippables(plain)
+    pipe = Pipe(copy.deepcopy(plain), 3, checkpoint, balance=balance, devices=["cpu"] * len(balance))
+    x = torch.randn(6, WIDTH, dtype=torch.float64)
+    plain(x).sum().backward()
+    pipe(x).sum().backward()
+    for expected, actual in zip(plain.parameters(), pipe.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_none_can_be_stashed() -> None:
+    pipe = Pipe(
+        nn.Sequential(StashNothing(), nn.Linear(WIDTH, WIDTH), PopNothing()), 2, balance=[1] * 3, devices=["cpu"] * 3
+    )
+    pipe(torch.randn(4, WIDTH)).sum().backward()
+    assert pipe[1].weight.grad is not None
+
+
+def test_retained_graphs_and_evaluation() -> None:
+    pipe = Pipe(u_net(), 2, "always", balance=[1] * 8, devices=["cpu"] * 8)
+    x = torch.randn(4, WIDTH)
+    loss = pipe(x).sum()
+    loss.backward(retain_graph=True)
+    once = [parameter.grad.clone() for parameter in pipe.parameters()]
+    with torch.no_grad():
+        assert pipe(x).shape == (4, 3)
+    loss.backward()
+    for parameter, gradient in zip(pipe.parameters(), once, strict=True):
+        assert torch.equal(parameter.grad, gradient * 2)
+
+
+def test_unmatched_skips_are_refused_when_the_module_is_wrapped() -> None:
+    with pytest.raises(TypeError, match="no module declared 'skip' as poppable but stashed"):
+        Pipe(nn.Sequential(Down(), nn.Tanh()))
+
+
+def test_overwriting_a_stashed_tensor_on_its_way_is_an_error() -> None:
+    module = nn.Sequential(Down(), nn.ReLU(inplace=True), Up())
+    pipe = Pipe(module, 1, "never", balance=[1, 1, 1], devices=["cpu"] * 3)
+    with pytest.raises(RuntimeError, match="changed skip tensor 'skip' in place") as caught:
+        pipe(torch.randn(2, WIDTH))
+    assert caught.value.__notes__ == ["pipework: stage 2, micro-batch 0, action F"]
+
+
+def test_a_skip_is_freed_at_its_last_use() -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    seen: list[bool] = []
+
+    @skippable(stash=["long"])
+    class Fork(nn.Module):
+        def forward(self, x):
+            skip = x * 1
+            alive.append(weakref.ref(skip.untyped_storage()))
+            yield stash("long", skip)
+            return x + 1
+
+    @skippable(pop=["long"])
+    class Use(nn.Module):
+        def forward(self, x):
+            skip = yield pop("long")
+            return x + skip
+
+    class Look(nn.Module):
+        def forward(self, x):
+            gc.collect()
+            seen.append(alive[-1]() is None)
+            return x
+
+    module = nn.Sequential(Fork(), Use(), Look())
+    with torch.no_grad():
+        Pipe(module, 1, balance=[1, 1, 1], devices=["cpu"] * 3)(torch.ones(1, 1))
+    assert seen == [True]
