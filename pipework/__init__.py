@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from pipework.balance import balance_by_size, balance_by_time
     from pipework.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
     from pipework.checkpoint import is_checkpointing, is_recomputing
+    from pipework.microbatch import NoChunk
     from pipework.partition import WithDevice, partition_model
     from pipework.pipe import Pipe
     from pipework.sequential import PipeSequential
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Pipe",
+    "NoChunk",
     "PipeSequential",
     "WithDevice",
     "partition_model",
@@ -42,6 +44,8 @@ def __getattr__(name: str) -> object:
     match name:
         case "Pipe":
             home = "pipework.pipe"
+        case "NoChunk":
+            home = "pipework.microbatch"
         case "WithDevice" | "partition_model":
             home = "pipework.partition"
         case "balance_by_size" | "balance_by_time":

@@ -20,25 +20,56 @@ if TYPE_CHECKING:
     from pipework.runtime.values import Structure
 
 
+class NoChunk:
+    """An input tensor that every micro-batch gets whole, such as a mask of shape (1, 1, tokens, tokens).
+
+    If it requires a gradient, it gets the sum over the micro-batches.
+
+    Args:
+        tensor: the tensor.
+
+    Raises:
+        TypeError: it is no tensor.
+
+    Example:
+        >>> from torch import nn
+        >>> from pipework import Pipe
+        >>> pipe = Pipe(nn.Sequential(nn.Bilinear(2, 2, 3)), chunks=2)
+        >>> pipe(torch.ones(4, 2), NoChunk(torch.ones(2, 2))).shape
+        torch.Size([4, 3])
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"NoChunk only supported for tensors: got {type(tensor).__name__}")
+        self.tensor = tensor
+
+    def __repr__(self) -> str:
+        return f"NoChunk({self.tensor!r})"
+
+
 @dataclass(frozen=True)
 class Split:
     """A mini-batch taken apart.
 
     Attributes:
-        tensors: the tensors among the inputs that are split, whole.
+        tensors: the tensors among the inputs, whole.
+        is_split: for each of them whether it is split; otherwise every micro-batch gets all of it.
         micro_batches: for each micro-batch what stage 0 gets: a leaf for each of `tensors`, and what stands around
             them.
         rows: of each micro-batch.
     """
 
     tensors: tuple[Tensor, ...]
+    is_split: tuple[bool, ...]
     micro_batches: list[Message]
     rows: list[int]
 
     @property
     def seams(self) -> InputSeams:
         """Where the inputs were split."""
-        return InputSeams(tuple(tensor.shape for tensor in self.tensors), tuple(self.rows))
+        shapes = [tensor.shape if split else None for tensor, split in zip(self.tensors, self.is_split, strict=True)]
+        return InputSeams(tuple(shapes), tuple(self.rows))
 
 
 def split(
@@ -56,23 +87,29 @@ def split(
         device: where the tensors are moved to first; None: they stay.
 
     Raises:
-        TypeError: there is no tensor among the inputs.
+        TypeError: there is no tensor to split among the inputs.
         ValueError: a tensor has no dimension to split, or tensors have different numbers of rows.
 
     Example:
         >>> [tuple(tensors[0].shape) for tensors, _ in split((torch.zeros(9, 2),), {}, 4).micro_batches]
         [(3, 2), (2, 2), (2, 2), (2, 2)]
     """
-    # One tensor alone travels without the structure of a call around it.
-    single = len(arguments) == 1 and not keywords and isinstance(arguments[0], Tensor)
-    tensors, structure = values.flatten(arguments[0] if single else (arguments, keywords))
-    rows = _common_rows(tensors, arguments, keywords)
+    if len(arguments) == 1 and not keywords and isinstance(arguments[0], Tensor):
+        # One tensor alone travels without the structure of a call around it.
+        tensors, structure = values.flatten(arguments[0])
+        is_split: tuple[bool, ...] = (True,)
+    else:
+        call = (arguments, keywords)
+        is_split = tuple([isinstance(leaf, Tensor) for leaf in values.leaves(call, (Tensor, NoChunk))])
+        tensors, structure = values.flatten(values.replaced(call, NoChunk, lambda whole: whole.tensor))
+    rows = _common_rows([tensor for tensor, split in zip(tensors, is_split, strict=True) if split], arguments, keywords)
     if device is not None:
         tensors = tuple([tensor.to(device, non_blocking=True) for tensor in tensors])
     sizes = _sizes(rows, max(1, min(chunks, rows)))
-    pieces = [_leaves(tensor, sizes) for tensor in tensors]
-    micro_batches: list[Message] = [(leaves, structure) for leaves in zip(*pieces, strict=True)]
-    return Split(tensors, micro_batches, sizes)
+    pieces = [
+        _leaves(tensor, sizes if split else None, len(sizes)) for tensor, split in zip(tensors, is_split, strict=True)
+    ]
+    return Split(tensors, is_split, [(leaves, structure) for leaves in zip(*pieces, strict=True)], sizes)
 
 
 @dataclass(frozen=True)
@@ -153,22 +190,27 @@ class InputSeams:
     """Where inputs were split: the gradients of the micro-batches become those of the whole tensors.
 
     Attributes:
-        shapes: of the whole input tensors.
+        shapes: of the whole input tensors; None: every micro-batch got all of it.
         rows: of each micro-batch.
     """
 
-    shapes: tuple[torch.Size, ...]
+    shapes: tuple[torch.Size | None, ...]
     rows: tuple[int, ...]
 
     def join(self, gradients: Sequence[Message]) -> list[Tensor | None]:
-        """For each input tensor its gradient, zeros where a micro-batch has none; None where none has one."""
+        """For each input tensor its gradient; None where no micro-batch has one."""
         columns = zip(*(tensors for tensors, _ in gradients), strict=True)
         return [self._joined(shape, column) for shape, column in zip(self.shapes, columns, strict=True)]
 
-    def _joined(self, shape: torch.Size, column: Sequence[Tensor | None]) -> Tensor | None:
-        like = next((gradient for gradient in column if gradient is not None), None)
-        if like is None:
+    def _joined(self, shape: torch.Size | None, column: Sequence[Tensor | None]) -> Tensor | None:
+        present = [gradient for gradient in column if gradient is not None]
+        if not present:
             return None
+        like, *others = present
+        if shape is None:
+            for gradient in others:
+                like = like + gradient
+            return like
         return torch.cat(
             [
                 like.new_zeros((rows, *shape[1:])) if gradient is None else gradient
@@ -181,20 +223,22 @@ def _common_rows(tensors: Sequence[Tensor], arguments: tuple[Any, ...], keywords
     if not tensors:
         kinds = ", ".join(type(value).__name__ for value in (*arguments, *keywords.values())) or "nothing"
         raise TypeError(
-            f"inputs do not have any tensors: got {kinds}; a mini-batch is split along dimension 0 of its tensors"
+            f"inputs do not have any tensors: got {kinds}; a mini-batch is split along dimension 0 of its tensors "
+            "(those in NoChunk are not split)"
         )
     for position, tensor in enumerate(tensors):
         if tensor.dim() == 0:
             raise ValueError(
                 f"input tensor {position} is 0-dimensional and cannot be split into micro-batches; "
-                "give it a first dimension of the batch's rows, or pass a plain number, "
-                "which every micro-batch gets as it is"
+                "give it a first dimension of the batch's rows, or wrap it in NoChunk, "
+                "so that every micro-batch gets it as it is"
             )
         if tensor.shape[0] != tensors[0].shape[0]:
             raise ValueError(
                 "all input tensors must have the same number of rows (dimension 0), but "
                 f"input tensor 0 has shape {tuple(tensors[0].shape)} and "
-                f"input tensor {position} has shape {tuple(tensor.shape)}"
+                f"input tensor {position} has shape {tuple(tensor.shape)}; "
+                "wrap a tensor that every micro-batch should get whole, such as a mask, in NoChunk"
             )
     return tensors[0].shape[0]
 
@@ -205,8 +249,10 @@ def _sizes(rows: int, count: int) -> list[int]:
     return [least + 1] * more + [least] * (count - more)
 
 
-def _leaves(tensor: Tensor, sizes: list[int]) -> Sequence[Tensor]:
-    pieces = tensor.detach().split_with_sizes(sizes)
+def _leaves(tensor: Tensor, sizes: list[int] | None, count: int) -> Sequence[Tensor]:
+    """The tensor's part in each micro-batch; without sizes all of it in each."""
+    whole = tensor.detach()
+    pieces: Sequence[Tensor] = [whole] * count if sizes is None else whole.split_with_sizes(sizes)
     # A view is no leaf that could require a gradient: each is taken out of its base.
     return [piece.detach().requires_grad_() for piece in pieces] if tensor.requires_grad else pieces
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pipework import microbatch
+from pipework.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from pipework.checkpoint import MODES, checkpointed_micro_batches
 from pipework.partition import choose_partitioning, split_layers
 from pipework.runtime import values
@@ -20,6 +21,7 @@ from pipework.runtime.random_stream import Key, draw_key
 from pipework.runtime.skips import Skip
 from pipework.runtime.step import Program, Step
 from pipework.schedule import build, with_recompute
+from pipework.sequential import PipeSequential
 from pipework.skip.layout import skip_edges
 from pipework.skip.verify import verify_skippables
 from pipework.summary import table
@@ -33,7 +35,19 @@ if TYPE_CHECKING:
 
 
 _OWN_ATTRIBUTES = frozenset(
-    ("_balance", "_checkpoint", "_chunks", "_devices", "_house", "_partitions", "_programs", "_recording", "_steps")
+    (
+        "_balance",
+        "_checkpoint",
+        "_chunks",
+        "_deferred",
+        "_devices",
+        "_house",
+        "_partitions",
+        "_programs",
+        "_recording",
+        "_spreads_tuples",
+        "_steps",
+    )
 )
 
 
@@ -51,6 +65,8 @@ class Pipe(nn.Module):
             (p-1)/(m+p-1) for p workers and m chunks), until a micro-batch is too small to keep a device busy.
         checkpoint: which micro-batches are computed again for their backward instead of being kept: 'always',
             'except_last' or 'never'. Training mode only.
+        deferred_batch_norm: batch norms take their running statistics from the whole mini-batch instead of from each
+            micro-batch in turn (see `DeferredBatchNorm`, which replaces them in `module`).
         balance: how many layers each partition has. None: as the layers lie on devices already, else chosen by their
             cost.
         devices: one for each partition; numbers are accelerators. ["cpu", "cpu"] means two workers that really run
@@ -76,6 +92,7 @@ class Pipe(nn.Module):
         module: nn.Sequential,
         chunks: int = 1,
         checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
         *,
         balance: Sequence[int] | None = None,
         devices: Sequence[int | str | torch.device] | None = None,
@@ -87,6 +104,8 @@ class Pipe(nn.Module):
             raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
         if isinstance(module, nn.Sequential):
             verify_skippables(module)
+            if deferred_batch_norm:
+                convert_deferred_batch_norm(module, chunks)
         partitioning = choose_partitioning(module, balance, devices)
         self._chunks = chunks
         self._checkpoint = checkpoint
@@ -96,6 +115,8 @@ class Pipe(nn.Module):
         # Not add_module: it would refuse the names of children that are called as something in this class ("chunks").
         for partition in self._partitions:
             self._modules.update(partition._modules)
+        self._spreads_tuples = isinstance(module, PipeSequential)
+        self._deferred = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
         self._house: House | None = None
         self._recording: Recording | None = None
         self._programs: dict[tuple[int, int], Program] = {}
@@ -172,7 +193,11 @@ class Pipe(nn.Module):
             number=self._steps,
         )
         self._steps += 1
+        for batch_norm in self._deferred:
+            batch_norm.begin_mini_batch()
         joined = microbatch.join(step.forward(split.micro_batches), split.rows)
+        for batch_norm in self._deferred:
+            batch_norm.commit()
         outputs = joined.tensors
         if context.grad and any(joined.differentiable):
             shared = Backward(step, cut=joined.seams.cut, join=split.seams.join)
@@ -277,7 +302,7 @@ class Pipe(nn.Module):
         if self._house is None or not self._house.workers.alive:
             edges = skip_edges(self._partitions)
             skips = [Skip(edge.key, edge.source, edge.destinations) for edge in edges]
-            self._house = open_house(self._partitions, self._devices, skips)
+            self._house = open_house(self._partitions, self._devices, skips, spread_tuples=self._spreads_tuples)
         return self._house
 
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.microbatch import join, split
+from pipework.microbatch import NoChunk, join, split
 from pipework.runtime.values import flatten
 
 sizes = st.integers(0, 20)
@@ -79,3 +79,26 @@ def test_structures_that_differ_are_refused() -> None:
     outputs = [flatten(value) for value in (torch.zeros(1), [torch.zeros(1)])]
     with pytest.raises(ValueError, match=r"micro-batch 0 gave tensor and micro-batch 1 gave \[tensor\]"):
         join(outputs, [1, 1])
+
+
+def test_a_whole_tensor_goes_to_every_micro_batch_and_gets_the_sum() -> None:
+    mask = torch.ones(1, 3, requires_grad=True)
+    parts = split((torch.zeros(4, 3), NoChunk(mask)), {}, 2)
+    assert [tuple(tensor.shape) for tensor in parts.micro_batches[1][0]] == [(2, 3), (1, 3)]
+    _, gradient = parts.seams.join([((None, torch.ones(1, 3)), None), ((None, torch.ones(1, 3)), None)])
+    assert torch.equal(gradient, torch.full((1, 3), 2.0))
+
+
+def test_only_tensors_can_be_whole() -> None:
+    with pytest.raises(TypeError, match=r"^NoChunk only supported for tensors"):
+        NoChunk(5)
+
+
+def test_whole_tensors_alone_are_nothing_to_split() -> None:
+    with pytest.raises(TypeError, match="inputs do not have any tensors"):
+        split((NoChunk(torch.ones(2)),), {}, 2)
+
+
+def test_unequal_rows_suggest_no_chunk() -> None:
+    with pytest.raises(ValueError, match=r"\(4, 1\).*\(1, 1, 4, 4\).*NoChunk"):
+        split((torch.zeros(4, 1), torch.zeros(1, 1, 4, 4)), {}, 2)

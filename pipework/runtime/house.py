@@ -46,9 +46,20 @@ class House:
 
 
 def open_house(
-    partitions: Sequence[nn.Sequential], devices: Sequence[torch.device], skips: Sequence[Skip] = ()
+    partitions: Sequence[nn.Sequential],
+    devices: Sequence[torch.device],
+    skips: Sequence[Skip],
+    *,
+    spread_tuples: bool,
 ) -> House:
-    """Makes a stage of each partition, with a worker of its own on the partition's device."""
+    """Makes a stage of each partition, with a worker of its own on the partition's device.
+
+    Args:
+        partitions: the layers.
+        devices: one for each partition.
+        skips: the skip connections between the layers.
+        spread_tuples: a tuple is spread into a layer's arguments also if the layer takes only one.
+    """
     workers = tuple(WorkerDevice(device) for device in devices)
     named_layers = [
         [(name, layer) for name, layer in partition._modules.items() if layer is not None] for partition in partitions
@@ -62,6 +73,7 @@ def open_house(
             device=workers[index],
             shared=shared,
             skips=skips,
+            spread_tuples=spread_tuples,
             shares_output=index + 1 < len(devices) and devices[index] == devices[index + 1],
         )
         for index, layers in enumerate(named_layers)

@@ -64,6 +64,7 @@ class Stage:
         shared: ids of the modules that other stages run, too.
         shares_output: the next stage uses the memory of this one's outputs, until after its own backward.
         skips: all skip connections of the pipe.
+        spread_tuples: a tuple is spread into a layer's arguments also if the layer takes only one.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Stage:
         shared: set[int],
         shares_output: bool,
         skips: Sequence[Skip],
+        spread_tuples: bool,
     ) -> None:
         self.index = index
         self.skips = skips
@@ -84,7 +86,7 @@ class Stage:
         names = [name for name, _ in layers]
         runnable, self._views = execution_layers([layer for _, layer in layers], shared)
         self.layers = [
-            Layer(module, number, name, takes_tuple_whole(module))
+            Layer(module, number, name, not spread_tuples and takes_tuple_whole(module))
             for number, (name, module) in enumerate(zip(names, runnable, strict=True), start=first_number)
         ]
         self.inspected = False  # whether a graph of this stage has been searched for hidden parameters

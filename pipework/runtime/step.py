@@ -211,6 +211,8 @@ class Step:
         if self._recorder is not None:
             for worker, job in enumerate(jobs):
                 self._recorder.add(self._number, worker, job.entries())
+        for device in house.devices:
+            device.hand_over(())
         received = [transport.outside.receive((*exit_, micro_batch)) for micro_batch in range(len(messages))]
         exit_device = house.stages[-1 if forward else 0].device
         exit_device.hand_over([tensor for tensors, _ in received for tensor in tensors])

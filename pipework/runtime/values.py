@@ -6,6 +6,7 @@ tuple of tensors; what stays the same for every micro-batch is the structure aro
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.utils import (
 )  # PyTorch's own nested-structure library: it also knows what users registered with it
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class _Tensor:
@@ -31,6 +32,9 @@ class Structure(NamedTuple):
 def flatten(value: Any) -> tuple[tuple[Tensor, ...], Structure | None]:
     """Takes the tensors out of a value. The structure of a single tensor is None, the fast and common case.
 
+    Tuples, named tuples, lists, dicts and dataclasses are taken apart, and what was registered with PyTorch's pytree
+    (as transformers does with its `ModelOutput`); anything else is a plain value.
+
     Example:
         >>> import torch
         >>> tensors, structure = flatten((torch.zeros(2), 5))
@@ -40,6 +44,12 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Structure | None]:
     if isinstance(value, Tensor):
         return (value,), None
     leaves, spec = pytree.tree_flatten(value)
+    unknown = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)}
+    if unknown:
+        # PyTorch takes apart only those dataclasses that it has been told of.
+        for kind in unknown:
+            pytree.register_dataclass(kind)
+        return flatten(value)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     return tensors, Structure(spec, tuple(_Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves))
 
@@ -51,6 +61,16 @@ def unflatten(tensors: tuple[Tensor, ...], structure: Structure | None) -> Any:
     remaining = iter(tensors)
     leaves = [next(remaining) if leaf is _Tensor else leaf for leaf in structure.leaves]
     return pytree.tree_unflatten(leaves, structure.spec)
+
+
+def leaves(value: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """The leaves of these types, in the order in which `flatten` meets them."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, kinds)]
+
+
+def replaced(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
+    """The value with every leaf of a type replaced."""
+    return pytree.tree_map(lambda leaf: replacement(leaf) if isinstance(leaf, kind) else leaf, value)
 
 
 def same_nesting(left: Structure | None, right: Structure | None) -> bool:

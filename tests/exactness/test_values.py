@@ -1,0 +1,171 @@
+"""What crosses a boundary or leaves the pipe: any nesting of tensors and plain values, with its gradients."""
+
+import copy
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from pipework import DeferredBatchNorm, NoChunk, Pipe, PipeSequential
+
+CHECKPOINT_MODES = ("never", "except_last", "always")
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class State:
+    hidden: torch.Tensor
+    count: int
+    extra: dict[str, torch.Tensor | None]
+
+
+class Pack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return State(y, 7, {"double": y * 2, "none": None, "whole": [Pair(y.detach(), (x > 0).long())]})
+
+
+class Unpack(nn.Module):
+    def forward(self, state):
+        assert isinstance(state, State)
+        assert state.count == 7
+        assert state.extra["none"] is None
+        pair = state.extra["whole"][0]
+        assert isinstance(pair, Pair)
+        assert not pair.left.requires_grad
+        return state.hidden * state.extra["double"] + pair.left * pair.right
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_nested_values_cross_a_boundary(checkpoint: str) -> None:
+    plain = nn.Sequential(Pack(), Unpack()).double()
+    pipe = Pipe(copy.deepcopy(plain), 3, checkpoint, balance=[1, 1], devices=["cpu"] * 2)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    plain(x).sum().backward()
+    pipe(x).sum().backward()
+    for expected, actual in zip(plain.parameters(), pipe.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_nested_values_leave_the_pipe() -> None:
+    pipe = Pipe(nn.Sequential(Pack()), 2)
+    x = torch.randn(5, 3)
+    state = pipe(x)
+    torch.testing.assert_close(state.hidden, pipe[0].linear(x))
+    assert state.count == [7, 7]
+    assert state.extra["none"] == [None, None]
+    assert torch.equal(state.extra["whole"][0].right, (x > 0).long())
+    assert [t.requires_grad for t in (state.hidden, state.extra["double"], state.extra["whole"][0].left)] == [
+        True,
+        True,
+        False,
+    ]
+    state.extra["double"].sum().backward()
+    assert pipe[0].linear.weight.grad is not None
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_several_and_keyword_inputs_with_one_given_whole(checkpoint: str) -> None:
+    class Attend(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x, y, *, mask, scale=1.0):
+            return (self.linear(x) * y * mask * scale, y)
+
+    class Two(nn.Module):
+        def forward(self, x, y):
+            return x + y
+
+    pipe = Pipe(nn.Sequential(Attend(), Two()), 3, checkpoint, balance=[1, 1], devices=["cpu"] * 2)
+    x, y = torch.randn(2, 7, 3, requires_grad=True).unbind()
+    mask = torch.rand(1, 3, requires_grad=True)
+    attend = copy.deepcopy(pipe[0])
+    (attend(x, y, mask=mask, scale=2.0)[0] + y).sum().backward(inputs=[mask, attend.linear.weight])
+    expected, mask.grad = mask.grad, None
+    pipe(x, y, mask=NoChunk(mask), scale=2.0).sum().backward()
+    torch.testing.assert_close(mask.grad, expected)
+    torch.testing.assert_close(pipe[0].linear.weight.grad, attend.linear.weight.grad)
+
+
+@pytest.mark.parametrize("balance", [[2], [1, 1]])
+def test_a_scalar_per_micro_batch_is_averaged_by_rows(balance: list[int]) -> None:
+    class MeanLoss(nn.Module):
+        def forward(self, x):
+            return x.square().mean()
+
+    plain = nn.Sequential(nn.Linear(3, 3), MeanLoss()).double()
+    pipe = Pipe(copy.deepcopy(plain), 3, balance=balance, devices=["cpu"] * len(balance))
+    x = torch.randn(7, 3, dtype=torch.float64)
+    loss, expected = pipe(x), plain(x)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_pipe_sequential_spreads_even_a_tuple_of_one() -> None:
+    class One(nn.Module):
+        def forward(self, x):
+            return (x + 1,)
+
+    class Take(nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    module = PipeSequential(One(), Take())
+    x = torch.ones(4, 1)
+    for balance in ([2], [1, 1]):
+        assert torch.equal(Pipe(module, 2, balance=balance, devices=["cpu"] * len(balance))(x), module(x))
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("rows", [12, 10, 5])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_deferred_batch_norm_counts_the_whole_mini_batch_once(
+    checkpoint: str, rows: int, momentum: float | None
+) -> None:
+    plain = nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4, momentum=momentum), nn.ReLU(), nn.Flatten()).double()
+    parameters = list(plain.parameters())
+    module = copy.deepcopy(plain)
+    pipe = Pipe(module, 4, checkpoint, deferred_batch_norm=True, balance=[1, 3], devices=["cpu"] * 2)
+    assert isinstance(pipe[1], DeferredBatchNorm)
+    for _ in range(3):
+        x = torch.randn(rows, 2, 6, dtype=torch.float64)
+        plain(x)
+        pipe(x).square().sum().backward()
+    for name, expected in plain.state_dict().items():
+        torch.testing.assert_close(pipe.state_dict()[name], expected, rtol=1e-12, atol=1e-13)
+    assert len(parameters) == len(list(pipe.parameters()))
+
+
+def test_a_mini_batch_that_failed_leaves_nothing_in_deferred_statistics() -> None:
+    class Sometimes(nn.Module):
+        fail = False
+
+        def forward(self, x):
+            if self.fail:
+                raise ArithmeticError
+            return x
+
+    def module() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.BatchNorm1d(2), Sometimes()).double()
+
+    x = torch.randn(6, 2, dtype=torch.float64)
+    pipe, plain = Pipe(module(), 3, deferred_batch_norm=True), module()
+    pipe[1].fail = True
+    with pytest.raises(ArithmeticError):
+        pipe(x)
+    pipe[1].fail = False
+    pipe(x)
+    plain(x)
+    torch.testing.assert_close(pipe[0].running_var, plain[0].running_var, rtol=1e-12, atol=0)
+    assert pipe[0].num_batches_tracked == 1
