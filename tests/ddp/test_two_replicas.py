@@ -1,0 +1,45 @@
+"""`DistributedDataParallel(pipe)` on two gloo processes: the gradients of the whole batch, in every checkpoint mode."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no distributed")
+
+SCRIPT = Path(__file__).with_name("replica.py")
+CASES = [
+    (checkpoint, option)
+    for checkpoint in ("never", "except_last", "always")
+    for option in ("plain", "find_unused_parameters", "static_graph", "no_sync")
+]
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, str]:
+    """All cases in one pair of processes: starting them costs more than running them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), *(f"{checkpoint}:{option}" for checkpoint, option in CASES)],
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=110)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    return dict(line.split("=") for line in outputs[0].splitlines() if "=" in line)
+
+
+@pytest.mark.parametrize(("checkpoint", "option"), CASES)
+def test_replicas_get_the_gradients_of_the_whole_batch(verdicts: dict[str, str], checkpoint: str, option: str) -> None:
+    assert verdicts[f"{checkpoint}:{option}"] == "equal"
