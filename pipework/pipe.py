@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _OWN_ATTRIBUTES = frozenset(
     (
         "_balance",
+        "_check_finite",
         "_checkpoint",
         "_chunks",
         "_deferred",
@@ -72,6 +73,8 @@ class Pipe(nn.Module):
         devices: one for each partition; numbers are accelerators. ["cpu", "cpu"] means two workers that really run
             at the same time, each with its share of the cores. None: where the layers lie, else all accelerators,
             else the CPU.
+        check_finite: NaN or an infinity in an output or a gradient raises a FloatingPointError at once, with a note
+            that says where. On an accelerator the host waits for every result to see it.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`.
@@ -96,6 +99,7 @@ class Pipe(nn.Module):
         *,
         balance: Sequence[int] | None = None,
         devices: Sequence[int | str | torch.device] | None = None,
+        check_finite: bool = False,
     ) -> None:
         super().__init__()
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
@@ -109,6 +113,7 @@ class Pipe(nn.Module):
         partitioning = choose_partitioning(module, balance, devices)
         self._chunks = chunks
         self._checkpoint = checkpoint
+        self._check_finite = bool(check_finite)
         self._balance = list(partitioning.balance)
         self._devices = list(partitioning.devices)
         self._partitions = split_layers(module, partitioning)
@@ -189,6 +194,7 @@ class Pipe(nn.Module):
             Key(draw_key() if training else None),
             checkpointed,
             inputs_are_leaves=any(tensor.is_leaf and tensor.requires_grad for tensor in split.tensors),
+            check_finite=self._check_finite,
             recorder=self._recording,
             number=self._steps,
         )

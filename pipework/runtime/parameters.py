@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pipework.runtime.stage import Layer
+
 
 class Aliases:
     """The alias leaves of one stage for one mini-batch.
@@ -56,6 +58,15 @@ class Aliases:
             for slots, name, parameter, alias in self._slots:
                 if slots.get(name) is alias:  # a layer that replaced its own parameter keeps what it put there
                     slots[name] = parameter
+
+    def named(self, layers: Iterable[Layer]) -> Iterator[tuple[str, Tensor]]:
+        """The aliases with the names of their parameters in the un-partitioned module."""
+        by_slot = {(id(slots), name): alias for slots, name, _, alias in self._slots}
+        for layer in layers:
+            for prefix, module in layer.module.named_modules(prefix=layer.name):
+                for name in module._parameters:
+                    if (id(module._parameters), name) in by_slot:
+                        yield f"{prefix}.{name}", by_slot[id(module._parameters), name]
 
     def take_gradients(self) -> list[Tensor | None]:
         """The gradient of each parameter, None where it got none.

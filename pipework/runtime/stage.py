@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge
 from pipework.runtime import boundary, engine, inspection, skip_tracker, values
 from pipework.runtime.buffers import MutableBuffers
 from pipework.runtime.checkpointing import checkpointing, recomputing
+from pipework.runtime.finite import refuse_non_finite
 from pipework.runtime.parameters import Aliases
 from pipework.runtime.random_stream import may_draw
 from pipework.runtime.skips import Bundle, SkipPorts
@@ -111,8 +112,17 @@ class Stage:
 class StageRun:
     """One stage's part in one mini-batch. All actions of a stage are executed by one worker, one after the other."""
 
-    def __init__(self, stage: Stage, context: CallerContext, checkpointed: int, *, inputs_are_leaves: bool) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        context: CallerContext,
+        checkpointed: int,
+        *,
+        inputs_are_leaves: bool,
+        check_finite: bool,
+    ) -> None:
         self._stage = stage
+        self._check_finite = check_finite
         self._index = stage.index
         self._layers = stage.layers
         self._context = context
@@ -172,6 +182,8 @@ class StageRun:
             outputs, structure = self._compute(leaves, structure, micro_batch)
             if self._grad:
                 self._keep_graph(micro_batch, leaves, outputs)
+        if self._check_finite:
+            refuse_non_finite(outputs, f"an output of stage {self._index}")
         # The references to the graph end here: what is sent has none, and this frame must not keep it either.
         outputs = tuple([boundary.cut(output) for output in outputs])
         if self._skips is not None:
@@ -212,6 +224,10 @@ class StageRun:
         if starts:
             engine.run_backward(tuple(starts), tuple(seeds), self._retain_graph)
         of_leaves = tuple([leaf.grad for leaf in leaves])
+        if self._check_finite:
+            refuse_non_finite(of_leaves, f"the gradient of an input of stage {self._index}")
+            for name, alias in self.aliases.named(self._layers):
+                refuse_non_finite([alias.grad], f"the gradient of parameter {name!r}")
         if self._skips is not None:
             of_leaves = self._skips.send_gradients(micro_batch, of_leaves)
         self._send_gradient(micro_batch, of_leaves, None)

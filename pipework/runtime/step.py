@@ -78,6 +78,7 @@ class Step:
         key: names the random numbers.
         checkpointed: micro-batches below this number are recomputed.
         inputs_are_leaves: the caller's input is a leaf that requires a gradient, which refuses in-place operations.
+        check_finite: NaN and infinities are errors.
         recorder: told about every action, with the number of this mini-batch; None: nobody asks.
     """
 
@@ -90,6 +91,7 @@ class Step:
         checkpointed: int,
         *,
         inputs_are_leaves: bool = False,
+        check_finite: bool = False,
         recorder: Recorder | None = None,
         number: int = 0,
     ) -> None:
@@ -101,7 +103,8 @@ class Step:
         self._number = number
         self._failed = False
         self._runs = [
-            StageRun(stage, context, checkpointed, inputs_are_leaves=inputs_are_leaves) for stage in house.stages
+            StageRun(stage, context, checkpointed, inputs_are_leaves=inputs_are_leaves, check_finite=check_finite)
+            for stage in house.stages
         ]
         if recorder is not None:
             recorder.begin(number, program.schedule)

@@ -1,0 +1,32 @@
+"""Finds the first value that is no finite number, while it is still known where it arose."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+
+def refuse_non_finite(tensors: Iterable[Tensor | None], what: str) -> None:
+    """Raises a FloatingPointError if any of the tensors holds NaN or an infinity.
+
+    Args:
+        tensors: None and tensors of integers have no such values.
+        what: what they are, for the message.
+    """
+    for tensor in tensors:
+        if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        if not bool(torch.isfinite(tensor).all()):
+            values = tensor.detach()
+            nan, infinite = int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
+            raise FloatingPointError(
+                f"{what} is not finite: {nan} NaN and {infinite} infinite of {values.numel()} values "
+                f"(shape {tuple(values.shape)}, {values.dtype}). Everything before it was finite: look at the layers of "
+                "this stage, at the learning rate, and at the range of the dtype"
+            )
