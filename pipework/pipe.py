@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -43,6 +44,7 @@ _OWN_ATTRIBUTES = frozenset(
         "_deferred",
         "_devices",
         "_house",
+        "_opening",
         "_partitions",
         "_programs",
         "_recording",
@@ -123,6 +125,7 @@ class Pipe(nn.Module):
         self._spreads_tuples = isinstance(module, PipeSequential)
         self._deferred = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
         self._house: House | None = None
+        self._opening = threading.Lock()
         self._recording: Recording | None = None
         self._programs: dict[tuple[int, int], Program] = {}
         self._steps = 0
@@ -292,7 +295,12 @@ class Pipe(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: everything but the threads, which are made again when they are needed."""
-        return {**self.__dict__, "_house": None, "_recording": None}
+        return {**self.__dict__, "_house": None, "_recording": None, "_opening": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See `__getstate__`."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._opening = threading.Lock()
 
     def _program(self, micro_batches: int, checkpointed: int) -> Program:
         """The schedule, ready for the runtime; made once for each number of micro-batches that occurs."""
@@ -305,6 +313,10 @@ class Pipe(nn.Module):
 
     def _house_in_use(self) -> House:
         """The stages and workers, made at the first mini-batch and again after a copy, an unpickling or a fork."""
+        with self._opening:  # two threads may call for the first time at once
+            return self._opened()
+
+    def _opened(self) -> House:
         if self._house is None or not self._house.workers.alive:
             edges = skip_edges(self._partitions)
             skips = [Skip(edge.key, edge.source, edge.destinations) for edge in edges]

@@ -6,13 +6,9 @@ import threading
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from queue import SimpleQueue
-    from typing import Any
+    from collections.abc import Callable
 
     from pipework.schedule import Action
-
-# Put into an inbox it wakes a worker that waits for a value which will never come.
-WAKE_UP = None
 
 
 class Stopped(Exception):
@@ -20,14 +16,18 @@ class Stopped(Exception):
 
 
 class Failure:
-    """What went wrong first in one run; every worker reads `happened` before each of its actions."""
+    """What went wrong first in one run; every worker reads `happened` before each of its actions.
 
-    __slots__ = ("_error", "_inboxes", "_lock", "happened")
+    Args:
+        stop: wakes whoever waits for a value which will never come.
+    """
 
-    def __init__(self, inboxes: list[SimpleQueue[Any]]) -> None:
+    __slots__ = ("_error", "_lock", "_stop", "happened")
+
+    def __init__(self, stop: Callable[[], None]) -> None:
         self.happened = False
         self._error: BaseException | None = None
-        self._inboxes = inboxes
+        self._stop = stop
         self._lock = threading.Lock()
 
     def report(self, error: BaseException, action: Action | None) -> None:
@@ -36,13 +36,12 @@ class Failure:
             if self.happened:
                 return
             if action is not None:
-                error.add_note(
-                    f"pipework: stage {action.stage}, micro-batch {action.micro_batch}, action {action.kind}"
-                )
+                note = f"pipework: stage {action.stage}, micro-batch {action.micro_batch}, action {action.kind}"
+                if note not in getattr(error, "__notes__", ()):
+                    error.add_note(note)
             self._error = error
             self.happened = True
-        for inbox in self._inboxes:
-            inbox.put(WAKE_UP)
+        self._stop()
 
     def raise_first(self) -> NoReturn:
         """Raises the original exception object in the caller's thread."""

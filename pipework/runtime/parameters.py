@@ -14,14 +14,15 @@ made, and writing to a parameter before a retained backward is PyTorch's error, 
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from torch import Tensor
+    from torch import nn
 
     from pipework.runtime.stage import Layer
 
@@ -42,22 +43,41 @@ class Aliases:
             for name, parameter in slots.items():
                 if parameter is not None and parameter.requires_grad:
                     if id(parameter) not in by_parameter:
+                        _refuse_foreign_alias(parameter)
                         by_parameter[id(parameter)] = (parameter, parameter.detach().requires_grad_())
                     self._slots.append((slots, name, parameter, by_parameter[id(parameter)][1]))
         self.parameters = [parameter for parameter, _ in by_parameter.values()]
         self.leaves = [alias for _, alias in by_parameter.values()]
 
+    @property
+    def versions(self) -> list[int]:
+        """Differs after a parameter has been changed in place."""
+        return [alias._version for alias in self.leaves]
+
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
-        """For the time of the context, the modules find the aliases where their parameters were."""
-        for slots, name, _, alias in self._slots:
-            slots[name] = alias
+        """For the time of the context, the modules find the aliases where their parameters were.
+
+        What is found there is put back, even if it is not the parameter of before: the user may have replaced it.
+
+        Raises:
+            RuntimeError: another pipe that has the same layers is running them at this moment.
+        """
+        thread = threading.get_ident()
+        found: list[Tensor | None] = []
         try:
+            for slots, name, parameter, alias in self._slots:
+                present = slots.get(name)
+                if present is not parameter and present is not None:
+                    _refuse_foreign_alias(present)
+                alias.pipework_thread = thread  # type: ignore[attr-defined]
+                found.append(present)
+                slots[name] = alias
             yield
         finally:
-            for slots, name, parameter, alias in self._slots:
+            for (slots, name, _, alias), present in zip(self._slots, found, strict=False):
                 if slots.get(name) is alias:  # a layer that replaced its own parameter keeps what it put there
-                    slots[name] = parameter
+                    slots[name] = present
 
     def named(self, layers: Iterable[Layer]) -> Iterator[tuple[str, Tensor]]:
         """The aliases with the names of their parameters in the un-partitioned module."""
@@ -77,6 +97,15 @@ class Aliases:
         for alias in self.leaves:
             alias.grad = None
         return gradients
+
+
+def _refuse_foreign_alias(found: Tensor) -> None:
+    """An alias in a slot is right only if it was put there by this thread: then a pipe is a layer of another pipe."""
+    if type(found) is Tensor and getattr(found, "pipework_thread", threading.get_ident()) != threading.get_ident():
+        raise RuntimeError(
+            "another pipe is running a layer that this pipe has, too; pipes that share layers can be called one after "
+            "the other, not at the same time"
+        )
 
 
 def _slot_dicts(layers: Iterable[nn.Module]) -> Iterator[dict[str, Tensor | None]]:

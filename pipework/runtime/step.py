@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipework.runtime.context import CallerContext
     from pipework.runtime.house import House
     from pipework.runtime.random_stream import Key
-    from pipework.runtime.transport import LocalEndpoint, Message
+    from pipework.runtime.transport import Endpoint, Message, Transport
     from pipework.schedule import Action, Schedule
 
 
@@ -79,7 +79,8 @@ class Step:
         checkpointed: micro-batches below this number are recomputed.
         inputs_are_leaves: the caller's input is a leaf that requires a gradient, which refuses in-place operations.
         check_finite: NaN and infinities are errors.
-        recorder: told about every action, with the number of this mini-batch; None: nobody asks.
+        recorder: told about every action; None: nobody asks.
+        number: of this mini-batch, for the recorder.
     """
 
     def __init__(
@@ -107,7 +108,6 @@ class Step:
             for stage in house.stages
         ]
         if recorder is not None:
-            recorder.begin(number, program.schedule)
             for worker in range(len(house.devices)):
                 stages = [stage for stage, place in enumerate(house.placement) if place == worker]
                 modules = [module for stage in stages for module in house.stages[stage].modules]
@@ -133,7 +133,7 @@ class Step:
             For each micro-batch, what the last stage gave.
         """
         stages = len(self._runs)
-        return self._run(self._program.forward, ("F", 0), inputs, ("F", stages), slots_needed=True)
+        return self._run(self._program.forward, ("F", 0), inputs, ("F", stages))
 
     def backward(self, gradients: Sequence[tuple[Tensor | None, ...]], *, retain_graph: bool) -> list[Message]:
         """Runs everything after the loss.
@@ -154,14 +154,7 @@ class Step:
             run.aliases.take_gradients()  # a backward that wanted some parameters only left the others' gradients lying
         last = len(self._runs) - 1
         messages = [(tensors, None) for tensors in gradients]
-        return self._run(
-            self._program.backward,
-            ("B", last),
-            messages,
-            ("B", -1),
-            slots_needed=self._program.recomputes,
-            retain_graph=retain_graph,
-        )
+        return self._run(self._program.backward, ("B", last), messages, ("B", -1), retain_graph=retain_graph)
 
     def take_gradients(self, stage: int) -> list[Tensor | None]:
         """The gradients of `parameters(stage)` since the last call; the caller's current stream may use them."""
@@ -176,30 +169,24 @@ class Step:
         messages: Sequence[Any],
         exit_: tuple[str, int],
         *,
-        slots_needed: bool,
         retain_graph: bool = False,
     ) -> list[Message]:
         house = self._house
-        transport = LocalTransport(house.placement, house.links)
-        failure = Failure(transport.inboxes)
+        if not house.workers.alive:
+            raise RuntimeError(
+                "this mini-batch went forward before the process was forked, and its workers' threads stayed behind; "
+                "call the pipe again in this process"
+            )
+        transport: Transport = LocalTransport(house.placement, house.links)
+        failure = Failure(transport.stop)
         forward = entrance[0] == "F"
         jobs = [
-            _Job(
-                self,
-                worker,
-                order,
-                transport.endpoints[worker],
-                failure,
-                enter_context=forward,
-                retain_graph=retain_graph,
-            )
-            for worker, order in enumerate(orders)
+            _Job(self, worker, order, endpoint, failure, enter_context=forward, retain_graph=retain_graph)
+            for worker, (order, endpoint) in enumerate(zip(orders, transport.endpoints, strict=True))
         ]
-        with house.lock, contextlib.ExitStack() as stack:
-            if slots_needed:
-                for run in self._runs:
-                    stack.enter_context(run.aliases.standing_in())
-            stack.enter_context(random_states_kept(house.devices))
+        # In evaluation nothing moves an accelerator's default generator, and what its layers draw must be remembered.
+        moved = house.devices if self._key.drawn else ()
+        with house.lock, random_states_kept(moved):
             for device in house.devices:
                 device.wait_for_caller()
             send = transport.outside.sender(*entrance)
@@ -212,6 +199,8 @@ class Step:
                 run.clear()
             failure.raise_first()
         if self._recorder is not None:
+            if forward:  # not before: a mini-batch that failed is no measurement
+                self._recorder.begin(self._number, self._program.schedule)
             for worker, job in enumerate(jobs):
                 self._recorder.add(self._number, worker, job.entries())
         for device in house.devices:
@@ -230,7 +219,7 @@ class _Job:
         step: Step,
         worker: int,
         order: Sequence[Action],
-        endpoint: LocalEndpoint,
+        endpoint: Endpoint,
         failure: Failure,
         *,
         enter_context: bool,
@@ -254,6 +243,7 @@ class _Job:
                 started=None if self._marks is None else self._mark_start,
                 retain_graph=retain_graph,
             )
+        self._runs = runs
         self._meter = runs[0].meter
         self._handlers: dict[tuple[str, int], Callable[[Action], None]] = {}
         for stage, run in zip(stages, runs, strict=True):
@@ -269,12 +259,15 @@ class _Job:
                     stack.enter_context(self._context.entered())
                 if self._stream is not None:
                     stack.enter_context(random_kernels.drawing_from(self._stream))
+                # On the worker's thread, where no Ctrl-C can come between putting an alias in and taking it out.
+                for run in self._runs:
+                    stack.enter_context(run.aliases.standing_in())
                 if self._marks is None:
                     run_actions(self._order, self._handlers, self._failure)
                 else:
                     self._clock = self._device.clock()
                     run_actions(self._order, self._handlers, self._failure, self._mark_end)
-        except BaseException as error:  # entering or leaving the caller's context
+        except BaseException as error:  # entering or leaving a context
             self._failure.report(error, None)
 
     def entries(self) -> list[tuple[Action, float, float, float]]:

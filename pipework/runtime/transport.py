@@ -11,7 +11,7 @@ from __future__ import annotations
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
-from pipework.runtime.failure import WAKE_UP, Stopped
+from pipework.runtime.failure import Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     Send: TypeAlias = Callable[[int, tuple[Tensor | None, ...], Any], None]
 
 
+# Put into an inbox it wakes a worker that waits for a value which will never come.
+WAKE_UP = None
+
 Address = tuple[str, int, int]  # an action's kind, stage and micro-batch; an Action is one
 
 
@@ -39,6 +42,21 @@ class Endpoint(Protocol):
 
     def receive(self, address: Address) -> Message:
         """Waits for the value addressed to this action. Raises `Stopped` when another worker has failed."""
+
+
+class Transport(Protocol):
+    """Connects the workers of one run with each other and with the outside."""
+
+    @property
+    def endpoints(self) -> Sequence[Endpoint]:
+        """One for each worker."""
+
+    @property
+    def outside(self) -> Endpoint:
+        """That of the thread that called the pipe."""
+
+    def stop(self) -> None:
+        """Wakes every worker that waits: it raises `Stopped`."""
 
 
 class LocalEndpoint:
@@ -108,9 +126,9 @@ class LocalTransport:
     """
 
     def __init__(self, placement: tuple[int, ...], links: Mapping[tuple[int, int], Link | None]) -> None:
-        self.inboxes: list[Inbox] = [SimpleQueue() for _ in range(max(placement, default=-1) + 1)]
+        self._inboxes: list[Inbox] = [SimpleQueue() for _ in range(max(placement, default=-1) + 1)]
         outside: Inbox = SimpleQueue()
-        inboxes = [*(self.inboxes[worker] for worker in placement), outside]
+        inboxes = [*(self._inboxes[worker] for worker in placement), outside]
         self.outside = LocalEndpoint(outside, inboxes, [*(links.get((worker, worker)) for worker in placement), None])
         self.endpoints = [
             LocalEndpoint(
@@ -118,5 +136,10 @@ class LocalTransport:
                 inboxes,
                 [*(links.get((number, worker)) if worker != number else None for worker in placement), None],
             )
-            for number, inbox in enumerate(self.inboxes)
+            for number, inbox in enumerate(self._inboxes)
         ]
+
+    def stop(self) -> None:
+        """See `Transport.stop`."""
+        for inbox in self._inboxes:
+            inbox.put(WAKE_UP)

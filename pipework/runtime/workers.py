@@ -33,7 +33,7 @@ class Workers:
             threading.Thread(target=_serve, args=(queue, device), name=f"pipework worker {number}", daemon=True)
             for number, (queue, device) in enumerate(zip(self._queues, devices, strict=True))
         ]
-        self._intra_op_threads = 0
+        self._share = 0
         for thread in self._threads:
             thread.start()
         weakref.finalize(self, _end, self._queues, self._threads)
@@ -46,59 +46,75 @@ class Workers:
     def run(self, jobs: Sequence[Callable[[], None]], interrupted: Callable[[BaseException], None]) -> None:
         """Runs one job on each worker and waits until all have ended. Jobs must not raise.
 
+        The caller may be interrupted (Ctrl-C) between any two instructions. So what has happened is kept as state that
+        can be looked at again, never as a message that is lost if the interruption comes just after it was taken.
+
         Args:
             jobs: one for each worker.
-            interrupted: called if the waiting itself is interrupted (Ctrl-C); it must make the jobs end soon.
+            interrupted: called if the caller is interrupted; it must make the jobs end soon.
         """
-        self._share_cores()
-        done: SimpleQueue[None] = SimpleQueue()
-        for queue, job in zip(self._queues, jobs, strict=True):
-            queue.put((job, done))
-        remaining = len(jobs)
-        while remaining:
-            try:
-                done.get()
-                remaining -= 1
-            except BaseException as error:
-                interrupted(error)
-
-    def _share_cores(self) -> None:
-        """Gives each CPU worker its part of the caller's intra-op threads; otherwise each would use all cores."""
         threads = torch.get_num_threads()
-        if threads == self._intra_op_threads:
-            return
-        self._intra_op_threads = threads
         share = max(1, threads // max(1, self._cpu_workers))
-        done: SimpleQueue[None] = SimpleQueue()
+        wake: SimpleQueue[None] = SimpleQueue()
+        tasks = [_Task(job, share, wake) for job in jobs]
+        interruption: BaseException | None = None
+        while not all(task.ended for task in tasks):
+            try:
+                if interruption is not None:
+                    interrupted(interruption)
+                for queue, task in zip(self._queues, tasks, strict=True):
+                    if not task.queued:
+                        queue.put(task)
+                        task.queued = True
+                while not all(task.ended for task in tasks):
+                    wake.get()
+            except BaseException as error:
+                interruption = error
+        if self._share != share:
+            # Intra-op threads are each thread's own, but what a worker sets is also what threads born later start with.
+            torch.set_num_threads(threads)
+            self._share = share
+        if interruption is not None:
+            interrupted(interruption)
 
-        def set_share() -> None:
-            torch.get_num_threads()  # a thread's first question would overwrite what was set before it
-            torch.set_num_threads(share)
 
-        for queue in self._queues:
-            queue.put((set_share, done))
-        for _ in self._queues:
-            done.get()
-        # The setting is each thread's own, but what a worker sets is also what threads born later start with.
-        torch.set_num_threads(threads)
+class _Task:
+    """A job on its way through a worker's queue, in which it may be put twice."""
+
+    __slots__ = ("_job", "_wake", "ended", "queued", "share")
+
+    def __init__(self, job: Callable[[], None], share: int, wake: SimpleQueue[None]) -> None:
+        self._job: Callable[[], None] | None = job
+        self._wake = wake
+        self.share = share
+        self.queued = False
+        self.ended = False
+
+    def run(self) -> None:
+        """Runs the job, the first time that it is called."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        job()
+        # Whoever waits may drop the mini-batch and expect its memory back at once: no reference may linger here.
+        del job
+        self.ended = True
+        self._wake.put(None)
 
 
 def _serve(queue: SimpleQueue[Any], device: WorkerDevice) -> None:
     device.enter_thread()
+    share = 0
     with torch.autograd.set_multithreading_enabled(False):
         # A backward must run on the worker that calls it: the engine's thread of a device is one for all, and
         # workers would wait for each other.
-        while True:
-            task = queue.get()
-            if task is None:
-                return
-            job, done = task
+        while (task := queue.get()) is not None:
+            if task.share != share:
+                share = task.share
+                torch.get_num_threads()  # a thread's first question would overwrite what was set before it
+                torch.set_num_threads(share)
+            task.run()
             del task
-            job()
-            # Whoever waits may drop the mini-batch and expect its memory back at once: no reference may linger here.
-            del job
-            done.put(None)
-            del done
 
 
 def _end(queues: list[SimpleQueue[Any]], threads: list[threading.Thread]) -> None:

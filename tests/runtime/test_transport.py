@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.runtime.failure import WAKE_UP, Stopped
+from pipework.runtime.failure import Stopped
 from pipework.runtime.transport import LocalTransport
 
 
@@ -49,8 +49,8 @@ def test_receiving_waits_for_the_message() -> None:
     assert received == [("value",)]
 
 
-def test_a_wake_up_stops_whoever_waits() -> None:
+def test_stop_ends_whoever_waits() -> None:
     transport = LocalTransport((0, 1), {})
-    transport.endpoints[1].inbox.put(WAKE_UP)
+    transport.stop()
     with pytest.raises(Stopped):
         transport.endpoints[1].receive(("F", 1, 0))
