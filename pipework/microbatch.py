@@ -99,9 +99,16 @@ def split(
         tensors, structure = values.flatten(arguments[0])
         is_split: tuple[bool, ...] = (True,)
     else:
-        call = (arguments, keywords)
-        is_split = tuple([isinstance(leaf, Tensor) for leaf in values.leaves(call, (Tensor, NoChunk))])
-        tensors, structure = values.flatten(values.replaced(call, NoChunk, lambda whole: whole.tensor))
+        whole: set[int] = set()
+
+        def unwrap(wrapper: NoChunk) -> Tensor:
+            # Not the tensor itself, which may be among the inputs without a wrapper, too.
+            tensor = wrapper.tensor.view_as(wrapper.tensor)
+            whole.add(id(tensor))
+            return tensor
+
+        tensors, structure = values.flatten(values.replaced((arguments, keywords), NoChunk, unwrap))
+        is_split = tuple([id(tensor) not in whole for tensor in tensors])
     rows = _common_rows([tensor for tensor, split in zip(tensors, is_split, strict=True) if split], arguments, keywords)
     if device is not None:
         tensors = tuple([tensor.to(device, non_blocking=True) for tensor in tensors])

@@ -21,6 +21,7 @@ from pipework.runtime.nodes import Backward, attach
 from pipework.runtime.random_stream import Key, draw_key
 from pipework.runtime.skips import Skip
 from pipework.runtime.step import Program, Step
+from pipework.runtime.views import refuse_shared_statistics
 from pipework.schedule import build, with_recompute
 from pipework.sequential import PipeSequential
 from pipework.skip.layout import skip_edges
@@ -109,16 +110,18 @@ class Pipe(nn.Module):
         if checkpoint not in MODES:
             raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
         if isinstance(module, nn.Sequential):
+            _refuse_own_behaviour(module)
             verify_skippables(module)
-            if deferred_batch_norm:
-                convert_deferred_batch_norm(module, chunks)
         partitioning = choose_partitioning(module, balance, devices)
+        if deferred_batch_norm:
+            convert_deferred_batch_norm(module, chunks)
         self._chunks = chunks
         self._checkpoint = checkpoint
         self._check_finite = bool(check_finite)
         self._balance = list(partitioning.balance)
         self._devices = list(partitioning.devices)
         self._partitions = split_layers(module, partitioning)
+        refuse_shared_statistics(self._partitions)
         # Not add_module: it would refuse the names of children that are called as something in this class ("chunks").
         for partition in self._partitions:
             self._modules.update(partition._modules)
@@ -183,7 +186,7 @@ class Pipe(nn.Module):
             ValueError: a tensor cannot be split, or tensors have different numbers of rows.
         """
         if not self._modules:
-            return inputs[0] if len(inputs) == 1 else inputs
+            return nn.Sequential()(*inputs, **keyword_inputs)
         split = microbatch.split(inputs, keyword_inputs, self._chunks, self.input_device)
         house = self._house_in_use()
         context = CallerContext.capture({"cpu", *(device.type for device in self._devices)})
@@ -196,7 +199,7 @@ class Pipe(nn.Module):
             context,
             Key(draw_key() if training else None),
             checkpointed,
-            inputs_are_leaves=any(tensor.is_leaf and tensor.requires_grad for tensor in split.tensors),
+            own_leaves=frozenset([n for n, t in enumerate(split.tensors) if t.is_leaf and t.requires_grad]),
             check_finite=self._check_finite,
             recorder=self._recording,
             number=self._steps,
@@ -287,11 +290,22 @@ class Pipe(nn.Module):
         return self._program(count, checkpointed_micro_batches(self._checkpoint, count)).schedule
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Keeps the pipe's own attributes apart from children that have the same name."""
+        """Keeps the pipe's own attributes apart from children of the same name; a child can be replaced."""
         if name in _OWN_ATTRIBUTES:
             object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
+            return
+        children = self.__dict__.get("_modules", {})
+        if isinstance(value, nn.Module) and "_partitions" in self.__dict__ and name not in children:
+            raise AttributeError(
+                f"{name!r} is not among the layers of this pipe ({', '.join(children)}), and none can be added; "
+                "put the module into the nn.Sequential before it is wrapped"
+            )
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module):
+            for partition, device in zip(self.__dict__.get("_partitions", ()), self._devices, strict=False):
+                if name in partition._modules:
+                    partition._modules[name] = value.to(device)
+                    self._house = None  # its stages run the layer that was there before
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: everything but the threads, which are made again when they are needed."""
@@ -322,6 +336,25 @@ class Pipe(nn.Module):
             skips = [Skip(edge.key, edge.source, edge.destinations) for edge in edges]
             self._house = open_house(self._partitions, self._devices, skips, spread_tuples=self._spreads_tuples)
         return self._house
+
+
+def _refuse_own_behaviour(module: nn.Sequential) -> None:
+    """A pipe runs the layers; whatever else the module does would silently be left out."""
+    own = [
+        what
+        for what, there in (
+            ("a forward of its own", type(module).forward not in (nn.Sequential.forward, PipeSequential.forward)),
+            ("parameters of its own", any(parameter is not None for parameter in module._parameters.values())),
+            ("buffers of its own", any(buffer is not None for buffer in module._buffers.values())),
+            ("hooks", bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)),
+        )
+        if there
+    ]
+    if own:
+        raise TypeError(
+            f"{type(module).__name__} has {' and '.join(own)}, which a pipe of its layers would leave out; "
+            "wrap it as one layer, nn.Sequential(module), or give a plain nn.Sequential of its layers"
+        )
 
 
 def _refuse_to_move() -> NoReturn:

@@ -4,9 +4,9 @@ A checkpointed micro-batch runs twice. Its first pass changes the buffers, as it
 the first did, or it would compute something else, and it must not change them again. So clones are taken before the
 first pass, stand in the modules' slots during the second, and are thrown away.
 
-Which buffers change is learned, because cloning a large constant mask for every micro-batch would cost what
-checkpointing saves. A stage's first checkpointed pass compares all values; batch norm's kernels do not even raise a
-tensor's version.
+All small buffers are cloned. Of the large ones only those that are known to change: cloning a constant mask for every
+micro-batch would cost what checkpointing saves. Which they are is learned in the stage's first checkpointed pass, by
+comparing values, since batch norm's kernels do not even raise a tensor's version.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import contextlib
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor, nn
+
+
+SMALL = 64 * 1024  # bytes; cloning so much costs no more than a few operators
 
 
 class Slot(NamedTuple):
@@ -30,6 +32,11 @@ class Slot(NamedTuple):
     name: str
 
     @property
+    def identity(self) -> tuple[int, str]:
+        """Names the slot."""
+        return id(self.buffers), self.name
+
+    @property
     def mark(self) -> tuple[int, int]:
         """Differs after most changes of the buffer."""
         tensor = self.buffers.get(self.name)
@@ -37,10 +44,11 @@ class Slot(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """The mutable buffers as they were before a first pass."""
+    """The buffers that may change, as they were before a first pass."""
 
-    clones: list[tuple[Slot, Tensor]]
-    marks: list[tuple[Slot, tuple[int, int]]]
+    clones: list[tuple[Slot, Tensor | None]]
+    marks: list[tuple[Slot, tuple[int, int]]]  # of the others
+    created: list[Slot]  # by the first pass: they were not there before
 
     @contextlib.contextmanager
     def standing_in(self, *, again: bool) -> Iterator[None]:
@@ -49,9 +57,11 @@ class Snapshot(NamedTuple):
         Args:
             again: whether the same snapshot will be needed once more.
         """
-        present = [(slot, slot.buffers.get(slot.name)) for slot, _ in self.clones]
+        present = [(slot, slot.buffers.get(slot.name)) for slot in [*(slot for slot, _ in self.clones), *self.created]]
         for slot, clone in self.clones:
-            slot.buffers[slot.name] = clone.clone() if again else clone
+            slot.buffers[slot.name] = clone.clone() if again and clone is not None else clone
+        for slot in self.created:
+            slot.buffers.pop(slot.name, None)
         try:
             yield
         finally:
@@ -66,42 +76,63 @@ class MutableBuffers:
         modules: the stage's layers, as they are run.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        owners = {id(module): module for layer in modules for module in layer.modules()}.values()
-        slots = [
-            (isinstance(owner, _NormBase), Slot(owner._buffers, name)) for owner in owners for name in owner._buffers
-        ]
-        self._mutable = [slot for changes, slot in slots if changes]
-        self._unknown = [slot for changes, slot in slots if not changes]
-        self._compared = not self._unknown
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._mutable: set[tuple[int, str]] = set()  # the large ones, by slot
+        self._compared = False
 
     def snapshot(self) -> Snapshot:
         """To be taken before a first pass."""
-        slots = self._mutable if self._compared else self._mutable + self._unknown
-        clones = [(slot, tensor.clone()) for slot in slots if (tensor := slot.buffers.get(slot.name)) is not None]
-        return Snapshot(clones, [(slot, slot.mark) for slot in self._unknown])
+        clones: list[tuple[Slot, Tensor | None]] = []
+        marks = []
+        for slot in self._slots():
+            tensor = slot.buffers[slot.name]
+            if tensor is None:
+                clones.append((slot, None))
+            elif not self._compared or tensor.nbytes <= SMALL or slot.identity in self._mutable:
+                clones.append((slot, tensor.clone()))
+            else:
+                marks.append((slot, slot.mark))
+        return Snapshot(clones, marks, [])
 
     def learn(self, before: Snapshot) -> Snapshot:
-        """After a first pass: remembers which buffers it has changed. Returns the snapshot for the second pass."""
-        changed = [slot for slot, mark in before.marks if slot.mark != mark]
-        clones = before.clones
-        if not self._compared:
-            self._compared = True
-            unequal = {
-                id(slot)
-                for slot, clone in clones
-                if (now := slot.buffers.get(slot.name)) is None or not torch.equal(clone, now)
-            }
-            changed = [slot for slot, mark in before.marks if slot.mark != mark or id(slot) in unequal]
-            mutable = {id(slot) for slot in self._mutable + changed}
-            clones = [(slot, clone) for slot, clone in clones if id(slot) in mutable]
-        elif changed:
-            # Changed for the first time now: too late to know what was there, but it will not be counted twice.
-            clones = clones + [
-                (slot, now.clone()) for slot in changed if (now := slot.buffers.get(slot.name)) is not None
-            ]
-        if changed:
-            known = {id(slot) for slot in changed}
-            self._mutable += changed
-            self._unknown = [slot for slot in self._unknown if id(slot) not in known]
-        return Snapshot(clones, [])
+        """After a first pass: remembers which large buffers it has changed. Returns the snapshot for the second pass.
+
+        Raises:
+            RuntimeError: a large buffer has changed for the first time now, too late to know what was there before.
+        """
+        for slot, mark in before.marks:
+            if slot.mark != mark:
+                raise RuntimeError(
+                    f"the large buffer {slot.name!r} ({_size(slot)}) did not change when its layer was first "
+                    "checkpointed, and changes now: the recomputation cannot know what was in it. Let it change from "
+                    "the first mini-batch on, or use checkpoint='never'"
+                )
+        known = {slot.identity for slot, _ in (*before.clones, *before.marks)}
+        created = [slot for slot in self._slots() if slot.identity not in known]
+        if self._compared:
+            return Snapshot(before.clones, [], created)
+        self._compared = True
+        kept = []
+        for slot, clone in before.clones:
+            now = slot.buffers.get(slot.name)
+            if clone is not None and (now is None or not torch.equal(clone, now)):
+                self._mutable.add(slot.identity)
+            elif clone is not None and clone.nbytes > SMALL:
+                continue
+            kept.append((slot, clone))
+        return Snapshot(kept, [], created)
+
+    def _slots(self) -> Iterator[Slot]:
+        """The places of all buffers there are now, each once."""
+        seen: set[int] = set()
+        for layer in self._modules:
+            for module in layer.modules():
+                if module._buffers and id(module) not in seen:
+                    seen.add(id(module))
+                    yield from [Slot(module._buffers, name) for name in module._buffers]
+
+
+def _size(slot: Slot) -> str:
+    tensor = slot.buffers.get(slot.name)
+    return "removed" if tensor is None else f"{tensor.nbytes:,} bytes"

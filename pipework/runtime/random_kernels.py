@@ -16,6 +16,7 @@ never on import.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from torch import Tensor
 
     from pipework.runtime.random_stream import RandomStream
 
@@ -60,11 +63,36 @@ def install() -> None:
                         allow_override=True,
                     )
             _library = library
+            _install_state_access()
 
 
 def installed() -> bool:
     """Whether the override stands in this process."""
     return _library is not None
+
+
+def _install_state_access() -> None:
+    """Lets `get_rng_state` and `set_rng_state` mean the thread's stream, if it has one.
+
+    torch.utils.checkpoint saves the state in a layer's forward, and puts it back to compute the layer again.
+    """
+    get_state, set_state = torch.get_rng_state, torch.set_rng_state
+
+    def get_rng_state() -> Tensor:
+        stream = thread_stream.stream
+        return get_state() if stream is None else stream.generator().get_state()
+
+    def set_rng_state(new_state: Tensor) -> None:
+        stream = thread_stream.stream
+        if stream is None:
+            set_state(new_state)
+        else:
+            stream.generator().set_state(new_state)
+
+    for function, original in ((get_rng_state, get_state), (set_rng_state, set_state)):
+        functools.update_wrapper(function, original)
+        for module in (torch, torch.random):
+            setattr(module, function.__name__, function)
 
 
 @contextlib.contextmanager

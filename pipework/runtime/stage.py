@@ -98,6 +98,11 @@ class Stage:
         for view in self._views:
             view.refresh()
 
+    def hand_back(self) -> None:
+        """After a run: what modules that are run through views have assigned to themselves is the user's."""
+        for view in self._views:
+            view.hand_back()
+
     @property
     def modules(self) -> list[nn.Module]:
         """The layers' modules, as they are run."""
@@ -118,7 +123,7 @@ class StageRun:
         context: CallerContext,
         checkpointed: int,
         *,
-        inputs_are_leaves: bool,
+        own_leaves: frozenset[int],
         check_finite: bool,
     ) -> None:
         self._stage = stage
@@ -128,15 +133,16 @@ class StageRun:
         self._context = context
         self._grad = context.grad
         self._checkpointed = checkpointed if context.grad and stage.training else 0
-        self._inputs: dict[int, tuple[tuple[Tensor, ...], Around, Snapshot]] = {}
+        self._inputs: dict[int, tuple[tuple[Tensor, ...], Around, Snapshot, list[int]]] = {}
         self._graphs: dict[int, tuple[tuple[Tensor, ...], list[Root]]] = {}
         # Whether the layers overwrite their input is seen on the first micro-batch, which is treated as if they did.
         # The caller's own leaves are always given as they are: PyTorch is to refuse an in-place operation on them.
         self._overwrites: bool | None = None
-        self._own_leaves = inputs_are_leaves and stage.index == 0
+        self._own_leaves = own_leaves if stage.index == 0 else frozenset[int]()
         stage.refresh()
         self.draws = any(map(may_draw, stage.modules))
         self.aliases = Aliases(stage.modules if context.grad else ())
+        self._parameter_versions = self.aliases.versions
         self.meter: MemoryMeter | None = None
         ports = SkipPorts(stage.index, stage.skips)
         self._skips = ports if ports.touched else None
@@ -200,7 +206,13 @@ class StageRun:
         if micro_batch not in self._inputs:
             return  # this stage is in evaluation mode: nothing was checkpointed here
         again = self._retain_graph
-        leaves, structure, buffers = self._inputs[micro_batch] if again else self._inputs.pop(micro_batch)
+        leaves, structure, buffers, versions = self._inputs[micro_batch] if again else self._inputs.pop(micro_batch)
+        if versions != [leaf._version for leaf in leaves] or self._parameter_versions != self.aliases.versions:
+            raise RuntimeError(
+                f"an input or a parameter of stage {self._index} has been modified by an inplace operation since its "
+                "forward, so it cannot be recomputed for its backward. Call backward() before optimizer.step() and "
+                "before the batch's memory is used again, or use checkpoint='never' if autograd need not have them"
+            )
         if self._overwrites:
             leaves = tuple(map(_private_copy, leaves))
         with self._context.entered(), recomputing(), buffers.standing_in(again=again):
@@ -222,6 +234,9 @@ class StageRun:
                 starts.append(root)
                 seeds.append(gradient)
         if starts:
+            if self._enter_stream is not None:
+                # A backward may draw, too: a stream of its own, apart from all layers'.
+                self._enter_stream(-1 - self._index, micro_batch)
             engine.run_backward(tuple(starts), tuple(seeds), self._retain_graph)
         of_leaves = tuple([leaf.grad for leaf in leaves])
         if self._check_finite:
@@ -259,7 +274,8 @@ class StageRun:
         with checkpointing():
             outputs, structure_out = self._compute(own, structure, micro_batch)
             self._inspect(own, outputs)
-        self._inputs[micro_batch] = leaves, structure, self._stage.buffers.learn(buffers)
+        kept = [leaf._version for leaf in leaves]
+        self._inputs[micro_batch] = leaves, structure, self._stage.buffers.learn(buffers), kept
         if versions != [leaf._version for leaf in own]:
             if own is leaves:
                 raise RuntimeError(
@@ -296,8 +312,7 @@ class StageRun:
         tracker = skips.tracker(aliases, bundle.present)
         with skip_tracker.using(tracker):
             outputs, structure = self._run_layers(leaves[: bundle.own], bundle.structure, micro_batch)
-        seen = [boundary.report_overwriting(leaf, alias) for leaf, alias in zip(popped, aliases, strict=True)]
-        self._overwrites = bool(self._overwrites) or any(seen)
+        self._see_overwriting(popped, aliases)
         stashed = tracker.outgoing()
         present = tuple([tensor is not None for tensor in stashed])
         return outputs + tuple([t for t in stashed if t is not None]), Bundle(structure, len(outputs), present)
@@ -305,8 +320,11 @@ class StageRun:
     def _run_layers(
         self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
     ) -> tuple[tuple[Tensor, ...], Around]:
-        aliased = self._overwrites is not False and not self._own_leaves
-        aliases = tuple([boundary.enter(leaf) for leaf in leaves]) if aliased else leaves
+        aliased = self._overwrites is not False
+        aliases = leaves
+        if aliased:
+            own = self._own_leaves
+            aliases = tuple([leaf if n in own else boundary.enter(leaf) for n, leaf in enumerate(leaves)])
         value = aliases[0] if structure is None else values.unflatten(aliases, structure)
         enter_stream = self._enter_stream
         layers = self._layers
@@ -322,11 +340,18 @@ class StageRun:
                 enter_stream(number, micro_batch)
             value = module(*value) if type(value) is tuple and not takes_tuple_whole else module(value)
         if aliased:
-            overwritten = [
-                boundary.report_overwriting(leaf, alias) for leaf, alias in zip(leaves, aliases, strict=True)
-            ]
-            self._overwrites = bool(self._overwrites) or any(overwritten)
+            self._see_overwriting(leaves, aliases)
         return values.flatten(value)
+
+    def _see_overwriting(self, leaves: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
+        seen = [boundary.report_overwriting(leaf, alias) for leaf, alias in zip(leaves, aliases, strict=True)]
+        self._overwrites = bool(self._overwrites) or any(seen)
+        if any(seen) and len({leaf.untyped_storage().data_ptr() for leaf in leaves}) < len(leaves):
+            raise RuntimeError(
+                f"stage {self._index}, which begins with layer {self._layers[0].name!r}, changed an input in place, "
+                "and its inputs share memory, so that the gradient of another one would be wrong. Send a clone, or "
+                "make the operation not in-place"
+            )
 
     def _keep_graph(self, micro_batch: int, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         """Keeps what B needs: where the graph begins and ends, but not the outputs' memory."""

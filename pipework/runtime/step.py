@@ -77,7 +77,8 @@ class Step:
         context: what the calling thread has set.
         key: names the random numbers.
         checkpointed: micro-batches below this number are recomputed.
-        inputs_are_leaves: the caller's input is a leaf that requires a gradient, which refuses in-place operations.
+        own_leaves: which of the caller's input tensors are leaves that require a gradient; they refuse in-place
+            operations.
         check_finite: NaN and infinities are errors.
         recorder: told about every action; None: nobody asks.
         number: of this mini-batch, for the recorder.
@@ -91,7 +92,7 @@ class Step:
         key: Key,
         checkpointed: int,
         *,
-        inputs_are_leaves: bool = False,
+        own_leaves: frozenset[int] = frozenset(),
         check_finite: bool = False,
         recorder: Recorder | None = None,
         number: int = 0,
@@ -103,10 +104,11 @@ class Step:
         self._recorder = recorder
         self._number = number
         self._failed = False
-        self._runs = [
-            StageRun(stage, context, checkpointed, inputs_are_leaves=inputs_are_leaves, check_finite=check_finite)
-            for stage in house.stages
-        ]
+        with house.lock:  # while workers run for another thread, the slots hold what is theirs
+            self._runs = [
+                StageRun(stage, context, checkpointed, own_leaves=own_leaves, check_finite=check_finite)
+                for stage in house.stages
+            ]
         if recorder is not None:
             for worker in range(len(house.devices)):
                 stages = [stage for stage, place in enumerate(house.placement) if place == worker]
@@ -193,6 +195,8 @@ class Step:
             for micro_batch, (tensors, structure) in enumerate(messages):
                 send(micro_batch, tensors, structure)
             house.workers.run(jobs, lambda error: failure.report(error, None))
+            for stage in house.stages:
+                stage.hand_back()
         if failure.happened:
             self._failed = True
             for run in self._runs:

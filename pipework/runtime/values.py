@@ -1,7 +1,7 @@
 """A value that crosses a boundary, taken apart into its tensors and a recipe that puts it together again.
 
-Layers exchange nested structures: tuples, lists, dicts, None, plain values. What travels between workers is a flat
-tuple of tensors; what stays the same for every micro-batch is the structure around them.
+Layers exchange nested structures: tuples, lists, dicts, dataclasses, None, plain values. What travels between workers
+is a flat tuple of tensors; what stays the same for every micro-batch is the structure around them.
 """
 
 from __future__ import annotations
@@ -10,23 +10,45 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
-from torch.utils import (
-    _pytree as pytree,
-)  # PyTorch's own nested-structure library: it also knows what users registered with it
+from torch.utils import _pytree as pytree  # PyTorch's own nested-structure library: it knows what users registered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
-class _Tensor:
-    """Marks the place of a tensor among the leaves (None is a plain value of its own)."""
+class Place(NamedTuple):
+    """Stands for a tensor among the leaves: its position in the flat tuple. A tensor that occurs twice travels once."""
+
+    position: int
 
 
 class Structure(NamedTuple):
-    """What remains of a value without its tensors: the nesting, and the leaves with a mark for each tensor."""
+    """What remains of a value without its tensors: the nesting, and the leaves with a `Place` for each tensor."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
+
+
+class _Fields:
+    """A dataclass that holds tensors, as a node of the tree. PyTorch would have to be told of every user's class."""
+
+    def __init__(self, kind: type, names: tuple[str, ...], values: list[Any]) -> None:
+        self.kind = kind
+        self.names = names
+        self.values = values
+
+    def rebuilt(self) -> Any:
+        instance: Any = object.__new__(self.kind)
+        for name, value in zip(self.names, self.values, strict=True):
+            object.__setattr__(instance, name, value)  # also where the class is frozen
+        return instance
+
+
+pytree.register_pytree_node(
+    _Fields,
+    lambda node: (node.values, (node.kind, node.names)),
+    lambda values, context: _Fields(context[0], context[1], list(values)).rebuilt(),
+)
 
 
 def flatten(value: Any) -> tuple[tuple[Tensor, ...], Structure | None]:
@@ -34,6 +56,9 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Structure | None]:
 
     Tuples, named tuples, lists, dicts and dataclasses are taken apart, and what was registered with PyTorch's pytree
     (as transformers does with its `ModelOutput`); anything else is a plain value.
+
+    Raises:
+        TypeError: a plain value holds a tensor that requires a gradient, which would be lost.
 
     Example:
         >>> import torch
@@ -44,28 +69,29 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Structure | None]:
     if isinstance(value, Tensor):
         return (value,), None
     leaves, spec = pytree.tree_flatten(value)
-    unknown = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)}
-    if unknown:
-        # PyTorch takes apart only those dataclasses that it has been told of.
-        for kind in unknown:
-            pytree.register_dataclass(kind)
-        return flatten(value)
-    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-    return tensors, Structure(spec, tuple(_Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+    if any(_holds_tensors(leaf) for leaf in leaves if _is_dataclass(leaf)):
+        return flatten(pytree.tree_unflatten([_taken_apart(leaf) for leaf in leaves], spec))
+    places: dict[int, Place] = {}
+    tensors: list[Tensor] = []
+    marked: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if id(leaf) not in places:
+                places[id(leaf)] = Place(len(tensors))
+                tensors.append(leaf)
+            marked.append(places[id(leaf)])
+        else:
+            _refuse_hidden_gradients(leaf)
+            marked.append(leaf)
+    return tuple(tensors), Structure(spec, tuple(marked))
 
 
 def unflatten(tensors: tuple[Tensor, ...], structure: Structure | None) -> Any:
     """Puts a value together from tensors in the order in which `flatten` gave them."""
     if structure is None:
         return tensors[0]
-    remaining = iter(tensors)
-    leaves = [next(remaining) if leaf is _Tensor else leaf for leaf in structure.leaves]
+    leaves = [tensors[leaf.position] if isinstance(leaf, Place) else leaf for leaf in structure.leaves]
     return pytree.tree_unflatten(leaves, structure.spec)
-
-
-def leaves(value: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """The leaves of these types, in the order in which `flatten` meets them."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, kinds)]
 
 
 def replaced(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
@@ -78,7 +104,8 @@ def same_nesting(left: Structure | None, right: Structure | None) -> bool:
     if left is None or right is None:
         return left is right
     return left.spec == right.spec and all(
-        (a is _Tensor) == (b is _Tensor) for a, b in zip(left.leaves, right.leaves, strict=True)
+        a == b if isinstance(a, Place) else not isinstance(b, Place)
+        for a, b in zip(left.leaves, right.leaves, strict=True)
     )
 
 
@@ -95,12 +122,59 @@ def collect(structures: Sequence[Structure | None]) -> Structure | None:
     if first is None:
         return None
     columns = zip(*(structure.leaves for structure in structures if structure is not None), strict=True)
-    return Structure(first.spec, tuple(_Tensor if column[0] is _Tensor else list(column) for column in columns))
+    return Structure(
+        first.spec, tuple([column[0] if isinstance(column[0], Place) else list(column) for column in columns])
+    )
 
 
 def describe(structure: Structure | None) -> str:
     """The nesting in words for an error message, such as `(tensor, int)`."""
     if structure is None:
         return "tensor"
-    leaves = ["tensor" if leaf is _Tensor else type(leaf).__name__ for leaf in structure.leaves]
+    leaves = ["tensor" if isinstance(leaf, Place) else type(leaf).__name__ for leaf in structure.leaves]
     return str(pytree.tree_unflatten(leaves, structure.spec)).replace("'", "")
+
+
+def _is_dataclass(leaf: Any) -> bool:
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def _fields(instance: Any) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(instance)]
+    return {name: getattr(instance, name) for name in names if hasattr(instance, name)}
+
+
+def _holds_tensors(instance: Any) -> bool:
+    return any(
+        isinstance(leaf, Tensor) or (_is_dataclass(leaf) and _holds_tensors(leaf))
+        for leaf in pytree.tree_leaves(list(_fields(instance).values()))
+    )
+
+
+def _taken_apart(leaf: Any) -> Any:
+    if not (_is_dataclass(leaf) and _holds_tensors(leaf)):
+        return leaf
+    fields = _fields(leaf)
+    return _Fields(type(leaf), tuple(fields), list(fields.values()))
+
+
+def _refuse_hidden_gradients(leaf: Any) -> None:
+    """A tensor inside of an object that nobody can take apart would cross the boundary with its graph."""
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes)):
+        return
+    for name, found in _attributes(leaf):
+        if isinstance(found, Tensor) and found.requires_grad:
+            kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+            raise TypeError(
+                f"a value of type {kind} holds a tensor that requires a gradient (.{name}), which would be lost where "
+                "the value leaves its partition or the pipe. Return the tensors themselves, in a tuple, dict or "
+                "dataclass, or tell PyTorch how to take the type apart with torch.utils._pytree.register_pytree_node"
+            )
+
+
+def _attributes(leaf: Any) -> Iterator[tuple[str, Any]]:
+    yield from getattr(leaf, "__dict__", {}).items()
+    for kind in type(leaf).__mro__:
+        for name in getattr(kind, "__slots__", ()):
+            if hasattr(leaf, name):
+                yield name, getattr(leaf, name)

@@ -7,31 +7,51 @@ a shallow copy of the module tree: the same buffers, hooks and attributes, but s
 from __future__ import annotations
 
 from collections import Counter
+from types import MethodType
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
 class View:
     """A view of one layer, kept equal to it by `refresh`."""
 
     def __init__(self, layer: nn.Module) -> None:
-        self._pairs: list[tuple[nn.Module, nn.Module]] = []
-        self.module = self._copy(layer, {})
+        self._layer = layer
+        self._build()
         self.refresh()
 
     def refresh(self) -> None:
-        """Takes over what changed in the layer since the last mini-batch: flags, attributes, parameters."""
+        """Takes over what changed in the layer since the last mini-batch: flags, attributes, parameters, children."""
+        if [id(module) for module in self._layer.modules()] != self._tree:
+            self._build()
         for original, copy in self._pairs:
-            children, buffers = copy.__dict__["_modules"], copy.__dict__["_buffers"]
+            own = {name: copy.__dict__[name] for name in ("_modules", "_buffers")}
+            copy.__dict__.clear()
             copy.__dict__.update(original.__dict__)
-            copy.__dict__["_modules"] = children
+            copy.__dict__.update(own)
             copy.__dict__["_parameters"] = dict(original._parameters)
-            slots = copy.__dict__["_buffers"] = buffers
-            slots.update(original._buffers)
+            copy._buffers.clear()
+            copy._buffers.update(original._buffers)
+            if (forward := original.__dict__.get("forward")) is not None and hasattr(forward, "__func__"):
+                copy.__dict__["forward"] = MethodType(forward.__func__, copy)
+
+    def hand_back(self) -> None:
+        """After a run: what the layers have assigned to themselves is the layer's own."""
+        for original, copy in self._pairs:
+            for name, value in copy.__dict__.items():
+                if name not in ("_modules", "_buffers", "_parameters", "forward"):
+                    original.__dict__[name] = value
+            original._buffers.update(copy._buffers)
+
+    def _build(self) -> None:
+        self._tree = [id(module) for module in self._layer.modules()]
+        self._pairs: list[tuple[nn.Module, nn.Module]] = []
+        self.module = self._copy(self._layer, {})
 
     def _copy(self, module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
         if id(module) not in copies:
@@ -44,12 +64,26 @@ class View:
         return copies[id(module)]
 
 
-def shared_modules(stages: Sequence[Sequence[nn.Module]]) -> set[int]:
+def shared_modules(stages: Sequence[Iterable[nn.Module]]) -> set[int]:
     """The ids of all modules that are reached from more than one stage."""
     reached: Counter[int] = Counter()
     for layers in stages:
         reached.update({id(module) for layer in layers for module in layer.modules()})
     return {identity for identity, count in reached.items() if count > 1}
+
+
+def refuse_shared_statistics(stages: Sequence[Iterable[nn.Module]]) -> None:
+    """Raises a ValueError if two stages would update the statistics of one norm in whichever order they come."""
+    shared = shared_modules(stages)
+    for layers in stages:
+        for layer in layers:
+            for name, module in layer.named_modules():
+                if id(module) in shared and isinstance(module, _NormBase) and module.track_running_stats:
+                    raise ValueError(
+                        f"{type(module).__name__} {name!r} is used in two partitions, which would update its running "
+                        "statistics at the same time; choose a balance that puts them into one partition, use two "
+                        "norms, or track_running_stats=False"
+                    )
 
 
 def execution_layers(layers: Sequence[nn.Module], shared: set[int]) -> tuple[list[nn.Module], list[View]]:
