@@ -207,7 +207,9 @@ class StageRun:
             return  # this stage is in evaluation mode: nothing was checkpointed here
         again = self._retain_graph
         leaves, structure, buffers, versions = self._inputs[micro_batch] if again else self._inputs.pop(micro_batch)
-        if versions != [leaf._version for leaf in leaves] or self._parameter_versions != self.aliases.versions:
+        # A stage that overwrites its input gets copies; but the caller's micro-batches count their versions together.
+        untouched = self._overwrites or versions == [leaf._version for leaf in leaves]
+        if not untouched or self._parameter_versions != self.aliases.versions:
             raise RuntimeError(
                 f"an input or a parameter of stage {self._index} has been modified by an inplace operation since its "
                 "forward, so it cannot be recomputed for its backward. Call backward() before optimizer.step() and "
@@ -284,6 +286,7 @@ class StageRun:
                     "again. Clone the input in that layer, or use checkpoint='never'."
                 )
             self._overwrites = True
+            self._refuse_overlap(leaves)
         if self.meter is not None:
             self.meter.checkpointed(self._index, micro_batch, leaves)
         return outputs, structure_out
@@ -346,7 +349,11 @@ class StageRun:
     def _see_overwriting(self, leaves: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
         seen = [boundary.report_overwriting(leaf, alias) for leaf, alias in zip(leaves, aliases, strict=True)]
         self._overwrites = bool(self._overwrites) or any(seen)
-        if any(seen) and len({leaf.untyped_storage().data_ptr() for leaf in leaves}) < len(leaves):
+        if any(seen):
+            self._refuse_overlap(leaves)
+
+    def _refuse_overlap(self, leaves: Sequence[Tensor]) -> None:
+        if len({leaf.untyped_storage().data_ptr() for leaf in leaves}) < len(leaves):
             raise RuntimeError(
                 f"stage {self._index}, which begins with layer {self._layers[0].name!r}, changed an input in place, "
                 "and its inputs share memory, so that the gradient of another one would be wrong. Send a clone, or "

@@ -81,8 +81,8 @@ def refuse_shared_statistics(stages: Sequence[Iterable[nn.Module]]) -> None:
                 if id(module) in shared and isinstance(module, _NormBase) and module.track_running_stats:
                     raise ValueError(
                         f"{type(module).__name__} {name!r} is used in two partitions, which would update its running "
-                        "statistics at the same time; choose a balance that puts them into one partition, use two "
-                        "norms, or track_running_stats=False"
+                        "statistics at the same time; put them into one partition by another balance, use "
+                        "two norms, or track_running_stats=False"
                     )
 
 
