@@ -334,7 +334,10 @@ class Pipe(nn.Module):
         if self._house is None or not self._house.workers.alive:
             edges = skip_edges(self._partitions)
             skips = [Skip(edge.key, edge.source, edge.destinations) for edge in edges]
-            self._house = open_house(self._partitions, self._devices, skips, spread_tuples=self._spreads_tuples)
+            placement = self.schedule().placement
+            self._house = open_house(
+                self._partitions, self._devices, placement, skips, spread_tuples=self._spreads_tuples
+            )
         return self._house
 
 

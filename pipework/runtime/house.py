@@ -48,19 +48,21 @@ class House:
 def open_house(
     partitions: Sequence[nn.Sequential],
     devices: Sequence[torch.device],
+    placement: tuple[int, ...],
     skips: Sequence[Skip],
     *,
     spread_tuples: bool,
 ) -> House:
-    """Makes a stage of each partition, with a worker of its own on the partition's device.
+    """Makes a stage of each partition, and a worker for each number in the placement.
 
     Args:
         partitions: the layers.
         devices: one for each partition.
+        placement: the worker of each partition, as the schedule has it.
         skips: the skip connections between the layers.
         spread_tuples: a tuple is spread into a layer's arguments also if the layer takes only one.
     """
-    workers = tuple(WorkerDevice(device) for device in devices)
+    workers = tuple(WorkerDevice(devices[placement.index(worker)]) for worker in range(max(placement) + 1))
     named_layers = [
         [(name, layer) for name, layer in partition._modules.items() if layer is not None] for partition in partitions
     ]
@@ -70,7 +72,7 @@ def open_house(
             index,
             layers,
             first_number=sum(map(len, named_layers[:index])),
-            device=workers[index],
+            device=workers[placement[index]],
             shared=shared,
             skips=skips,
             spread_tuples=spread_tuples,
@@ -78,20 +80,19 @@ def open_house(
         )
         for index, layers in enumerate(named_layers)
     )
-    pairs = {(w, other) for w in range(len(workers)) for other in (w - 1, w, w + 1) if 0 <= other < len(workers)}
-    for skip in skips:
-        for destination in skip.destinations:
-            pairs |= {(skip.source, destination), (destination, skip.source)}
+    ways = {(stage, stage) for stage in range(len(stages))} | {(stage, stage + 1) for stage in range(len(stages) - 1)}
+    ways |= {(skip.source, destination) for skip in skips for destination in skip.destinations}
+    pairs = {(placement[a], placement[b]) for a, b in ways} | {(placement[b], placement[a]) for a, b in ways}
     return House(
         stages=stages,
-        placement=tuple(range(len(stages))),
+        placement=placement,
         devices=workers,
         links={(source, target): link(workers[source], workers[target]) for source, target in sorted(pairs)},
         workers=Workers(workers),
         lock=threading.Lock(),
         random_guards={
             device: threading.Lock()
-            for device, count in Counter(devices).items()
+            for device, count in Counter(worker.device for worker in workers).items()
             if count > 1 and is_accelerator(device)
         },
     )

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from pipework.runtime.failure import Failure
     from pipework.schedule import Action
 
-Handlers = "Mapping[tuple[str, int], Callable[[Action], None]]"
-
 
 def run_actions(
     actions: Iterable[Action],
