@@ -9,114 +9,77 @@ Ctrl-C leaves a checkpoint that --resume continues with the same loss curve. Nee
 """
 
 import argparse
-import contextlib
 import copy
 import json
 import math
 import os
-import shlex
+import re
 import signal
 import statistics
 import sys
 import sysconfig
 import time
-import zlib
-from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipework import Pipe
 
-HEADS = 4
-LEARNING_RATE, WARM_UP = 2e-3, 50  # the highest one; steps
-CHECKPOINT_EVERY, RECORDED = 100, 5  # steps: how often; how many at the end are recorded for the timeline
-MAY_CHANGE = {"steps", "stages", "chunks", "checkpoint"}  # at --resume: how much is computed and how, but not what
+CONTEXT, HEADS = 128, 4  # bytes that the model sees at a time; attention heads
+LEARNING_RATE, WARM_UP = 3e-3, 15  # the highest rate; steps until then
+CHECKPOINT_EVERY = 50  # steps
 
 
-def fail(message: str) -> NoReturn:
+def fail(message: object) -> NoReturn:
     print(f"train_gpt.py: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    sys.exit(2)
 
 
-# ---- Options ---------------------------------------------------------------------------------------------------------
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number above 0")
+    return int(text)
 
 
-def read_options(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The options; and the checkpoint to go on from, empty for a new run."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.error = fail  # type: ignore[method-assign]  # one line
-    add = parser.add_argument
-    number: dict[str, Any] = {"type": int, "metavar": "N"}
-    add("--steps", **number, default=700, help="mini-batches to train on (%(default)s)")
-    add("--stages", **number, help="partitions of the model (all accelerators, else 2 to 4 workers that share the CPU)")
-    add("--chunks", **number, default=8, help="micro-batches in a mini-batch (%(default)s)")
-    modes = ["never", "except_last", "always"]
-    add("--checkpoint", choices=modes, default="never", help="which micro-batches to recompute to save memory")
-    add("--batch-size", **number, default=16, help="rows in a mini-batch (%(default)s)")
-    add("--context", **number, default=128, help="bytes in a row (%(default)s)")
-    add("--width", **number, default=128, help="numbers that stand for a byte inside the model (%(default)s)")
-    add("--layers", **number, default=4, help="transformer blocks (%(default)s)")
-    add("--seed", **number, default=0, help="of all that is random (%(default)s)")
-    add("--data", type=os.path.abspath, metavar="FILE", help="train on this text instead")
-    settings = set(vars(parser.parse_args([])))  # what belongs to a run and is kept in its checkpoint
-    add("--out", type=Path, metavar="FOLDER", help="of the run (the first free one of runs/gpt-1, runs/gpt-2, ..)")
-    add("--resume", type=Path, metavar="FOLDER", help="continue the run in this folder, with its options")
-    add("--compare", action="store_true", help="at the end, time the pipeline against the plain model")
-    options, state = parser.parse_args(argv), {}
-    if options.resume:
-        state = load_checkpoint(options.resume)
-        parser.set_defaults(**state["options"])
-        options = parser.parse_args(argv)
-        for name, value in state["options"].items():
-            if name not in MAY_CHANGE and getattr(options, name) != value:
-                fail(f"--{name.replace('_', '-')} is {value} in {options.resume}, and --resume cannot change it")
-        if options.steps <= state["step"]:
-            fail(f"{options.resume} has {state['step']} steps behind it: to go on, give --steps more than that")
-        if options.out:
-            fail("--resume goes on writing into the same folder: leave --out out")
-    for name in ("steps", "stages", "chunks", "batch_size", "context", "width", "layers"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            fail(f"--{name.replace('_', '-')} is {getattr(options, name)}: it must be at least 1")
-    if options.width % HEADS:
-        fail(f"--width is {options.width}: it must be a multiple of {HEADS}, the number of attention heads")
-    if options.stages and options.stages > options.layers + 2:
-        fail(f"--stages is {options.stages}: it must be at most {options.layers + 2}, the blocks, embedding and head")
-    if options.out and (options.out / "metrics.jsonl").exists():
-        fail(f"--out {options.out} holds a run already: --resume {options.out} continues it, or name another folder")
-    options.settings = {name: getattr(options, name) for name in settings}
-    return options, state
+parser = argparse.ArgumentParser(description="Trains a small GPT in a pipeline.")
+parser.error = fail  # one line, without the usage
+add, modes = parser.add_argument, ["never", "except_last", "always"]
+add("--steps", type=positive, default=200, metavar="N", help="mini-batches to train on (%(default)s)")
+add("--stages", type=positive, metavar="N", help="partitions (one for each accelerator, else 2 to 4 CPU workers)")
+add("--chunks", type=positive, default=8, metavar="N", help="micro-batches in a mini-batch (%(default)s)")
+add("--checkpoint", choices=modes, default="never", help="what to recompute to save memory (%(default)s)")
+add("--batch-size", type=positive, default=32, metavar="N", help="rows of text in a mini-batch (%(default)s)")
+add("--width", type=positive, default=192, metavar="N", help="features of the model (%(default)s)")
+add("--layers", type=positive, default=4, metavar="N", help="transformer blocks (%(default)s)")
+add("--seed", type=int, default=0, metavar="N", help="of all that is random (%(default)s)")
+add("--data", type=os.path.abspath, metavar="FILE", help="train on this text instead of the standard library")
+add("--out", metavar="FOLDER", help="a new folder for the run (the first free one of runs/gpt-1, ..)")
+add("--resume", metavar="FOLDER", help="go on with the run in this folder, with its options")
+add("--compare", action="store_true", help="at the end, time the pipeline against the plain model")
 
 
-# ---- Data: bytes, of which the last tenth is held out ----------------------------------------------------------------
-
-
-def read_text(file: str | None, context: int) -> bytes:
-    if file is None:
-        file = sysconfig.get_paths()["stdlib"]
-        left_out = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}
-        paths = sorted(path for path in Path(file).rglob("*.py") if left_out.isdisjoint(path.relative_to(file).parts))
-        text = b"\n".join(path.read_bytes() for path in paths)
+# ---- Data: bytes -----------------------------------------------------------------------------------------------------
+def read_text(file: str | None) -> Tensor:
+    if file:
+        text = Path(file).read_bytes()
     else:
-        try:
-            text = Path(file).read_bytes()
-        except OSError as error:
-            fail(f"cannot read --data {file}: {error.strerror}")
-    if len(text) // 10 <= context:
-        fail(f"{file} has {len(text)} bytes of text: --context {context} needs at least {10 * context + 10}")
-    return text
+        library = Path(sysconfig.get_path("stdlib"))
+        left_out = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}
+        files = sorted(path for path in library.rglob("*.py") if left_out.isdisjoint(path.relative_to(library).parts))
+        text = b"\n".join(path.read_bytes() for path in files)
+    if len(text) < 10 * (CONTEXT + 1):
+        fail(f"the text has {len(text)} bytes and needs at least {10 * (CONTEXT + 1)}")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def draw_batch(text: Tensor, rows: int, context: int, *seed: object) -> tuple[Tensor, Tensor]:
-    """Random rows and, for each byte in them, the next one. Depends on nothing but the arguments: resuming is exact."""
-    generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
-    starts = torch.randint(len(text) - context, (rows, 1), generator=generator)
-    windows = text[starts + torch.arange(context + 1)].long()
+def draw_batch(text: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Random rows and, for each byte in them, the next one, which is to be guessed."""
+    starts = torch.randint(len(text) - CONTEXT, (rows, 1))
+    windows = text[starts + torch.arange(CONTEXT + 1)].long()
     return windows[:, :-1], windows[:, 1:]
 
 
@@ -127,17 +90,16 @@ def bigram_loss(text: Tensor, x: Tensor, y: Tensor) -> float:
 
 
 # ---- Model: an nn.Sequential, whose layers are what Pipe shares out --------------------------------------------------
-
-
 class Embedding(nn.Module):
-    def __init__(self, context: int, width: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.byte, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
-        nn.init.normal_(self.byte.weight, std=0.02)
-        nn.init.normal_(self.position.weight, std=0.02)
+        self.byte = nn.Embedding(256, width)
+        # Sines, as in the first transformer: within so few steps, positions that are learned hardly tell anything.
+        angles = torch.arange(CONTEXT)[:, None] / 1000 ** (torch.arange(0, width, 2) / width)
+        self.register_buffer("position", torch.cat([angles.sin(), angles.cos()], dim=1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.byte(x) + self.position.weight[: x.size(1)]
+        return self.byte(x) + self.position[: x.size(1)]
 
 
 class Block(nn.Module):
@@ -154,248 +116,170 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-def build_model(options: argparse.Namespace) -> nn.Sequential:
-    width = options.width
+def gpt(width: int, layers: int) -> nn.Sequential:
     head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
-    return nn.Sequential(Embedding(options.context, width), *(Block(width) for _ in range(options.layers)), head)
+    return nn.Sequential(Embedding(width), *(Block(width) for _ in range(layers)), head)
 
 
-def build_pipe(model: nn.Sequential, options: argparse.Namespace) -> Pipe:
-    """The only lines about pipelines; without --stages, Pipe itself chooses the devices."""
-    stages, devices = options.stages, None
-    if stages:
-        accelerators = torch.accelerator.device_count()
-        devices = [stage * accelerators // stages for stage in range(stages)] if accelerators else ["cpu"] * stages
-    return Pipe(model, chunks=options.chunks, checkpoint=options.checkpoint, devices=devices)
-
-
-# ---- Training --------------------------------------------------------------------------------------------------------
-
-
-def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.1, fused=True)
-
-
-def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up; half a cosine, down to a tenth."""
-    return LEARNING_RATE * min(1.0, (step + 1) / WARM_UP) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, rate: float) -> float:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+# ---- Training: nothing here knows whether the model is a pipe --------------------------------------------------------
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
     optimizer.zero_grad()
     logits = model(x)
-    loss = F.cross_entropy(logits.flatten(0, 1), y.to(logits.device).flatten())
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten().to(logits.device))
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return loss.item()
 
 
-@contextlib.contextmanager
-def progress(first: int, steps: int) -> Iterator[Callable[[int, float, float], None]]:
-    """Yields what to call after each step: it moves a bar in a terminal, elsewhere it prints ten plain lines."""
-    console, start = Console(), time.perf_counter()
-    if sys.stdout.isatty() and console.is_interactive:
-        words = "step {task.completed}/{task.total}  loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s "
-        columns = BarColumn(20), TextColumn(words), TimeRemainingColumn(), TextColumn("left")
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task("", total=steps, completed=first, loss=math.nan, speed=math.nan)
-            yield lambda step, loss, speed: bar.update(task, completed=step, loss=loss, speed=speed)
-        return
-
-    def show(step: int, loss: float, speed: float) -> None:
-        if step % math.ceil(steps / 10) == 0 or step == steps:
-            left = (time.perf_counter() - start) / (step - first) * (steps - step)
-            print(f"step {step}/{steps}  loss {loss:.3f}  {speed:,.0f} tokens/s  {left:.0f} s left", flush=True)
-
-    yield show
-
-
-# ---- The folder of a run ---------------------------------------------------------------------------------------------
-
-
-def open_run(options: argparse.Namespace, steps_done: int) -> Path:
-    """The folder to write into; one that is resumed loses the metrics of steps after its checkpoint."""
-    taken = [0, *(int(path.name[4:]) for path in Path("runs").glob("gpt-*") if path.name[4:].isdecimal())]
-    run: Path = options.resume or options.out or Path("runs", f"gpt-{max(taken) + 1}")
-    try:
-        run.mkdir(parents=True, exist_ok=bool(options.resume or options.out))
-        with (run / "metrics.jsonl").open("a+") as metrics:
-            metrics.seek(0)
-            lines = metrics.readlines()[:steps_done]
-            metrics.truncate(0)
-            metrics.writelines(lines)
-    except OSError as error:
-        fail(f"cannot write into the folder of the run: {error}")
-    return run
-
-
-def load_checkpoint(folder: Path) -> dict[str, Any]:
-    if not (folder / "checkpoint.pt").is_file():
-        fail(f"--resume {folder}: there is no checkpoint.pt; name the folder of a run, such as runs/gpt-1")
-    try:
-        state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
-        return {name: state[name] for name in ("step", "model", "optimizer", "random", "options", "text")}
-    except Exception as error:
-        fail(f"--resume {folder}: its checkpoint.pt is damaged or not of this script ({type(error).__name__})")
-
-
-# ---- Report ----------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
-def evaluate(pipe: Pipe, x: Tensor, y: Tensor, rows: int) -> float:
-    """Nats per byte."""
-    pipe.eval()
-    batches = zip(x.split(rows), y.split(rows), strict=True)
-    losses = [F.cross_entropy(pipe(x).flatten(0, 1).cpu(), y.flatten(), reduction="sum").item() for x, y in batches]
-    return sum(losses) / y.numel()
-
-
-@torch.no_grad()
-def write_text(pipe: Pipe, prompt: bytes, length: int, context: int, temperature: float = 0.8) -> str:
-    pipe.eval()
-    generator, row = torch.Generator().manual_seed(0), torch.tensor([list(prompt)])
+def write_sample(model: nn.Module, prompt: bytes, length: int = 300, temperature: float = 0.8) -> str:
+    row = torch.tensor([list(prompt)])
     for _ in range(length):
-        logits = pipe(row[:, -context:])[0, -1].cpu()
-        byte = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
-        row = torch.cat([row, byte[None]], dim=1)
-    text = bytes(row[0].tolist()).decode(errors="replace")
-    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+        logits = model(row[:, -CONTEXT:])[0, -1].cpu()
+        row = torch.cat([row, torch.multinomial((logits / temperature).softmax(0), 1)[None]], dim=1)
+    return re.sub(r"[^\n -~]", "?", bytes(row[0].tolist()).decode("latin-1"))
 
 
-def report(pipe: Pipe, recording: Any, folder: Path) -> None:
-    measured, predicted, last = recording.bubble(), recording.predicted().bubble, recording.timeline()
-    print(f"""\
-bubble         {measured:.1%} measured, {predicted:.1%} predicted (over the last {len(recording.steps)} steps)
-               It is the part of a step in which workers wait for each other:
-               more --chunks, less bubble. The prediction leaves out the loss,
-               for which all wait halfway, and what else the machine had to do.
-memory         stage  device  parameters  activations (most at a time)""")
-    for stage, (partition, device) in enumerate(zip(pipe.partitions, pipe.devices, strict=True)):
-        size, most = sum(each.nbytes for each in partition.parameters()), last.peak_memory(stage)
-        print(f"               {stage:<5}  {device!s:6}  {size / 2**20:6.2f} MiB  {most / 2**20:6.2f} MiB")
-    print(f"""\
-files          {folder}/metrics.jsonl  loss of each step
-               {folder}/checkpoint.pt  --resume {folder} goes on
-               {folder}/timeline.svg   predicted and measured
-               {folder}/trace.json     for https://ui.perfetto.dev""")
+def show_progress(step: int, steps: int, loss: float, speed: float, left: float) -> None:
+    words = f"step {step}/{steps}  loss {loss:.3f}  {speed:,.0f} tokens/s  {left // 60:.0f}:{left % 60:02.0f} left"
+    if sys.stdout.isatty():  # one line, written over and over
+        bar = "━" * (20 * step // steps)
+        print(f"\r{bar:─<20}  {words}\x1b[K", end="\n" if step == steps else "", flush=True)
+    elif step % math.ceil(steps / 10) == 0 or step == steps:
+        print(words, flush=True)
 
 
-def compare(options: argparse.Namespace, text: Tensor, rounds: int = 10) -> None:
-    """Times training steps of the pipeline and of the plain model by turns, so that all see the same machine."""
-    plain, threads = build_model(options), torch.get_num_threads()
-    pipe = build_pipe(copy.deepcopy(plain), options)
-    ways: dict[str, tuple[nn.Module, int]] = {"the pipeline": (pipe, threads)}
-    if torch.accelerator.is_available():
-        plain.to(torch.accelerator.current_accelerator())
-        ways["the plain model on one accelerator"] = (plain, threads)
-    else:
-        for count in sorted({threads, max(1, threads // len(pipe.devices))}, reverse=True):
-            ways[f"the plain model, {count} thread{'s'[: count - 1]}"] = (plain, count)
-    optimizers = {model: build_optimizer(model) for model, _ in ways.values()}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for step in range(2 + rounds):
-        x, y = draw_batch(text, options.batch_size, options.context, options.seed, step)
-        for name, (model, count) in ways.items():
-            torch.set_num_threads(count)
+def compare(pipe: Pipe, optimizer: torch.optim.Optimizer, text: Tensor, rows: int) -> None:
+    """Steps of the pipeline and of the plain model by turns, so that all see the same machine."""
+    accelerators, threads = torch.accelerator.device_count(), torch.get_num_threads()
+    plain = nn.Sequential(*copy.deepcopy(list(pipe))).to(pipe.input_device)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
+    plain_ways = {"one accelerator": threads} if accelerators else {"one core": 1, "all cores": threads}
+    ways = {"the pipeline": (pipe, optimizer, threads)}
+    ways |= {f"the plain model on {where}": (plain, plain_optimizer, share) for where, share in plain_ways.items()}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(12):
+        x, y = draw_batch(text, rows)
+        for way, (model, its_optimizer, its_threads) in ways.items():
+            torch.set_num_threads(its_threads)
             start = time.perf_counter()
-            train_step(model, optimizers[model], x.to(next(model.parameters()).device), y, LEARNING_RATE)
-            for device in range(torch.accelerator.device_count()):
+            train_step(model, its_optimizer, x.to(pipe.input_device), y)
+            for device in range(accelerators):
                 torch.accelerator.synchronize(device)
-            times[name].append(time.perf_counter() - start)
-    torch.set_num_threads(threads)
-    medians = {name: statistics.median(seconds[2:]) for name, seconds in times.items()}  # the first two warm up
-    print(f"comparison     medians of {rounds} steps, by turns")
-    for name, seconds in medians.items():
-        speed_up = "" if name == "the pipeline" else f", speed-up {seconds / medians['the pipeline']:.2f}"
-        print(f"               {1000 * seconds:.1f} ms a step with {name}{speed_up}")
-    if not torch.accelerator.is_available():
-        print("               Cores of one CPU can share each operation; several devices cannot.")
+            times[way].append(time.perf_counter() - start)
+    medians = {way: statistics.median(seconds[2:]) for way, seconds in times.items()}  # the first two warm up
+    print("comparison     speed-up by the pipeline; median of ten steps each, by turns")
+    for way, median in medians.items():
+        print(f"{median / medians['the pipeline']:19.2f}  {1000 * median:5.0f} ms  {way}")
 
 
 # ---- From top to bottom ----------------------------------------------------------------------------------------------
-
-
 def main(argv: list[str] | None = None) -> int:
-    options, state = read_options(argv)
-    text = read_text(options.data, options.context)
-    checksum, steps, first = zlib.crc32(text), options.steps, state.get("step", 0)
-    if state and state["text"] != checksum:
-        fail(f"--resume {options.resume}: the text has changed since that run began")
-    train_text, test_text = torch.frombuffer(bytearray(text), dtype=torch.uint8).tensor_split([-(len(text) // 10)])
-    run = open_run(options, first)
+    options, state = parser.parse_args(argv), {"step": 0}
+    if options.resume:
+        try:
+            state = torch.load(f"{options.resume}/checkpoint.pt", map_location="cpu", weights_only=True)
+        except Exception as error:  # of many kinds, as damage is
+            fail(f"--resume: cannot load {options.resume}/checkpoint.pt ({type(error).__name__})")
+        options = parser.parse_args(argv, argparse.Namespace(**state["options"]))
+        for name in ("batch_size", "width", "layers", "seed", "data", "out"):
+            if getattr(options, name) != state["options"][name]:
+                fail(f"--{name.replace('_', '-')} is {state['options'][name]} in {options.resume}, and stays so")
+    first, steps = state["step"], options.steps
+    if steps <= first:
+        fail(f"{options.resume} has {first} steps behind it: to go on, give --steps more than that")
+    if options.width % HEADS:
+        fail(f"--width is {options.width}: it must be a multiple of {HEADS}, the number of attention heads")
+    if options.stages and options.stages > options.layers + 2:
+        fail(f"--stages is {options.stages}: there are only {options.layers + 2} layers, with embedding and head")
+    try:
+        text = read_text(options.data)
+        free = (folder for number in count(1) if not os.path.exists(folder := f"runs/gpt-{number}"))
+        run = Path(options.resume or options.out or next(free))
+        run.mkdir(parents=True, exist_ok=bool(options.resume))
+        metrics = run / "metrics.jsonl"
+        kept = metrics.read_text().splitlines(keepends=True)[:first] if options.resume else []
+        metrics.write_text("".join(kept))
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}")
+    train_text, test_text = text.tensor_split([-(len(text) // 10)])
 
     torch.manual_seed(options.seed)
-    pipe = build_pipe(build_model(options), options)
-    optimizer = build_optimizer(pipe)
-    if state:
+    model = gpt(options.width, options.layers)
+    found, stages = torch.accelerator.device_count(), options.stages
+    devices = [stage * found // stages if found else "cpu" for stage in range(stages)] if stages else None
+
+    # ---- This line makes it a pipeline; all that follows could be done with the model itself ----
+    pipe = Pipe(model, chunks=options.chunks, checkpoint=options.checkpoint, devices=devices)
+    optimizer = torch.optim.AdamW(pipe.parameters(), betas=(0.9, 0.98), weight_decay=0.1, fused=True)
+    if options.resume:
         pipe.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"])
     print(pipe)
     print(f"{len(text):,} bytes of text, the last tenth held out; writing into {run}", flush=True)
-
-    def save(step: int) -> None:
-        state = {"step": step, "model": pipe.state_dict(), "optimizer": optimizer.state_dict()}
-        state |= {"random": torch.get_rng_state(), "options": options.settings, "text": checksum}
-        torch.save(state, run / "checkpoint.part")
-        os.replace(run / "checkpoint.part", run / "checkpoint.pt")  # the old one or the new, never half a one
 
     interrupted = False
 
     def interrupt(*_: object) -> None:
-        """Ctrl-C lets the running step end, so that the checkpoint is whole; a second one stops at once."""
         nonlocal interrupted
-        interrupted = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        interrupted = True  # The running step may end, so that the checkpoint is whole.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # A second Ctrl-C does not wait.
 
-    average, start = math.nan, time.perf_counter()
-    before = signal.signal(signal.SIGINT, interrupt)
-    with (
-        (run / "metrics.jsonl").open("a", buffering=1) as metrics,
-        progress(first, steps) as show,
-        contextlib.ExitStack() as last_steps,
-    ):
-        for step in range(first, steps):
-            if step == max(first, steps - RECORDED):
-                recording = last_steps.enter_context(pipe.record())
-            x, y = draw_batch(train_text, options.batch_size, options.context, options.seed, step)
-            rate = learning_rate(step, steps)
-            loss = train_step(pipe, optimizer, x, y, rate)
-            average = loss if step == first else 0.9 * average + 0.1 * loss
-            speed = (step + 1 - first) * y.numel() / (time.perf_counter() - start)
-            line = {"step": step + 1, "loss": loss, "learning_rate": rate, "tokens_per_second": round(speed)}
-            metrics.write(json.dumps(line) + "\n")
-            show(step + 1, average, speed)
-            if interrupted or step + 1 == steps or (step + 1) % CHECKPOINT_EVERY == 0:
-                save(step + 1)
-            if interrupted:
-                break
-    signal.signal(signal.SIGINT, before)
-    if step + 1 < steps:
-        print(f"\nstopped after step {step + 1} of {steps}, which is in {run / 'checkpoint.pt'}; to go on:")
-        print(shlex.join(["python", sys.argv[0], "--resume", str(run)]))
-        return 130
+    signal.signal(signal.SIGINT, interrupt)
+    start = time.perf_counter()
+    for step in range(first, steps):
+        torch.manual_seed(1_000_000 * options.seed + step)  # What is random depends on the step: resuming is exact.
+        x, y = draw_batch(train_text, options.batch_size)
+        rate = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+        optimizer.param_groups[0]["lr"] = rate
+        loss = train_step(pipe, optimizer, x, y)
 
-    recording.save(run / "timeline.svg")
-    recording.save(run / "trace.json")
-    x, y = draw_batch(test_text, math.ceil(100_000 / options.context), options.context, "held out")
-    held_out_loss = evaluate(pipe, x, y, options.batch_size)
-    sample = write_text(pipe, b"def ", 300, options.context)
-    print("\nsample         " + sample.replace("\n", "\n               "))
-    print(f"\nheld-out loss  {held_out_loss:.3f} nats per byte")
+        seconds = (time.perf_counter() - start) / (step + 1 - first)
+        speed = x.numel() / seconds
+        line = {"step": step + 1, "loss": loss, "learning_rate": rate, "tokens_per_second": round(speed)}
+        with metrics.open("a") as file:
+            print(json.dumps(line), file=file)
+        show_progress(step + 1, steps, loss, speed, left=(steps - step - 1) * seconds)
+        if interrupted or step + 1 == steps or (step + 1) % CHECKPOINT_EVERY == 0:
+            state = {"step": step + 1, "model": pipe.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save({**state, "options": vars(options)}, run / "checkpoint.part")
+            os.replace(run / "checkpoint.part", run / "checkpoint.pt")  # the old one or the new, never half a one
+        if interrupted and step + 1 < steps:
+            print(f"\nstopped after step {step + 1}; to go on: python {sys.argv[0]} --resume {run}")
+            return 130
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # All is saved: from here on, Ctrl-C simply ends it.
+
+    # How well does the pipeline do? Five more steps, at rate 0, tell: they are recorded and leave the model as it is.
+    optimizer.param_groups[0]["lr"] = 0.0
+    with pipe.record() as recording:
+        for _ in range(5):
+            train_step(pipe, optimizer, *draw_batch(train_text, options.batch_size))
+    recording.save(run / "timeline.svg")  # the last one
+    recording.save(run / "trace.json")  # all five
+
+    # What did it learn?
+    pipe.eval()
+    torch.manual_seed(0)
+    x, y = draw_batch(test_text, 512)
+    with torch.no_grad():
+        loss = F.cross_entropy(pipe(x).flatten(0, 1).cpu(), y.flatten()).item()
+    print("\nsample         " + write_sample(pipe, b"def ").replace("\n", "\n               "))
+    print(f"\nheld-out loss  {loss:.3f} nats per byte")
     print(f"               {bigram_loss(train_text, x, y):.3f} if one knew only the byte before (bigram baseline)")
+
     print(f"speed          {speed:,.0f} tokens/s (a token is a byte)")
-    report(pipe, recording, run)
+    print(f"bubble         {recording.bubble():.1%} measured, {recording.predicted().bubble:.1%} predicted")
+    print("memory         stage  device  parameters  activations (most at a time)")
+    for stage, (partition, device) in enumerate(zip(pipe.partitions, pipe.devices, strict=True)):
+        size, most = sum(each.nbytes for each in partition.parameters()), recording.timeline().peak_memory(stage)
+        print(f"               {stage:<5}  {device!s:6}  {size / 2**20:6.2f} MiB  {most / 2**20:6.2f} MiB")
+    print(f"files          {run}: metrics.jsonl, checkpoint.pt, timeline.svg, trace.json")
     if options.compare:
-        compare(options, train_text)
+        pipe.train()
+        compare(pipe, optimizer, train_text, options.batch_size)
     return 0
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+    sys.exit(main())
