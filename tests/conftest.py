@@ -1,6 +1,8 @@
 """What every test relies on: one intra-op thread, a fixed seed, accelerators only where there are some."""
 
-from collections.abc import Iterator
+import gc
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -23,6 +25,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def own_workers() -> Callable[[], list[threading.Thread]]:
+    """Lists the workers' threads that were started since the test began and are still there."""
+    gc.collect()
+    earlier = set(threading.enumerate())
+
+    def started() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name.startswith("pipework worker") and t not in earlier]
+
+    return started
 
 
 @pytest.fixture(autouse=True)

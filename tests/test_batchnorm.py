@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from pipework import Pipe
 from pipework.batchnorm import DeferredBatchNorm, Moments, convert_deferred_batch_norm, merged
 from pipework.runtime.checkpointing import checkpointing, recomputing
 from pipework.runtime.views import View
@@ -435,6 +436,15 @@ class TestConvert:
         model.register_module("1", None)
         convert_deferred_batch_norm(model, 2)
         assert type(model[0]) is DeferredBatchNorm
+
+
+def test_a_pipe_that_cannot_be_made_leaves_the_module_as_it_was():
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    batch_norm = module[1]
+    with pytest.raises(ValueError, match="balance"):
+        Pipe(module, 2, deferred_batch_norm=True, balance=[9], devices=["cpu"])
+    assert type(batch_norm) is nn.BatchNorm1d
+    assert module[1] is batch_norm
 
 
 def test_repr():

@@ -5,6 +5,7 @@ import logging
 import pickle
 import threading
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -433,16 +434,21 @@ def test_autograd_grad(checkpoint: str) -> None:
     assert torch.equal(last, pipe[3].weight.grad)
 
 
-def test_part_of_the_gradients_twice_over_a_retained_graph() -> None:
-    pipe = two_stages()
-    loss = pipe(torch.randn(8, 4)).square().sum()
-    (last,) = torch.autograd.grad(loss, [pipe[3].weight], retain_graph=True)
-    loss.backward()
-    assert torch.equal(pipe[3].weight.grad, last)
-    expected = pipe[0].weight.grad.clone()
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("layer", range(4))
+def test_part_of_the_gradients_twice_over_a_retained_graph(layer: int, checkpoint: str) -> None:
+    pipe, x = two_stages(checkpoint=checkpoint), torch.randn(8, 4)
+    pipe(x).square().sum().backward()
+    expected = [parameter.grad for parameter in pipe.parameters()]
+    weight, gradient = pipe[layer].weight, pipe[layer].weight.grad
     pipe.zero_grad()
-    assert pipe[0].weight.grad is None
-    assert expected.abs().sum() > 0
+    loss = pipe(x).square().sum()
+    for _ in range(2):
+        (alone,) = torch.autograd.grad(loss, [weight], retain_graph=True)
+        assert torch.equal(alone, gradient)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    loss.backward()
+    assert all(map(torch.equal, [parameter.grad for parameter in pipe.parameters()], expected))
 
 
 def test_double_backward_is_a_clear_error() -> None:
@@ -655,14 +661,13 @@ def test_outputs_are_not_kept_alive_by_the_pipe() -> None:
     assert reference() is None
 
 
-def test_threads_end_with_the_pipe() -> None:
-    before = threading.active_count()
+def test_threads_end_with_the_pipe(own_workers: Callable[[], list[threading.Thread]]) -> None:
     pipe = two_stages()
-    assert threading.active_count() == before
+    assert own_workers() == []
     pipe(torch.randn(4, 4)).sum().backward()
-    assert threading.active_count() == before + 2
+    assert len(own_workers()) == 2
     del pipe
-    assert threading.active_count() == before
+    assert own_workers() == []
 
 
 def test_no_hook_and_no_alias_stays_in_the_modules() -> None:
@@ -676,24 +681,34 @@ def test_no_hook_and_no_alias_stays_in_the_modules() -> None:
     assert not any(submodule._forward_hooks or submodule._forward_pre_hooks for submodule in module.modules())
 
 
-def test_two_pipes_and_two_calling_threads() -> None:
+def test_two_pipes_and_four_calling_threads_from_the_first_call_on() -> None:
     pipes = [two_stages(), two_stages()]
+    parameters = [list(pipe.parameters()) for pipe in pipes]
     x = torch.randn(8, 4)
-    expected = [pipe(x).sum().item() for pipe in pipes]
-    results: dict[tuple[int, int], float] = {}
 
-    def call(thread: int, index: int) -> None:
+    def output_and_gradients(pipe: Pipe, parameters: list[nn.Parameter]) -> tuple[torch.Tensor, ...]:
+        output = pipe(x)
+        return output.detach(), *torch.autograd.grad(output.square().sum(), parameters)
+
+    copies = copy.deepcopy(pipes)
+    expected = [output_and_gradients(pipe, list(pipe.parameters())) for pipe in copies]
+    results: list[tuple[int, tuple[torch.Tensor, ...]]] = []
+    start = threading.Barrier(4, timeout=20)
+
+    def call(index: int) -> None:
+        start.wait()
         for _ in range(10):
-            loss = pipes[index](x).sum()
-            loss.backward()
-            results[thread, index] = loss.item()
+            results.append((index, output_and_gradients(pipes[index], parameters[index])))
 
-    threads = [threading.Thread(target=call, args=(number, number % 2)) for number in range(4)]
+    threads = [threading.Thread(target=call, args=(number % 2,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(value == expected[index] for (_, index), value in results.items())
+    assert len(results) == 40
+    assert all(torch.equal(a, b) for index, result in results for a, b in zip(result, expected[index], strict=True))
+    for pipe, own in zip(pipes, parameters, strict=True):
+        assert all(a is b for a, b in zip(pipe.parameters(), own, strict=True))
 
 
 # Records

@@ -2,11 +2,12 @@
 
 import copy
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from pipework import DeferredBatchNorm, NoChunk, Pipe, PipeSequential
 
@@ -68,6 +69,78 @@ def test_nested_values_leave_the_pipe() -> None:
     ]
     state.extra["double"].sum().backward()
     assert pipe[0].linear.weight.grad is not None
+
+
+@dataclass
+class Settings:
+    heads: int = 4
+
+
+@dataclass(frozen=True)
+class Frozen:
+    hidden: torch.Tensor
+    double: torch.Tensor = field(init=False)
+    late: torch.Tensor = field(init=False, repr=False)
+    rows: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "double", self.hidden * 2)
+        object.__setattr__(self, "rows", len(self.hidden))
+
+
+class PackFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        state = Frozen(self.linear(x))
+        object.__setattr__(state, "late", x.sin())
+        return state
+
+
+class UnpackFrozen(nn.Module):
+    def forward(self, state):
+        assert type(state) is Frozen
+        assert state.rows == len(state.hidden)
+        return state.hidden * state.double + state.late
+
+
+def test_a_dataclass_without_tensors_leaves_the_pipe_as_it_is() -> None:
+    class Configured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = Settings(8)
+
+        def forward(self, x):
+            return x, self.settings
+
+    pipe = Pipe(nn.Sequential(nn.Identity(), Configured()), 2, balance=[1, 1], devices=["cpu"] * 2)
+    _, settings = pipe(torch.randn(4, 3))
+    assert type(settings) is list
+    assert [one is pipe[1].settings for one in settings] == [True, True]
+    assert settings == [Settings(8)] * 2
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_frozen_dataclass_crosses_a_boundary_with_fields_that_init_does_not_take(checkpoint: str) -> None:
+    plain = nn.Sequential(PackFrozen(), UnpackFrozen()).double()
+    pipe = Pipe(copy.deepcopy(plain), 3, checkpoint, balance=[1, 1], devices=["cpu"] * 2)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    expected, output = plain(x), pipe(x)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-15)
+    expected.sum().backward()
+    output.sum().backward()
+    for a, b in zip(plain.parameters(), pipe.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_pytorch_is_told_nothing_of_the_users_dataclasses() -> None:
+    Pipe(nn.Sequential(Pack(), Unpack()), 2, balance=[1, 1], devices=["cpu"] * 2)(torch.randn(4, 3))
+    state = Pack()(torch.randn(4, 3))
+    leaves, _ = pytree.tree_flatten(state)
+    assert len(leaves) == 1
+    assert leaves[0] is state
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)

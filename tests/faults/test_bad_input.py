@@ -31,8 +31,8 @@ def test_batch_smaller_than_chunks(pipe: Pipe) -> None:
     assert pipe(torch.randn(3, 4)).shape == (3, 2)
 
 
-def test_input_elsewhere_is_moved(pipe: Pipe) -> None:
-    with pytest.raises(NotImplementedError, match="meta"):  # nothing can be moved from there, and PyTorch says so
+def test_input_without_data_is_pytorchs_own_error(pipe: Pipe) -> None:
+    with pytest.raises(NotImplementedError, match="meta"):
         pipe(torch.empty(4, 4, device="meta"))
 
 

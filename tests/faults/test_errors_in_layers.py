@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -146,38 +147,57 @@ def test_a_backward_that_failed_cannot_be_repeated() -> None:
         loss.backward()
 
 
-def test_the_first_exception_wins() -> None:
-    pipe = fragile_pipe()
-    first, second = Mishap("first"), Mishap("second")
-    pipe[0].fail, pipe[0].error = ("forward", 0), first
-    pipe[1].fail, pipe[1].error = ("forward", 0), second
-    with pytest.raises(Mishap, match="first"):
-        pipe(numbered_batch())
+class FailsOnTheLast(nn.Module):
+    """Fails on the last micro-batch, when the others are waiting at the next stage, whose first has begun."""
+
+    def __init__(self, chunks: int) -> None:
+        super().__init__()
+        self.chunks = chunks
+        self.error = Mishap("first")
+        self.next_has_begun = threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x[0, -1] == self.chunks - 1:
+            assert self.next_has_begun.wait(20)
+            raise self.error
+        return x
 
 
-def test_other_workers_stop_at_their_next_action() -> None:
-    seen: list[int] = []
+class WaitsForTheFailure(nn.Module):
+    """Its first micro-batch takes until the failure has been noted; then it may fail as well."""
 
-    class Count(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(int(x[0, -1]))
-            failed.wait(timeout=20)
-            return x
+    def __init__(self, other: FailsOnTheLast, error: Mishap | None) -> None:
+        super().__init__()
+        self.others = [other]
+        self.error = error
+        self.seen: list[int] = []
 
-    failed = threading.Event()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(int(x[0, -1]))
+        self.others[0].next_has_begun.set()
+        deadline = time.monotonic() + 20
+        while not getattr(self.others[0].error, "__notes__", ()):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(0.05)
+        if self.error is not None:
+            raise self.error
+        return x
 
-    class FailAndTell(Fragile):
-        def maybe_fail(self, direction: str, micro_batch: int) -> None:
-            try:
-                super().maybe_fail(direction, micro_batch)
-            finally:
-                failed.set()
 
-    pipe = Pipe(nn.Sequential(FailAndTell(), Count()), CHUNKS, "never", balance=[1, 1], devices=["cpu"] * 2)
-    pipe[0].fail = ("forward", 1)
-    with pytest.raises(Mishap):
-        pipe(numbered_batch())
-    assert len(seen) <= 2
+@pytest.mark.parametrize("both_fail", [False, True])
+@pytest.mark.timeout(60)
+def test_the_first_exception_wins_and_other_workers_stop_at_their_next_action(both_fail: bool) -> None:
+    first = FailsOnTheLast(chunks=6)
+    second = Mishap("second") if both_fail else None
+    waiting = WaitsForTheFailure(first, second)
+    pipe = Pipe(nn.Sequential(first, waiting), 6, "never", balance=[1, 1], devices=["cpu"] * 2)
+    with pytest.raises(Mishap) as caught:
+        pipe(torch.arange(6.0)[:, None])
+    assert caught.value is first.error
+    assert caught.value.__notes__ == ["pipework: stage 0, micro-batch 5, action F"]
+    assert waiting.seen == [0]
+    assert second is None or second.__traceback__ is not None
 
 
 def test_a_failed_step_keeps_no_tensor_alive() -> None:

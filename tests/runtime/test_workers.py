@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -29,16 +30,16 @@ def test_jobs_run_at_the_same_time() -> None:
     cpu_workers(3).run([meeting.wait] * 3, pytest.fail)
 
 
-def test_threads_end_when_the_workers_are_dropped() -> None:
-    before = threading.active_count()
+def test_threads_end_when_the_workers_are_dropped(own_workers: Callable[[], list[threading.Thread]]) -> None:
     workers = cpu_workers(2)
-    assert threading.active_count() == before + 2
+    assert len(own_workers()) == 2
     del workers
-    assert threading.active_count() == before
+    assert own_workers() == []
 
 
-def test_workers_can_be_collected_from_one_of_their_own_threads() -> None:
-    before = threading.active_count()
+def test_workers_can_be_collected_from_one_of_their_own_threads(
+    own_workers: Callable[[], list[threading.Thread]],
+) -> None:
     holder = {"workers": cpu_workers(1)}
     holder["cycle"] = holder
     workers = holder["workers"]
@@ -56,9 +57,9 @@ def test_workers_can_be_collected_from_one_of_their_own_threads() -> None:
     del runner
     gc.collect()
     deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
+    while own_workers() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert own_workers() == []
 
 
 def test_backward_on_a_worker_stays_on_that_worker() -> None:

@@ -1,0 +1,334 @@
+"""Modules that do what few modules do: return one tensor twice, stand in two stages, be a pipe themselves."""
+
+import copy
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+
+from pipework import Pipe, PipeSequential
+
+CHECKPOINT_MODES = ("never", "except_last", "always")
+
+
+def in_two(module: nn.Sequential, checkpoint: str = "except_last", chunks: int = 2) -> Pipe:
+    return Pipe(module, chunks, checkpoint, balance=[1, len(module) - 1], devices=["cpu"] * 2)
+
+
+def assert_same_gradients(actual: nn.Module, expected: nn.Module) -> None:
+    for a, b in zip(actual.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-15)
+
+
+# Tensors that share memory
+
+
+class Returns(nn.Module):
+    """Returns what a function makes of a linear layer's output."""
+
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.function(self.linear(x))
+
+
+class Overwrite(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.mul_(2)
+        return torch.cat([a, b * b], dim=1)
+
+
+class AddOverwritten(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.mul_(2)
+        return a + b
+
+
+class Join(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.cat([a, b * b], dim=1)
+
+
+def twice(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return y, y
+
+
+def with_a_view(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return y, y[:, :2]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("balance", [[2], [1, 1]])
+@pytest.mark.parametrize(
+    ("function", "receiver"), [(twice, AddOverwritten), (twice, Overwrite), (twice, Join), (with_a_view, Join)]
+)
+def test_outputs_that_share_memory(function: object, receiver: type, balance: list[int], checkpoint: str) -> None:
+    plain = PipeSequential(Returns(function), receiver()).double()
+    pipe = Pipe(copy.deepcopy(plain), 3, checkpoint, balance=balance, devices=["cpu"] * len(balance))
+    for _ in range(2):
+        x = torch.randn(6, 4, dtype=torch.float64)
+        expected, output = plain(x), pipe(x)
+        torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-15)
+        expected.square().sum().backward()
+        output.square().sum().backward()
+        assert_same_gradients(pipe, plain)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_overwriting_one_of_two_outputs_that_overlap_is_refused(checkpoint: str) -> None:
+    pipe = in_two(PipeSequential(Returns(with_a_view), Overwrite()), checkpoint)
+    with pytest.raises(RuntimeError, match="share memory"):
+        pipe(torch.randn(4, 4)).sum().backward()
+    assert all(isinstance(parameter, nn.Parameter) for parameter in pipe.parameters())
+
+
+# Opaque objects
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("last", [True, False])
+def test_an_opaque_object_that_holds_a_gradient_is_refused(last: bool, checkpoint: str) -> None:
+    class Sample(nn.Module):
+        def forward(self, distribution: torch.distributions.Normal) -> torch.Tensor:
+            return distribution.rsample()
+
+    distribution = Returns(lambda y: torch.distributions.Normal(y, 1.0))
+    layers = [nn.Linear(4, 4), distribution] if last else [distribution, Sample()]
+    with pytest.raises(TypeError, match=r"(?s)Normal.*register_pytree_node|register_pytree_node.*Normal"):
+        in_two(nn.Sequential(*layers), checkpoint)(torch.randn(4, 4))
+
+
+def test_an_opaque_object_without_a_gradient_is_a_plain_value() -> None:
+    pipe = in_two(nn.Sequential(nn.Linear(4, 4), Returns(lambda y: torch.distributions.Normal(y, 1.0))))
+    with torch.no_grad():
+        output = pipe(torch.randn(4, 4))
+    assert [type(part) for part in output] == [torch.distributions.Normal] * 2
+
+
+# Containers that are more than their layers
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x
+
+
+class Named(nn.Sequential):
+    """A name for a sequence, and nothing else."""
+
+
+def with_own_parameter() -> nn.Sequential:
+    module = Named(nn.Linear(4, 4), nn.Linear(4, 4))
+    module.scale = nn.Parameter(torch.ones(1))
+    return module
+
+
+def with_own_buffer() -> nn.Sequential:
+    module = Named(nn.Linear(4, 4), nn.Linear(4, 4))
+    module.register_buffer("scale", torch.ones(1))
+    return module
+
+
+def with_forward_hook() -> nn.Sequential:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module.register_forward_hook(lambda module, inputs, output: output * 2)
+    return module
+
+
+def with_forward_pre_hook() -> nn.Sequential:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+    return module
+
+
+CONTAINERS = [
+    lambda: Residual(nn.Linear(4, 4), nn.Linear(4, 4)),
+    with_own_parameter,
+    with_own_buffer,
+    with_forward_hook,
+    with_forward_pre_hook,
+]
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_container_that_would_lose_something_is_refused(container: object) -> None:
+    with pytest.raises(TypeError, match="wrap it as one layer"):
+        in_two(container())
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_as_one_layer_it_is_right(container: object) -> None:
+    plain = nn.Sequential(container()).double()
+    pipe = Pipe(copy.deepcopy(plain), 2, balance=[1], devices=["cpu"])
+    x = torch.randn(4, 4, dtype=torch.float64)
+    plain[0].zero_grad()
+    expected, output = plain(x), pipe(x)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-15)
+    expected.square().sum().backward()
+    output.square().sum().backward()
+    used = [(a, b) for a, b in zip(pipe.parameters(), plain.parameters(), strict=True) if b.grad is not None]
+    assert len(used) == 4
+    for a, b in used:
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("container", [Named, PipeSequential])
+def test_a_container_that_adds_nothing_is_taken_apart(container: type[nn.Sequential]) -> None:
+    module = container(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(4, 4)
+    torch.testing.assert_close(in_two(module)(x), module(x))
+
+
+# Pipes in pipes
+
+
+@pytest.mark.parametrize(("inner", "outer"), [("always", "never"), ("always", "always"), ("never", "never")])
+def test_a_pipe_may_be_a_layer_of_another(inner: str, outer: str) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))).double()
+    module = copy.deepcopy(plain)
+    pipe = in_two(nn.Sequential(module[0], in_two(module[1], inner)), outer)
+    parameters = list(pipe.parameters())
+    for _ in range(2):
+        x = torch.randn(8, 4, dtype=torch.float64)
+        plain(x).square().sum().backward()
+        pipe(x).square().sum().backward()
+        assert_same_gradients(pipe, plain)
+        assert all(a is b for a, b in zip(pipe.parameters(), parameters, strict=True))
+
+
+# A module that two stages run
+
+
+class Remembers(nn.Module):
+    """Assigns an attribute and a buffer, which for rows of 0, 10 and 20 is 20 in the first stage, 21 in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+        self.register_buffer("newest", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        self.newest = x.detach().mean()
+        return x * self.gain + 1
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_what_a_shared_module_assigns_is_found_on_the_users_module(checkpoint: str) -> None:
+    shared = Remembers()
+    pipe = in_two(nn.Sequential(shared, shared), checkpoint, chunks=3)
+    x = torch.tensor([[0.0], [10.0], [20.0]])
+    earlier = 0
+    for _ in range(2):
+        loss = pipe(x).sum()
+        assert shared.calls > earlier
+        assert shared.newest.item() in (20, 21)
+        loss.backward()
+        assert shared.newest.item() in (20, 21)
+        earlier = shared.calls
+        shared.newest = torch.zeros(())
+    assert isinstance(shared.gain, nn.Parameter)
+
+
+@pytest.mark.parametrize("wrap", [lambda norm: norm, lambda norm: nn.Sequential(nn.Linear(4, 4), norm)])
+def test_a_batch_norm_in_two_partitions_is_refused(wrap: object) -> None:
+    shared = wrap(nn.BatchNorm1d(4))
+    module = nn.Sequential(shared, nn.Linear(4, 4), shared)
+    with pytest.raises(ValueError, match="put them into one partition"):
+        Pipe(module, 2, balance=[2, 1], devices=["cpu"] * 2)
+    Pipe(module, 2, balance=[3], devices=["cpu"])(torch.randn(8, 4)).sum().backward()
+
+
+def test_a_batch_norm_without_statistics_may_stand_in_two_partitions() -> None:
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    plain = nn.Sequential(norm, nn.Linear(4, 4), norm).double()
+    pipe = in_two(copy.deepcopy(plain), chunks=1)
+    x = torch.randn(8, 4, dtype=torch.float64)
+    plain(x).square().mul(x).sum().backward()
+    pipe(x).square().mul(x).sum().backward()
+    for a, b in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
+
+
+# A graph inside the graph
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_hook_fires_once_for_a_layer_under_pytorchs_reentrant_checkpoint(checkpoint: str) -> None:
+    class Checkpointed(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch_checkpoint.checkpoint(super().forward, x, use_reentrant=True)
+
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    module = nn.Sequential(nn.Linear(4, 4), Checkpointed(4, 4)).double()
+    module.load_state_dict(plain.state_dict())
+    pipe = in_two(module, checkpoint, chunks=4)
+    fired: list[torch.Tensor] = []
+    pipe[1].weight.register_hook(lambda gradient: fired.append(gradient.clone()))
+    pipe[1].weight.register_post_accumulate_grad_hook(lambda parameter: fired.append(parameter.grad.clone()))
+    x = torch.randn(8, 4, dtype=torch.float64)
+    plain(x).square().sum().backward()
+    pipe(x).square().sum().backward()
+    assert len(fired) == 2
+    for gradient in fired:
+        torch.testing.assert_close(gradient, plain[1].weight.grad, rtol=1e-12, atol=1e-15)
+
+
+# The pipe's own children
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_layer_that_is_assigned_under_its_name_is_what_runs(used: bool) -> None:
+    pipe = in_two(nn.Sequential(OrderedDict(body=nn.Linear(4, 4), head=nn.Linear(4, 2))))
+    x = torch.randn(6, 4)
+    if used:
+        assert pipe(x).shape == (6, 2)
+    pipe.head = head = nn.Linear(4, 7)
+    assert pipe(x).shape == (6, 7)
+    pipe(x).sum().backward()
+    assert head.weight.grad is not None
+    assert [id(parameter) for parameter in pipe.parameters()] == [
+        id(parameter) for layer in (pipe[0], head) for parameter in layer.parameters()
+    ]
+    assert pipe.head is pipe[1] is pipe.partitions[1][0] is head
+
+
+def test_a_module_under_a_new_name_is_refused() -> None:
+    pipe = in_two(nn.Sequential(OrderedDict(body=nn.Linear(4, 4), head=nn.Linear(4, 2))))
+    with pytest.raises(AttributeError):
+        pipe.tail = nn.Linear(2, 2)
+    assert [name for name, _ in pipe.named_children()] == ["body", "head"]
+
+
+# Inputs that are overwritten
+
+
+class AddDoubled(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a + b.mul_(2)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_an_input_that_is_no_leaf_may_be_overwritten_beside_one_that_is(checkpoint: str) -> None:
+    pipe = in_two(PipeSequential(AddDoubled(), nn.Linear(4, 4)), checkpoint)
+    pipe.double()
+    leaf, source = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    expected = pipe[1](leaf + source * 6)
+    expected_gradients = torch.autograd.grad(expected.square().sum(), [leaf, source])
+    output = pipe(leaf, source * 3)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-15)
+    gradients = torch.autograd.grad(output.square().sum(), [leaf, source])
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-12, atol=1e-15)
+
+
+def test_an_input_that_is_a_leaf_may_not_be_overwritten_beside_one_that_is_none() -> None:
+    pipe = in_two(PipeSequential(AddDoubled(), nn.Linear(4, 4)))
+    leaf = torch.randn(4, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        pipe(leaf * 3, leaf)

@@ -1,0 +1,103 @@
+"""Random numbers that a layer draws again in the backward pass, or only there."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+
+from pipework import Pipe
+from pipework.testing import draw_key, reference_backward
+
+CHECKPOINT_MODES = ("never", "except_last", "always")
+
+
+class Checkpointed(nn.Module):
+    """Runs a module under PyTorch's own checkpoint."""
+
+    def __init__(self, module: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch_checkpoint.checkpoint(self.module, x, use_reentrant=self.use_reentrant)
+
+
+class NoiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, drawn: list[torch.Tensor]) -> torch.Tensor:
+        ctx.drawn = drawn
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        noise = torch.rand_like(gradient)
+        ctx.drawn.append(noise)
+        return gradient + noise, None
+
+
+class NoisyGradient(nn.Module):
+    def __init__(self, drawn: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.drawn = drawn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return NoiseInBackward.apply(self.linear(x), self.drawn)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_dropout_under_pytorchs_checkpoint_has_one_mask(layers: int, use_reentrant: bool, checkpoint: str) -> None:
+    module = nn.Sequential(*(Checkpointed(nn.Dropout(0.5), use_reentrant) for _ in range(layers)))
+    pipe = Pipe(module, 3, checkpoint, balance=[1] * layers, devices=["cpu"] * layers)
+    for _ in range(2):
+        x = torch.ones(6, 50, requires_grad=True)
+        y = pipe(x)
+        y.sum().backward()
+        assert torch.equal(x.grad, y)
+        assert y.unique().tolist() == [0, 2**layers]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_pytorchs_checkpoint_with_dropout_equals_the_reference(use_reentrant: bool, checkpoint: str) -> None:
+    def layer() -> nn.Module:
+        return Checkpointed(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()), use_reentrant)
+
+    plain = nn.Sequential(layer(), nn.Dropout(0.5), layer(), nn.Linear(8, 2))
+    pipe = Pipe(copy.deepcopy(plain), 3, checkpoint, balance=[2, 2], devices=["cpu"] * 2)
+    x = torch.randn(6, 8, requires_grad=True)
+    torch.manual_seed(1)
+    reference = reference_backward(plain, x, lambda y: y.square().sum(), 3, draw_key())
+    expected, x.grad = x.grad, None
+    torch.manual_seed(1)
+    output = pipe(x)
+    output.square().sum().backward()
+    assert torch.equal(output, reference.output)
+    assert torch.equal(x.grad, expected)
+    for a, b in zip(plain.parameters(), pipe.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_numbers_drawn_in_backward_depend_on_the_seed_alone(checkpoint: str) -> None:
+    drawn: list[torch.Tensor] = []
+    module = nn.Sequential(*(NoisyGradient(drawn) for _ in range(3)))
+    pipe = Pipe(module, 4, checkpoint, balance=[1] * 3, devices=["cpu"] * 3)
+    x = torch.randn(8, 4)
+
+    def gradients(seed: int) -> list[torch.Tensor]:
+        drawn.clear()
+        torch.manual_seed(seed)
+        return list(torch.autograd.grad(pipe(x).sum(), list(pipe.parameters())))
+
+    first = gradients(seed=1)
+    assert len({tuple(noise.flatten().tolist()) for noise in drawn}) == 3 * 4
+    for _ in range(10):
+        assert all(map(torch.equal, gradients(seed=1), first))
+    assert not any(map(torch.equal, gradients(seed=2), first))

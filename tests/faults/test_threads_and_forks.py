@@ -1,0 +1,121 @@
+"""Several calling threads, and a process that forks between forward and backward."""
+
+import copy
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from pipework import Pipe
+
+Result = tuple[torch.Tensor, ...]
+
+
+def in_two(module: nn.Sequential, checkpoint: str) -> Pipe:
+    return Pipe(module, 4, checkpoint, balance=[1, 2], devices=["cpu"] * 2)
+
+
+def three_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def output_and_gradients(pipe: Pipe, parameters: Sequence[torch.Tensor], x: torch.Tensor) -> Result:
+    output = pipe(x)
+    return output.detach(), *torch.autograd.grad(output.square().sum(), parameters)
+
+
+def at_once(*calls: Callable[[], None]) -> list[BaseException]:
+    """Runs each call on a thread of its own, all from the same moment on; returns what they raised."""
+    start, errors = threading.Barrier(len(calls)), []
+
+    def run(call: Callable[[], None]) -> None:
+        start.wait(20)
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return errors
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_the_first_call_from_two_threads_at_once(
+    checkpoint: str, own_workers: Callable[[], list[threading.Thread]]
+) -> None:
+    x = torch.randn(8, 4)
+    module = three_layers()
+    expected = output_and_gradients(pipe := in_two(module, checkpoint), list(module.parameters()), x)
+    del pipe
+    for _ in range(20):
+        pipe = in_two(copy.deepcopy(module), checkpoint)
+        parameters, results = list(pipe.parameters()), []
+        errors = at_once(*[lambda p=pipe, ps=parameters, r=results: r.append(output_and_gradients(p, ps, x))] * 2)
+        assert errors == []
+        assert all(torch.equal(a, b) for result in results for a, b in zip(result, expected, strict=True))
+        assert all(a is b for a, b in zip(pipe.parameters(), parameters, strict=True))
+        assert len(own_workers()) == 2
+        del pipe
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_two_pipes_that_share_layers_called_at_once(checkpoint: str) -> None:
+    module, x = three_layers(), torch.randn(8, 4)
+    parameters = list(module.parameters())
+    pipes = [in_two(module, checkpoint), in_two(module, checkpoint)]
+    expected = output_and_gradients(pipes[0], parameters, x)
+    results: list[Result] = []
+
+    def call(pipe: Pipe) -> None:
+        for _ in range(50):
+            try:
+                results.append(output_and_gradients(pipe, parameters, x))
+            except RuntimeError as error:
+                if "another pipe" not in str(error):
+                    raise
+
+    assert at_once(lambda: call(pipes[0]), lambda: call(pipes[1])) == []
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, expected, strict=True))
+    assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
+    for pipe in pipes:
+        assert all(map(torch.equal, output_and_gradients(pipe, parameters, x), expected))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_backward_in_a_forked_child_is_refused(checkpoint: str) -> None:
+    script = (
+        "import os, signal, sys, torch\n"
+        "from torch import nn\n"
+        "from pipework import Pipe\n"
+        "torch.set_num_threads(1)\n"
+        "module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))\n"
+        "pipe = Pipe(module, 2, sys.argv[1], balance=[1, 1], devices=['cpu'] * 2)\n"
+        "loss = pipe(torch.ones(4, 2)).sum()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    signal.alarm(10)\n"
+        "    try:\n"
+        "        loss.backward()\n"
+        "    except RuntimeError as error:\n"
+        "        print(error, flush=True)\n"
+        "        os._exit(7)\n"
+        "    os._exit(1)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+        "loss.backward()\n"
+        "assert pipe[0].weight.grad is not None\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, checkpoint], timeout=60, capture_output=True, text=True, check=True
+    )
+    assert "fork" in result.stdout
