@@ -156,8 +156,7 @@ def join(outputs: Sequence[Message], rows: Sequence[int]) -> Joined:
     columns = list(zip(*(tensors for tensors, _ in outputs), strict=True))
     total = max(1, sum(rows))
     shares = tuple([count / total for count in rows])
-    with torch.no_grad():
-        tensors = tuple([_joined(column, shares) for column in columns])
+    tensors = tuple([_joined([part.detach() for part in column], shares) for column in columns])
     sizes = tuple([tuple([part.shape[0] for part in column]) if column[0].dim() else None for column in columns])
     return Joined(
         tensors=tensors,
@@ -270,4 +269,4 @@ def _joined(column: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
         for part, share in zip(column[1:], shares[1:], strict=True):
             total = total + part * share
         return total
-    return torch.cat(list(column)) if len(column) > 1 else column[0].detach()
+    return torch.cat(list(column)) if len(column) > 1 else column[0]

@@ -48,6 +48,17 @@ def enter(leaf: Tensor) -> Tensor:
     return _same_memory(leaf, leaf.shape)  # type: ignore[no-any-return]
 
 
+def enter_slice(leaf: Tensor) -> Tensor:
+    """The same for a slice of the caller's batch.
+
+    All slices of a tensor count their versions together. If one is overwritten, the others' graphs must not think that
+    theirs was.
+    """
+    if leaf.requires_grad:
+        return enter(leaf)
+    return leaf if leaf.is_inference() else leaf.data  # a tensor of inference mode counts no versions
+
+
 def report_overwriting(leaf: Tensor, alias: Tensor) -> bool:
     """After the stage has run: whether it changed its input in place; if so, the sender's version of it is raised.
 

@@ -326,8 +326,8 @@ class StageRun:
         aliased = self._overwrites is not False
         aliases = leaves
         if aliased:
-            own = self._own_leaves
-            aliases = tuple([leaf if n in own else boundary.enter(leaf) for n, leaf in enumerate(leaves)])
+            own, enter = self._own_leaves, boundary.enter_slice if self._index == 0 else boundary.enter
+            aliases = tuple([leaf if n in own else enter(leaf) for n, leaf in enumerate(leaves)])
         value = aliases[0] if structure is None else values.unflatten(aliases, structure)
         enter_stream = self._enter_stream
         layers = self._layers
@@ -353,7 +353,8 @@ class StageRun:
             self._refuse_overlap(leaves)
 
     def _refuse_overlap(self, leaves: Sequence[Tensor]) -> None:
-        if len({leaf.untyped_storage().data_ptr() for leaf in leaves}) < len(leaves):
+        storages = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+        if len(storages) < len(leaves) and any(leaf.requires_grad for leaf in leaves):
             raise RuntimeError(
                 f"stage {self._index}, which begins with layer {self._layers[0].name!r}, changed an input in place, "
                 "and its inputs share memory, so that the gradient of another one would be wrong. Send a clone, or "

@@ -196,6 +196,7 @@ def test_inference_mode_between_training_steps() -> None:
     x = torch.randn(6, 8)
     with torch.inference_mode():
         expected = pipe(x)
+        assert torch.equal(pipe(x + 0), expected)
     output = pipe(x)
     assert torch.equal(output, expected)
     output.sum().backward()

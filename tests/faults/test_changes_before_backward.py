@@ -81,7 +81,7 @@ def test_optimizer_steps_between_mini_batches_are_well(checkpoint: str) -> None:
         x.normal_()
 
 
-@pytest.mark.parametrize("checkpoint", ["except_last", "always"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_layers_that_overwrite_the_input_themselves_are_well(checkpoint: str) -> None:
     plain = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True))
     pipe = in_two(*copy.deepcopy(plain), checkpoint=checkpoint)
