@@ -15,7 +15,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 train: $(VENV)/.train ## train a small GPT in a pipeline (options: ARGS="--help")
-	$(BIN)/python examples/train_gpt.py $(ARGS)
+	$(BIN)/python examples/train_gpt.py $(ARGS) || test $$? = 130  # Ctrl-C is no error
 
 test: $(VENV)/.test ## run the tests (one file: ARGS=tests/test_partition.py)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)

@@ -247,7 +247,7 @@ class Pipe(nn.Module):
         return iter(self._modules.values())  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> nn.Module:
-        """The layer at a position; negative ones count from the end."""
+        """The layer at a position; negative ones count from the end. For several, use `pipe.partitions` or a list."""
         return list(self)[operator.index(index)]
 
     def __repr__(self) -> str:
@@ -306,6 +306,14 @@ class Pipe(nn.Module):
                 if name in partition._modules:
                     partition._modules[name] = value.to(device)
                     self._house = None  # its stages run the layer that was there before
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Replaces the layer of that name; a pipe cannot get more layers.
+
+        Raises:
+            AttributeError: there is no layer of that name.
+        """
+        self.__setattr__(name, module)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: everything but the threads, which are made again when they are needed."""

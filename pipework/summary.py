@@ -38,7 +38,7 @@ def table(pipe: Pipe) -> str:
     schedule = pipe.schedule()
     summary = (
         f"schedule {schedule.name}, {_count(pipe.chunks, 'chunk')}, checkpoint {pipe.checkpoint!r}, "
-        f"predicted bubble {simulate(schedule, loss_outside=True).bubble:.1%}"
+        f"bubble {simulate(schedule, loss_outside=True).bubble:.1%} if all partitions take equally long"
     )
     return "\n".join([heading, *_aligned(rows), summary])
 

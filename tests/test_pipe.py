@@ -172,7 +172,7 @@ def test_print_is_a_table() -> None:
         "  partition  device  layers      parameters  bytes",
         "          0  cpu     0 .. 1 (2)          40  160 B",
         "          1  cpu     2 .. 3 (2)          40  160 B",
-        "schedule gpipe, 4 chunks, checkpoint 'except_last', predicted bubble 16.7%",
+        "schedule gpipe, 4 chunks, checkpoint 'except_last', bubble 16.7% if all partitions take equally long",
     ]
 
 

@@ -27,6 +27,6 @@ def refuse_non_finite(tensors: Iterable[Tensor | None], what: str) -> None:
             nan, infinite = int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
             raise FloatingPointError(
                 f"{what} is not finite: {nan} NaN and {infinite} infinite of {values.numel()} values "
-                f"(shape {tuple(values.shape)}, {values.dtype}). Everything before it was finite: look at the layers "
-                "of this stage, at the learning rate, and at the range of the dtype"
+                f"(shape {tuple(values.shape)}, {values.dtype}). Look at the stage's input and layers, at the "
+                "learning rate, and at the range of the dtype"
             )
