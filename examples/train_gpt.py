@@ -246,9 +246,8 @@ def main(argv: list[str] | None = None) -> int:
             torch.save({**state, "options": vars(options)}, run / "checkpoint.part")
             os.replace(run / "checkpoint.part", run / "checkpoint.pt")  # the old one or the new, never half a one
         if interrupted and step + 1 < steps:
-            print(
-                f"\nstopped after step {step + 1}; to go on: {os.path.relpath(sys.executable)} {sys.argv[0]} --resume {run}"
-            )
+            python = os.path.relpath(sys.executable)
+            print(f"\nstopped after step {step + 1}; to go on: {python} {sys.argv[0]} --resume {run}")
             return 130
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # All is saved: from here on, Ctrl-C simply ends it.
 
