@@ -126,7 +126,7 @@ class Pipe(nn.Module):
         for partition in self._partitions:
             self._modules.update(partition._modules)
         self._spreads_tuples = isinstance(module, PipeSequential)
-        self._deferred = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
+        self._deferred: list[DeferredBatchNorm] = []
         self._house: House | None = None
         self._opening = threading.Lock()
         self._recording: Recording | None = None
@@ -340,6 +340,8 @@ class Pipe(nn.Module):
 
     def _opened(self) -> House:
         if self._house is None or not self._house.workers.alive:
+            # Again for each house, since replacing a layer makes a new one.
+            self._deferred = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
             edges = skip_edges(self._partitions)
             skips = [Skip(edge.key, edge.source, edge.destinations) for edge in edges]
             placement = self.schedule().placement

@@ -12,7 +12,7 @@ from pipework.runtime.failure import Failure
 from pipework.runtime.loop import run_actions
 from pipework.runtime.memory import MemoryMeter
 from pipework.runtime.random_stream import RandomStream
-from pipework.runtime.stage import StageRun
+from pipework.runtime.stage_run import StageRun
 from pipework.runtime.transport import LocalTransport
 from pipework.schedule import split_at_loss
 

@@ -1,0 +1,313 @@
+"""One mini-batch on one stage: what the stage's F, R and B actions do to a micro-batch.
+
+A `Stage` lives as long as its pipe; a `StageRun` holds what one mini-batch leaves on it between its actions:
+
+    F  receive -> leaves -> layers -> outputs -> send, cut from the graph          keeps leaves and graph roots
+       (checkpointed: the graph is dropped at once)                                 keeps leaves only
+    R  leaves -> layers again                                                       now keeps graph roots, too
+    B  receive gradients -> autograd from the roots -> leaf.grad -> send            keeps nothing
+
+Parameter gradients gather in the alias leaves (see `parameters`), in the order of the B actions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from pipework.runtime import boundary, engine, inspection, skip_tracker, values
+from pipework.runtime.checkpointing import checkpointing, recomputing
+from pipework.runtime.finite import refuse_non_finite
+from pipework.runtime.parameters import Aliases
+from pipework.runtime.random_stream import may_draw
+from pipework.runtime.skips import Bundle, SkipPorts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pipework.runtime.buffers import Snapshot
+    from pipework.runtime.context import CallerContext
+    from pipework.runtime.memory import MemoryMeter
+    from pipework.runtime.random_stream import RandomStream
+    from pipework.runtime.stage import Stage
+    from pipework.runtime.transport import Endpoint
+    from pipework.schedule import Action
+
+    Root: TypeAlias = Tensor | GradientEdge | None  # where a backward starts; None: there is nothing to differentiate
+    # What makes a value of tensors: a Structure, None for a single tensor, a Bundle if the stage has skips.
+    Around: TypeAlias = Any
+
+
+class StageRun:
+    """One stage's part in one mini-batch. All actions of a stage are executed by one worker, one after the other."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        context: CallerContext,
+        checkpointed: int,
+        *,
+        own_leaves: frozenset[int],
+        check_finite: bool,
+    ) -> None:
+        self._stage = stage
+        self._check_finite = check_finite
+        self._index = stage.index
+        self._layers = stage.layers
+        self._context = context
+        self._grad = context.grad
+        self._checkpointed = checkpointed if context.grad and stage.training else 0
+        self._inputs: dict[int, tuple[tuple[Tensor, ...], Around, Snapshot, list[int]]] = {}
+        self._graphs: dict[int, tuple[tuple[Tensor, ...], list[Root]]] = {}
+        # Whether the layers overwrite their input is seen on the first micro-batch, which is treated as if they did.
+        # The caller's own leaves are always given as they are: PyTorch is to refuse an in-place operation on them.
+        self._overwrites: bool | None = None
+        self._own_leaves = own_leaves if stage.index == 0 else frozenset[int]()
+        stage.refresh()
+        self.draws = any(map(may_draw, stage.modules))
+        self.aliases = Aliases(stage.modules if context.grad else ())
+        self._parameter_versions = self.aliases.versions
+        self.meter: MemoryMeter | None = None
+        ports = SkipPorts(stage.index, stage.skips)
+        self._skips = ports if ports.touched else None
+
+    def connect(
+        self,
+        endpoint: Endpoint,
+        *,
+        stream: RandomStream | None,
+        started: Callable[[], None] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Prepares for one run of the worker.
+
+        Args:
+            endpoint: the worker's side of the transport.
+            stream: where the worker's random numbers come from; None: the layers draw none.
+            started: called when an action has all that it waits for and begins to compute; None: nobody wants to know.
+            retain_graph: whether the B actions leave their graphs for another run.
+        """
+        self._receive = endpoint.receive
+        self._send_output = endpoint.sender("F", self._index + 1)
+        self._send_gradient = endpoint.sender("B", self._index - 1)
+        self._enter_stream = None if stream is None else stream.enter
+        self._guard = None if stream is None else stream.guard
+        if self._skips is not None:
+            self._skips.connect(endpoint)
+        self._watched = not (self.meter is None and self._guard is None and self._skips is None)
+        self._started = started
+        self._retain_graph = retain_graph
+
+    def forward(self, action: Action) -> None:
+        """F: computes the stage's output for one micro-batch and sends it on."""
+        micro_batch = action.micro_batch
+        leaves, structure = self._receive(action)
+        if self._skips is not None:
+            leaves, structure = self._skips.receive(micro_batch, leaves, structure)
+        if self._started is not None:
+            self._started()
+        if micro_batch < self._checkpointed:
+            outputs, structure = self._first_pass(leaves, structure, micro_batch)
+        else:
+            outputs, structure = self._compute(leaves, structure, micro_batch)
+            if self._grad:
+                self._keep_graph(micro_batch, leaves, outputs)
+        if self._check_finite:
+            refuse_non_finite(outputs, f"an output of stage {self._index}")
+        # The references to the graph end here: what is sent has none, and this frame must not keep it either.
+        outputs = tuple([boundary.cut(output) for output in outputs])
+        if self._skips is not None:
+            structure, own, present = structure
+            self._skips.send(micro_batch, outputs[own:], present)
+            outputs = outputs[:own]
+        self._send_output(micro_batch, outputs, structure)
+
+    def recompute(self, action: Action) -> None:
+        """R: computes a checkpointed micro-batch again and keeps the graph. Needs no gradient: it may run early."""
+        if self._started is not None:
+            self._started()
+        micro_batch = action.micro_batch
+        if micro_batch not in self._inputs:
+            return  # this stage is in evaluation mode: nothing was checkpointed here
+        again = self._retain_graph
+        leaves, structure, buffers, versions = self._inputs[micro_batch] if again else self._inputs.pop(micro_batch)
+        # A stage that overwrites its input gets copies; but the caller's micro-batches count their versions together.
+        untouched = self._overwrites or versions == [leaf._version for leaf in leaves]
+        if not untouched or self._parameter_versions != self.aliases.versions:
+            raise RuntimeError(
+                f"an input or a parameter of stage {self._index} has been modified by an inplace operation since its "
+                "forward, so it cannot be recomputed for its backward. Call backward() before optimizer.step() and "
+                "before the batch's memory is used again, or use checkpoint='never' if autograd need not have them"
+            )
+        if self._overwrites:
+            leaves = tuple(map(_private_copy, leaves))
+        with self._context.entered(), recomputing(), buffers.standing_in(again=again):
+            outputs, _ = self._compute(leaves, structure, micro_batch)
+            self._keep_graph(micro_batch, leaves, outputs)
+
+    def backward(self, action: Action) -> None:
+        """B: differentiates one micro-batch, adds to the parameters' gradients, sends the input's gradient on."""
+        micro_batch = action.micro_batch
+        gradients, _ = self._receive(action)
+        if self._skips is not None:
+            gradients += self._skips.receive_gradients(micro_batch)
+        if self._started is not None:
+            self._started()
+        leaves, roots = self._graphs[micro_batch] if self._retain_graph else self._graphs.pop(micro_batch)
+        starts, seeds = [], []
+        for root, gradient in zip(roots, gradients, strict=True):
+            if root is not None and gradient is not None:
+                starts.append(root)
+                seeds.append(gradient)
+        if starts:
+            if self._enter_stream is not None:
+                # A backward may draw, too: a stream of its own, apart from all layers'.
+                self._enter_stream(-1 - self._index, micro_batch)
+            engine.run_backward(tuple(starts), tuple(seeds), self._retain_graph)
+        of_leaves = tuple([leaf.grad for leaf in leaves])
+        if self._check_finite:
+            refuse_non_finite(of_leaves, f"the gradient of an input of stage {self._index}")
+            for name, alias in self.aliases.named(self._layers):
+                refuse_non_finite([alias.grad], f"the gradient of parameter {name!r}")
+        if self._skips is not None:
+            of_leaves = self._skips.send_gradients(micro_batch, of_leaves)
+        self._send_gradient(micro_batch, of_leaves, None)
+        if self._retain_graph:
+            for leaf in leaves:
+                leaf.grad = None
+        elif self.meter is not None:
+            self.meter.released(self._index, micro_batch)
+
+    def clear(self) -> None:
+        """Lets go of every tensor, after a failure: a traceback leads to this object."""
+        self._inputs.clear()
+        self._graphs.clear()
+        self.aliases.take_gradients()
+
+    def _first_pass(
+        self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
+    ) -> tuple[tuple[Tensor, ...], Around]:
+        """Computes a micro-batch whose graph will not be kept, only its input.
+
+        Autograd records it all the same: only so is it known which outputs require a gradient, and a module that
+        asks for grad mode does the same in both passes. The graph dies with the outputs that leave this function's
+        caller; its peak is that of the recomputation.
+        """
+        buffers = self._stage.buffers.snapshot()
+        # A stage that begins with an in-place operation would overwrite the input that the recomputation needs.
+        own = leaves if self._overwrites is False else tuple(map(_private_copy, leaves))
+        versions = [leaf._version for leaf in own]
+        with checkpointing():
+            outputs, structure_out = self._compute(own, structure, micro_batch)
+            self._inspect(own, outputs)
+        kept = [leaf._version for leaf in leaves]
+        self._inputs[micro_batch] = leaves, structure, self._stage.buffers.learn(buffers), kept
+        if versions != [leaf._version for leaf in own]:
+            if own is leaves:
+                raise RuntimeError(
+                    f"stage {self._index}, which begins with layer {self._layers[0].name!r}, changed its "
+                    "input in place, which it did not do for the first micro-batch; checkpointing needs that input "
+                    "again. Clone the input in that layer, or use checkpoint='never'."
+                )
+            self._overwrites = True
+            self._refuse_overlap(leaves)
+        if self.meter is not None:
+            self.meter.checkpointed(self._index, micro_batch, leaves)
+        return outputs, structure_out
+
+    def _compute(
+        self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
+    ) -> tuple[tuple[Tensor, ...], Around]:
+        """Runs the layers on one micro-batch."""
+        if not self._watched:
+            return self._run_layers(leaves, structure, micro_batch)
+        with contextlib.ExitStack() as stack:
+            if self._guard is not None:
+                stack.enter_context(self._guard)
+            if self.meter is not None:
+                stack.enter_context(self.meter.measuring(self._index, micro_batch, leaves))
+            if self._skips is None:
+                return self._run_layers(leaves, structure, micro_batch)
+            return self._run_layers_with_skips(self._skips, leaves, structure, micro_batch)
+
+    def _run_layers_with_skips(
+        self, skips: SkipPorts, leaves: tuple[Tensor, ...], bundle: Bundle, micro_batch: int
+    ) -> tuple[tuple[Tensor, ...], Bundle]:
+        """The same, where some inputs are popped and some outputs stashed."""
+        popped = leaves[bundle.own :]
+        aliases = [boundary.enter(leaf) for leaf in popped]
+        tracker = skips.tracker(aliases, bundle.present)
+        with skip_tracker.using(tracker):
+            outputs, structure = self._run_layers(leaves[: bundle.own], bundle.structure, micro_batch)
+        self._see_overwriting(popped, aliases)
+        stashed = tracker.outgoing()
+        present = tuple([tensor is not None for tensor in stashed])
+        return outputs + tuple([t for t in stashed if t is not None]), Bundle(structure, len(outputs), present)
+
+    def _run_layers(
+        self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
+    ) -> tuple[tuple[Tensor, ...], Around]:
+        aliased = self._overwrites is not False
+        aliases = leaves
+        if aliased:
+            own, enter = self._own_leaves, boundary.enter_slice if self._index == 0 else boundary.enter
+            aliases = tuple([leaf if n in own else enter(leaf) for n, leaf in enumerate(leaves)])
+        value = aliases[0] if structure is None else values.unflatten(aliases, structure)
+        enter_stream = self._enter_stream
+        layers = self._layers
+        if structure is not None and self._index == 0:
+            # The pipe's own arguments; a single tensor, the usual case, goes the way of all other values.
+            first, *layers = layers
+            if enter_stream is not None:
+                enter_stream(first.number, micro_batch)
+            arguments, keywords = value
+            value = first.module(*arguments, **keywords)
+        for module, number, _, takes_tuple_whole in layers:
+            if enter_stream is not None:
+                enter_stream(number, micro_batch)
+            value = module(*value) if type(value) is tuple and not takes_tuple_whole else module(value)
+        if aliased:
+            self._see_overwriting(leaves, aliases)
+        return values.flatten(value)
+
+    def _see_overwriting(self, leaves: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
+        seen = [boundary.report_overwriting(leaf, alias) for leaf, alias in zip(leaves, aliases, strict=True)]
+        self._overwrites = bool(self._overwrites) or any(seen)
+        if any(seen):
+            self._refuse_overlap(leaves)
+
+    def _refuse_overlap(self, leaves: Sequence[Tensor]) -> None:
+        storages = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+        if len(storages) < len(leaves) and any(leaf.requires_grad for leaf in leaves):
+            raise RuntimeError(
+                f"stage {self._index}, which begins with layer {self._layers[0].name!r}, changed an input in place, "
+                "and its inputs share memory, so that the gradient of another one would be wrong. Send a clone, or "
+                "make the operation not in-place"
+            )
+
+    def _keep_graph(self, micro_batch: int, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+        """Keeps what B needs: where the graph begins and ends, but not the outputs' memory."""
+        if not self._stage.inspected:
+            self._inspect(leaves, outputs)
+        roots: list[Root] = [output if output.requires_grad else None for output in outputs]
+        self._graphs[micro_batch] = leaves, roots if self._stage.shares_output else [_edge(root) for root in roots]
+
+    def _inspect(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+        if not self._stage.inspected:
+            inspection.refuse_hidden_parameters(self._stage, self.aliases, leaves, outputs)
+            self._stage.inspected = True
+
+
+def _edge(output: Root) -> Root:
+    """The output's edge into the graph, from which a backward can start without keeping the output's memory alive."""
+    if isinstance(output, Tensor) and output.grad_fn is not None:
+        return GradientEdge(output.grad_fn, output.output_nr)
+    return output
+
+
+def _private_copy(leaf: Tensor) -> Tensor:
+    """A leaf with memory of its own."""
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
