@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test test-all lint format bench clean
+.PHONY: help train test test-all docs lint format bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -28,6 +28,9 @@ lint: $(VENV)/.dev ## check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict pipework
 
+docs: $(VENV)/.docs ## build the documentation: docs/_build/html/index.html
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html $(ARGS)
+
 format: $(VENV)/.dev ## fix style and format in place
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -39,10 +42,10 @@ bench: $(VENV)/.train ## run the benchmarks, benchmarks/*/run.py (one of them: B
 	done
 
 clean: ## remove the environment, caches and build results
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Stamps: .created says that the environment is whole; .train, .test and .dev that this set is installed as
+# Stamps: .created says that the environment is whole; .train, .test, .docs and .dev that this set is installed as
 # pyproject.toml and constraints.txt want it now.
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; \
@@ -51,6 +54,6 @@ $(VENV)/.created:
 	$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
-$(VENV)/.train $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/.created
+$(VENV)/.train $(VENV)/.test $(VENV)/.docs $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/.created
 	$(PIP) --editable '.[$*]' --constraint constraints.txt
 	@touch $@
