@@ -15,6 +15,13 @@ class Stopped(Exception):
     """Raised inside a worker that finds, while it waits, that another one has failed. Never leaves the runtime."""
 
 
+def add_note(error: BaseException, text: str) -> None:
+    """Notes on an exception where it arose; once, also if a layer raises the same object again and again."""
+    note = f"pipework: {text}"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
 class Failure:
     """What went wrong first in one run; every worker reads `happened` before each of its actions.
 
@@ -36,9 +43,7 @@ class Failure:
             if self.happened:
                 return
             if action is not None:
-                note = f"pipework: stage {action.stage}, micro-batch {action.micro_batch}, action {action.kind}"
-                if note not in getattr(error, "__notes__", ()):
-                    error.add_note(note)
+                add_note(error, f"stage {action.stage}, micro-batch {action.micro_batch}, action {action.kind}")
             self._error = error
             self.happened = True
         self._stop()

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge
 
 from pipework.runtime import boundary, engine, inspection, skip_tracker, values
 from pipework.runtime.checkpointing import checkpointing, recomputing
+from pipework.runtime.failure import add_note
 from pipework.runtime.finite import refuse_non_finite
 from pipework.runtime.parameters import Aliases
 from pipework.runtime.random_stream import may_draw
@@ -257,18 +258,20 @@ class StageRun:
             aliases = tuple([leaf if n in own else enter(leaf) for n, leaf in enumerate(leaves)])
         value = aliases[0] if structure is None else values.unflatten(aliases, structure)
         enter_stream = self._enter_stream
-        layers = self._layers
-        if structure is not None and self._index == 0:
-            # The pipe's own arguments; a single tensor, the usual case, goes the way of all other values.
-            first, *layers = layers
-            if enter_stream is not None:
-                enter_stream(first.number, micro_batch)
-            arguments, keywords = value
-            value = first.module(*arguments, **keywords)
-        for module, number, _, takes_tuple_whole in layers:
+        # A single tensor, the usual case, goes the way of all other values.
+        has_arguments = structure is not None and self._index == 0
+        for module, number, name, takes_tuple_whole in self._layers:
             if enter_stream is not None:
                 enter_stream(number, micro_batch)
-            value = module(*value) if type(value) is tuple and not takes_tuple_whole else module(value)
+            try:
+                if has_arguments:
+                    (arguments, keywords), has_arguments = value, False
+                    value = module(*arguments, **keywords)
+                else:
+                    value = module(*value) if type(value) is tuple and not takes_tuple_whole else module(value)
+            except BaseException as error:
+                add_note(error, f"in layer {name!r} ({type(module).__name__})")
+                raise
         if aliased:
             self._see_overwriting(leaves, aliases)
         return values.flatten(value)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,6 +14,7 @@ from pipework.runtime.device import random_states_kept
 from pipework.runtime.failure import Failure
 from pipework.runtime.loop import run_actions
 from pipework.runtime.memory import MemoryMeter
+from pipework.runtime.modes import Modes, TakingTurns
 from pipework.runtime.random_stream import RandomStream
 from pipework.runtime.stage_run import StageRun
 from pipework.runtime.transport import LocalTransport
@@ -182,10 +186,17 @@ class Step:
         transport: Transport = LocalTransport(house.placement, house.links)
         failure = Failure(transport.stop)
         forward = entrance[0] == "F"
+        modes = Modes.capture()
+        endpoints, turn = transport.endpoints, None
+        if modes:
+            turn = threading.Lock()
+            endpoints = [TakingTurns(endpoint, turn) for endpoint in endpoints]
         jobs = [
-            _Job(self, worker, order, endpoint, failure, enter_context=forward, retain_graph=retain_graph)
-            for worker, (order, endpoint) in enumerate(zip(orders, transport.endpoints, strict=True))
+            _Job(self, worker, order, endpoint, failure, modes, turn, enter_context=forward, retain_graph=retain_graph)
+            for worker, (order, endpoint) in enumerate(zip(orders, endpoints, strict=True))
         ]
+        # A context can be entered once at a time only, and each worker needs the caller's variables: copies.
+        calls = [functools.partial(contextvars.copy_context().run, job) for job in jobs]
         # In evaluation nothing moves an accelerator's default generator, and what its layers draw must be remembered.
         moved = house.devices if self._key.drawn else ()
         with house.lock, random_states_kept(moved):
@@ -194,7 +205,7 @@ class Step:
             send = transport.outside.sender(*entrance)
             for micro_batch, (tensors, structure) in enumerate(messages):
                 send(micro_batch, tensors, structure)
-            house.workers.run(jobs, lambda error: failure.report(error, None))
+            house.workers.run(calls, lambda error: failure.report(error, None))
             for stage in house.stages:
                 stage.hand_back()
         if failure.happened:
@@ -225,6 +236,8 @@ class _Job:
         order: Sequence[Action],
         endpoint: Endpoint,
         failure: Failure,
+        modes: Modes,
+        turn: threading.Lock | None,
         *,
         enter_context: bool,
         retain_graph: bool,
@@ -232,6 +245,8 @@ class _Job:
         house = step._house
         self._order = order
         self._failure = failure
+        self._modes = modes
+        self._turn = turn
         self._context = step._context if enter_context and not step._context.is_usual else None
         self._device = house.devices[worker]
         self._marks: list[tuple[Action, Any, Any, int]] | None = None if step._recorder is None else []
@@ -259,10 +274,14 @@ class _Job:
         """Executes the actions; what goes wrong is kept in the failure."""
         try:
             with contextlib.ExitStack() as stack:
+                if self._turn is not None:
+                    stack.enter_context(self._turn)
                 if self._context is not None:
                     stack.enter_context(self._context.entered())
                 if self._stream is not None:
                     stack.enter_context(random_kernels.drawing_from(self._stream))
+                if self._modes:
+                    stack.enter_context(self._modes.entered())
                 # On the worker's thread, where no Ctrl-C can come between putting an alias in and taking it out.
                 for run in self._runs:
                     stack.enter_context(run.aliases.standing_in())

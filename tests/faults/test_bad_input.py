@@ -55,7 +55,7 @@ def test_unequal_rows(pipe: Pipe) -> None:
 def test_wrong_width_is_the_layers_own_error_with_a_note(pipe: Pipe) -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes") as caught:
         pipe(torch.randn(4, 5))
-    assert caught.value.__notes__ == ["pipework: stage 0, micro-batch 0, action F"]
+    assert caught.value.__notes__ == ["pipework: in layer '0' (Linear)", "pipework: stage 0, micro-batch 0, action F"]
 
 
 def test_wrong_dtype_is_the_layers_own_error(pipe: Pipe) -> None:

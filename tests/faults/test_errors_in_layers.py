@@ -79,8 +79,10 @@ def test_the_original_exception_is_raised_with_a_note(
     with pytest.raises(Mishap) as caught:
         pipe(numbered_batch()).sum().backward()
     assert caught.value is pipe[stage].error
+    in_layer = [f"pipework: in layer '{stage}' (Fragile)"] if direction == "forward" else []
     assert caught.value.__notes__ == [
-        f"pipework: stage {stage}, micro-batch {micro_batch}, action {direction[0].upper()}"
+        *in_layer,
+        f"pipework: stage {stage}, micro-batch {micro_batch}, action {direction[0].upper()}",
     ]
     names = [entry.name for entry in caught.traceback]
     assert "maybe_fail" in names, "the traceback leads to the layer's own line"
@@ -104,7 +106,10 @@ def test_an_exception_during_recomputation_is_named_as_such() -> None:
     output = pipe(torch.ones(1, 2))
     with pytest.raises(Mishap) as caught:
         output.sum().backward()
-    assert caught.value.__notes__ == ["pipework: stage 1, micro-batch 0, action R"]
+    assert caught.value.__notes__ == [
+        "pipework: in layer '1' (SecondPassFails)",
+        "pipework: stage 1, micro-batch 0, action R",
+    ]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -195,7 +200,10 @@ def test_the_first_exception_wins_and_other_workers_stop_at_their_next_action(bo
     with pytest.raises(Mishap) as caught:
         pipe(torch.arange(6.0)[:, None])
     assert caught.value is first.error
-    assert caught.value.__notes__ == ["pipework: stage 0, micro-batch 5, action F"]
+    assert caught.value.__notes__ == [
+        "pipework: in layer '0' (FailsOnTheLast)",
+        "pipework: stage 0, micro-batch 5, action F",
+    ]
     assert waiting.seen == [0]
     assert second is None or second.__traceback__ is not None
 
