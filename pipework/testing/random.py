@@ -44,13 +44,20 @@ def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iter
     random_kernels.install()
     stream = RandomStream(Key(key), None if worker is None else worker.random_seeder())
     positions = itertools.count()
+    running: list[nn.Module] = []
 
     def enter(module: nn.Module, inputs: Any) -> None:
-        stream.enter(next(positions), micro_batch)
+        if not running:  # a layer may also be a part of another one
+            stream.enter(next(positions), micro_batch)
+        running.append(module)
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        running.pop()
 
     # A layer that stands at two places is hooked once and called twice: the count knows which place it is.
-    layers = {id(layer): layer for layer in model}.values()
-    handles = [layer.register_forward_pre_hook(enter) for layer in layers]
+    handles = []
+    for layer in {id(layer): layer for layer in model}.values():
+        handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave, always_call=True)]
     try:
         with random_states_kept([] if worker is None else [worker]), random_kernels.drawing_from(stream):
             yield

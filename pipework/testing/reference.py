@@ -24,7 +24,11 @@ class Reference:
 
 
 def reference_backward(
-    model: nn.Sequential, inputs: Tensor, loss_fn: Callable[[Tensor], Tensor], chunks: int, key: int
+    model: nn.Sequential,
+    inputs: Tensor | tuple[Tensor, ...],
+    loss_fn: Callable[[Tensor], Tensor],
+    chunks: int,
+    key: int,
 ) -> Reference:
     """Runs forward and backward as a pipe whose loss is outside must do it, to the last bit.
 
@@ -34,7 +38,8 @@ def reference_backward(
 
     Args:
         model: the un-pipelined model.
-        inputs: the mini-batch, rows along dimension 0. If it is a leaf that requires a gradient, it gets one.
+        inputs: the mini-batch, rows along dimension 0; several are given to the model as positional arguments. Leaves
+            that require a gradient get one.
         loss_fn: from the output of the mini-batch to a scalar.
         chunks: the pipe's.
         key: names the random numbers; see `micro_batch_random`.
@@ -48,10 +53,12 @@ def reference_backward(
     before = [parameter.grad for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = None
+    tensors = inputs if isinstance(inputs, tuple) else (inputs,)
+    pieces = [tensor.tensor_split(max(1, min(chunks, len(tensor)))) for tensor in tensors]
     outputs = []
-    for micro_batch, rows in enumerate(inputs.tensor_split(max(1, min(chunks, len(inputs))))):
+    for micro_batch, rows in enumerate(zip(*pieces, strict=True)):
         with micro_batch_random(model, key, micro_batch):
-            outputs.append(model(rows))
+            outputs.append(model(*rows))
     joined = torch.cat([output.detach() for output in outputs]).requires_grad_()
     loss = loss_fn(joined)
     torch.autograd.backward(loss)
