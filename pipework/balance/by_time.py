@@ -1,7 +1,9 @@
 """Balance by time: each layer's forward and backward, measured."""
 
+import contextlib
 import statistics
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +11,10 @@ from torch import Tensor, nn
 
 from pipework.balance.checks import check_partitions
 from pipework.balance.minimax import minimax_partition
+from pipework.balance.mixed import minimax_on_devices
 from pipework.balance.sandbox import call, copies, cut, measuring_device, tensors_of, traceless
+
+Device = torch.device | str | int
 
 
 def balance_by_time(
@@ -18,7 +23,8 @@ def balance_by_time(
     sample: Tensor | tuple[Any, ...],
     *,
     timeout: float = 1.0,
-    device: torch.device | str | int | None = None,
+    device: Device | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> list[int]:
     """Balances the time that the partitions take for forward and backward.
 
@@ -30,34 +36,90 @@ def balance_by_time(
         module: The layers.
         sample: Input as a layer will see it: best one micro-batch, since a layer's time need not grow with its rows. A
             tuple is spread into the first layer's positional arguments, unless its ``forward`` takes only one.
-        timeout: For how many seconds to measure. There is one pass to warm up and one that counts in any case.
+        timeout: For how many seconds to measure, on each kind of device. There is one pass to warm up and one that
+            counts in any case.
         device: Where to run: by default the current accelerator, else the CPU.
+        devices: Instead of ``device``, what ``Pipe`` will be given: the device of each partition. Each layer is timed
+            on each kind of device among them, several CPU workers with their share of the threads each, so that a slow
+            device gets fewer layers.
 
     Returns:
         The number of layers of each partition; the largest time is as small as possible.
 
     Raises:
         ValueError: The number of partitions is out of range, or a parameter has a gradient, which suggests that
-            training is under way: balance before it, or call ``module.zero_grad()``.
+            training is under way: balance before it, or call ``module.zero_grad()``. Or both ``device`` and
+            ``devices`` are given.
+        IndexError: There are fewer devices than partitions.
 
     Example:
         >>> module = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
-        >>> sum(balance_by_time(2, module, torch.zeros(4, 8), timeout=0.01))
+        >>> sum(balance_by_time(2, module, torch.zeros(4, 8), timeout=0.01, devices=["cpu", "cpu"]))
         4
     """
     check_partitions(partitions, len(module))
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             raise ValueError(f"some parameter already has gradient: {name!r}; call zero_grad() on the module first")
-    where = measuring_device(device)
-    with traceless(where):
-        value = cut(sample, where)
-        _pass(module, value, where)  # the first use of a layer allocates, compiles, chooses algorithms
+    places = _places(partitions, device, devices)
+    cpu_workers = sum(place.type == "cpu" for place in places) if devices is not None else 1
+    times: dict[tuple[str, str], list[float]] = {}
+    for place in places:
+        if _kind(place) not in times:
+            with _share_of_threads(cpu_workers if place.type == "cpu" else 1):
+                times[_kind(place)] = _layer_times(module, sample, place, timeout)
+    if len(times) == 1:
+        return minimax_partition(times[_kind(places[0])], partitions)
+    return minimax_on_devices([times[_kind(place)] for place in places])
+
+
+def _places(partitions: int, device: Device | None, devices: Sequence[Device] | None) -> list[torch.device]:
+    """The device of each partition, as far as it matters for a measurement."""
+    if devices is None:
+        return [measuring_device(device)] * partitions
+    if device is not None:
+        raise ValueError("give either device=, where everything is timed, or devices=, one for each partition")
+    if isinstance(devices, str | int | torch.device):
+        raise TypeError(f"devices must be a list with the device of each partition, got {devices!r}: [{devices!r}]?")
+    if len(devices) < partitions:
+        raise IndexError(
+            f"too few devices to hold given partitions (devices: {len(devices)}, partitions: {partitions})"
+        )
+    return [measuring_device(place) for place in devices[:partitions]]
+
+
+def _kind(place: torch.device) -> tuple[str, str]:
+    """What a layer's time depends on: accelerators of one type may still be of different models."""
+    if place.type in ("cpu", "meta"):
+        return place.type, ""
+    model = getattr(torch.get_device_module(place), "get_device_name", None)
+    return place.type, model(place) if model else ""
+
+
+@contextlib.contextmanager
+def _share_of_threads(workers: int) -> Iterator[None]:
+    """As many intra-op threads as one of so many CPU workers has."""
+    threads = torch.get_num_threads()
+    if workers == 1:
+        yield
+        return
+    torch.set_num_threads(max(1, threads // workers))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _layer_times(module: nn.Sequential, sample: Any, device: torch.device, timeout: float) -> list[float]:
+    """The median seconds that each layer takes on a device."""
+    with traceless(device):
+        value = cut(sample, device)
+        _pass(module, value, device)  # the first use of a layer allocates, compiles, chooses algorithms
         end = time.perf_counter() + timeout
-        passes = [_pass(module, value, where)]
+        passes = [_pass(module, value, device)]
         while time.perf_counter() < end:
-            passes.append(_pass(module, value, where))
-    return minimax_partition([statistics.median(times) for times in zip(*passes, strict=True)], partitions)
+            passes.append(_pass(module, value, device))
+    return [statistics.median(times) for times in zip(*passes, strict=True)]
 
 
 def _pass(module: nn.Sequential, value: Any, device: torch.device) -> list[float]:
@@ -82,6 +144,6 @@ def _backward(layer: nn.Module, value: Any, output: Any) -> None:
 
 def _now(device: torch.device) -> float:
     """The time in seconds, when the device has done all that it was told."""
-    if device.type != "cpu":
+    if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(device)
     return time.perf_counter()

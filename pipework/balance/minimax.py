@@ -46,18 +46,23 @@ def minimax_partition(costs: Sequence[float], partitions: int) -> list[int]:
         [1, 2, 2]
     """
     check_partitions(partitions, len(costs))
-    for index, cost in enumerate(costs):
-        if not math.isfinite(cost) or cost < 0:
-            raise ValueError(f"costs must be finite and not negative, got {cost!r} for layer {index}")
-    sums = _prefix_sums(costs)
+    (sums,) = prefix_sums([costs])
     return _fairest(sums, partitions, _bottleneck(sums, partitions))
 
 
-def _prefix_sums(costs: Sequence[float]) -> list[int]:
-    """Sums of the first 0, 1, ... costs, in the largest unit that makes all of them integers."""
-    exact = [Fraction(cost) for cost in costs]
-    unit = math.lcm(*(cost.denominator for cost in exact))
-    return list(accumulate((int(cost * unit) for cost in exact), initial=0))
+def prefix_sums(rows: Sequence[Sequence[float]]) -> list[list[int]]:
+    """For each row, sums of the first 0, 1, ... costs, in the largest unit that makes all costs integers.
+
+    Raises:
+        ValueError: A cost is infinite, NaN or negative.
+    """
+    for costs in rows:
+        for index, cost in enumerate(costs):
+            if not math.isfinite(cost) or cost < 0:
+                raise ValueError(f"costs must be finite and not negative, got {cost!r} for layer {index}")
+    exact = [[Fraction(cost) for cost in costs] for costs in rows]
+    unit = math.lcm(*(cost.denominator for costs in exact for cost in costs))
+    return [list(accumulate((int(cost * unit) for cost in costs), initial=0)) for costs in exact]
 
 
 def _probe(sums: list[int], partitions: int, cap: int) -> tuple[bool, int]:

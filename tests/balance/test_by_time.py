@@ -105,3 +105,68 @@ def test_refuses_a_module_with_gradients():
 def test_refuses_a_wrong_number_of_partitions(partitions, message):
     with pytest.raises(ValueError, match=message):
         balance_by_time(partitions, nn.Sequential(nn.ReLU()), torch.rand(1))
+
+
+class SlowOnMeta(nn.Module):
+    """Takes longer on one device than on the other. The meta device stands for a second kind that is always there."""
+
+    def __init__(self, cpu, meta):
+        super().__init__()
+        self.milliseconds = {"cpu": cpu, "meta": meta}
+
+    def forward(self, x):
+        time.sleep(self.milliseconds[x.device.type] / 1000)
+        return x + 1
+
+
+def test_on_mixed_devices_each_layer_counts_with_its_time_on_the_device_that_runs_it():
+    module = nn.Sequential(*(SlowOnMeta(cpu=2, meta=8) for _ in range(5)))
+    assert balance_by_time(2, module, torch.rand(2), timeout=0.1, devices=["cpu", "meta"]) == [4, 1]
+    assert balance_by_time(2, module, torch.rand(2), timeout=0.1, devices=["meta", "cpu"]) == [1, 4]
+
+
+def test_mixed_devices_leave_no_trace(delicate, untouched):
+    x = torch.rand(6, 4)
+    with untouched(delicate):
+        balance_by_time(2, delicate, x, timeout=0, devices=["cpu", "meta"])
+
+
+@pytest.mark.gpu
+def test_a_cpu_beside_an_accelerator_gets_fewer_layers():
+    module = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12)))
+    counts = balance_by_time(2, module, torch.rand(512, 2048), devices=["cpu", torch.accelerator.current_accelerator()])
+    assert counts[0] < counts[1]
+
+
+def test_cpu_workers_are_timed_with_their_share_of_the_threads():
+    seen = []
+
+    class Note(nn.Module):
+        def forward(self, x):
+            seen.append(torch.get_num_threads())
+            return x
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        balance_by_time(2, nn.Sequential(Note(), Note()), torch.rand(1), timeout=0, devices=["cpu"] * 4)
+        assert set(seen) == {2}
+        seen.clear()
+        balance_by_time(2, nn.Sequential(Note(), Note()), torch.rand(1), timeout=0, device="cpu")
+        assert set(seen) == {4}
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"device": "cpu", "devices": ["cpu", "cpu"]}, ValueError, "either device=.* or devices="),
+        ({"devices": ["cpu"]}, IndexError, r"too few devices .*devices: 1, partitions: 2"),
+        ({"devices": "cpu"}, TypeError, r"must be a list .*\['cpu'\]\?"),
+    ],
+)
+def test_devices_that_do_not_fit_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        balance_by_time(2, nn.Sequential(nn.ReLU(), nn.ReLU()), torch.rand(1), **arguments)
