@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test test-all docs lint format bench clean
+.PHONY: help train test test-all docs package lint format bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +30,16 @@ lint: $(VENV)/.dev ## check style, format and types
 
 docs: $(VENV)/.docs ## build the documentation: docs/_build/html/index.html
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html $(ARGS)
+
+# A checkout on the import path hides what is missing in the package, hence another folder.
+package: $(VENV)/.created ## build the wheel (dist/) and try it in a clean environment
+	rm -rf dist build/clean build/empty
+	$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/python -m pip --disable-pip-version-check install --quiet dist/*.whl numpy --constraint constraints.txt
+	mkdir build/empty
+	cd build/empty && ../clean/bin/python ../../tests/smoke.py
+	rm -rf build/clean build/empty
 
 format: $(VENV)/.dev ## fix style and format in place
 	$(BIN)/ruff check --fix .
