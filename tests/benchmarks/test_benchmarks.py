@@ -6,8 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import measure
+from benchmarks.memory.live import CALLER, LiveStorages
+from benchmarks.unet import UNet
+from pipework import skip
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,6 +19,11 @@ TINY = {
     "two_stage_speed": ["--rounds", "1", "--width", "16", "--tokens", "4"],
     "overhead": ["--seconds", "0.01", "--workers", "1", "2", "--chunks", "4", "64"],
     "many_workers": ["--rounds", "1", "--workers", "2", "3", "--milliseconds", "1", "--micro-batches", "3"],
+    "unet_speed": [
+        *("--rounds", "1", "--levels", "2", "--width", "4", "--size", "8"),
+        *("--rows", "1", "--chunks", "2", "--balance", "21", "18"),
+    ],
+    "memory": ["--stages", "2", "--chunks", "2", "--width", "16", "--tokens", "8", "--size", "16"],
 }
 
 
@@ -89,3 +98,25 @@ def test_saved_results_can_be_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert content["seconds"] == [1.0]
     assert content["machine"]["cores"] >= 1
     assert content["verdicts"] == [{"what": "w", "measured": 2.0, "target": 1.0, "unit": "s", "reached": False}]
+
+
+def test_live_storages_are_seen_with_what_operators_keep_and_let_go() -> None:
+    x, weight, gradient = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True), torch.randn(4, 8)
+    storages = LiveStorages()
+    with storages.watching([x, weight, gradient]):
+        kept = (x @ weight).tanh()  # the product is needed in passing
+        assert storages.alive() == kept.nbytes
+        kept.view(-1)  # no memory of its own
+        kept.backward(gradient)
+        storages.label([weight.grad], "parameter gradient")
+        del kept
+    assert storages.alive() == weight.nbytes
+    assert storages.peak(CALLER, lambda block: not block.gradient) == 2 * x.nbytes
+    assert storages.peak_kept(CALLER, lambda block: not block.gradient) == x.nbytes
+    assert storages.peak(CALLER, lambda block: block.label != "") == weight.nbytes
+
+
+def test_both_norms_of_the_u_net_keep_the_shape() -> None:
+    for norm in ("batch", "group"):
+        model = UNet(levels=2, width=4, norm=norm).build(skip)
+        assert model(torch.randn(2, 3, 8, 8)).shape == (2, 3, 8, 8)
