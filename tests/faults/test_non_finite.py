@@ -1,10 +1,13 @@
 """Row 14 of the fault matrix: NaN or an infinity at one stage and micro-batch, forward or backward."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from pipework import Pipe
+from pipework.testing import reference_backward
 
 
 class Spoil(nn.Module):
@@ -48,13 +51,56 @@ def test_the_first_place_is_named(direction: str, stage: int, micro_batch: int, 
     pipe(x).sum().backward()
 
 
-def test_unchecked_it_propagates_as_in_pytorch() -> None:
-    pipe, x = pipe_and_batch(check_finite=False)
-    pipe[0].where = ("forward", 1, float("nan"))
-    loss = pipe(x).sum()
-    assert loss.isnan()
-    loss.backward()
-    assert pipe[2].linear.weight.grad.isnan().any()
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_of_several_places_the_first_is_named(direction: str, checkpoint: str) -> None:
+    """Stages are checked on the way of the value: from the first on in forward, from the last on in backward."""
+    pipe, x = pipe_and_batch(check_finite=True, checkpoint=checkpoint)
+    x[:, -1] = torch.tensor([0.0, 1.0, 1.0])  # two micro-batches of three go wrong, at two stages
+    for stage in (0, 1) if direction == "forward" else (1, 2):
+        pipe[stage].where = (direction, 1, float("nan"))
+    with pytest.raises(FloatingPointError) as caught:
+        pipe(x).sum().backward()
+    stage, kind = (0, "F") if direction == "forward" else (2, "B")
+    assert f"pipework: stage {stage}, micro-batch 1, action {kind}" in caught.value.__notes__
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_a_gradient_of_a_parameter_alone_is_named(checkpoint: str) -> None:
+    class Root(nn.Module):
+        """At 0 the root's gradient is infinite, which the input's gradient does not show."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.gain.sqrt()
+
+    module = nn.Sequential(nn.Linear(4, 4), Root(), nn.Linear(4, 4))
+    pipe = Pipe(module, 2, checkpoint, balance=[1, 1, 1], devices=["cpu"] * 3, check_finite=True)
+    with pytest.raises(FloatingPointError, match=r"parameter '1\.gain' is not finite: 0 NaN and 1 infinite") as caught:
+        pipe(torch.randn(4, 4)).sum().backward()
+    assert "pipework: stage 1, micro-batch 0, action B" in caught.value.__notes__
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_unchecked_it_propagates_as_in_pytorch(direction: str, stage: int, checkpoint: str, bad: float) -> None:
+    pipe, x = pipe_and_batch(check_finite=False, checkpoint=checkpoint)
+    plain = copy.deepcopy(nn.Sequential(*pipe))
+    for model in (plain, pipe):
+        model[stage].where = (direction, 1, bad)
+    reference = reference_backward(plain, x, torch.sum, 3, key=0)
+    output = pipe(x)
+    output.sum().backward()
+    same = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(output, reference.output, **same)
+    for actual, expected in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, **same)
+    assert not all(parameter.grad.isfinite().all() for parameter in pipe.parameters())
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
