@@ -109,6 +109,7 @@ class Step:
         self._recorder = recorder
         self._number = number
         self._failed = False
+        house.workers.refuse_own_thread()
         with house.lock:  # while workers run for another thread, the slots hold what is theirs
             self._runs = [
                 StageRun(stage, context, checkpointed, own_leaves=own_leaves, check_finite=check_finite)
@@ -184,6 +185,7 @@ class Step:
                 "this mini-batch went forward before the process was forked, and its workers' threads stayed behind; "
                 "call the pipe again in this process"
             )
+        house.workers.refuse_own_thread()
         transport: Transport = LocalTransport(house.placement, house.links)
         failure = Failure(transport.stop)
         forward = entrance[0] == "F"

@@ -43,6 +43,14 @@ class Workers:
         """False in a process that was forked off after the threads had been started: threads are not copied."""
         return self._process == os.getpid()
 
+    def refuse_own_thread(self) -> None:
+        """Raises a RuntimeError on one of these threads, which would wait for itself for ever."""
+        if threading.current_thread() in self._threads:
+            raise RuntimeError(
+                "a layer of a pipe has called that pipe, or a backward of it, from inside: its workers are busy with "
+                "the layer. Call the layers themselves, or another pipe of a copy of them"
+            )
+
     def run(self, jobs: Sequence[Callable[[], None]], interrupted: Callable[[BaseException], None]) -> None:
         """Runs one job on each worker and waits until all have ended. Jobs must not raise.
 

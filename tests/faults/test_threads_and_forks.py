@@ -119,3 +119,87 @@ def test_backward_in_a_forked_child_is_refused(checkpoint: str) -> None:
         [sys.executable, "-c", script, checkpoint], timeout=60, capture_output=True, text=True, check=True
     )
     assert "fork" in result.stdout
+
+
+FORKS = """
+import multiprocessing, os, signal, sys, threading
+import torch
+from torch import nn
+from pipework import Pipe
+
+class Forks(nn.Module):
+    armed = False
+
+    def forward(self, x):
+        if self.armed:
+            self.armed = False
+            children.append(os.fork())
+            if children[-1] == 0:
+                in_child("forked in the middle of a mini-batch")
+        return x
+
+def in_child(what):
+    # A child of a process with threads has only the thread that forked; nothing may wait for the others.
+    signal.alarm(20)
+    try:
+        found = gradients()
+    except RuntimeError as error:
+        print(what, "-", error, flush=True)
+        os._exit(5)
+    os._exit(0 if same(found) else 1)
+
+def gradients():
+    torch.manual_seed(1)
+    return torch.autograd.grad(pipe(x).square().sum(), parameters)
+
+def same(found):
+    return all(map(torch.equal, found, expected))
+
+def run_in_child(queue):
+    queue.put(same(gradients()))
+
+children = []
+torch.set_num_threads(int(sys.argv[2]))
+torch.manual_seed(0)
+forks = Forks()
+module = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.2), forks, nn.Linear(64, 64))
+pipe = Pipe(module, 4, sys.argv[1], balance=[1, 3], devices=["cpu"] * 2)
+parameters, x = list(pipe.parameters()), torch.randn(256, 64)
+expected = gradients()
+threads = threading.active_count()
+
+for _ in range(3):
+    child = os.fork()
+    if child == 0:
+        in_child("forked between mini-batches")
+    children.append(child)
+    assert same(gradients())
+
+context = multiprocessing.get_context("fork")
+queue = context.SimpleQueue()
+process = context.Process(target=run_in_child, args=(queue,))
+process.start()
+assert same(gradients())
+assert queue.get()
+process.join(20)
+assert process.exitcode == 0
+
+codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+assert codes == [0, 0, 0], codes
+children.clear()
+forks.armed = True
+assert same(gradients())
+codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+assert codes in ([0], [5]), codes
+assert same(gradients())
+assert threading.active_count() == threads
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.parametrize(("threads", "checkpoint"), [(1, "never"), (2, "always")])
+def test_a_forked_child_and_its_parent_go_on_with_a_used_pipe(threads: int, checkpoint: str) -> None:
+    """One that is forked while a mini-batch is under way finds parts of it, and is told so if it calls the pipe."""
+    command = [sys.executable, "-c", FORKS, checkpoint, str(threads)]
+    result = subprocess.run(command, timeout=60, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -1,0 +1,149 @@
+"""Row 24 of the fault matrix: several pipes in one process, called in turns, from threads, and one inside another."""
+
+import copy
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipework import Pipe
+
+CHECKPOINT_MODES = ("never", "except_last", "always")
+pytestmark = pytest.mark.timeout(60)
+
+
+def module() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Tanh(), nn.Linear(4, 4))
+
+
+def piped(plain: nn.Sequential, checkpoint: str = "except_last", chunks: int = 3) -> Pipe:
+    return Pipe(copy.deepcopy(plain), chunks, checkpoint, balance=[1, 3], devices=["cpu"] * 2)
+
+
+def gradients(pipe: Pipe, x: Tensor, seed: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(seed)
+    return torch.autograd.grad(pipe(x).square().sum(), list(pipe.parameters()))
+
+
+def all_equal(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_two_pipes_and_two_mini_batches_of_each_in_turns(checkpoint: str) -> None:
+    pipes = [piped(module(), checkpoint), piped(module(), checkpoint, chunks=2)]
+    batches = torch.randn(4, 6, 4)
+    expected = [gradients(pipes[number % 2], x, number) for number, x in enumerate(batches)]
+    losses = []
+    for number, x in enumerate(batches):
+        torch.manual_seed(number)
+        losses.append(pipes[number % 2](x).square().sum())
+    for number in (2, 1, 0, 3):
+        parameters = list(pipes[number % 2].parameters())
+        assert all_equal(torch.autograd.grad(losses[number], parameters), expected[number])
+
+
+def test_one_graph_through_two_pipes_and_what_lies_between() -> None:
+    first, second = module().double(), module().double()
+    first[1] = second[1] = nn.Identity()
+    pipes = [piped(first, "always"), piped(second, "never")]
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(
+        second(first(x).exp()).square().sum(), [x, *first.parameters(), *second.parameters()]
+    )
+    output = pipes[1](pipes[0](x).exp())
+    actual = torch.autograd.grad(output.square().sum(), [x, *pipes[0].parameters(), *pipes[1].parameters()])
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+def in_thread(call: Callable[[], None]) -> None:
+    """Runs it on a new thread to its end, and raises here what it raised there."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_forward_and_backward_on_threads_of_threads(checkpoint: str) -> None:
+    """Made on one thread, run forward on another, and backward on a third that the second has started."""
+    plain, x = module(), torch.randn(6, 4)
+    expected = gradients(piped(plain, checkpoint), x, seed=1)
+    found: dict[str, object] = {}
+
+    def make() -> None:
+        found["pipe"] = piped(plain, checkpoint)
+
+    def backward() -> None:
+        found["loss"].backward()
+
+    def forward() -> None:
+        torch.manual_seed(1)
+        found["loss"] = found["pipe"](x).square().sum()
+        in_thread(backward)
+
+    in_thread(make)
+    in_thread(forward)
+    assert all_equal(tuple(parameter.grad for parameter in found["pipe"].parameters()), expected)
+    assert all_equal(gradients(found["pipe"], x, seed=1), expected)
+
+
+def test_an_error_on_another_thread_stays_there() -> None:
+    pipe = piped(module())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        in_thread(lambda: pipe(torch.randn(6, 5)))
+    pipe(torch.randn(6, 4)).sum().backward()
+
+
+class Calls(nn.Module):
+    """Calls what it holds, which is no child of it."""
+
+    def __init__(self, called: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.called = [called]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called[0](x)
+
+
+@pytest.mark.parametrize("outer", CHECKPOINT_MODES)
+@pytest.mark.parametrize("inner", CHECKPOINT_MODES)
+def test_a_layer_may_evaluate_another_pipe(inner: str, outer: str) -> None:
+    """A frozen one, as for features: its threads are called from a worker of the first."""
+    features = module().eval()
+    frozen = piped(features, inner).requires_grad_(False).eval()
+    plain = nn.Sequential(nn.Linear(4, 4), Calls(features.requires_grad_(False)), nn.Linear(4, 4)).double()
+    features.double()
+    frozen.double()
+    copies = nn.Sequential(copy.deepcopy(plain[0]), Calls(frozen), copy.deepcopy(plain[2]))
+    pipe = Pipe(copies, 2, outer, balance=[1, 2], devices=["cpu"] * 2)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    expected = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
+    for mine, theirs in zip(gradients(pipe, x, seed=0), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_a_pipe_that_calls_itself_is_refused(what: str) -> None:
+    """It would wait for ever: the worker for its own lock."""
+    calls = Calls(lambda x: x)
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), calls), 2, balance=[1, 1], devices=["cpu"] * 2)
+    loss = pipe(torch.randn(4, 4)).sum()
+    calls.called[0] = pipe if what == "forward" else lambda x: loss.backward()
+    with pytest.raises(RuntimeError, match="has called that pipe"):
+        pipe(torch.randn(4, 4))
+    calls.called[0] = lambda x: x
+    pipe(torch.randn(4, 4)).sum().backward()
