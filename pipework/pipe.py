@@ -43,6 +43,7 @@ _OWN_ATTRIBUTES = frozenset(
         "_checkpoint",
         "_chunks",
         "_deferred",
+        "_defers",
         "_devices",
         "_house",
         "_opening",
@@ -126,6 +127,7 @@ class Pipe(nn.Module):
         for partition in self._partitions:
             self._modules.update(partition._modules)
         self._spreads_tuples = isinstance(module, PipeSequential)
+        self._defers = bool(deferred_batch_norm)
         self._deferred: list[DeferredBatchNorm] = []
         self._house: House | None = None
         self._opening = threading.Lock()
@@ -295,23 +297,40 @@ class Pipe(nn.Module):
             object.__setattr__(self, name, value)
             return
         children = self.__dict__.get("_modules", {})
-        if isinstance(value, nn.Module) and "_partitions" in self.__dict__ and name not in children:
+        if "_partitions" in self.__dict__ and name in children:
+            self._replace(name, value)
+            return
+        if "_partitions" in self.__dict__ and isinstance(value, nn.Module):
             raise AttributeError(
                 f"{name!r} is not among the layers of this pipe ({', '.join(children)}), and none can be added; "
                 "put the module into the nn.Sequential before it is wrapped"
             )
         super().__setattr__(name, value)
-        if isinstance(value, nn.Module):
-            for partition, device in zip(self.__dict__.get("_partitions", ()), self._devices, strict=False):
-                if name in partition._modules:
-                    partition._modules[name] = value.to(device)
-                    self._house = None  # its stages run the layer that was there before
+
+    def __delattr__(self, name: str) -> None:
+        """A layer cannot be taken out."""
+        if name in self.__dict__.get("_modules", {}):
+            raise AttributeError(f"layer {name!r} cannot be removed from a pipe; replace it, as by nn.Identity()")
+        super().__delattr__(name)
+
+    def _replace(self, name: str, layer: Any) -> None:
+        """Puts another layer in the place of one. Whether it fits to the others is checked at the next mini-batch."""
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"layer {name!r} of a pipe can be replaced by a module only, got {type(layer).__name__}")
+        if self._defers:
+            layer = convert_deferred_batch_norm(layer, self._chunks)
+        super().__setattr__(name, layer)
+        for partition, device in zip(self._partitions, self._devices, strict=True):
+            if name in partition._modules:
+                partition._modules[name] = layer.to(device)
+        self._house = None  # its stages run the layer that was there before
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Replaces the layer of that name; a pipe cannot get more layers.
 
         Raises:
             AttributeError: there is no layer of that name.
+            TypeError: it is no module.
         """
         self.__setattr__(name, module)
 
@@ -341,6 +360,8 @@ class Pipe(nn.Module):
     def _opened(self) -> House:
         if self._house is None or not self._house.workers.alive:
             # Again for each house, since replacing a layer makes a new one.
+            verify_skippables(self)
+            refuse_shared_statistics(self._partitions)
             self._deferred = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
             edges = skip_edges(self._partitions)
             skips = [Skip(edge.key, edge.source, edge.destinations) for edge in edges]

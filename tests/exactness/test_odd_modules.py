@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from pipework import Pipe, PipeSequential
+from pipework import DeferredBatchNorm, Pipe, PipeSequential, skippable, stash
 
 CHECKPOINT_MODES = ("never", "except_last", "always")
 
@@ -355,6 +355,54 @@ def test_a_module_under_a_new_name_is_refused() -> None:
     with pytest.raises(AttributeError):
         pipe.tail = nn.Linear(2, 2)
     assert [name for name, _ in pipe.named_children()] == ["body", "head"]
+
+
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(4), lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))])
+def test_a_layer_that_is_assigned_gets_deferred_batch_norms_too(make: object, used: bool) -> None:
+    module = nn.Sequential(OrderedDict(body=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), head=nn.Linear(4, 2))).double()
+    whole = copy.deepcopy(module)
+    pipe = Pipe(module, 3, deferred_batch_norm=True, balance=[1, 2], devices=["cpu"] * 2)
+    if used:
+        pipe(torch.randn(6, 4, dtype=torch.float64)).sum().backward()
+    whole.norm = make().double()
+    pipe.norm = copy.deepcopy(whole.norm)
+    whole.body.load_state_dict(pipe.body.state_dict())
+    for rows in (7, 6):
+        x = torch.randn(rows, 4, dtype=torch.float64) + torch.arange(rows)[:, None]
+        whole(x)
+        pipe(x).sum().backward()
+    (actual,) = [module for module in pipe.norm.modules() if isinstance(module, DeferredBatchNorm)]
+    (expected,) = [module for module in whole.norm.modules() if isinstance(module, nn.BatchNorm1d)]
+    for a, b in zip(actual.buffers(), expected.buffers(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_layer_that_is_assigned_must_fit_to_the_others(used: bool) -> None:
+    @skippable(stash=["late"])
+    class Stash(nn.Module):
+        def forward(self, x: torch.Tensor) -> object:
+            yield stash("late", x)
+            return x
+
+    pipe = in_two(nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(4), body=nn.Linear(4, 4), head=nn.Linear(4, 2))))
+    x = torch.randn(6, 4)
+    if used:
+        pipe(x)
+    pipe.body = Stash()
+    with pytest.raises(TypeError, match="no module declared 'late' as poppable but stashed"):
+        pipe(x)
+    pipe.body = pipe.norm
+    with pytest.raises(ValueError, match="put them into one partition"):
+        pipe(x)
+    for wrong in (None, torch.relu):
+        with pytest.raises(TypeError, match="replaced by a module only"):
+            pipe.body = wrong
+    with pytest.raises(AttributeError, match="cannot be removed"):
+        del pipe.body
+    pipe.body = nn.Identity()
+    assert pipe(x).shape == (6, 2)
 
 
 # Inputs that are overwritten
