@@ -7,6 +7,7 @@ plain model with two intra-op threads shows what PyTorch makes of two cores by i
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -184,6 +185,20 @@ def check(everyone: dict[str, Runner]) -> None:
             assert torch.allclose(got, expected, rtol=1e-3, atol=1e-4 * scale + 1e-7), f"other gradients: {name}"
 
 
+def keep_freed_memory() -> bool:
+    """Tells glibc to keep what is freed instead of returning it to the system; False: this C library does not listen.
+
+    Otherwise the plain model's large tensors come back as new pages each time, for up to a third of its time, while the
+    workers' heaps keep theirs: the pipelines would win by an accident of malloc.
+    """
+    no_separate_mappings, trim_threshold = -4, -1  # M_MMAP_MAX, M_TRIM_THRESHOLD
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return False
+    return bool(mallopt(no_separate_mappings, 0) and mallopt(trim_threshold, 2**31 - 1))
+
+
 def halves(task: Task, given: list[int] | None) -> list[int]:
     """How many layers each of two partitions has: measured on one micro-batch, with one thread, unless it is given."""
     if given is not None:
@@ -208,6 +223,7 @@ def main(argv: list[str] | None = None) -> None:
     network = UNet(arguments.levels, arguments.width, arguments.convolutions, arguments.norm)
     task = Task(network, arguments.size, arguments.rows, arguments.chunks, tuple(arguments.modes))
 
+    keeps = keep_freed_memory()
     with on_this_machine() as machine:
         balance = halves(task, arguments.balance)
         everyone = runners(task, balance)
@@ -221,6 +237,7 @@ def main(argv: list[str] | None = None) -> None:
         "task": {**vars(task), "network": vars(network)},
         "balance": balance,
         "busy_shares": busy,
+        "freed_memory_is_kept": keeps,
         "rounds": rounds,
         "seconds": seconds,
     }
