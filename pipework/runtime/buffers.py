@@ -129,7 +129,7 @@ class MutableBuffers:
         kept = []
         for slot, clone in before.clones:
             now = slot.buffers.get(slot.name)
-            if clone is not None and (now is None or not torch.equal(clone, now)):
+            if clone is not None and (now is None or not _same(clone, now)):
                 self._mutable.add(slot.identity)
             elif clone is not None and clone.nbytes > SMALL:
                 continue
@@ -144,6 +144,11 @@ class MutableBuffers:
                 if module._buffers and id(module) not in seen:
                     seen.add(id(module))
                     yield from [Slot(module._buffers, name) for name in module._buffers]
+
+
+def _same(before: Tensor, now: Tensor) -> bool:
+    """Whether a buffer is known to be unchanged; one without data never is."""
+    return before.device.type != "meta" and torch.equal(before, now)
 
 
 def _size(slot: Slot) -> str:

@@ -52,7 +52,7 @@ class CallerContext:
             inference=torch.is_inference_mode_enabled(),
             autocasts=tuple(
                 Autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled())
-                for device_type in sorted(set(device_types))
+                for device_type in sorted(set(device_types) - {"meta"})  # which PyTorch's autocast does not know
                 if torch.is_autocast_enabled(device_type)
             ),
             saved_tensor_hooks=engine.saved_tensor_hooks(),

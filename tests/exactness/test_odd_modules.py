@@ -431,3 +431,14 @@ def test_an_input_that_is_a_leaf_may_not_be_overwritten_beside_one_that_is_none(
     leaf = torch.randn(4, 4, requires_grad=True)
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         pipe(leaf * 3, leaf)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_model_without_data_tells_shapes(checkpoint: str) -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 2))
+    pipe = Pipe(module, 4, checkpoint, balance=[2, 2], devices=["meta"] * 2)
+    output = pipe(torch.randn(10, 6, device="meta"))
+    output.sum().backward()
+    assert (output.shape, output.device.type) == ((10, 2), "meta")
+    assert pipe[0].weight.grad.shape == (8, 6)
