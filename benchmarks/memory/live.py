@@ -1,8 +1,8 @@
 """Which tensor memory is really alive, and whose it is: seen at every operator, without asking the pipe.
 
-A dispatch mode, which the pipe takes along to its workers, sees what every operator returns, in forward and in backward,
-and notes when a storage that it has not seen before appears and when it is freed. Nothing here knows of micro-batches, of
-what autograd saves or of what the runtime keeps. With a mode around, workers take turns: one computes at a time.
+A dispatch mode, which the pipe takes along to its workers, sees what every operator returns, in forward and in
+backward, and notes when a storage that it has not seen before appears and when it is freed. Nothing here knows of
+micro-batches, of what autograd saves or of what the runtime keeps. With a mode around, one worker computes at a time.
 """
 
 from __future__ import annotations
