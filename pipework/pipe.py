@@ -156,7 +156,7 @@ class Pipe(nn.Module):
 
     @property
     def partitions(self) -> list[nn.Sequential]:
-        """The partitions: the same layers, grouped."""
+        """The partitions, which are the same layers in groups."""
         return list(self._partitions)
 
     @property
@@ -178,7 +178,7 @@ class Pipe(nn.Module):
             keyword_inputs: likewise.
 
         Returns:
-            The last layer's output, on the last device: tensors are concatenated over the micro-batches
+            The last layer's output, on the last device. Tensors are concatenated over the micro-batches
             (0-dimensional ones averaged by rows), other values collected in a list.
 
         Raises:

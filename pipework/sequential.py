@@ -35,7 +35,7 @@ class PipeSequential(nn.Sequential):
             inputs: the positional arguments of the first layer.
 
         Returns:
-            What the last layer returns; without layers, the input (several: a tuple).
+            What the last layer returns; without layers, the input (a tuple of several).
         """
         value: Any = inputs[0] if len(inputs) == 1 and not self else inputs
         for layer in self:

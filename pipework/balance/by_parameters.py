@@ -18,7 +18,7 @@ def estimated_costs(module: nn.Module) -> list[float]:
         module: Its children are the layers, as in ``nn.Sequential``.
 
     Returns:
-        A cost for each layer: no unit, only the proportions mean something.
+        A cost for each layer. It has no unit, only the proportions mean something.
 
     Raises:
         ValueError: A parameter has no shape yet, because its lazy module never ran.

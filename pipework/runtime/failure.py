@@ -27,13 +27,17 @@ class Failure:
 
     Args:
         stop: wakes whoever waits for a value which will never come.
+
+    Attributes:
+        happened: whether anything went wrong.
+        error: what was raised first, until it is raised again.
     """
 
-    __slots__ = ("_error", "_lock", "_stop", "happened")
+    __slots__ = ("_lock", "_stop", "error", "happened")
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self.happened = False
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._stop = stop
         self._lock = threading.Lock()
 
@@ -44,13 +48,13 @@ class Failure:
                 return
             if action is not None:
                 add_note(error, f"stage {action.stage}, micro-batch {action.micro_batch}, action {action.kind}")
-            self._error = error
+            self.error = error
             self.happened = True
         self._stop()
 
     def raise_first(self) -> NoReturn:
         """Raises the original exception object in the caller's thread."""
-        error, self._error = self._error, None
+        error, self.error = self.error, None
         assert error is not None
         try:
             raise error

@@ -15,6 +15,7 @@ from pipework.runtime.failure import Failure
 from pipework.runtime.loop import run_actions
 from pipework.runtime.memory import MemoryMeter
 from pipework.runtime.modes import Modes, TakingTurns
+from pipework.runtime.out_of_memory import note_memory
 from pipework.runtime.random_stream import RandomStream
 from pipework.runtime.stage_run import StageRun
 from pipework.runtime.transport import LocalTransport
@@ -210,6 +211,7 @@ class Step:
                 stage.hand_back()
         if failure.happened:
             self._failed = True
+            note_memory(failure.error, house.stages, self._runs)
             for run in self._runs:
                 run.clear()
             failure.raise_first()

@@ -66,7 +66,7 @@ class Schedule:
 
     @cached_property
     def micro_batches(self) -> int:
-        """How many micro-batches there are: one more than the highest number that occurs."""
+        """How many micro-batches there are, one more than the highest number that occurs."""
         return 1 + max(action[2] for order in self.orders for action in order)
 
     @property

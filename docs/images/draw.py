@@ -1,0 +1,204 @@
+"""Draws the pictures of the documentation that are no timelines: `PYTHONPATH=. python docs/images/draw.py`.
+
+The timelines next to them come from `python -m pipework draw`. Every picture has a white panel of its own, so that it
+reads on light and on dark pages alike.
+"""
+
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+
+from pipework.schedule import Costs, build, simulate, with_recompute
+from pipework.schedule.palette import ACTION, INK, PAPER, QUIET, worker_fill
+
+HERE = Path(__file__).parent
+GRADIENT = "#3b8a35"
+VALUE = "#2f6db5"
+SKIP = "#b5531c"
+
+
+class Picture:
+    """An SVG under construction. Coordinates are pixels, y grows downwards."""
+
+    def __init__(self, width: float, height: float, label: str) -> None:
+        self.width, self.height = width, height
+        self.parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+            f'role="img" aria-label="{escape(label)}" font-family="Helvetica, Arial, sans-serif" fill="{INK}">',
+            f'<rect width="{width}" height="{height}" fill="{PAPER}" rx="6"/>',
+            "<defs>",
+            *(
+                f'<marker id="{name}" markerWidth="9" markerHeight="8" refX="8" refY="4" orient="auto">'
+                f'<path d="M0 0.5L8 4L0 7.5z" fill="{color}"/></marker>'
+                for name, color in (("ink", INK), ("value", VALUE), ("gradient", GRADIENT), ("skip", SKIP))
+            ),
+            "</defs>",
+        ]
+
+    def box(self, x: float, y: float, w: float, h: float, fill: str = PAPER, text: str = "", size: float = 13) -> None:
+        self.parts.append(f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="5" fill="{fill}" stroke="{INK}"/>')
+        if text:
+            self.text(x + w / 2, y + h / 2 + size * 0.35, text, size=size)
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: float = 13,
+        *,
+        anchor: str = "middle",
+        color: str = INK,
+        bold: bool = False,
+    ) -> None:
+        weight = ' font-weight="bold"' if bold else ""
+        self.parts.append(
+            f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" fill="{color}"{weight}>'
+            f"{escape(text)}</text>"
+        )
+
+    def arrow(self, path: str, kind: str = "ink", *, dashed: bool = False) -> None:
+        color = {"ink": INK, "value": VALUE, "gradient": GRADIENT, "skip": SKIP}[kind]
+        dash = ' stroke-dasharray="5 4"' if dashed else ""
+        self.parts.append(
+            f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.6"{dash} marker-end="url(#{kind})"/>'
+        )
+
+    def line(self, path: str, color: str = QUIET, dash: str = "") -> None:
+        self.parts.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-dasharray="{dash}"/>')
+
+    def save(self, name: str) -> None:
+        (HERE / name).write_text("\n".join([*self.parts, "</svg>"]) + "\n", encoding="utf-8")
+
+
+def graph_cut() -> None:
+    """Your graph with a node per stage; below it, the graphs of the stages, cut from each other."""
+    picture = Picture(772, 430, "One autograd node per stage outside; graphs that end at the stage boundaries inside")
+    wide, apart = 166, 44
+    columns = [84 + stage * (wide + apart) for stage in range(3)]
+    picture.text(16, 28, "Outside: your autograd graph", size=14, anchor="start", bold=True)
+    picture.text(28, 148, "inputs")
+    picture.arrow("M52 144H80")
+    for stage, x in enumerate(columns):
+        picture.box(x, 48, wide, 32, worker_fill(stage), f"parameters of stage {stage}")
+        picture.arrow(f"M{x + wide / 2} 80V120")
+        picture.box(x, 124, wide, 40, worker_fill(stage), f"node of stage {stage}")
+        if stage < 2:
+            picture.arrow(f"M{x + wide} 144h{apart - 4}")
+            picture.text(x + wide + apart / 2, 134, "token", size=11, color=QUIET)
+    picture.arrow(f"M{x + wide} 144h32")
+    picture.text(x + wide + 62, 141, "outputs,")
+    picture.text(x + wide + 62, 157, "loss")
+
+    picture.line("M16 200H756", dash="6 5")
+    picture.text(16, 228, "Inside: cut at the boundaries", size=14, anchor="start", bold=True)
+    picture.text(42, 274, "micro-", size=12)
+    picture.text(42, 287, "batch", size=12)
+    for stage, x in enumerate(columns):
+        picture.box(x, 246, wide, 160, worker_fill(stage))
+        picture.text(x + wide / 2, 264, f"worker {stage}", size=12, color=QUIET)
+        for left, width, text in ((9, 34, "leaf"), (60, 50, "layers"), (127, 30, "y")):
+            picture.box(x + left, 276, width, 30, text=text)
+        picture.arrow(f"M{x + 43} 291h15")
+        picture.arrow(f"M{x + 110} 291h15")
+        picture.arrow(f"M{x + 142} 326H{x + 26}", "gradient")
+        picture.text(x + wide / 2, 342, "its own backward", size=11, color=GRADIENT)
+        picture.box(x + 7, 354, wide - 14, 42)
+        picture.text(x + wide / 2, 371, "gradient buffers:", size=12)
+        picture.text(x + wide / 2, 388, "micro-batch 0 + 1 + 2 + …", size=12)
+        # From the buffers up to the node.
+        picture.arrow(f"M{x + wide - 7} 375H{x + wide + 10}V174H{x + wide - 16}V168", "gradient", dashed=True)
+        if stage < 2:
+            picture.line(f"M{x + wide + 25} 277l8 -12m-14 12l8 -12", INK)
+            picture.text(x + wide + 28, 260, "cut", size=12)
+    picture.arrow("M58 291H92", "value")
+    for x in columns[:2]:
+        picture.arrow(f"M{x + 157} 286h{apart + 17}", "value")
+        picture.arrow(f"M{x + wide + apart + 9} 298h{-apart - 15}", "gradient")
+    for number, text in enumerate(("handed to", "autograd once", "per mini-batch")):
+        picture.text(x + 2 * wide + apart + 16, 296 + 16 * number, text, size=12, color=GRADIENT, anchor="start")
+    picture.save("graph_cut.svg")
+
+
+def skip() -> None:
+    """A skip connection from the first stage to the last, past the one between."""
+    picture = Picture(772, 270, "A skip connection goes straight from the stage that stashes to the stage that pops")
+    columns = (16, 276, 536)
+    layers = (("stash", "layer"), ("layer", "layer"), ("layer", "pop"))
+    for stage, x in enumerate(columns):
+        picture.box(x, 96, 220, 90, worker_fill(stage))
+        picture.text(x + 110, 116, f"stage {stage}", size=12, color=QUIET)
+        for number, text in enumerate(layers[stage]):
+            picture.box(x + 16 + 104 * number, 128, 84, 42, text=text)
+        picture.arrow(f"M{x + 100} 149h18")
+    for x in columns[:2]:
+        picture.arrow(f"M{x + 204} 142h70", "value")
+        picture.arrow(f"M{x + 276} 156h-70", "gradient")
+    picture.text(256, 133, "value", size=12, color=VALUE)
+    picture.text(256, 206, "gradient", size=12, color=GRADIENT)
+    picture.line("M256 193V160", GRADIENT, "2 3")
+    picture.arrow("M74 128V62Q74 50 86 50H670Q682 50 682 62V125", "skip")
+    picture.text(386, 40, "the stashed tensor, straight to where it is popped", color=SKIP)
+    picture.arrow("M682 170V222Q682 234 670 234H86Q74 234 74 222V174", "gradient")
+    picture.text(386, 256, "its gradient, straight back", color=GRADIENT)
+    picture.save("skip.svg")
+
+
+def checkpoint() -> None:
+    """What the first of two workers holds over time in each checkpoint mode, stacked by micro-batch."""
+    kept, micro_batches = 0.15, 4
+    unit, left, row, tall = 30.0, 116, 196, 96
+    shades = ("#d9d0ee", "#c2b4e2", "#a794d4", "#8b74c4")
+    picture = Picture(772, 3 * row + 74, "Memory of activations over time for never, except_last and always")
+    for index, (mode, count) in enumerate((("never", 0), ("except_last", 3), ("always", 4))):
+        schedule = with_recompute(build("gpipe", workers=2, micro_batches=micro_batches), count)
+        result = simulate(schedule, Costs(checkpoint_activation=kept), loss_outside=True)
+        line = result.timeline
+        top = 20 + index * row
+        picture.text(20, top + 16, f"'{mode}'", size=15, anchor="start", bold=True)
+        picture.text(20, top + 44, "worker 0", size=12, anchor="start", color=QUIET)
+        picture.text(20, top + 34 + tall, "held by", size=12, anchor="start", color=QUIET)
+        picture.text(20, top + 50 + tall, "autograd", size=12, anchor="start", color=QUIET)
+        base = top + 60 + tall
+        intervals = line.by_worker[0]
+        begin = {(each.action.kind, each.action.micro_batch): each.start for each in intervals}
+        end = {(each.action.kind, each.action.micro_batch): each.end for each in intervals}
+        for each in intervals:
+            x, width = left + each.start * unit, (each.end - each.start) * unit
+            picture.parts.append(
+                f'<rect x="{x}" y="{top + 26}" width="{width}" height="28" fill="{ACTION[each.action.kind]}" '
+                f'stroke="{PAPER}"/>'
+            )
+            picture.text(x + width / 2, top + 45, f"{each.action.kind}{each.action.micro_batch}", size=12)
+        moments = sorted({0.0, *begin.values(), *end.values()})
+        for start, stop in pairwise(moments):
+            height = 0.0
+            for micro_batch in range(micro_batches):
+                filled = begin.get(("R", micro_batch), begin["F", micro_batch])
+                if not begin["F", micro_batch] <= start < end["B", micro_batch]:
+                    continue
+                # A checkpointed forward has its graph, too, until its outputs have been sent.
+                share = 1.0 if start >= filled or start < end["F", micro_batch] else kept
+                pixels = share * tall / micro_batches
+                picture.parts.append(
+                    f'<rect x="{left + start * unit}" y="{base - height - pixels}" width="{(stop - start) * unit}" '
+                    f'height="{pixels}" fill="{shades[micro_batch]}"/>'
+                )
+                height += pixels
+        picture.line(f"M{left} {base}H{left + 19 * unit}")
+        picture.text(left + 19 * unit + 8, base - 4, f"peak {result.peak_memory[0]:g}", size=12, anchor="start")
+    base = 3 * row + 44
+    for number, (color, text) in enumerate(
+        [(ACTION["F"], "F forward"), (ACTION["B"], "B backward"), (ACTION["R"], "R recompute")]
+        + [(shade, f"micro-batch {n}") for n, shade in enumerate(shades)]
+    ):
+        x = 16 + 107 * number
+        picture.parts.append(f'<rect x="{x}" y="{base}" width="14" height="14" rx="2" fill="{color}"/>')
+        picture.text(x + 20, base + 11, text, size=12, anchor="start")
+    picture.save("checkpoint.svg")
+
+
+if __name__ == "__main__":
+    graph_cut()
+    skip()
+    checkpoint()

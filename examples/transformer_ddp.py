@@ -1,0 +1,166 @@
+"""Trains the model of transformer.py twice at once: two processes, each with a pipeline of two stages.
+
+    torchrun --nproc-per-node 2 examples/transformer_ddp.py
+    python examples/transformer_ddp.py              # the same: it starts the two processes itself
+
+                      process 0                            process 1
+     words     half of each mini-batch's rows       the other half of its rows
+     pipe      stage 0  ->  stage 1                 stage 0  ->  stage 1
+     backward          gradients  <---- averaged by DDP ---->  gradients
+
+So both take the same steps, those that one process would take with whole mini-batches, and their parameters stay equal:
+in the end they are compared. Ctrl-C ends the training early. Needs: pip install "pipework[train]"
+"""
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import distributed, multiprocessing
+from torch.nn.parallel import DistributedDataParallel
+
+# The script beside this one: model, text and training loop are the same.
+from transformer import (
+    Progress,
+    batchify,
+    check,
+    evaluate,
+    fail,
+    language_model,
+    options_of_training,
+    perplexity,
+    read_corpus,
+    train,
+)
+
+from pipework import Pipe
+
+REPLICAS = 2  # how many processes there are without torchrun
+
+
+def mean(*values: float, device: torch.device) -> list[float]:
+    """The mean of each value over all processes."""
+    tensor = torch.tensor(values, device=device)
+    distributed.all_reduce(tensor)
+    return (tensor / distributed.get_world_size()).tolist()
+
+
+def have_equal_parameters(pipe: Pipe) -> bool:
+    """Whether all processes have the same parameters, to the last bit."""
+    mine = torch.cat([parameter.detach().flatten().to(pipe.input_device) for parameter in pipe.parameters()])
+    everyone = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(everyone, mine)
+    return all(torch.equal(each, everyone[0]) for each in everyone)
+
+
+def replica(rank: int, local_rank: int, replicas: int, meeting: str, options: argparse.Namespace) -> int:
+    """What each process does; `replicas` of them are on this machine."""
+    interrupted = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True  # Both processes end after the same step.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # A second Ctrl-C does not wait.
+
+    signal.signal(signal.SIGINT, interrupt)
+
+    # Every stage of every process has an accelerator of its own if there are enough; else they share what there is.
+    found, stages = torch.accelerator.device_count(), options.stages
+    places = range(local_rank * stages, (local_rank + 1) * stages)
+    devices = [place * found // (replicas * stages) if found else "cpu" for place in places]
+    backend = "gloo"
+    if found >= replicas * stages:
+        torch.accelerator.set_device_index(devices[0])
+        backend = distributed.get_default_backend_for_device(torch.accelerator.current_accelerator())
+    world = int(os.environ.get("WORLD_SIZE", replicas))
+    distributed.init_process_group(backend, init_method=meeting, rank=rank, world_size=world)
+
+    corpus = read_corpus(options)
+    torch.manual_seed(options.seed)  # the same model everywhere
+    model = language_model(options, len(corpus.words))
+    torch.manual_seed(options.seed + 1 + rank)  # other dropout masks everywhere
+
+    # ---- These lines are all that two processes need; the training loop is that of one ----
+    pipe = Pipe(model, chunks=options.chunks, checkpoint=options.checkpoint, devices=devices)
+    model = DistributedDataParallel(pipe)
+    texts = [batchify(part, options.batch_size)[rank::world] for part in (corpus.train, corpus.valid, corpus.test)]
+
+    train_text, valid_text, test_text = texts
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.rate)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
+    if rank == 0:
+        print(f"{world} processes, each with {len(train_text)} of {options.batch_size} rows; the first has\n{pipe}")
+    progress = Progress(options, options.batch_size, train_text.size(1)) if rank == 0 else None
+    best, stop = float("inf"), 0.0
+    for epoch in range(1, options.epochs + 1):
+        for step, own_loss in enumerate(train(model, optimizer, train_text, options.context), 1):
+            loss, stop = mean(own_loss, interrupted, device=pipe.output_device)
+            if progress:
+                progress.step(epoch, step, loss)
+            if stop or step == options.steps:
+                break
+        # The pipe itself: evaluation has no gradients to average.
+        (loss,) = mean(evaluate(pipe, valid_text, options.context), device=pipe.output_device)
+        if progress:
+            progress.epoch(epoch, loss, best)
+        best = min(loss, best)
+        scheduler.step()
+        if stop:
+            break
+
+    if options.timeline:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        with pipe.record() as recording:  # one more step, which leaves the model as it is
+            next(train(model, optimizer, train_text, options.context))
+        if rank == 0:
+            recording.save(options.timeline)
+            print(f"bubble {recording.bubble():.0%} in process 0: {options.timeline}")
+    (loss,) = mean(evaluate(pipe, test_text, options.context), device=pipe.output_device)
+    equal = have_equal_parameters(pipe)
+    if rank == 0:
+        print("stopped early" if stop else f"test perplexity {perplexity(loss):.1f}")
+        print(f"parameters of all {world} processes: {'equal, to the last bit' if equal else 'DIFFERENT'}", flush=True)
+    distributed.barrier()
+    distributed.destroy_process_group()
+    return 130 if stop else 0 if equal else 1
+
+
+def start_replica(rank: int, meeting: str, options: argparse.Namespace) -> None:
+    sys.exit(replica(rank, rank, REPLICAS, meeting, options))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = options_of_training("Trains a transformer in two processes, each with a pipeline.")
+    parser.set_defaults(stages=2)
+    options = parser.parse_args(argv)
+    check(options)
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    world = int(os.environ["WORLD_SIZE"]) if by_torchrun else REPLICAS
+    if options.batch_size % world:
+        fail(f"--batch-size is {options.batch_size}: it must be a multiple of {world}, the number of processes")
+    if by_torchrun:
+        rank, local_rank, replicas = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        return replica(rank, local_rank, replicas, "env://", options)
+
+    read_corpus(options)  # A mistake in the options is told once, here, and not by every process.
+    print(
+        f"starting {REPLICAS} processes, as this does: torchrun --nproc-per-node {REPLICAS} {sys.argv[0]}", flush=True
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // REPLICAS)))  # of each process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the processes, and this one waits for them.
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = Path(folder, "meeting").as_uri()
+        try:
+            multiprocessing.spawn(start_replica, (meeting, options), nprocs=REPLICAS)
+        except multiprocessing.ProcessExitedException as ended:
+            return 130 if ended.signal_name == "SIGINT" else ended.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Two linear layers in a pipeline: all that `Pipe` asks for, and a look at what it leaves as it is.
+
+    python examples/two_layers.py               # a second; uses every accelerator it finds, else two CPU workers
+    python examples/two_layers.py --chunks 4
+
+Who has used torch.distributed.pipeline.sync.Pipe will miss two things: there is no RPC to initialize, and the output is
+a tensor, without `.local_value()`. Needs: pip install "pipework[train]"
+"""
+
+import argparse
+import copy
+import sys
+
+import torch
+from torch import nn
+
+from pipework import Pipe
+from pipework.testing import draw_key, reference_backward
+
+parser = argparse.ArgumentParser(description="Two linear layers in a pipeline.")
+parser.add_argument("--chunks", type=int, default=8, metavar="N", help="micro-batches in a mini-batch (%(default)s)")
+parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights and the inputs (%(default)s)")
+
+
+def relative_difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest difference, measured by the largest number that was expected."""
+    pairs = zip(actual, expected, strict=True)
+    return max(((one - other).abs().max() / other.abs().max()).item() for one, other in pairs)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parser.parse_args(argv)
+    if options.chunks < 1:
+        parser.error(f"--chunks is {options.chunks}: at least 1 is needed")
+    torch.manual_seed(options.seed)
+
+    # A model is an nn.Sequential. Its layers may lie anywhere: they are moved to where they will run.
+    fc1 = nn.Linear(16, 8)
+    fc2 = nn.Linear(8, 4)
+    model = nn.Sequential(fc1, fc2)
+    plain, whole = copy.deepcopy(model), copy.deepcopy(model)  # to compare with
+
+    # A partition for each layer, and a device for each partition. Without devices= pipework would choose.
+    found = torch.accelerator.device_count()
+    devices = [0, found - 1] if found else ["cpu", "cpu"]
+    pipe = Pipe(model, chunks=options.chunks, balance=[1, 1], devices=devices)
+    print(pipe)
+
+    # From here on all is as it would be with the model itself.
+    x, target = torch.rand(16, 16), torch.rand(16, 4)
+
+    def loss_of(output: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(output, target.to(output.device))
+
+    output = pipe(x)
+    loss = loss_of(output)
+    loss.backward()
+    print(f"\noutput    {tuple(output.shape)} on {output.device}")
+    print(f"loss      {loss.item():.6f}")
+    print(f"names     {', '.join(pipe.state_dict())}")
+    print(f"gradient  {tuple(fc1.weight.grad.shape)} of fc1.weight, which is still the parameter that was made above")
+
+    # The same without a pipeline: micro-batch by micro-batch, as the pipe does it, and with the batch in one piece.
+    device = pipe.input_device
+    reference = reference_backward(plain.to(device), x.to(device), loss_of, chunks=options.chunks, key=draw_key())
+    loss_of(whole(x)).backward()
+    of_pipe, of_plain, of_whole = (
+        [parameter.grad.cpu() for parameter in each.parameters()] for each in (pipe, plain, whole)
+    )
+    same_loss = loss.item() == reference.loss.item()
+    same_gradients = all(torch.equal(one, other) for one, other in zip(of_pipe, of_plain, strict=True))
+    print("\ncompared with the plain module")
+    print(f"loss      {'equal, to the last bit' if same_loss else 'DIFFERENT'}")
+    print(f"gradients {'equal, to the last bit' if same_gradients else 'DIFFERENT'}")
+    print(f"          up to {relative_difference(of_pipe, of_whole):.0e} if the batch is not cut: sums are rounded")
+    return 0 if same_loss and same_gradients else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""What an error says when memory runs out: how much each stage holds, which is what another balance would change."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipework.runtime.device import is_accelerator
+from pipework.runtime.failure import add_note
+from pipework.schedule.units import memory_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from pipework.runtime.stage import Stage
+    from pipework.runtime.stage_run import StageRun
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory has run out, on an accelerator or on the CPU, whose allocator has no exception of its own.
+
+    Example:
+        >>> is_out_of_memory(torch.OutOfMemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
+        (True, False)
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def note_memory(error: BaseException | None, stages: Sequence[Stage], runs: Sequence[StageRun]) -> None:
+    """If the error says that memory has run out, adds a note with a table of what every stage holds.
+
+    Args:
+        error: what was raised first.
+        stages: all of them.
+        runs: what the mini-batch has left on them; not yet cleared.
+    """
+    if error is not None and is_out_of_memory(error):
+        with contextlib.suppress(RuntimeError, MemoryError):  # what explains an error must not take its place
+            add_note(error, "\n".join(["memory of the stages, without activations", *table(stages, runs)]))
+
+
+def table(stages: Sequence[Stage], runs: Sequence[StageRun]) -> list[str]:
+    """A line for each stage, and one for each accelerator. What stages share is counted for each of them."""
+    rows: list[tuple[str, ...]] = [("stage", "device", "parameters", "gradients", "buffers")]
+    for stage, run in zip(stages, runs, strict=True):
+        parameters = [parameter for module in stage.modules for parameter in module.parameters()]
+        buffers = [buffer for module in stage.modules for buffer in module.buffers()]
+        gradients = [tensor.grad for tensor in (*parameters, *run.aliases.leaves)]
+        sizes = [_size(tensors) for tensors in (parameters, gradients, buffers)]
+        rows.append((str(stage.index), str(stage.device.device), *sizes))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  " + "  ".join(map(str.rjust, row, widths)) for row in rows]
+    for device in dict.fromkeys(stage.device.device for stage in stages):
+        if is_accelerator(device):
+            allocated, reserved = torch.accelerator.memory_allocated(device), torch.accelerator.memory_reserved(device)
+            lines.append(
+                f"  {device}: {memory_text(allocated, 'bytes')} allocated by all of this process, activations "
+                f"included, {memory_text(reserved, 'bytes')} reserved"
+            )
+    return [*lines, "  less is needed with more chunks, checkpoint='always', or a balance that moves layers elsewhere"]
+
+
+def _size(tensors: Iterable[Tensor | None]) -> str:
+    """The bytes of these tensors, each counted once."""
+    distinct = {id(tensor): tensor.nbytes for tensor in tensors if tensor is not None}
+    return memory_text(sum(distinct.values()), "bytes")

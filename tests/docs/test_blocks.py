@@ -1,0 +1,129 @@
+"""The code blocks of the documentation run, in order, and give the output that is shown below them.
+
+* A `python` block is run; the blocks of a page share their names. A `text` block right below is what it prints, or the
+  error that it raises if it begins with "Traceback". What a block prints must be shown. `...` stands for anything;
+  after the comment `<!-- numbers vary -->` the numbers are those of one run and are not compared.
+* A `sh` block: commands of `python -m pipework` are run, targets of make and scripts must exist.
+"""
+
+import contextlib
+import doctest
+import io
+import re
+import shlex
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from sybil import Example, Sybil
+from sybil.parsers.markdown import CodeBlockParser
+from torch import nn
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("**/*.md")),
+    *sorted((ROOT / "benchmarks").glob("**/*.md")),
+]
+OUTPUT = re.compile(r"\s*(?P<varies><!-- numbers vary -->\s*)?```text\n(?P<text>.*?)^```", re.DOTALL | re.MULTILINE)
+NUMBER = re.compile(r"\d+([.,]\d+)*")
+TRACEBACK = "Traceback (most recent call last):\n"
+
+
+def names_of(page: Path) -> dict[str, object]:
+    """What a page's first block takes for granted: the README begins with a loop over the reader's own data."""
+    if page != ROOT / "README.md":
+        return {}
+    layers = [nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)]
+    return {
+        "F": nn.functional,
+        "data": [(torch.randn(16, 6), torch.randint(3, (16,))) for _ in range(2)],
+        "layers": layers,
+        "nn": nn,
+        "optimizer": torch.optim.SGD(nn.Sequential(*layers).parameters(), lr=0.1),
+    }
+
+
+def shown_below(example: Example) -> re.Match[str] | None:
+    """The output that the page shows right below a block."""
+    return OUTPUT.match(example.document.text, example.region.end)
+
+
+def compare(got: str, shown: re.Match[str] | None) -> None:
+    want = shown["text"] if shown else ""
+    if shown and shown["varies"]:
+        got, want = (re.sub(r"\s+", " ", NUMBER.sub("0", text)) for text in (got, want))
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert doctest.OutputChecker().check_output(want, got, options), f"shown:\n{want}\nbut it is:\n{got}"
+
+
+class Python(CodeBlockParser):
+    language = "python"
+
+    def evaluate(self, example: Example) -> None:
+        shown = shown_below(example)
+        padding = "\n" * (example.line + example.parsed.line_offset)  # tracebacks then name the page's own line
+        code = compile(padding + example.parsed, example.path, "exec", dont_inherit=True)
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                exec(code, example.namespace)
+        except Exception as error:
+            if shown is None or not shown["text"].startswith(TRACEBACK):
+                raise
+            printed.write(TRACEBACK + "  ...\n" + "".join(traceback.format_exception_only(error)))
+        compare(printed.getvalue(), shown)
+
+
+class Shell(CodeBlockParser):
+    language = "sh"
+
+    def evaluate(self, example: Example) -> None:
+        printed = ""
+        for line in example.parsed.splitlines():
+            match shlex.split(line, comments=True):
+                case [] | ["pip", "install", *_] | ["python", "-m", "pip", *_]:
+                    pass
+                case ["make", target, *_]:
+                    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
+                case ["python", "-m", "pipework", *words]:
+                    command = [sys.executable, "-m", "pipework", *words]
+                    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+                    assert ran.returncode == 0, f"{line}\n{ran.stderr}"
+                    printed += ran.stdout
+                case ["python", script, *_]:
+                    assert (ROOT / script).is_file(), line
+                case _:
+                    pytest.fail(f"nobody checks this command: {line}")
+        if shown := shown_below(example):
+            compare(printed, shown)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_run_and_print_what_is_shown(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    document = Sybil([Python(), Shell()]).parse(page)
+    document.namespace.update(names_of(page))
+    for example in document.examples():
+        example.evaluate()
+
+
+def test_readme_shows_how_it_is_used() -> None:
+    """The pattern that finds the blocks would pass an empty page, too."""
+    examples = list(Sybil([Python(), Shell()]).parse(ROOT / "README.md").examples())
+    assert [example.region.parsed.count("Pipe(") > 0 for example in examples].count(True) >= 4
+    assert sum(shown_below(example) is not None for example in examples) >= 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"^(```+).*?^\1", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        path = target.partition("#")[0]
+        if path and "://" not in path:
+            assert (page.parent / path).exists(), f"{page.name} links to {target}"

@@ -1,0 +1,42 @@
+"""The site is complete, its pictures are those that the script draws, and it builds without a warning."""
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipework
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+@pytest.mark.parametrize("name", pipework.__all__)
+def test_the_reference_has_every_public_name(name: str) -> None:
+    reference = (DOCS / "reference.md").read_text(encoding="utf-8")
+    assert re.search(rf"^\.\. auto\w+:: pipework\.{re.escape(name)}$", reference, re.MULTILINE)
+
+
+@pytest.mark.parametrize("draw", ["graph_cut", "skip", "checkpoint"])
+def test_pictures_are_as_they_are_drawn(draw: str, tmp_path: Path) -> None:
+    script = runpy.run_path(str(DOCS / "images" / "draw.py"))
+    script[draw].__globals__["HERE"] = tmp_path
+    script[draw]()
+    drawn = (tmp_path / f"{draw}.svg").read_text(encoding="utf-8")
+    again = "run docs/images/draw.py and look at the result"
+    assert drawn == (DOCS / "images" / f"{draw}.svg").read_text(encoding="utf-8"), again
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx", reason="the documentation's own packages are not installed; `make docs` has them")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "doctrees")]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    ran = subprocess.run(
+        [*command, str(DOCS), str(tmp_path / "html")], capture_output=True, text=True, env=environment, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "pipework.Pipe" in (tmp_path / "html" / "reference.html").read_text(encoding="utf-8")
