@@ -13,16 +13,20 @@ from torch import nn
 from pipework import microbatch
 from pipework.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from pipework.checkpoint import MODES, checkpointed_micro_batches
-from pipework.partition import choose_partitioning, split_layers
+from pipework.loss import LossSettings
+from pipework.partition import split_layers
+from pipework.plan import make_plan
 from pipework.runtime import values
 from pipework.runtime.context import CallerContext
 from pipework.runtime.house import open_house
-from pipework.runtime.nodes import Backward, attach
+from pipework.runtime.loss import total
+from pipework.runtime.nodes import LossInside, LossOutside, attach
+from pipework.runtime.program import Program
 from pipework.runtime.random_stream import Key, draw_key
 from pipework.runtime.skips import Skip
-from pipework.runtime.step import Program, Step
+from pipework.runtime.step import Step, Wanted
 from pipework.runtime.views import refuse_shared_statistics
-from pipework.schedule import build, with_recompute
+from pipework.schedule import with_recompute
 from pipework.sequential import PipeSequential
 from pipework.skip.layout import skip_edges
 from pipework.skip.verify import verify_skippables
@@ -30,23 +34,26 @@ from pipework.summary import table
 from pipework.timeline import Recording
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
 
     from pipework.runtime.house import House
+    from pipework.runtime.transport import Message
     from pipework.schedule import Schedule
 
 
 _OWN_ATTRIBUTES = frozenset(
     (
-        "_balance",
         "_check_finite",
         "_checkpoint",
         "_chunks",
         "_deferred",
-        "_devices",
         "_house",
+        "_loss",
         "_opening",
         "_partitions",
+        "_plan",
         "_programs",
         "_recording",
         "_spreads_tuples",
@@ -73,9 +80,20 @@ class Pipe(nn.Module):
             micro-batch in turn (see `DeferredBatchNorm`, which replaces them in `module`).
         balance: how many layers each partition has. None: as the layers lie on devices already, else chosen by their
             cost.
-        devices: one for each partition; numbers are accelerators. ["cpu", "cpu"] means two workers that really run
-            at the same time, each with its share of the cores. None: where the layers lie, else all accelerators,
-            else the CPU.
+        devices: one for each worker, which holds one partition, or several if the schedule is one of those; numbers
+            are accelerators. ["cpu", "cpu"] means two workers that really run at the same time, each with its share of
+            the cores. None: where the layers lie, else all accelerators, else the CPU.
+        schedule: the order of what the workers do: 'gpipe', '1f1b', 'interleaved-1f1b', 'looped-bfs' (or their class
+            names in torch.distributed.pipelining), or a `Schedule` of your own. All but 'gpipe' and 'looped-bfs' need
+            the loss inside, `pipe(x, target=y)`.
+        loss_fn: from the output and the target of a micro-batch to its loss, a 0-dimensional tensor. None: if a target
+            is given, the last layer takes it as its last positional argument and returns the loss.
+        loss_reduction: 'mean': the loss of the mini-batch is the mean of its micro-batches' losses, weighted by rows;
+            'sum': their sum.
+        loss_weight: from a micro-batch's target to its weight in the mean, in place of its rows, such as
+            `lambda target: (target != -100).sum()`.
+        grad_scaler: gradients carry its scale inside of the pipe already, so that small ones survive in float16; use
+            it outside as always.
         check_finite: NaN or an infinity in an output or a gradient raises a FloatingPointError at once, with a note
             that says where. On an accelerator the host waits for every result to see it.
 
@@ -102,6 +120,11 @@ class Pipe(nn.Module):
         *,
         balance: Sequence[int] | None = None,
         devices: Sequence[int | str | torch.device] | None = None,
+        schedule: str | Schedule = "gpipe",
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        loss_reduction: str = "mean",
+        loss_weight: Callable[[Any], Any] | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
         check_finite: bool = False,
     ) -> None:
         super().__init__()
@@ -109,18 +132,20 @@ class Pipe(nn.Module):
             raise ValueError("number of chunks must be positive integer")
         if checkpoint not in MODES:
             raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
+        loss = LossSettings(loss_fn, loss_reduction, loss_weight, grad_scaler)
         if isinstance(module, nn.Sequential):
             _refuse_own_behaviour(module)
             verify_skippables(module)
-        partitioning = choose_partitioning(module, balance, devices)
+        plan = make_plan(module, schedule, chunks, balance, devices)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)
         self._chunks = chunks
         self._checkpoint = checkpoint
         self._check_finite = bool(check_finite)
-        self._balance = list(partitioning.balance)
-        self._devices = list(partitioning.devices)
-        self._partitions = split_layers(module, partitioning)
+        self._plan = plan
+        self._loss = loss
+        self._partitions = split_layers(module, plan.partitioning)
+        loss.place(self.output_device)
         refuse_shared_statistics(self._partitions)
         # Not add_module: it would refuse the names of children that are called as something in this class ("chunks").
         for partition in self._partitions:
@@ -147,12 +172,12 @@ class Pipe(nn.Module):
     @property
     def balance(self) -> list[int]:
         """How many layers each partition has."""
-        return list(self._balance)
+        return list(self._plan.partitioning.balance)
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each partition."""
-        return list(self._devices)
+        """The device of each worker; with one partition per worker, of each partition."""
+        return list(self._plan.devices)
 
     @property
     def partitions(self) -> list[nn.Sequential]:
@@ -162,59 +187,97 @@ class Pipe(nn.Module):
     @property
     def input_device(self) -> torch.device:
         """Where the inputs are moved to."""
-        return self._devices[0] if self._devices else torch.device("cpu")
+        devices = self._plan.partitioning.devices
+        return devices[0] if devices else torch.device("cpu")
 
     @property
     def output_device(self) -> torch.device:
         """Where the outputs lie, and where the target should."""
-        return self._devices[-1] if self._devices else torch.device("cpu")
+        devices = self._plan.partitioning.devices
+        return devices[-1] if devices else torch.device("cpu")
 
-    def forward(self, *inputs: Any, **keyword_inputs: Any) -> Any:
+    def forward(self, *inputs: Any, target: Any = None, return_output: bool = False, **keyword_inputs: Any) -> Any:
         """Computes what the un-partitioned module would, and prepares for its backward.
+
+        With a target the whole schedule runs, forward and backward, and the loss is returned; its `backward()` delivers
+        the gradients, which are there already.
 
         Args:
             inputs: go to the first layer, moved to its device. Tensors are split along dimension 0, everything else
                 goes to every micro-batch as it is.
-            keyword_inputs: likewise.
+            target: what the loss compares the output with, any nested structure, moved to the last device and split
+                like the inputs. None: the loss is computed outside.
+            return_output: return loss and output.
+            keyword_inputs: like `inputs`.
 
         Returns:
-            The last layer's output, on the last device. Tensors are concatenated over the micro-batches
-            (0-dimensional ones averaged by rows), other values collected in a list.
+            With a target the loss of the mini-batch, 0-dimensional; if `return_output`, a pair of it and the output,
+            which has no graph. Without one the last layer's output, on the last device: tensors are concatenated over
+            the micro-batches (0-dimensional ones averaged by rows), other values collected in a list.
 
         Raises:
-            TypeError: there is no tensor among the inputs.
-            ValueError: a tensor cannot be split, or tensors have different numbers of rows.
+            TypeError: there is no tensor among the inputs, or the loss is no tensor.
+            ValueError: a tensor cannot be split, tensors have different numbers of rows, the schedule needs a target,
+                or the loss has dimensions.
         """
+        if return_output and target is None:
+            raise ValueError(
+                "return_output=True is for pipe(x, target=y), which returns the loss: without a target the "
+                "output is what the pipe returns"
+            )
+        if return_output and self._loss.function is None:
+            raise ValueError(
+                "the last layer returns the loss, so there is no output to return: give the pipe a loss_fn"
+            )
         if not self._modules:
+            if target is not None:
+                raise ValueError("a pipe without layers has no loss: leave the target out")
             return nn.Sequential()(*inputs, **keyword_inputs)
         split = microbatch.split(inputs, keyword_inputs, self._chunks, self.input_device)
+        targets = None if target is None else microbatch.split_target(target, split.rows, self.output_device)
         house = self._house_in_use()
-        context = CallerContext.capture({"cpu", *(device.type for device in self._devices)})
+        context = CallerContext.capture({"cpu", *(device.type for device in self._plan.devices)})
         micro_batches = len(split.micro_batches)
         training = any(layer.training for layer in self)
         checkpointed = checkpointed_micro_batches(self._checkpoint, micro_batches) if training and context.grad else 0
+        program = self._program(micro_batches, checkpointed)
+        if targets is None and training and context.grad and not program.loss_may_be_outside:
+            raise ValueError(
+                f"schedule {program.schedule.name!r} goes backward before the last output is there, so it needs the "
+                "loss inside: give Pipe a loss_fn and call pipe(x, target=y); or choose schedule='gpipe'. "
+                "For outputs alone, use torch.no_grad() or pipe.eval()"
+            )
+        inner = None
+        if targets is not None:
+            inner = self._loss.inner(targets, split.rows, grad=context.grad, keeps_output=return_output)
         step = Step(
             house,
-            self._program(micro_batches, checkpointed),
+            program,
             context,
             Key(draw_key() if training else None),
-            checkpointed,
+            Wanted(checkpointed, self._check_finite, self._recording, self._steps),
+            loss=inner,
             own_leaves=frozenset([n for n, t in enumerate(split.tensors) if t.is_leaf and t.requires_grad]),
-            check_finite=self._check_finite,
-            recorder=self._recording,
-            number=self._steps,
         )
         self._steps += 1
         for batch_norm in self._deferred:
             batch_norm.begin_mini_batch()
-        joined = microbatch.join(step.forward(split.micro_batches), split.rows)
+        returned: list[Message] = []
+        if targets is None:
+            outputs = step.forward(split.micro_batches)
+        else:
+            outputs, returned = step.run(split.micro_batches, targets)
         for batch_norm in self._deferred:
             batch_norm.commit()
-        outputs = joined.tensors
+        if inner is not None:
+            shared = LossInside(step, split.seams.join, returned, inner.scale)
+            return _with_loss(outputs, split, shared, return_output=return_output)
+        joined = microbatch.join(outputs, split.rows)
+        tensors = joined.tensors
         if context.grad and any(joined.differentiable):
-            shared = Backward(step, cut=joined.seams.cut, join=split.seams.join)
-            outputs = attach(shared, split.tensors, outputs, joined.differentiable, len(house.stages))
-        return values.unflatten(outputs, joined.structure)
+            backward = LossOutside(step, cut=joined.seams.cut, join=split.seams.join)
+            tensors = attach(backward, split.tensors, tensors, joined.differentiable, len(house.stages))
+        return values.unflatten(tensors, joined.structure)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recording]:
@@ -302,7 +365,8 @@ class Pipe(nn.Module):
             )
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
-            for partition, device in zip(self.__dict__.get("_partitions", ()), self._devices, strict=False):
+            devices = self._plan.partitioning.devices if "_plan" in self.__dict__ else ()
+            for partition, device in zip(self.__dict__.get("_partitions", ()), devices, strict=False):
                 if name in partition._modules:
                     partition._modules[name] = value.to(device)
                     self._house = None  # its stages run the layer that was there before
@@ -327,9 +391,7 @@ class Pipe(nn.Module):
     def _program(self, micro_batches: int, checkpointed: int) -> Program:
         """The schedule, ready for the runtime; made once for each number of micro-batches that occurs."""
         if (micro_batches, checkpointed) not in self._programs:
-            schedule = build("gpipe", workers=len(self._balance), micro_batches=micro_batches)
-            if checkpointed:
-                schedule = with_recompute(schedule, checkpointed)
+            schedule = with_recompute(self._plan.schedule(micro_batches), checkpointed)
             self._programs[micro_batches, checkpointed] = Program.of(schedule)
         return self._programs[micro_batches, checkpointed]
 
@@ -344,11 +406,28 @@ class Pipe(nn.Module):
             self._deferred = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
             edges = skip_edges(self._partitions)
             skips = [Skip(edge.key, edge.source, edge.destinations) for edge in edges]
-            placement = self.schedule().placement
             self._house = open_house(
-                self._partitions, self._devices, placement, skips, spread_tuples=self._spreads_tuples
+                self._partitions,
+                self._plan.partitioning.devices,
+                self._plan.placement,
+                skips,
+                spread_tuples=self._spreads_tuples,
             )
         return self._house
+
+
+def _with_loss(
+    outputs: list[Message], split: microbatch.Split, shared: LossInside, *, return_output: bool
+) -> Tensor | tuple[Tensor, Any]:
+    """What a mini-batch whose loss is inside returns."""
+    parts = [tensors[0] for tensors, _ in outputs]
+    loss = total(parts)
+    if any(part.requires_grad for part in parts):
+        (loss,) = attach(shared, split.tensors, (loss,), (True,), shared.step.stages)
+    if not return_output:
+        return loss
+    joined = microbatch.join([(tensors[1:], structure) for tensors, structure in outputs], split.rows)
+    return loss, values.unflatten(joined.tensors, joined.structure)
 
 
 def _refuse_own_behaviour(module: nn.Sequential) -> None:

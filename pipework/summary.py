@@ -23,22 +23,23 @@ def table(pipe: Pipe) -> str:
     heading = f"Pipe: {_count(len(pipe), 'layer')} in {_count(len(pipe.balance), 'partition')}"
     if not pipe.balance:
         return heading
+    schedule = pipe.schedule()
     rows = [("partition", "device", "layers", "parameters", "bytes")]
-    for number, (partition, device) in enumerate(zip(pipe.partitions, pipe.devices, strict=True)):
+    for number, (partition, worker) in enumerate(zip(pipe.partitions, schedule.placement, strict=True)):
         parameters = list(partition.parameters())
+        device = str(pipe.devices[worker])
         rows.append(
             (
                 str(number),
-                str(device),
+                device if schedule.workers == schedule.stages else f"{device} (worker {worker})",
                 _layers(partition),
                 f"{sum(parameter.numel() for parameter in parameters):,}",
                 readable_bytes(sum(parameter.nbytes for parameter in parameters)),
             )
         )
-    schedule = pipe.schedule()
     summary = (
         f"schedule {schedule.name}, {_count(pipe.chunks, 'chunk')}, checkpoint {pipe.checkpoint!r}, "
-        f"bubble {simulate(schedule, loss_outside=True).bubble:.1%} if all partitions take equally long"
+        f"bubble {simulate(schedule).bubble:.1%} if all partitions take equally long"
     )
     return "\n".join([heading, *_aligned(rows), summary])
 

@@ -10,6 +10,7 @@ from pipework.schedule.looped_bfs import looped_bfs
 from pipework.schedule.one_forward_one_backward import one_forward_one_backward
 from pipework.schedule.phases import split_at_loss
 from pipework.schedule.recompute import with_recompute
+from pipework.schedule.restrict import restricted
 from pipework.schedule.schedule import Schedule
 from pipework.schedule.simulate import Simulation, simulate
 from pipework.schedule.svg import svg
@@ -37,6 +38,7 @@ __all__ = [
     "looped_bfs",
     "one_forward_one_backward",
     "recipe",
+    "restricted",
     "simulate",
     "split_at_loss",
     "svg",
