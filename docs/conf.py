@@ -24,7 +24,6 @@ napoleon_use_rtype = False
 napoleon_preprocess_types = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
-add_module_names = False
 
 html_theme = "furo"
 html_title = f"pipework {release}"

@@ -63,7 +63,7 @@ def options_of_training(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.error = fail  # one line, without the usage
     add, modes = parser.add_argument, ["never", "except_last", "always"]
-    add("--epochs", type=positive, default=8, metavar="N", help="passes through the training text (%(default)s)")
+    add("--epochs", type=positive, default=6, metavar="N", help="passes through the training text (%(default)s)")
     add("--steps", type=positive, metavar="N", help="at most so many mini-batches in an epoch (all)")
     add("--stages", type=positive, metavar="N", help="partitions (one for each accelerator, else 2 to 4 CPU workers)")
     add("--chunks", type=positive, default=8, metavar="N", help="micro-batches in a mini-batch (%(default)s)")
@@ -111,10 +111,10 @@ def read_paragraphs(file: str | None) -> list[str]:
 
 
 def read_corpus(options: argparse.Namespace) -> Corpus:
-    """Of every 200 paragraphs, 160 are for training, 20 for validation, and 20 are for the test."""
+    """Of every 50 paragraphs, 40 are for training, 5 for validation, and 5 for the test."""
     parts: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
     for number, paragraph in enumerate(read_paragraphs(options.data)):
-        part = {8: "valid", 9: "test"}.get(number // 20 % 10, "train")
+        part = {8: "valid", 9: "test"}.get(number // 5 % 10, "train")
         parts[part] += [*re.findall(r"\w+|[^\w\s]", paragraph.lower()), END]
     frequent = Counter(parts["train"]).most_common(options.vocabulary - 1)
     words = [UNKNOWN, *(word for word, _ in frequent)]

@@ -127,7 +127,7 @@ def replica(rank: int, local_rank: int, replicas: int, meeting: str, options: ar
         print(f"parameters of all {world} processes: {'equal, to the last bit' if equal else 'DIFFERENT'}", flush=True)
     distributed.barrier()
     distributed.destroy_process_group()
-    return 130 if stop else 0 if equal else 1
+    return 0 if equal else 1
 
 
 def start_replica(rank: int, meeting: str, options: argparse.Namespace) -> None:
@@ -152,14 +152,20 @@ def main(argv: list[str] | None = None) -> int:
         f"starting {REPLICAS} processes, as this does: torchrun --nproc-per-node {REPLICAS} {sys.argv[0]}", flush=True
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // REPLICAS)))  # of each process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the processes, and this one waits for them.
+    interrupted = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True  # Ctrl-C goes to all processes; this one waits for the others.
+
+    signal.signal(signal.SIGINT, interrupt)
     with tempfile.TemporaryDirectory() as folder:
         meeting = Path(folder, "meeting").as_uri()
         try:
             multiprocessing.spawn(start_replica, (meeting, options), nprocs=REPLICAS)
         except multiprocessing.ProcessExitedException as ended:
-            return 130 if ended.signal_name == "SIGINT" else ended.exit_code
-    return 0
+            return 130 if interrupted else ended.exit_code
+    return 130 if interrupted else 0
 
 
 if __name__ == "__main__":

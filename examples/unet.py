@@ -2,7 +2,7 @@
 
     python examples/unet.py                     # about a minute on two CPU cores; uses every accelerator it finds
     python examples/unet.py --timeline unet.svg --checkpoint always
-    python examples/unet.py --stages 3 --balance 8 9 11
+    python examples/unet.py --balance 9 12 14         # three stages
 
 On its way down, each level of a U-Net keeps its picture for the same level on the way up:
 

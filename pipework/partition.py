@@ -29,8 +29,9 @@ class WithDevice(nn.Module):
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), WithDevice(nn.Linear(4, 2), "cpu"))
-        >>> choose_partitioning(model, None, None).balance
-        (1, 1)
+        >>> from pipework import Pipe
+        >>> Pipe(model).balance
+        [1, 1]
     """
 
     def __init__(self, module: nn.Module, device: Device) -> None:
@@ -196,8 +197,9 @@ def partition_model(
         The partitions, an ``nn.Sequential`` of ``nn.Sequential``.
 
     Raises:
-        TypeError: As :func:`choose_partitioning`.
-        ValueError: As :func:`choose_partitioning`.
+        TypeError: The module is no ``nn.Sequential``, or ``balance`` or ``devices`` is of a wrong type.
+        ValueError: The balance does not fit the layers, a device cannot be used, or a layer's parameters lie on several
+            devices.
         IndexError: There are fewer devices than partitions.
 
     Example:

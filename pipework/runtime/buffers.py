@@ -2,7 +2,8 @@
 
 A checkpointed micro-batch runs twice. Its first pass changes the buffers, as it should. The second must find them as
 the first did, or it would compute something else, and it must not change them again. So clones are taken before the
-first pass, stand in the modules' slots during the second, and are thrown away.
+first pass, stand in the modules' slots during the second, and are thrown away. The same goes for the training flags,
+which the user may have changed meanwhile: an evaluation between forward and backward is none of the recomputation's.
 
 All small buffers are cloned. Of the large ones only those that are known to change: cloning a constant mask for every
 micro-batch would cost what checkpointing saves. Which they are is learned in the stage's first checkpointed pass, by
@@ -44,11 +45,12 @@ class Slot(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """The buffers that may change, as they were before a first pass."""
+    """The buffers that may change, and the training flags, as they were before a first pass."""
 
     clones: list[tuple[Slot, Tensor | None]]
     marks: list[tuple[Slot, tuple[int, int]]]  # of the others
     created: list[Slot]  # by the first pass: they were not there before
+    training: list[tuple[nn.Module, bool]]
 
     @contextlib.contextmanager
     def standing_in(self, *, again: bool) -> Iterator[None]:
@@ -58,13 +60,18 @@ class Snapshot(NamedTuple):
             again: whether the same snapshot will be needed once more.
         """
         present = [(slot, slot.buffers.get(slot.name)) for slot in [*(slot for slot, _ in self.clones), *self.created]]
+        changed = [(module, training) for module, training in self.training if module.training != training]
         for slot, clone in self.clones:
             slot.buffers[slot.name] = clone.clone() if again and clone is not None else clone
         for slot in self.created:
             slot.buffers.pop(slot.name, None)
+        for module, training in changed:
+            module.training = training
         try:
             yield
         finally:
+            for module, training in changed:
+                module.training = not training
             for slot, tensor in present:
                 slot.buffers[slot.name] = tensor
 
@@ -93,7 +100,8 @@ class MutableBuffers:
                 clones.append((slot, tensor.clone()))
             else:
                 marks.append((slot, slot.mark))
-        return Snapshot(clones, marks, [])
+        training = [(module, module.training) for layer in self._modules for module in layer.modules()]
+        return Snapshot(clones, marks, [], training)
 
     def learn(self, before: Snapshot) -> Snapshot:
         """After a first pass: remembers which large buffers it has changed. Returns the snapshot for the second pass.
@@ -111,7 +119,7 @@ class MutableBuffers:
         known = {slot.identity for slot, _ in (*before.clones, *before.marks)}
         created = [slot for slot in self._slots() if slot.identity not in known]
         if self._compared:
-            return Snapshot(before.clones, [], created)
+            return Snapshot(before.clones, [], created, before.training)
         self._compared = True
         kept = []
         for slot, clone in before.clones:
@@ -121,7 +129,7 @@ class MutableBuffers:
             elif clone is not None and clone.nbytes > SMALL:
                 continue
             kept.append((slot, clone))
-        return Snapshot(kept, [], created)
+        return Snapshot(kept, [], created, before.training)
 
     def _slots(self) -> Iterator[Slot]:
         """The places of all buffers there are now, each once."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from types import MethodType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -18,10 +18,15 @@ if TYPE_CHECKING:
 
 
 class View:
-    """A view of one layer, kept equal to it by `refresh`."""
+    """A view of one layer, kept equal to it by `refresh`.
+
+    Its copies and their dictionaries stay the same objects, because more than one mini-batch may be under way: each
+    knows the slots into which it will put its leaves again.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
+        self._pairs: list[tuple[nn.Module, nn.Module]] = []
         self._build()
         self.refresh()
 
@@ -30,38 +35,55 @@ class View:
         if [id(module) for module in self._layer.modules()] != self._tree:
             self._build()
         for original, copy in self._pairs:
-            own = {name: copy.__dict__[name] for name in ("_modules", "_buffers")}
+            own = {name: copy.__dict__[name] for name in ("_modules", "_buffers", "_parameters")}
             copy.__dict__.clear()
             copy.__dict__.update(original.__dict__)
             copy.__dict__.update(own)
-            copy.__dict__["_parameters"] = dict(original._parameters)
-            copy._buffers.clear()
-            copy._buffers.update(original._buffers)
+            for mine, theirs in ((copy._parameters, original._parameters), (copy._buffers, original._buffers)):
+                mine.clear()
+                mine.update(theirs)  # type: ignore[arg-type]
             if (forward := original.__dict__.get("forward")) is not None and hasattr(forward, "__func__"):
                 copy.__dict__["forward"] = MethodType(forward.__func__, copy)
+        self._remember()
 
     def hand_back(self) -> None:
-        """After a run: what the layers have assigned to themselves is the layer's own."""
-        for original, copy in self._pairs:
-            for name, value in copy.__dict__.items():
-                if name not in ("_modules", "_buffers", "_parameters", "forward"):
-                    original.__dict__[name] = value
-            original._buffers.update(copy._buffers)
+        """After a run: what the layers have assigned to themselves is the layer's own.
+
+        Only that: the rest may have been changed by the user, or by another stage's view of the same layer.
+        """
+        for (original, copy), (attributes, buffers) in zip(self._pairs, self._seen, strict=True):
+            original.__dict__.update(_changed(copy.__dict__, attributes))
+            original._buffers.update(_changed(copy._buffers, buffers))
+        self._remember()
+
+    def _remember(self) -> None:
+        self._seen = [(dict(copy.__dict__), dict(copy._buffers)) for _, copy in self._pairs]
 
     def _build(self) -> None:
-        self._tree = [id(module) for module in self._layer.modules()]
-        self._pairs: list[tuple[nn.Module, nn.Module]] = []
-        self.module = self._copy(self._layer, {})
+        """Copies the modules that are there now; those that were there before keep their copies."""
+        earlier = {id(original): copy for original, copy in self._pairs}
+        modules = list(self._layer.modules())
+        self._tree = [id(module) for module in modules]
+        self._pairs = [
+            (module, earlier[id(module)] if id(module) in earlier else _empty_copy(module)) for module in modules
+        ]
+        copies = {id(original): copy for original, copy in self._pairs}
+        for original, copy in self._pairs:
+            copy._modules.clear()
+            copy._modules.update(
+                {name: None if child is None else copies[id(child)] for name, child in original._modules.items()}
+            )
+        self.module = copies[id(self._layer)]
 
-    def _copy(self, module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
-        if id(module) not in copies:
-            copy = copies[id(module)] = module.__class__.__new__(module.__class__)
-            copy.__dict__["_modules"] = {
-                name: None if child is None else self._copy(child, copies) for name, child in module._modules.items()
-            }
-            copy.__dict__["_buffers"] = {}  # one dictionary for good: what is known of buffers is known of their slots
-            self._pairs.append((module, copy))
-        return copies[id(module)]
+
+def _changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in now.items() if name not in before or before[name] is not value}
+
+
+def _empty_copy(module: nn.Module) -> nn.Module:
+    copy = module.__class__.__new__(module.__class__)
+    copy.__dict__.update(_modules={}, _buffers={}, _parameters={})
+    return copy
 
 
 def shared_modules(stages: Sequence[Iterable[nn.Module]]) -> set[int]:

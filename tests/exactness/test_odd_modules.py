@@ -236,6 +236,57 @@ def test_what_a_shared_module_assigns_is_found_on_the_users_module(checkpoint: s
     assert isinstance(shared.gain, nn.Parameter)
 
 
+def test_what_the_user_or_one_stage_alone_has_changed_is_not_undone() -> None:
+    class NotesLong(nn.Module):
+        long = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[1] > 4:
+                self.long = self.long + 1
+            return x * 1
+
+    shared = NotesLong()
+    pipe = Pipe(nn.Sequential(shared, nn.Linear(8, 2), shared), 2, "always", balance=[1, 2], devices=["cpu"] * 2)
+    loss = pipe(torch.randn(4, 8)).sum()
+    assert shared.long == 2
+    pipe.eval()
+    shared.note = "mine"
+    loss.backward()
+    assert shared.long == 4
+    assert shared.note == "mine"
+    assert not shared.training
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_two_mini_batches_may_be_under_way_on_a_shared_module(checkpoint: str) -> None:
+    shared = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    plain = nn.Sequential(shared, nn.Linear(4, 4), shared).double()
+    pipe = in_two(copy.deepcopy(plain), checkpoint)
+    batches = torch.randn(2, 6, 4, dtype=torch.float64)
+    fired: list[torch.Tensor] = []
+    pipe[0][0].weight.register_hook(fired.append)
+    losses = [[model(x).square().sum() for x in batches] for model in (plain, pipe)]
+    for expected, loss in zip(*losses, strict=True):
+        gradients = torch.autograd.grad(loss, list(pipe.parameters()))
+        for actual, wanted in zip(gradients, torch.autograd.grad(expected, list(plain.parameters())), strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-14)
+    assert len(fired) == 2
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_a_child_of_a_shared_module_may_be_replaced() -> None:
+    shared = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    module = nn.Sequential(shared, nn.Linear(4, 4), shared)
+    pipe, x = in_two(module), torch.randn(6, 4)
+    for child in (nn.Linear(4, 4), nn.Sequential(), nn.Sequential(nn.Linear(4, 4))):
+        torch.testing.assert_close(pipe(x), module(x))
+        shared[0] = child
+        shared.add_module("2", nn.Sigmoid())
+        torch.testing.assert_close(pipe(x), module(x))
+    pipe(x).sum().backward()
+    assert shared[0][0].weight.grad is not None
+
+
 @pytest.mark.parametrize("wrap", [lambda norm: norm, lambda norm: nn.Sequential(nn.Linear(4, 4), norm)])
 def test_a_batch_norm_in_two_partitions_is_refused(wrap: object) -> None:
     shared = wrap(nn.BatchNorm1d(4))

@@ -57,6 +57,23 @@ def test_a_parameter_that_was_changed_in_place_is_an_error(pipe: Pipe, layer: in
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("evaluate", [nn.Module.eval, lambda pipe: pipe[2].eval()])
+def test_evaluation_mode_is_not_the_recomputations(evaluate: object, checkpoint: str) -> None:
+    pipe = in_two(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 4), checkpoint=checkpoint)
+    x = torch.randn(8, 4)
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        losses.append(pipe(x).square().sum())
+    expected = torch.autograd.grad(losses[0], list(pipe.parameters()))
+    evaluate(pipe)
+    flags = [module.training for module in pipe.modules()]
+    gradients = torch.autograd.grad(losses[1], list(pipe.parameters()))
+    assert all(map(torch.equal, gradients, expected))
+    assert [module.training for module in pipe.modules()] == flags
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_an_optimizer_step_between_two_backwards_is_an_error(checkpoint: str) -> None:
     pipe = in_two(nn.Linear(4, 4), nn.Linear(4, 4), checkpoint=checkpoint)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)

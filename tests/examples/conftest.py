@@ -1,0 +1,44 @@
+"""What the tests of the examples share: scripts as modules, and the environment of scripts as processes."""
+
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_as_before() -> Iterator[None]:
+    """The scripts, which are made to be processes of their own, may leave Ctrl-C as they like it."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session")
+def load() -> Callable[[str], ModuleType]:
+    """Imports an example under its own name, by which another example imports it too."""
+
+    def load(name: str) -> ModuleType:
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
+        return sys.modules[name]
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def environment() -> dict[str, str]:
+    """For processes: this checkout's library, one thread each, every warning an error."""
+    path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, sys.path)])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}

@@ -1,0 +1,62 @@
+"""examples/skip_connections.py: it runs as a user runs it, says what is wrong, and its comparison can fail."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "skip_connections.py"
+
+
+@pytest.fixture(scope="module")
+def script(load: Callable[[str], ModuleType]) -> ModuleType:
+    return load("skip_connections")
+
+
+def test_a_user_sees_equality_and_what_is_said_about_mistakes(environment: dict[str, str]) -> None:
+    ended = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.count("output and gradients equal, to the last bit") == 2
+    assert [line.strip() for line in ended.stdout.splitlines() if line.startswith("    *")] == [
+        "* no module declared '1to3' as poppable but stashed",
+        "* '1' declared '1to3' as poppable but it was not stashed",
+        "* '0' declared '1to3' as poppable but it was not stashed",
+        "* no module declared '1to3' as poppable but stashed",
+        "* '1' redeclared '1to3' as stashable",
+    ]
+    assert "Layer1 Layer3 Layer3\n    nothing to complain about" in ended.stdout
+
+
+def test_the_three_layers_work_by_themselves(script: ModuleType) -> None:
+    one, two, three = script.Layer1(), script.Layer2(), script.Layer3()
+    x = torch.rand(4, 8)
+    expected = three.module.linear(two(one.module.linear(x).relu())) + x
+    assert torch.equal(nn.Sequential(one, two, three)(x), expected)
+
+
+def test_a_difference_is_seen(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Doubled(nn.Module):
+        """Does something else each time that it runs."""
+
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Doubled.calls += 1
+            return x * Doubled.calls
+
+    assert not script.compare(nn.Sequential(script.Layer2(), Doubled()))
+    assert "DIFFERENT" in capsys.readouterr().out
+    monkeypatch.setattr(script, "compare", lambda model: False)
+    assert script.main([]) == 1
+
+
+def test_a_complaint_that_does_not_come_is_seen(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "verify_skippables", lambda model: None)
+    assert script.main([]) == 1

@@ -1,0 +1,63 @@
+"""examples/two_layers.py: it runs as a user runs it, and its comparison with the plain module can fail."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "two_layers.py"
+
+
+@pytest.fixture(scope="module")
+def script(load: Callable[[str], ModuleType]) -> ModuleType:
+    return load("two_layers")
+
+
+def test_a_user_sees_shape_loss_and_equality_without_any_warning(environment: dict[str, str]) -> None:
+    ended = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "2 layers in 2 partitions" in ended.stdout
+    assert "output    (16, 4) on" in ended.stdout
+    assert "names     0.weight, 0.bias, 1.weight, 1.bias" in ended.stdout
+    assert ended.stdout.count("equal, to the last bit") == 2
+
+
+@pytest.mark.parametrize("chunks", ["1", "3", "16", "40"])
+def test_it_is_equal_for_any_number_of_chunks(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], chunks: str
+) -> None:
+    assert script.main(["--chunks", chunks, "--seed", "1"]) == 0
+    assert "DIFFERENT" not in capsys.readouterr().out
+
+
+def test_a_difference_is_seen(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backward = script.reference_backward
+
+    def slightly_off(model: torch.nn.Module, *arguments: object, **keyword_arguments: object) -> object:
+        reference = backward(model, *arguments, **keyword_arguments)
+        last = model[1].bias.grad
+        last[3] = torch.nextafter(last[3], torch.tensor(torch.inf))
+        return reference
+
+    monkeypatch.setattr(script, "reference_backward", slightly_off)
+    assert script.main([]) == 1
+    out = capsys.readouterr().out
+    assert "loss      equal, to the last bit\ngradients DIFFERENT" in out
+
+
+def test_the_difference_to_the_whole_batch_is_that_of_rounding(script: ModuleType) -> None:
+    one, other = [torch.tensor([1.0, 2.0])], [torch.tensor([1.5, 4.0])]
+    assert script.relative_difference(one, other) == 0.5
+
+
+def test_no_chunks_are_a_mistake(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--chunks", "0"])
+    assert stopped.value.code == 2
+    assert "--chunks is 0: at least 1 is needed" in capsys.readouterr().err

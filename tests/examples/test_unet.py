@@ -1,0 +1,136 @@
+"""examples/unet.py: it learns, its figures mean what they say, and mistakes cost one line."""
+
+import itertools
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipework.skip.layout import skip_edges
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "unet.py"
+TINY = ["--size", "16", "--width", "4", "--levels", "2", "--batch-size", "16", "--chunks", "4"]
+FIXED = [*TINY, "--balance", "10", "11"]  # nothing is measured, so that two runs are alike
+
+
+@pytest.fixture(scope="module")
+def script(load: Callable[[str], ModuleType]) -> ModuleType:
+    return load("unet")
+
+
+def test_a_user_sees_it_learn_without_any_warning(environment: dict[str, str], tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT, *TINY, "--steps", "60", "--timeline", tmp_path / "unet.svg"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "21 layers in 2 partitions" in ended.stdout
+    assert ended.stdout.count(" s left\n") == 10
+    after, before = map(float, re.findall(r"held-out loss (\S+), before the training (\S+)", ended.stdout)[0])
+    assert after < 0.6 * before
+    ious = [float(iou) for iou in re.findall(r"(?:disk|square) (\d\.\d\d)", ended.stdout)]
+    assert len(ious) == 2
+    assert max(ious) > 0.1
+    assert "\x1b" not in ended.stdout
+    titles = list(ElementTree.parse(tmp_path / "unet.svg").getroot().itertext())
+    assert sum(title.startswith(("predicted", "measured")) for title in titles) == 2
+
+
+@pytest.mark.parametrize("checkpoint", ["except_last", "always"])
+def test_checkpointing_changes_nothing_but_memory(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], checkpoint: str
+) -> None:
+    assert script.main([*FIXED, "--steps", "3"]) == 0
+    never = re.findall(r"loss [\d.]+|disk \d.*", capsys.readouterr().out)
+    assert script.main([*FIXED, "--steps", "3", "--checkpoint", checkpoint]) == 0
+    assert re.findall(r"loss [\d.]+|disk \d.*", capsys.readouterr().out) == never
+    assert len(never) == 5
+    assert script.main([*FIXED, "--steps", "3", "--seed", "1"]) == 0
+    assert re.findall(r"loss [\d.]+|disk \d.*", capsys.readouterr().out) != never
+
+
+def test_every_level_has_a_skip_connection_of_its_own(script: ModuleType) -> None:
+    model = script.unet(width=2, count=4)
+    edges = skip_edges([nn.Sequential(layer) for layer in model])
+    ways = [(edge.source, *edge.destinations) for edge in edges]
+    assert len(ways) == len({edge.key for edge in edges}) == 3
+    assert all(outer[0] < inner[0] < inner[1] < outer[1] for outer, inner in itertools.pairwise(ways))
+    assert model(torch.zeros(2, 1, 16, 16)).shape == (2, 3, 16, 16)
+
+
+def test_the_drawings_show_what_they_are_said_to_show(script: ModuleType) -> None:
+    x, y = script.draw(200, 32)
+    assert (x.shape, y.shape) == ((200, 1, 32, 32), (200, 32, 32))
+    assert x[:, 0][y == 0].mean().abs() < 0.01
+    assert x[:, 0][y > 0].mean() > 0.7
+    squares = (y == 2).float()
+    full = squares.amax(1).sum(1) * squares.amax(2).sum(1)  # of the rectangle around it
+    assert torch.equal(squares.sum((1, 2)), full)
+    disks = (y == 1).float()
+    assert (disks.sum((1, 2)) < 0.9 * disks.amax(1).sum(1) * disks.amax(2).sum(1)).float().mean() > 0.9
+
+
+def test_intersection_over_union(script: ModuleType) -> None:
+    class Answers(nn.Module):
+        def __init__(self, guess: Tensor) -> None:
+            super().__init__()
+            self.guess = guess
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.one_hot(self.guess, 3).permute(0, 3, 1, 2) * 50.0
+
+    y = torch.tensor([[[0, 1, 1, 2]]])
+    for guess, expected in (([0, 1, 1, 2], [1, 1]), ([0, 0, 1, 2], [0.5, 1]), ([2, 1, 1, 2], [1, 0.5])):
+        _, ious, told = script.evaluate(Answers(torch.tensor([[guess]])), torch.zeros(1, 1, 1, 4), y)
+        assert ious == expected
+        assert told.tolist() == [[guess]]
+
+
+def test_ctrl_c_tests_what_was_learnt_so_far(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_step, steps = script.train_step, []
+
+    def interrupted_step(*arguments: object) -> float:
+        steps.append(1)
+        if len(steps) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return train_step(*arguments)
+
+    monkeypatch.setattr(script, "train_step", interrupted_step)
+    assert script.main([*FIXED, "--steps", "1000"]) == 130
+    out = capsys.readouterr().out
+    assert len(steps) == 3
+    assert "stopped after step 3" in out
+    assert "intersection over union: disk" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--steps", "0"], "--steps: 0 is no whole number above 0"),
+        (["--chunks", "-1"], "--chunks: -1 is no whole number above 0"),
+        (["--size", "30"], "--size is 30: 3 levels need a multiple of 4"),
+        (["--stages", "36"], "--stages is 36: there are only 35 layers"),
+        (["--balance", "5", "5"], "one number for each stage is wanted, 35 layers in all"),
+        (["--balance", "17", "18", "--stages", "3"], "one number for each stage is wanted"),
+        (["--timeline", "unet.png"], "unet.png must end in .svg"),
+        (["--timeline", "{folder}/none/unet.svg"], "there is no folder"),
+        (["--checkpoint", "sometimes"], "sometimes"),
+    ],
+)
+def test_a_mistake_costs_one_line_and_status_2(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], told: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        script.main([option.format(folder=tmp_path) for option in options])
+    out, complaint = capsys.readouterr()
+    assert (stopped.value.code, out) == (2, "")
+    assert complaint.count("\n") == 1
+    assert told in complaint

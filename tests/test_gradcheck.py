@@ -1,0 +1,154 @@
+"""Every custom autograd function of the project, checked against finite differences through whole pipes."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+
+from pipework import Namespace, NoChunk, Pipe, PipeSequential, pop, skippable, stash
+
+CHECKPOINT_MODES = ("never", "except_last", "always")
+
+
+def check(pipe: Pipe, *inputs: Tensor, call: Callable[..., Any] | None = None, fast_mode: bool = True) -> None:
+    """Compares the gradients of all inputs and all parameters; in fast mode a random projection of the Jacobian.
+
+    `gradcheck` perturbs in place what it is given, hence the pipe's own parameters can be given beside the inputs.
+    """
+    parameters = tuple(pipe.parameters())
+
+    def run(*arguments: Tensor) -> Any:
+        torch.manual_seed(0)
+        return (call or pipe)(*arguments[: len(inputs)])
+
+    assert gradcheck(run, (*inputs, *parameters), fast_mode=fast_mode)
+
+
+def rows(count: int, width: int = 3, requires_grad: bool = True) -> Tensor:
+    return torch.randn(count, width, dtype=torch.float64, requires_grad=requires_grad)
+
+
+class Half(nn.Module):
+    """Two inputs and more; four outputs, of which the last two have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bilinear = nn.Bilinear(3, 3, 3)
+
+    def forward(self, x: Tensor, y: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        z = torch.tanh(self.bilinear(x, y))
+        return z, x * y, x.detach() * 2, (x > 0).long()
+
+
+@skippable(stash=["skip"])
+class Fork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        y = torch.tanh(self.linear(x))
+        yield stash("skip", y)
+        return y
+
+
+@skippable(pop=["skip"])
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x) * (yield pop("skip"))
+
+
+def simple() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2), nn.Sigmoid())
+
+
+def in_place() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.ELU(inplace=True), nn.Linear(3, 2), nn.ELU(inplace=True))
+
+
+def with_skips() -> nn.Sequential:
+    outer, inner = Namespace(), Namespace()
+    return nn.Sequential(Fork().isolate(outer), Fork().isolate(inner), Join().isolate(inner), Join().isolate(outer))
+
+
+def with_dropout() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.4), nn.Linear(3, 3), nn.Dropout(0.4))
+
+
+def with_batch_norm() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=0.0), nn.Tanh(), nn.Linear(3, 2))
+
+
+def tied() -> nn.Sequential:
+    shared = nn.Linear(3, 3)
+    return nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh())
+
+
+MODELS = [simple, in_place, with_skips, with_dropout, with_batch_norm, tied]
+
+
+@pytest.mark.parametrize("balance", [[4], [1, 3], [1, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("make", MODELS)
+def test_inputs_and_parameters(make: Callable[[], nn.Sequential], checkpoint: str, balance: list[int]) -> None:
+    pipe = Pipe(make().double(), 2, checkpoint, balance=balance, devices=["cpu"] * len(balance))
+    check(pipe, rows(4), fast_mode=make is not simple)
+
+
+@pytest.mark.parametrize("balance", [[2], [1, 1]], ids=str)
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("needed", list(itertools.product([True, False], repeat=2)), ids=str)
+def test_several_inputs_and_outputs(needed: tuple[bool, bool], checkpoint: str, balance: list[int]) -> None:
+    pipe = Pipe(PipeSequential(Half(), Half()).double(), 2, checkpoint, balance=balance, devices=["cpu"] * len(balance))
+    check(pipe, *(rows(3, requires_grad=requires_grad) for requires_grad in needed))
+    outputs = pipe(*(rows(3, requires_grad=requires_grad) for requires_grad in needed))
+    assert [output.requires_grad for output in outputs] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_an_input_given_whole_and_an_average(checkpoint: str) -> None:
+    class Weigh(nn.Linear):
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            return (super().forward(x) * weight).square().mean()
+
+    module = PipeSequential(Weigh(3, 3), nn.Tanh()).double()
+    pipe = Pipe(module, 2, checkpoint, balance=[1, 1], devices=["cpu"] * 2)
+    check(pipe, rows(3), rows(1), call=lambda x, weight: pipe(x, NoChunk(weight)))
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_some_parameters_frozen(checkpoint: str) -> None:
+    pipe = Pipe(simple().double(), 2, checkpoint, balance=[1, 3], devices=["cpu"] * 2)
+    pipe[0].weight.requires_grad_(False)
+    pipe[2].bias.requires_grad_(False)
+    check(pipe, rows(3, requires_grad=False))
+
+
+# Differentiating twice
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_second_derivative_is_refused_in_words(checkpoint: str) -> None:
+    pipe = Pipe(simple().double(), 2, checkpoint, balance=[2, 2], devices=["cpu"] * 2)
+    x = rows(3)
+    with pytest.raises(RuntimeError, match=r"cannot be differentiated twice \(create_graph=True\)"):
+        gradgradcheck(lambda x: pipe(x), (x,))
+    with pytest.raises(RuntimeError, match="Compute a gradient penalty on the un-partitioned module"):
+        torch.autograd.grad(pipe(x).sum(), x, create_graph=True)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    check(pipe, x)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # PyTorch's own
+def test_forward_mode_is_refused_by_pytorch() -> None:
+    pipe = Pipe(simple().double(), 2, balance=[2, 2], devices=["cpu"] * 2)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="implement the jvp function"):
+        pipe(forward_ad.make_dual(rows(4), rows(4, requires_grad=False)))
