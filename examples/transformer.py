@@ -1,6 +1,6 @@
 """Trains a transformer language model in a pipeline, word by word, on the reference documentation of Python.
 
-    python examples/transformer.py              # about a minute on two CPU cores; uses every accelerator it finds
+    python examples/transformer.py              # a minute or two on two CPU cores; uses every accelerator it finds
     python examples/transformer.py --plain      # the same training without a pipeline: the loop does not change
     python examples/transformer.py --data book.txt --vocabulary 5000 --epochs 20 --save best.pt
 
@@ -199,7 +199,7 @@ def evaluate(model: nn.Module, text: Tensor, context: int) -> float:
 
 def perplexity(loss: float) -> float:
     """Among how many equally likely words a guess as good as this one would choose."""
-    return math.exp(loss)
+    return math.exp(loss) if loss < 50 else math.inf  # nor is NaN
 
 
 class Progress:

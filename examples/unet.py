@@ -1,6 +1,6 @@
 """Trains a U-Net in a pipeline: it learns which pixels of a noisy drawing belong to a disk, and which to a square.
 
-    python examples/unet.py                     # about a minute on two CPU cores; uses every accelerator it finds
+    python examples/unet.py                     # less than a minute on two CPU cores; uses every accelerator it finds
     python examples/unet.py --timeline unet.svg --checkpoint always
     python examples/unet.py --balance 9 12 14         # three stages
 

@@ -1,11 +1,18 @@
-"""What every test relies on: one intra-op thread, a fixed seed, accelerators only where there are some."""
+"""What every test relies on: one intra-op thread, a fixed seed, accelerators only where there are some.
+
+And what several folders share: one training of the un-pipelined model and of a pipe, compared step by step.
+"""
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+from pipework import Pipe
+from pipework.testing import draw_key, reference_backward
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,3 +50,83 @@ def own_workers() -> Callable[[], list[threading.Thread]]:
 def seed() -> None:
     """Every test starts from the same random state."""
     torch.manual_seed(0)
+
+
+Same = Callable[[Tensor, Tensor], None]
+
+
+def square_mean(output: Tensor) -> Tensor:
+    return output.to(torch.promote_types(output.dtype, torch.float32)).square().mean()
+
+
+def bitwise(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def named_gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_trained_alike(
+    plain: nn.Sequential,
+    pipe: Pipe,
+    batches: Iterable[tuple[Tensor, ...]],
+    *,
+    same: Same = bitwise,
+    before_step: Callable[[nn.Module, int], None] = lambda model, step: None,
+    evaluate: bool = False,
+    buffers: bool = True,
+) -> None:
+    """Trains both and compares outputs, losses and gradients of each step, then all parameters and buffers.
+
+    Args:
+        plain: the un-pipelined model.
+        pipe: of a copy of it.
+        batches: a mini-batch for each step.
+        same: how everything is compared, but for the output of the first step: that is bitwise equal in any case.
+        before_step: called with each of the models and the number of the step.
+        evaluate: whether the pipe alone is also run in evaluation mode, before and after each backward.
+        buffers: whether buffers are compared, too.
+    """
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (plain, pipe)]
+
+    def look(inputs: tuple[Tensor, ...]) -> None:
+        if evaluate:
+            pipe.eval()
+            with torch.no_grad():
+                pipe(*inputs)
+            pipe.train()
+
+    for step, inputs in enumerate(batches):
+        for model in (plain, pipe):
+            before_step(model, step)
+        torch.manual_seed(step)
+        reference = reference_backward(plain, inputs, square_mean, pipe.chunks, draw_key())
+        torch.manual_seed(step)
+        output = pipe(*inputs)
+        loss = square_mean(output)
+        look(inputs)
+        loss.backward()
+        look(inputs)
+        for actual, expected in ((output, reference.output), (loss, reference.loss)):
+            (bitwise if step == 0 else same)(actual, expected)
+        gradients = named_gradients(pipe)
+        for name, expected in named_gradients(plain).items():
+            same(gradients.pop(name), expected)
+        assert not gradients, f"only the pipe has gradients of {list(gradients)} in step {step}"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, expected in plain.named_parameters():
+        same(pipe.get_parameter(name), expected)
+    if buffers:
+        states = [model.state_dict() for model in (plain, pipe)]
+        assert list(states[0]) == list(states[1])
+        for expected, actual in zip(*map(dict.values, states), strict=True):
+            same(actual, expected)
+
+
+@pytest.fixture(name="assert_trained_alike")
+def _assert_trained_alike() -> Callable[..., None]:
+    """See the function: fixtures are how tests get what is defined here."""
+    return assert_trained_alike

@@ -1,11 +1,8 @@
 import copy
 import gc
-import io
 import logging
-import pickle
 import threading
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -101,24 +98,6 @@ def test_len_iteration_and_indexing() -> None:
             pipe[index]
 
 
-def test_parameter_names_are_those_of_the_plain_module() -> None:
-    module = layers()
-    plain = copy.deepcopy(module)
-    pipe = Pipe(module, balance=[2, 2], devices=["cpu"] * 2)
-    assert list(pipe.state_dict()) == list(plain.state_dict())
-    pipe.load_state_dict({name: value * 2 for name, value in plain.state_dict().items()})
-    assert torch.equal(pipe[3].weight, plain[3].weight * 2)
-    assert list(pipe.children()) == list(module)
-
-
-def test_a_checkpoint_from_four_stages_loads_into_two() -> None:
-    four = Pipe(layers(), chunks=4, balance=[1] * 4, devices=["cpu"] * 4)
-    two = two_stages()
-    two.load_state_dict(four.state_dict())
-    x = torch.randn(4, 4)
-    assert torch.equal(four(x), two(x))
-
-
 def test_children_may_have_any_name() -> None:
     module = nn.Sequential()
     for name in ("chunks", "devices", "_house"):
@@ -174,26 +153,6 @@ def test_print_is_a_table() -> None:
         "          1  cpu     2 .. 3 (2)          40  160 B",
         "schedule gpipe, 4 chunks, checkpoint 'except_last', bubble 16.7% if all partitions take equally long",
     ]
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
-def test_copies_work_on_their_own(duplicate: object) -> None:
-    pipe = two_stages()
-    x = torch.randn(4, 4)
-    expected = pipe(x)
-    other = duplicate(pipe)
-    assert torch.equal(other(x), expected)
-    other(x).sum().backward()
-    assert pipe[0].weight.grad is None
-    assert other[0].weight.grad is not None
-
-
-def test_torch_save_and_load() -> None:
-    pipe, x = two_stages(), torch.randn(4, 4)
-    buffer = io.BytesIO()
-    torch.save(pipe, buffer)
-    buffer.seek(0)
-    assert torch.equal(torch.load(buffer, weights_only=False)(x), pipe(x))
 
 
 # Forward
@@ -263,34 +222,6 @@ def test_values_that_are_no_tensors() -> None:
     output, rows = pipe(torch.ones(5, 2), 3, flip=True)
     assert torch.equal(output, -3 * torch.ones(5, 2))
     assert rows == [3, 2]
-
-
-def test_requires_grad_of_each_tensor_survives_a_boundary() -> None:
-    """A float tensor without grad before a grad-requiring one must not shift the gradients."""
-    seen = []
-
-    class Front(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            return x.detach() * 2, self.linear(x), (x > 0).long()
-
-    class Back(nn.Module):
-        def forward(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-            seen.append((a.requires_grad, b.requires_grad, c.requires_grad))
-            return a * b * c
-
-    module = nn.Sequential(Front(), Back())
-    for checkpoint in ("never", "except_last", "always"):
-        plain = copy.deepcopy(module).double()
-        pipe = Pipe(copy.deepcopy(plain), 2, checkpoint, balance=[1, 1], devices=["cpu"] * 2)
-        x = torch.randn(4, 3, dtype=torch.float64)
-        plain[1](*plain[0](x)).sum().backward()
-        pipe(x).sum().backward()
-        torch.testing.assert_close(pipe[0].linear.weight.grad, plain[0].linear.weight.grad, rtol=1e-12, atol=1e-15)
-    assert set(seen) == {(False, True, False)}
 
 
 def test_no_grad_and_inference_mode_leave_no_graph() -> None:
@@ -371,17 +302,6 @@ def test_a_checkpointed_stage_that_overwrites_its_input_is_recomputed_from_the_o
 # Outside, it is ordinary autograd
 
 
-def test_hooks_fire_once_with_the_whole_gradient() -> None:
-    pipe, x = two_stages(), torch.randn(8, 4)
-    fired: list[tuple[str, torch.Tensor]] = []
-    weight = pipe[0].weight
-    weight.register_hook(lambda gradient: fired.append(("hook", gradient.clone())))
-    weight.register_post_accumulate_grad_hook(lambda parameter: fired.append(("after", parameter.grad.clone())))
-    pipe(x).sum().backward()
-    assert [name for name, _ in fired] == ["hook", "after"]
-    assert all(torch.equal(gradient, weight.grad) for _, gradient in fired)
-
-
 def test_a_gradient_buffer_is_handed_over_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipework.runtime.parameters import Aliases
 
@@ -408,47 +328,6 @@ def test_what_is_in_grad_already_is_added_to_and_never_rescaled() -> None:
     pipe(x).sum().backward()
     for parameter, gradient in zip(pipe.parameters(), once, strict=True):
         assert torch.equal(parameter.grad, gradient * 2)
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-def test_a_second_backward_is_refused_and_retain_graph_allows_it(checkpoint: str) -> None:
-    pipe = two_stages(checkpoint=checkpoint)
-    loss = pipe(torch.randn(8, 4)).square().sum()
-    loss.backward(retain_graph=True)
-    first = pipe[0].weight.grad.clone()
-    loss.backward()
-    assert torch.equal(pipe[0].weight.grad, first * 2)
-    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-def test_autograd_grad(checkpoint: str) -> None:
-    pipe = two_stages(checkpoint=checkpoint)
-    x = torch.randn(8, 4, requires_grad=True)
-    pipe(x).square().sum().backward()
-    expected = [parameter.grad for parameter in pipe.parameters()]
-    actual = torch.autograd.grad(pipe(x).square().sum(), [*pipe.parameters(), x])
-    assert all(map(torch.equal, actual, [*expected, x.grad]))
-    (last,) = torch.autograd.grad(pipe(x).square().sum(), [pipe[3].weight])
-    assert torch.equal(last, pipe[3].weight.grad)
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("layer", range(4))
-def test_part_of_the_gradients_twice_over_a_retained_graph(layer: int, checkpoint: str) -> None:
-    pipe, x = two_stages(checkpoint=checkpoint), torch.randn(8, 4)
-    pipe(x).square().sum().backward()
-    expected = [parameter.grad for parameter in pipe.parameters()]
-    weight, gradient = pipe[layer].weight, pipe[layer].weight.grad
-    pipe.zero_grad()
-    loss = pipe(x).square().sum()
-    for _ in range(2):
-        (alone,) = torch.autograd.grad(loss, [weight], retain_graph=True)
-        assert torch.equal(alone, gradient)
-    assert all(parameter.grad is None for parameter in pipe.parameters())
-    loss.backward()
-    assert all(map(torch.equal, [parameter.grad for parameter in pipe.parameters()], expected))
 
 
 def test_double_backward_is_a_clear_error() -> None:
@@ -605,21 +484,6 @@ def test_each_worker_has_its_share_of_the_cores() -> None:
         torch.set_num_threads(1)
 
 
-def test_cpu_workers_run_at_the_same_time() -> None:
-    """Two layers that wait for each other can only pass when both are inside at once."""
-    meeting = threading.Barrier(2, timeout=20)
-
-    class Meet(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x[0, 0] == self.row:
-                meeting.wait()
-            return x
-
-    module = nn.Sequential(Meet(), Meet())
-    module[0].row, module[1].row = 1.0, 0.0  # the first on its second micro-batch, the second on its first
-    Pipe(module, chunks=2, balance=[1, 1], devices=["cpu"] * 2)(torch.tensor([[0.0], [1.0]]))
-
-
 # Nothing is left behind
 
 
@@ -659,15 +523,6 @@ def test_outputs_are_not_kept_alive_by_the_pipe() -> None:
     reference = weakref.ref(output)
     del output
     assert reference() is None
-
-
-def test_threads_end_with_the_pipe(own_workers: Callable[[], list[threading.Thread]]) -> None:
-    pipe = two_stages()
-    assert own_workers() == []
-    pipe(torch.randn(4, 4)).sum().backward()
-    assert len(own_workers()) == 2
-    del pipe
-    assert own_workers() == []
 
 
 def test_no_hook_and_no_alias_stays_in_the_modules() -> None:

@@ -52,6 +52,11 @@ class Snapshot(NamedTuple):
     created: list[Slot]  # by the first pass: they were not there before
     training: list[tuple[nn.Module, bool]]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The memory that it keeps."""
+        return [clone for _, clone in self.clones if clone is not None]
+
     @contextlib.contextmanager
     def standing_in(self, *, again: bool) -> Iterator[None]:
         """For the time of the context, the modules find copies of what was in their slots before the first pass.

@@ -1,10 +1,11 @@
-"""Counts the bytes that autograd keeps for the micro-batches in flight on one stage, while a mini-batch is recorded."""
+"""Counts the bytes that are kept for the backwards of the micro-batches in flight, while a mini-batch is recorded."""
 
 from __future__ import annotations
 
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipework.runtime import engine
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
 
 
 class MemoryMeter:
-    """Live activation bytes of one worker: what its stages' graphs save, without parameters and buffers.
+    """Live activation bytes of one worker: its stages' inputs and what their graphs save, but no parameters or buffers.
 
-    A storage counts once per stage and micro-batch, however often it is saved.
+    A stage holds its inputs until its backward, where their gradients gather, also those that no graph saves. A storage
+    counts once per stage and micro-batch, however often it is saved.
 
     Args:
         persistent: tensors that live anyway and are not counted.
@@ -31,10 +33,12 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def measuring(self, stage: int, micro_batch: int, inputs: Iterable[Tensor]) -> Iterator[None]:
-        """Counts what is saved inside as held for this micro-batch of the stage, until it is `released`."""
-        sizes: dict[int, int] = {}
+        """Counts the inputs and what is saved inside as held for this micro-batch of the stage, until `released`."""
         # The caller's micro-batches are slices of one storage, of which each holds its own rows.
         own = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in inputs}
+        sizes: dict[int, int] = {}
+        if torch.is_grad_enabled():  # without a backward to come, nothing is kept
+            sizes = {address: size for address, size in own.items() if address not in self._persistent}
         outer = engine.saved_tensor_hooks()  # only the innermost hooks are called, so these must call the user's own
 
         def pack(tensor: Tensor) -> Any:
@@ -51,9 +55,9 @@ class MemoryMeter:
             yield
         self._hold(stage, micro_batch, sum(sizes.values()))
 
-    def checkpointed(self, stage: int, micro_batch: int, inputs: Iterable[Tensor]) -> None:
-        """After the first pass of a checkpointed micro-batch: only its inputs are kept."""
-        self._hold(stage, micro_batch, sum(tensor.nbytes for tensor in inputs))
+    def checkpointed(self, stage: int, micro_batch: int, kept: Iterable[Tensor]) -> None:
+        """After the first pass of a checkpointed micro-batch: only its inputs and copies of buffers are kept."""
+        self._hold(stage, micro_batch, sum(tensor.nbytes for tensor in kept))
 
     def released(self, stage: int, micro_batch: int) -> None:
         """After the backward of a micro-batch: nothing of it is kept."""

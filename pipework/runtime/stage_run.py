@@ -249,7 +249,7 @@ class StageRun:
             self._overwrites = True
             self._refuse_overlap(leaves)
         if self.meter is not None:
-            self.meter.checkpointed(self._index, micro_batch, leaves)
+            self.meter.checkpointed(self._index, micro_batch, [*leaves, *self._inputs[micro_batch][2].tensors])
         return outputs, structure_out
 
     def _compute(

@@ -1,5 +1,7 @@
 import torch
+from torch import nn
 
+from pipework import Pipe, pop, skippable, stash
 from pipework.runtime.memory import MemoryMeter
 
 
@@ -58,3 +60,47 @@ def test_a_slice_of_the_callers_batch_counts_its_own_rows() -> None:
     with meter.measuring(1, 0, [second]):
         kept = (kept, second @ weight)
     assert meter.peak() == first.nbytes + second.nbytes
+
+
+def test_an_input_that_no_graph_saves_is_held_all_the_same() -> None:
+    x, skip = torch.ones(4, 8, requires_grad=True), torch.ones(4, 2, requires_grad=True)
+    meter = MemoryMeter([])
+    with meter.measuring(0, 0, [x, skip]):
+        joined = torch.cat([skip * 1, x * 1], dim=1)  # nothing of this is saved
+    assert joined.requires_grad
+    assert meter.peak() == x.nbytes + skip.nbytes
+
+
+def test_without_a_backward_to_come_nothing_is_held() -> None:
+    x = torch.ones(4, 8)
+    meter = MemoryMeter([])
+    with torch.no_grad(), meter.measuring(0, 0, [x]):
+        x.tanh()
+    assert meter.peak() == 0
+
+
+@skippable(stash=["features"])
+class Keep(nn.Module):
+    def forward(self, x: torch.Tensor):
+        yield stash("features", x)
+        return x
+
+
+@skippable(pop=["features"])
+class Join(nn.Module):
+    def forward(self, x: torch.Tensor):
+        features = yield pop("features")
+        return torch.cat([features, x], dim=1)
+
+
+def test_recorded_memory_has_what_a_stage_popped_and_copies_of_buffers() -> None:
+    layers = nn.Sequential(Keep(), nn.Conv2d(2, 2, 1), Join(), nn.BatchNorm2d(4))
+    pipe = Pipe(layers, chunks=3, checkpoint="except_last", balance=[2, 2], devices=["cpu", "cpu"])
+    with pipe.record() as recording:
+        pipe(torch.randn(3, 2, 3, 3, requires_grad=True)).sum().backward()
+    received = 2 * torch.zeros(1, 2, 3, 3).nbytes  # the value and the skip, of which cat saves neither
+    statistics = sum(buffer.nbytes for buffer in layers[3].buffers())
+    assert recording.costs().checkpoint_activation[1] == received + statistics
+    joined, mean_and_deviation = received, 2 * 4 * 4
+    last = max(interval.memory for interval in recording.timeline().by_worker[1] if interval.action.kind == "F")
+    assert last == 2 * (received + statistics) + received + joined + mean_and_deviation
