@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipework.runtime import random_kernels
 from pipework.runtime.loop import run_actions
+from pipework.schedule import Interval
 
 if TYPE_CHECKING:
     import threading
@@ -44,6 +45,7 @@ class Job:
     """One worker's list of actions, ready to be called on its thread.
 
     Args:
+        worker: its number.
         runs: the worker's stages.
         order: the actions.
         device: the worker's.
@@ -54,6 +56,7 @@ class Job:
 
     def __init__(
         self,
+        worker: int,
         runs: Mapping[int, StageRun],
         order: Sequence[Action],
         device: WorkerDevice,
@@ -62,12 +65,13 @@ class Job:
         *,
         recorded: bool,
     ) -> None:
+        self._worker = worker
         self._runs = list(runs.values())
         self._order = order
         self._device = device
         self._conditions = conditions
         self._stream = stream
-        self._marks: list[tuple[Action, Any, Any, int]] | None = [] if recorded else None
+        self._marks: list[tuple[Action, Any, Any, tuple[int, int, int]]] | None = [] if recorded else None
         self._meter = self._runs[0].meter
         self._handlers: dict[tuple[str, int], Callable[[Action], None]] = {}
         for stage, run in runs.items():
@@ -110,14 +114,19 @@ class Job:
         except BaseException as error:  # entering or leaving a context
             self._conditions.failure.report(error, None)
 
-    def entries(self) -> list[tuple[Action, float, float, float]]:
-        """What was recorded: each action with its start and end in seconds and the peak of live activation bytes."""
+    def recorded(self) -> list[Interval]:
+        """What was done and when, in seconds and bytes."""
         seconds = self._clock.seconds
-        return [(action, seconds(start), seconds(end), size) for action, start, end, size in self._marks or ()]
+        return [
+            Interval(self._worker, action, seconds(start), seconds(end), most, held=held, sent=sent)
+            for action, start, end, (most, held, sent) in self._marks or ()
+        ]
 
     def _mark_start(self) -> None:
         self._start = self._clock.now()
 
     def _mark_end(self, action: Action) -> None:
         assert self._marks is not None
-        self._marks.append((action, self._start, self._clock.now(), 0 if self._meter is None else self._meter.peak()))
+        end = self._clock.now()
+        sizes = (0, 0, 0) if self._meter is None else self._meter.read(action.stage, action.micro_batch)
+        self._marks.append((action, self._start, end, sizes))

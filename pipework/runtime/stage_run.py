@@ -138,6 +138,8 @@ class StageRun:
                 del self._targets[micro_batch]
             if self._seed is None:
                 self._seed = outputs[0].new_full((), self._loss.scale)
+        if self.meter is not None:
+            self.meter.sending(outputs)
         if self._skips is not None:
             structure, own, present = structure
             self._skips.send(micro_batch, outputs[own:], present)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pipework.runtime.program import Program
     from pipework.runtime.random_stream import Key
     from pipework.runtime.transport import Message, Transport
-    from pipework.schedule import Action, Schedule
+    from pipework.schedule import Interval, Schedule
     from pipework.schedule.phases import Orders
 
 
@@ -39,8 +39,8 @@ class Recorder(Protocol):
     def begin(self, step: int, schedule: Schedule, *, loss_outside: bool) -> None:
         """A mini-batch begins."""
 
-    def add(self, step: int, worker: int, entries: Sequence[tuple[Action, float, float, float]]) -> None:
-        """A worker did these actions: (action, start and end in seconds, peak live activation bytes)."""
+    def add(self, step: int, intervals: Sequence[Interval]) -> None:
+        """A worker did these actions, in seconds of a clock that all share, and bytes."""
 
 
 class Wanted(NamedTuple):
@@ -249,8 +249,8 @@ class Step:
         if recorder is not None:
             if begins:  # not before: a mini-batch that failed is no measurement
                 recorder.begin(self._wanted.number, self._program.schedule, loss_outside=self._loss is None)
-            for worker, job in enumerate(jobs):
-                recorder.add(self._wanted.number, worker, job.entries())
+            for job in jobs:
+                recorder.add(self._wanted.number, job.recorded())
         for device in house.devices:
             device.hand_over(())
         micro_batches = len(sent[0][2])
@@ -279,7 +279,7 @@ class Step:
             if any(run.draws for run in runs.values()):
                 seeder = device.random_seeder() if self._key.drawn else None
                 stream = RandomStream(self._key, seeder, house.random_guards.get(device.device))
-            job = Job(runs, order, device, conditions, stream, recorded=self._wanted.recorder is not None)
+            job = Job(worker, runs, order, device, conditions, stream, recorded=self._wanted.recorder is not None)
             turn = conditions.turn
             job.connect(endpoint if turn is None else TakingTurns(endpoint, turn), retain_graph=retain_graph)
             jobs.append(job)
