@@ -12,7 +12,8 @@ MODES = ("always", "except_last", "never")
 def checkpointed_micro_batches(mode: str, micro_batches: int) -> int:
     """How many micro-batches, counted from the first, are recomputed.
 
-    The last one need not be: its backward comes first where there is nothing else in flight.
+    To leave out the last one saves one recomputation, at the price of its activations: its backward is the last.
+    While the others are recomputed, one after the other, its activations wait.
 
     Args:
         mode: 'always', 'except_last' or 'never'.

@@ -23,16 +23,20 @@ def ctrl_c_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def load() -> Callable[[str], ModuleType]:
-    """Imports an example under its own name, by which another example imports it too."""
+    """Imports an example. It can import those that were loaded before; nobody else comes across them."""
+    loaded: dict[str, ModuleType] = {}
 
     def load(name: str) -> ModuleType:
-        if name not in sys.modules:
+        if name not in loaded:
             spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
             assert spec is not None
             assert spec.loader is not None
-            sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[name])
-        return sys.modules[name]
+            loaded[name] = importlib.util.module_from_spec(spec)
+            with pytest.MonkeyPatch.context() as patch:
+                for each, module in loaded.items():
+                    patch.setitem(sys.modules, each, module)
+                spec.loader.exec_module(loaded[name])
+        return loaded[name]
 
     return load
 
