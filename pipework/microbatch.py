@@ -146,6 +146,20 @@ def split_target(target: Any, rows: Sequence[int], device: torch.device) -> list
     return [(column, structure) for column in columns]
 
 
+def arguments_of(message: Message) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments that a micro-batch of `split` stands for.
+
+    Example:
+        >>> arguments_of(split((torch.zeros(2), 5), {}, 1).micro_batches[0])
+        ((tensor([0., 0.]), 5), {})
+    """
+    tensors, structure = message
+    if structure is None:
+        return tensors, {}
+    arguments, keywords = values.unflatten(tensors, structure)
+    return arguments, keywords
+
+
 @dataclass(frozen=True)
 class Joined:
     """The outputs of all micro-batches as the outputs of the mini-batch.

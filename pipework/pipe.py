@@ -16,6 +16,7 @@ from pipework.checkpoint import MODES, checkpointed_micro_batches
 from pipework.loss import LossSettings
 from pipework.partition import split_layers
 from pipework.plan import make_plan
+from pipework.predict import Sample, predict_step
 from pipework.runtime import values
 from pipework.runtime.context import CallerContext
 from pipework.runtime.house import open_house
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pipework.predict import Prediction
     from pipework.runtime.house import House
     from pipework.runtime.transport import Message
     from pipework.schedule import Schedule
@@ -300,6 +302,56 @@ class Pipe(nn.Module):
             yield recording
         finally:
             self._recording = before
+
+    def predict(
+        self,
+        *inputs: Any,
+        target: Any = None,
+        timeout: float = 0.5,
+        progress: Callable[[str], None] | None = None,
+        **keyword_inputs: Any,
+    ) -> Prediction:
+        """Says how long a training step will take and how much memory each stage will need, before there was one.
+
+        Each stage runs its part of one micro-batch forward and backward on a copy, by itself; nothing of the pipe
+        changes. The schedule is then simulated with what was measured. Workers that run at the same time may slow each
+        other down, which this does not know.
+
+        Args:
+            inputs: of a mini-batch, as for the pipe itself.
+            target: likewise; None: the loss is outside.
+            timeout: for how many seconds to measure each stage.
+            progress: called with a line for each stage, such as `print`; None: lines are logged to "pipework" (INFO).
+            keyword_inputs: like `inputs`.
+
+        Raises:
+            TypeError: as for the pipe itself.
+            ValueError: as for the pipe itself, or there are no layers.
+
+        Example:
+            >>> module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+            >>> pipe = Pipe(module, chunks=4, balance=[2, 1], devices=["cpu", "cpu"])
+            >>> prediction = pipe.predict(torch.randn(16, 4), timeout=0)
+            >>> [stage.weights for stage in prediction.stages]
+            [160, 72]
+        """
+        if not self._modules:
+            raise ValueError("a pipe without layers does nothing that could be predicted")
+        split = microbatch.split(inputs, keyword_inputs, self._chunks, self.input_device)
+        arguments, keywords = microbatch.arguments_of(split.micro_batches[0])
+        sample = Sample(arguments, keywords)
+        if target is not None:
+            targets = microbatch.split_target(target, split.rows, self.output_device)
+            loss = self._loss.inner(targets, split.rows, grad=True, keeps_output=False)
+            sample = Sample(arguments, keywords, loss, values.unflatten(*targets[0]))
+        return predict_step(
+            self._partitions,
+            self._plan.partitioning.devices,
+            self.schedule(len(split.micro_batches)),
+            sample,
+            timeout=timeout,
+            progress=progress,
+        )
 
     def __len__(self) -> int:
         """The number of layers."""

@@ -12,7 +12,7 @@ import pipework
 
 PACKAGE = Path(pipework.__file__).parent
 CONCEPTS = {"balance", "batchnorm", "checkpoint", "loss", "microbatch", "partition", "sequential", "skip"}
-BELOW_PIPE = {"schedule", "timeline", "runtime", "summary", "plan"} | CONCEPTS
+BELOW_PIPE = {"schedule", "timeline", "runtime", "summary", "plan", "predict"} | CONCEPTS
 MAY_IMPORT = {
     "schedule": set(),
     "timeline": {"schedule"},
@@ -20,6 +20,7 @@ MAY_IMPORT = {
     **dict.fromkeys(CONCEPTS, {"runtime"} | CONCEPTS),
     "summary": {"schedule"},
     "plan": {"partition", "runtime", "schedule"},
+    "predict": {"balance", "runtime", "schedule", "summary"},
     "pipe": BELOW_PIPE,
     "__init__": BELOW_PIPE | {"pipe"},
 }
