@@ -149,7 +149,9 @@ class Way:
         return reference_backward(plain, inputs, lambda output: loss_fn(output, target), chunks, key)
 
 
-WAYS = {"outside": Way(inside=False)} | {name: Way(name) for name in ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")}
+WAYS = {"outside": Way(inside=False)} | {
+    name: Way(name) for name in ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
+}
 
 
 @pytest.fixture(params=WAYS)

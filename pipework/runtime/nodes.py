@@ -89,13 +89,13 @@ class LossInside:
     join: Callable[[Sequence[Message]], list[Tensor | None]]
     returned: list[Message]
     scale: float = 1.0
-    _factor: float = 1.0
+    _factor: float | None = None
     _retain: bool = False
 
     def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> None:
         """See `Backward`: all that is left to do is to multiply, and mostly not even that."""
         (gradient,) = gradients
-        self._factor = 0.0 if gradient is None else float(gradient) / self.scale
+        self._factor = None if gradient is None else float(gradient) / self.scale
         self._retain = retain_graph
 
     def of_inputs(self) -> list[Tensor | None]:
@@ -111,7 +111,7 @@ class LossInside:
         return [self._multiplied(gradient) for gradient in gradients]
 
     def _multiplied(self, gradient: Tensor | None) -> Tensor | None:
-        if gradient is None:
+        if gradient is None or self._factor is None:  # a node behind the loss may bring no gradient at all
             return None
         if self._retain:
             return gradient * self._factor
