@@ -217,22 +217,15 @@ def picture(measured: dict[Line, list[Point]], micro_batches: int) -> str:
 
 def report(measured: dict[Line, list[Point]], micro_batches: int) -> list[Verdict]:
     """Prints both tables; returns what was to be reached."""
-    print(f"ideal step of the schedule over the measured one, {micro_batches} micro-batches; medians\n")
-    columns = [(line, name) for line, points in measured.items() for name in points[0].efficiency]
+    print(f"ideal step of the schedule over the measured one, for {micro_batches} micro-batches and actions of\n")
     rows = []
-    for number, point in enumerate(measured[LINES[-1]]):
-        efficiencies = [measured[line][number].efficiency[name] for line, name in columns]
-        slept = [points[number].slept for points in measured.values()]
-        rows.append(
-            [
-                f"{1e3 * point.seconds:g} ms",
-                *(f"{100 * efficiency:.0f} %" for efficiency in efficiencies),
-                "/".join(f"{each:.2f}" for each in slept if each is not None),
-            ]
-        )
-    names = {BARE: "threads without a pipe"}
-    header = [f"{line.name}: {names.get(name, name)}" for line, name in columns]
-    print_table(["an action", *header, "real sleep"], rows)
+    for line, points in measured.items():
+        for name in points[0].efficiency:
+            shown = "threads without a pipe" if name == BARE else name
+            rows.append([f"{line.name}, {shown}", *(f"{100 * point.efficiency[name]:.0f} %" for point in points)])
+        if not line.kernel.real:
+            rows.append([f"{line.name}: real sleep", *(f"x {point.slept:.2f}" for point in points)])
+    print_table(["", *(f"{1e3 * point.seconds:g} ms" for point in measured[LINES[-1]])], rows)
 
     print(
         "\nmilliseconds of an action from which on a pipe is faster than one worker, and has 90 % of its ideal speed\n"
