@@ -129,7 +129,7 @@ def choose_partitioning(
     check_initialised(module)
     lies_on = [_device_of(layer) for layer in layers]
     counts = None if balance is None else checked_balance(balance, len(layers))
-    places = None if devices is None else _checked_devices(devices, machine)
+    places = None if devices is None else checked_devices(devices, machine)
     if not layers:
         return Partitioning((), ())
 
@@ -213,7 +213,13 @@ def partition_model(
 # ---- what the user gave ----------------------------------------------------------------------------------------------
 
 
-def _checked_devices(devices: Sequence[Device], machine: Machine) -> list[torch.device]:
+def checked_devices(devices: Sequence[Device], machine: Machine) -> list[torch.device]:
+    """The devices as PyTorch has them, if they are a list of those that this process can use.
+
+    Raises:
+        TypeError: It is no list, or has something else in it.
+        ValueError: There is no such device here.
+    """
     if isinstance(devices, str | int | torch.device):
         raise TypeError(f"devices must be a list with the device of each partition, got {devices!r}: [{devices!r}]?")
     return [_usable(device, f"devices[{index}]", machine) for index, device in enumerate(devices)]

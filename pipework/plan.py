@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from pipework.partition import Machine, Partitioning, choose_partitioning, default_devices, is_placed, log_choice
+from pipework.balance.checks import checked_balance
+from pipework.partition import (
+    Machine,
+    Partitioning,
+    checked_devices,
+    choose_partitioning,
+    default_devices,
+    is_placed,
+    log_choice,
+)
 from pipework.runtime.program import Program
 from pipework.schedule import Schedule, build, recipe, restricted
 from pipework.schedule.placement import loop_placement
@@ -52,7 +61,7 @@ class Plan:
         """
         if isinstance(self.source, Schedule):
             return restricted(self.source, micro_batches)
-        stages_per_worker = len(self.placement) // self.workers
+        stages_per_worker = len(self.placement) // max(1, self.workers)
         return build(
             self.source, workers=self.workers, micro_batches=micro_batches, stages_per_worker=stages_per_worker
         )
@@ -78,24 +87,23 @@ def make_plan(
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError("module must be nn.Sequential to be partitioned")
-    if isinstance(schedule, Schedule):
-        return _own_schedule(module, schedule, chunks, balance, devices)
-    if not isinstance(schedule, str):
+    if not isinstance(schedule, str | Schedule):
         raise TypeError(f"schedule is {schedule!r}: wanted a name such as '1f1b', or a Schedule")
-    if not recipe(schedule).several:
+    if isinstance(schedule, str) and not recipe(schedule).several:
         partitioning = choose_partitioning(module, balance, devices)
         return Plan(schedule, partitioning, tuple(range(len(partitioning.balance))))
-    return _several_stages(module, schedule, balance, devices)
+    machine = Machine.here()
+    counts = None if balance is None else checked_balance(balance, len(module))
+    places = None if devices is None else checked_devices(devices, machine)
+    if isinstance(schedule, Schedule):
+        _refuse_unfit(schedule, chunks)
+        return _placed(module, schedule, schedule.placement, counts, places, machine)
+    return _several_stages(module, schedule, counts, places, machine)
 
 
-def _own_schedule(
-    module: nn.Sequential,
-    schedule: Schedule,
-    chunks: int,
-    balance: Sequence[int] | None,
-    devices: Sequence[Device] | None,
-) -> Plan:
-    Program.of(schedule)  # whether it can be run at all
+def _refuse_unfit(schedule: Schedule, chunks: int) -> None:
+    """Raises a ValueError if the user's own schedule cannot be run, or not with so many micro-batches."""
+    Program.of(schedule)
     again = next((action for order in schedule.orders for action in order if action.kind == "R"), None)
     if again is not None:
         raise ValueError(f"the schedule recomputes by itself ({again}): leave R out, and say checkpoint=... instead")
@@ -104,15 +112,17 @@ def _own_schedule(
             f"chunks is {chunks}, but the schedule {schedule.name!r} is for {schedule.micro_batches} micro-batches: "
             f"say chunks={schedule.micro_batches}, or make the schedule for {chunks}"
         )
-    return _placed(module, schedule, schedule.placement, balance, devices, Machine.here())
 
 
 def _several_stages(
-    module: nn.Sequential, schedule: str, balance: Sequence[int] | None, devices: Sequence[Device] | None
+    module: nn.Sequential,
+    schedule: str,
+    balance: Sequence[int] | None,
+    devices: Sequence[torch.device] | None,
+    machine: Machine,
 ) -> Plan:
     """The plan for a schedule by name whose workers hold several stages each."""
     per_worker = recipe(schedule).stages_per_worker
-    machine = Machine.here()
     if balance is None and devices is None:
         if is_placed(module):
             partitioning = choose_partitioning(module, None, None, machine=machine)
@@ -121,16 +131,22 @@ def _several_stages(
         plan = _placed(module, schedule, loop_placement(workers, per_worker), None, None, machine)
         log_choice(plan.partitioning, machine)
         return plan
-    if balance is None:
-        assert devices is not None
-        return _placed(module, schedule, loop_placement(len(devices), per_worker), None, devices, machine)
-    workers = max(1, len(balance) // per_worker) if devices is None else len(devices)
-    if not workers or len(balance) % workers:
-        raise ValueError(
-            f"balance has {len(balance)} partitions for {workers} workers: with schedule {schedule!r} each worker "
-            "holds the same number of them, so give a multiple of the number of devices"
-        )
-    return _placed(module, schedule, loop_placement(workers, len(balance) // workers), balance, devices, machine)
+    workers = len(devices) if devices is not None else _workers(len(balance or ()), per_worker)
+    if not workers:
+        raise IndexError(f"too few devices to hold given partitions (devices: 0, layers: {len(module)})")
+    if balance is not None:
+        if len(balance) % workers:
+            raise ValueError(
+                f"balance has {len(balance)} partitions for {workers} workers: with schedule {schedule!r} each worker "
+                "holds the same number of them, so give a multiple of the number of devices"
+            )
+        per_worker = len(balance) // workers
+    return _placed(module, schedule, loop_placement(workers, per_worker), balance, devices, machine)
+
+
+def _workers(stages: int, per_worker: int) -> int:
+    """How many there are if nobody says: as few as hold that many stages each, at the most."""
+    return max(1, -(-stages // per_worker))
 
 
 def _as_it_lies(schedule: str, partitioning: Partitioning, per_worker: int) -> Plan:
@@ -138,7 +154,7 @@ def _as_it_lies(schedule: str, partitioning: Partitioning, per_worker: int) -> P
     stages = len(partitioning.balance)
     kinds = len(set(partitioning.devices))
     # Several CPU workers have one device; how many there are, nobody has said.
-    workers = kinds if kinds > 1 else max(1, stages // per_worker)
+    workers = kinds if kinds > 1 else _workers(stages, per_worker)
     placement = loop_placement(workers, max(1, stages // workers))
     plan = Plan(schedule, partitioning, placement)
     if len(placement) != stages or any(
@@ -157,19 +173,20 @@ def _placed(
     source: str | Schedule,
     placement: tuple[int, ...],
     balance: Sequence[int] | None,
-    devices: Sequence[Device] | None,
+    devices: Sequence[torch.device] | None,
     machine: Machine,
 ) -> Plan:
     """The plan for a given placement."""
-    workers = max(placement) + 1
-    places = default_devices(workers, True, machine) if devices is None else list(devices)
+    if not len(module):
+        return Plan(source, choose_partitioning(module, None, None, machine=machine), ())
+    workers = max(placement, default=-1) + 1
+    places = default_devices(workers, True, machine) if devices is None else devices
     if len(places) < workers:
         raise IndexError(f"too few devices to hold given partitions (devices: {len(places)}, workers: {workers})")
+    stages = len(placement)
+    if balance is not None and len(balance) != stages:
+        raise ValueError(f"the schedule has {stages} stages, and balance has {len(balance)} entries: give one for each")
+    if len(module) < stages:
+        raise ValueError(f"the schedule has {stages} stages, and there are {len(module)} layers: each needs one")
     on_stages = [places[worker] for worker in placement]
-    partitioning = choose_partitioning(module, balance, on_stages, machine=machine)
-    if not partitioning.balance:
-        return Plan(source, partitioning, ())
-    if len(partitioning.balance) != len(placement):
-        given = f"balance has {len(partitioning.balance)}" if balance is not None else f"there are {len(module)} layers"
-        raise ValueError(f"the schedule has {len(placement)} stages, and {given}: each stage needs a layer at least")
-    return Plan(source, partitioning, placement)
+    return Plan(source, choose_partitioning(module, balance, on_stages, machine=machine), placement)

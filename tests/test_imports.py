@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "runtime": {"schedule"},
     **dict.fromkeys(CONCEPTS, {"runtime"} | CONCEPTS),
     "summary": {"schedule"},
-    "plan": {"partition", "runtime", "schedule"},
+    "plan": {"balance", "partition", "runtime", "schedule"},
     "predict": {"balance", "runtime", "schedule", "summary"},
     "pipe": BELOW_PIPE,
     "__init__": BELOW_PIPE | {"pipe"},

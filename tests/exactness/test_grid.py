@@ -1,4 +1,4 @@
-"""Models of many kinds, in every way and mode and cut everywhere, end three optimizer steps as the un-pipelined one does.
+"""Models of many kinds, in every way and mode and cut everywhere, end three steps as the un-pipelined model does.
 
 A sample of the grid is run each time, the whole of it where slow tests are asked for.
 """
