@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py               # about two minutes on two CPU cores; uses every accelerator it finds
     python examples/train_gpt.py --compare     # then also: how much faster than without a pipeline?
+    python examples/train_gpt.py --schedule interleaved-1f1b --stages 4    # any schedule; the loss curve is the same
     python examples/train_gpt.py --data book.txt --stages 4 --steps 2000
     python examples/train_gpt.py --resume runs/gpt-1
 
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipework import Pipe
+from pipework.schedule import SCHEDULES
 
 CONTEXT, HEADS = 128, 4  # bytes that the model sees at a time; attention heads
 LEARNING_RATE, WARM_UP = 3e-3, 15  # the highest rate; steps until then
@@ -48,8 +50,9 @@ def positive(text: str) -> int:
 parser = argparse.ArgumentParser(description="Trains a small GPT in a pipeline.")
 parser.error = fail  # one line, without the usage
 add, modes = parser.add_argument, ["never", "except_last", "always"]
+add("--schedule", choices=list(SCHEDULES), default="1f1b", help="in which order the workers work (%(default)s)")
 add("--steps", type=positive, default=200, metavar="N", help="mini-batches to train on (%(default)s)")
-add("--stages", type=positive, metavar="N", help="partitions (one for each accelerator, else 2 to 4 CPU workers)")
+add("--stages", type=positive, metavar="N", help="partitions (as many as suit the accelerators, else 2 to 4 workers)")
 add("--chunks", type=positive, default=8, metavar="N", help="micro-batches in a mini-batch (%(default)s)")
 add("--checkpoint", choices=modes, default="never", help="what to recompute to save memory (%(default)s)")
 add("--batch-size", type=positive, default=32, metavar="N", help="rows of text in a mini-batch (%(default)s)")
@@ -121,11 +124,19 @@ def gpt(width: int, layers: int) -> nn.Sequential:
     return nn.Sequential(Embedding(width), *(Block(width) for _ in range(layers)), head)
 
 
+def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+class Plain(nn.Sequential):  # the model without a pipeline, called as a pipe is
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return loss_fn(super().forward(x), target.to(x.device))
+
+
 # ---- Training: nothing here knows whether the model is a pipe --------------------------------------------------------
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
     optimizer.zero_grad()
-    logits = model(x)
-    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten().to(logits.device))
+    loss = model(x, target=y)  # in a pipe, this runs the whole schedule
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -153,7 +164,7 @@ def show_progress(step: int, steps: int, loss: float, speed: float, left: float)
 def compare(pipe: Pipe, optimizer: torch.optim.Optimizer, text: Tensor, rows: int) -> None:
     """Steps of the pipeline and of the plain model by turns, so that all see the same machine."""
     accelerators, threads = torch.accelerator.device_count(), torch.get_num_threads()
-    plain = nn.Sequential(*copy.deepcopy(list(pipe))).to(pipe.input_device)
+    plain = Plain(*copy.deepcopy(list(pipe))).to(pipe.input_device)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
     plain_ways = {"one accelerator": threads} if accelerators else {"one core": 1, "all cores": threads}
     ways = {"the pipeline": (pipe, optimizer, threads)}
@@ -193,6 +204,9 @@ def main(argv: list[str] | None = None) -> int:
         fail(f"--width is {options.width}: it must be a multiple of {HEADS}, the number of attention heads")
     if options.stages and options.stages > options.layers + 2:
         fail(f"--stages is {options.stages}: there are only {options.layers + 2} layers, with embedding and head")
+    of_each = SCHEDULES[options.schedule].stages_per_worker
+    if options.stages and options.stages % of_each:
+        fail(f"--stages is {options.stages}: with {options.schedule} each worker has {of_each} of them")
     try:
         text = read_text(options.data)
         free = (folder for number in count(1) if not os.path.exists(folder := f"runs/gpt-{number}"))
@@ -207,11 +221,12 @@ def main(argv: list[str] | None = None) -> int:
 
     torch.manual_seed(options.seed)
     model = gpt(options.width, options.layers)
-    found, stages = torch.accelerator.device_count(), options.stages
-    devices = [stage * found // stages if found else "cpu" for stage in range(stages)] if stages else None
+    found, workers = torch.accelerator.device_count(), (options.stages or 0) // of_each
+    devices = [worker * found // workers if found else "cpu" for worker in range(workers)] or None
 
     # ---- This line makes it a pipeline; all that follows could be done with the model itself ----
-    pipe = Pipe(model, chunks=options.chunks, checkpoint=options.checkpoint, devices=devices)
+    settings = {"schedule": options.schedule, "checkpoint": options.checkpoint, "devices": devices}
+    pipe = Pipe(model, options.chunks, loss_fn=loss_fn, **settings)
     optimizer = torch.optim.AdamW(pipe.parameters(), betas=(0.9, 0.98), weight_decay=0.1, fused=True)
     if options.resume:
         pipe.load_state_dict(state["model"])
@@ -264,17 +279,19 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(0)
     x, y = draw_batch(test_text, 512)
     with torch.no_grad():
-        loss = F.cross_entropy(pipe(x).flatten(0, 1).cpu(), y.flatten()).item()
+        loss = pipe(x, target=y).item()
     print("\nsample         " + write_sample(pipe, b"def ").replace("\n", "\n               "))
     print(f"\nheld-out loss  {loss:.3f} nats per byte")
     print(f"               {bigram_loss(train_text, x, y):.3f} if one knew only the byte before (bigram baseline)")
 
     print(f"speed          {speed:,.0f} tokens/s (a token is a byte)")
     print(f"bubble         {recording.bubble():.1%} measured, {recording.predicted().bubble:.1%} predicted")
-    print("memory         stage  device  parameters  activations (most at a time)")
-    for stage, (partition, device) in enumerate(zip(pipe.partitions, pipe.devices, strict=True)):
-        size, most = sum(each.nbytes for each in partition.parameters()), recording.timeline().peak_memory(stage)
-        print(f"               {stage:<5}  {device!s:6}  {size / 2**20:6.2f} MiB  {most / 2**20:6.2f} MiB")
+    print("memory         worker  device  parameters  activations (most at a time)")
+    for worker, device in enumerate(pipe.devices):
+        held = [pipe.partitions[stage] for stage in pipe.schedule().stages_of(worker)]
+        size = sum(each.nbytes for partition in held for each in partition.parameters())
+        most = recording.timeline().peak_memory(worker)
+        print(f"               {worker:<6}  {device!s:6}  {size / 2**20:6.2f} MiB  {most / 2**20:6.2f} MiB")
     print(f"files          {run}: metrics.jsonl, checkpoint.pt, timeline.svg, trace.json")
     if options.compare:
         pipe.train()

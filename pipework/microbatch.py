@@ -99,16 +99,7 @@ def split(
         tensors, structure = values.flatten(arguments[0])
         is_split: tuple[bool, ...] = (True,)
     else:
-        whole: set[int] = set()
-
-        def unwrap(wrapper: NoChunk) -> Tensor:
-            # Not the tensor itself, which may be among the inputs without a wrapper, too.
-            tensor = wrapper.tensor.view_as(wrapper.tensor)
-            whole.add(id(tensor))
-            return tensor
-
-        tensors, structure = values.flatten(values.replaced((arguments, keywords), NoChunk, unwrap))
-        is_split = tuple([id(tensor) not in whole for tensor in tensors])
+        tensors, structure, is_split = _flattened((arguments, keywords))
     rows = _common_rows([tensor for tensor, split in zip(tensors, is_split, strict=True) if split], arguments, keywords)
     if device is not None:
         tensors = tuple([tensor.to(device, non_blocking=True) for tensor in tensors])
@@ -117,6 +108,56 @@ def split(
         _leaves(tensor, sizes if split else None, len(sizes)) for tensor, split in zip(tensors, is_split, strict=True)
     ]
     return Split(tensors, is_split, [(leaves, structure) for leaves in zip(*pieces, strict=True)], sizes)
+
+
+def split_target(target: Any, rows: Sequence[int], device: torch.device) -> list[Message]:
+    """Splits what the loss compares the outputs with, like the inputs.
+
+    Args:
+        target: any nested structure; what is no tensor, and `NoChunk`, goes to every micro-batch as it is.
+        rows: of each micro-batch.
+        device: where the tensors are moved to.
+
+    Raises:
+        ValueError: a tensor has another number of rows than the inputs, or requires a gradient.
+
+    Example:
+        >>> [tensors[0].tolist() for tensors, _ in split_target(torch.arange(3), [2, 1], torch.device("cpu"))]
+        [[0, 1], [2]]
+    """
+    tensors, structure, is_split = _flattened(target)
+    total = sum(rows)
+    for tensor, split in zip(tensors, is_split, strict=True):
+        if tensor.requires_grad:
+            raise ValueError(
+                f"a target tensor of shape {tuple(tensor.shape)} requires a gradient, which it would not get: "
+                "detach() it, or give it to the pipe as an input"
+            )
+        if split and (tensor.dim() == 0 or tensor.shape[0] != total):
+            raise ValueError(
+                f"the inputs have {total} rows and a target tensor has shape {tuple(tensor.shape)}: wanted as many "
+                "rows; wrap a tensor that every micro-batch should get whole in NoChunk"
+            )
+    moved = [tensor.to(device, non_blocking=True) for tensor in tensors]
+    pieces = [
+        _leaves(tensor, list(rows) if split else None, len(rows)) for tensor, split in zip(moved, is_split, strict=True)
+    ]
+    columns = list(zip(*pieces, strict=True)) if pieces else [()] * len(rows)
+    return [(column, structure) for column in columns]
+
+
+def arguments_of(message: Message) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments that a micro-batch of `split` stands for.
+
+    Example:
+        >>> arguments_of(split((torch.zeros(2), 5), {}, 1).micro_batches[0])
+        ((tensor([0., 0.]), 5), {})
+    """
+    tensors, structure = message
+    if structure is None:
+        return tensors, {}
+    arguments, keywords = values.unflatten(tensors, structure)
+    return arguments, keywords
 
 
 @dataclass(frozen=True)
@@ -223,6 +264,20 @@ class InputSeams:
                 for rows, gradient in zip(self.rows, column, strict=True)
             ]
         )
+
+
+def _flattened(value: Any) -> tuple[tuple[Tensor, ...], Structure | None, tuple[bool, ...]]:
+    """The tensors of a value, what stands around them, and for each tensor whether it is to be split."""
+    whole: set[int] = set()
+
+    def unwrap(wrapper: NoChunk) -> Tensor:
+        # Not the tensor itself, which may be there without a wrapper, too.
+        tensor = wrapper.tensor.view_as(wrapper.tensor)
+        whole.add(id(tensor))
+        return tensor
+
+    tensors, structure = values.flatten(values.replaced(value, NoChunk, unwrap))
+    return tensors, structure, tuple([id(tensor) not in whole for tensor in tensors])
 
 
 def _common_rows(tensors: Sequence[Tensor], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int:

@@ -129,15 +129,15 @@ def choose_partitioning(
     check_initialised(module)
     lies_on = [_device_of(layer) for layer in layers]
     counts = None if balance is None else checked_balance(balance, len(layers))
-    places = None if devices is None else _checked_devices(devices, machine)
+    places = None if devices is None else checked_devices(devices, machine)
     if not layers:
         return Partitioning((), ())
 
-    if counts is None and places is None and _is_placed(layers, lies_on):
+    if counts is None and places is None and is_placed(module):
         chosen = _where_they_are(layers, lies_on, machine)
     else:
         if places is None:
-            places = _default_devices(len(layers) if counts is None else len(counts), counts is not None, machine)
+            places = default_devices(len(layers) if counts is None else len(counts), counts is not None, machine)
         if counts is None:
             counts = minimax_partition(estimated_costs(module), max(1, min(len(places), len(layers))))
         if len(places) < len(counts):
@@ -146,7 +146,7 @@ def choose_partitioning(
             )
         chosen = Partitioning(tuple(counts), tuple(places[: len(counts)]))
         if balance is None and devices is None:
-            _log_choice(chosen, machine)
+            log_choice(chosen, machine)
     _check_placement(layers, lies_on, chosen, machine)
     return chosen
 
@@ -213,7 +213,13 @@ def partition_model(
 # ---- what the user gave ----------------------------------------------------------------------------------------------
 
 
-def _checked_devices(devices: Sequence[Device], machine: Machine) -> list[torch.device]:
+def checked_devices(devices: Sequence[Device], machine: Machine) -> list[torch.device]:
+    """The devices as PyTorch has them, if they are a list of those that this process can use.
+
+    Raises:
+        TypeError: It is no list, or has something else in it.
+        ValueError: There is no such device here.
+    """
     if isinstance(devices, str | int | torch.device):
         raise TypeError(f"devices must be a list with the device of each partition, got {devices!r}: [{devices!r}]?")
     return [_usable(device, f"devices[{index}]", machine) for index, device in enumerate(devices)]
@@ -265,8 +271,15 @@ def _device_of(layer: nn.Module) -> torch.device | None:
     return found.pop() if found else None
 
 
-def _is_placed(layers: list[nn.Module], lies_on: list[torch.device | None]) -> bool:
-    return any(isinstance(layer, WithDevice) for layer in layers) or len({*lies_on} - {None}) > 1
+def is_placed(module: nn.Sequential) -> bool:
+    """Whether layers lie on several devices already, or say where they are to lie.
+
+    Example:
+        >>> is_placed(nn.Sequential(nn.Linear(2, 2))), is_placed(nn.Sequential(WithDevice(nn.Linear(2, 2), "cpu")))
+        (False, True)
+    """
+    lies_on = {_device_of(layer) for layer in module}
+    return any(isinstance(layer, WithDevice) for layer in module) or len(lies_on - {None}) > 1
 
 
 def _where_they_are(layers: list[nn.Module], lies_on: list[torch.device | None], machine: Machine) -> Partitioning:
@@ -310,15 +323,21 @@ def _check_placement(
 # ---- what pipework chooses -------------------------------------------------------------------------------------------
 
 
-def _default_devices(wanted: int, exactly: bool, machine: Machine) -> list[torch.device]:
-    """Accelerators if there are any; else CPU workers, all that are wanted or as many as the cores suggest."""
+def default_devices(wanted: int, exactly: bool, machine: Machine) -> list[torch.device]:
+    """Accelerators if there are any; else CPU workers, all that are wanted or as many as the cores suggest.
+
+    Example:
+        >>> default_devices(9, False, Machine(cores=8))
+        [device(type='cpu'), device(type='cpu'), device(type='cpu'), device(type='cpu')]
+    """
     if machine.accelerators:
         return list(machine.accelerators)
     workers = wanted if exactly else min(wanted, max(2, min(4, machine.cores // 2)))
     return [torch.device("cpu")] * workers
 
 
-def _log_choice(chosen: Partitioning, machine: Machine) -> None:
+def log_choice(chosen: Partitioning, machine: Machine) -> None:
+    """Says what was chosen and how to choose otherwise, in one line at level INFO."""
     if not machine.accelerators:
         advice = "no accelerator is available; choose with balance= and devices="
     elif len(machine.accelerators) == 1:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import threading
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -13,16 +12,22 @@ from torch import nn
 from pipework import microbatch
 from pipework.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from pipework.checkpoint import MODES, checkpointed_micro_batches
-from pipework.partition import choose_partitioning, split_layers
+from pipework.layers import Layers, refuse_own_behaviour
+from pipework.loss import LossSettings
+from pipework.partition import split_layers
+from pipework.plan import make_plan
+from pipework.predict import Sample, predict_step
 from pipework.runtime import values
 from pipework.runtime.context import CallerContext
 from pipework.runtime.house import open_house
-from pipework.runtime.nodes import Backward, attach
+from pipework.runtime.loss import total
+from pipework.runtime.nodes import LossInside, LossOutside, attach
+from pipework.runtime.program import Program
 from pipework.runtime.random_stream import Key, draw_key
 from pipework.runtime.skips import Skip
-from pipework.runtime.step import Program, Step
+from pipework.runtime.step import Step, Wanted
 from pipework.runtime.views import refuse_shared_statistics
-from pipework.schedule import build, with_recompute
+from pipework.schedule import with_recompute
 from pipework.sequential import PipeSequential
 from pipework.skip.layout import skip_edges
 from pipework.skip.verify import verify_skippables
@@ -30,33 +35,17 @@ from pipework.summary import table
 from pipework.timeline import Recording
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from torch import Tensor
+
+    from pipework.predict import Prediction
     from pipework.runtime.house import House
+    from pipework.runtime.transport import Message
     from pipework.schedule import Schedule
 
 
-_OWN_ATTRIBUTES = frozenset(
-    (
-        "_balance",
-        "_check_finite",
-        "_checkpoint",
-        "_chunks",
-        "_deferred",
-        "_defers",
-        "_devices",
-        "_house",
-        "_opening",
-        "_partitions",
-        "_programs",
-        "_recording",
-        "_spreads_tuples",
-        "_steps",
-    )
-)
-
-
-class Pipe(nn.Module):
+class Pipe(Layers):
     """Trains an `nn.Sequential` as a pipeline: its layers are cut into partitions, each mini-batch into micro-batches.
 
     Partitions work at the same time, each on its own device and on another micro-batch. What comes out is what the
@@ -74,9 +63,20 @@ class Pipe(nn.Module):
             micro-batch in turn (see `DeferredBatchNorm`, which replaces them in `module`).
         balance: how many layers each partition has. None: as the layers lie on devices already, else chosen by their
             cost.
-        devices: one for each partition; numbers are accelerators. ["cpu", "cpu"] means two workers that really run
-            at the same time, each with its share of the cores. None: where the layers lie, else all accelerators,
-            else the CPU.
+        devices: one for each worker, which holds one partition, or several if the schedule is one of those; numbers
+            are accelerators. ["cpu", "cpu"] means two workers that really run at the same time, each with its share of
+            the cores. None: where the layers lie, else all accelerators, else the CPU.
+        schedule: the order of what the workers do: 'gpipe', '1f1b', 'interleaved-1f1b', 'looped-bfs' (or their class
+            names in torch.distributed.pipelining), or a `Schedule` of your own. All but 'gpipe' and 'looped-bfs' need
+            the loss inside, `pipe(x, target=y)`.
+        loss_fn: from the output and the target of a micro-batch to its loss, a 0-dimensional tensor. None: if a target
+            is given, the last layer takes it as its last positional argument and returns the loss.
+        loss_reduction: 'mean': the loss of the mini-batch is the mean of its micro-batches' losses, weighted by rows;
+            'sum': their sum.
+        loss_weight: from a micro-batch's target to its weight in the mean, in place of its rows, such as
+            `lambda target: (target != -100).sum()`.
+        grad_scaler: gradients carry its scale inside of the pipe already, so that small ones survive in float16; use
+            it outside as always.
         check_finite: NaN or an infinity in an output or a gradient raises a FloatingPointError at once, with a note
             that says where. On an accelerator the host waits for every result to see it.
 
@@ -94,6 +94,22 @@ class Pipe(nn.Module):
         (torch.Size([16, 2]), torch.Size([8, 4]))
     """
 
+    _own_attributes: ClassVar[frozenset[str]] = Layers._own_attributes | {
+        "_check_finite",
+        "_checkpoint",
+        "_chunks",
+        "_deferred",
+        "_defers",
+        "_house",
+        "_loss",
+        "_opening",
+        "_plan",
+        "_programs",
+        "_recording",
+        "_spreads_tuples",
+        "_steps",
+    }
+
     def __init__(
         self,
         module: nn.Sequential,
@@ -103,29 +119,33 @@ class Pipe(nn.Module):
         *,
         balance: Sequence[int] | None = None,
         devices: Sequence[int | str | torch.device] | None = None,
+        schedule: str | Schedule = "gpipe",
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        loss_reduction: str = "mean",
+        loss_weight: Callable[[Any], Any] | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
         check_finite: bool = False,
     ) -> None:
-        super().__init__()
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
             raise ValueError("number of chunks must be positive integer")
         if checkpoint not in MODES:
             raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
+        loss = LossSettings(loss_fn, loss_reduction, loss_weight, grad_scaler)
         if isinstance(module, nn.Sequential):
-            _refuse_own_behaviour(module)
+            refuse_own_behaviour(module)
             verify_skippables(module)
-        partitioning = choose_partitioning(module, balance, devices)
+        plan = make_plan(module, schedule, chunks, balance, devices)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)
+        partitions = split_layers(module, plan.partitioning)
+        refuse_shared_statistics(partitions)
+        super().__init__(partitions, plan.partitioning.devices)
+        loss.place(self.output_device)
         self._chunks = chunks
         self._checkpoint = checkpoint
         self._check_finite = bool(check_finite)
-        self._balance = list(partitioning.balance)
-        self._devices = list(partitioning.devices)
-        self._partitions = split_layers(module, partitioning)
-        refuse_shared_statistics(self._partitions)
-        # Not add_module: it would refuse the names of children that are called as something in this class ("chunks").
-        for partition in self._partitions:
-            self._modules.update(partition._modules)
+        self._plan = plan
+        self._loss = loss
         self._spreads_tuples = isinstance(module, PipeSequential)
         self._defers = bool(deferred_batch_norm)
         self._deferred: list[DeferredBatchNorm] = []
@@ -149,74 +169,95 @@ class Pipe(nn.Module):
     @property
     def balance(self) -> list[int]:
         """How many layers each partition has."""
-        return list(self._balance)
+        return list(self._plan.partitioning.balance)
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each partition."""
-        return list(self._devices)
+        """The device of each worker; with one partition per worker, of each partition."""
+        return list(self._plan.devices)
 
-    @property
-    def partitions(self) -> list[nn.Sequential]:
-        """The partitions, which are the same layers in groups."""
-        return list(self._partitions)
-
-    @property
-    def input_device(self) -> torch.device:
-        """Where the inputs are moved to."""
-        return self._devices[0] if self._devices else torch.device("cpu")
-
-    @property
-    def output_device(self) -> torch.device:
-        """Where the outputs lie, and where the target should."""
-        return self._devices[-1] if self._devices else torch.device("cpu")
-
-    def forward(self, *inputs: Any, **keyword_inputs: Any) -> Any:
+    def forward(self, *inputs: Any, target: Any = None, return_output: bool = False, **keyword_inputs: Any) -> Any:
         """Computes what the un-partitioned module would, and prepares for its backward.
+
+        With a target the whole schedule runs, forward and backward, and the loss is returned; its `backward()` delivers
+        the gradients, which are there already.
 
         Args:
             inputs: go to the first layer, moved to its device. Tensors are split along dimension 0, everything else
                 goes to every micro-batch as it is.
-            keyword_inputs: likewise.
+            target: what the loss compares the output with, any nested structure, moved to the last device and split
+                like the inputs. None: the loss is computed outside.
+            return_output: return loss and output.
+            keyword_inputs: like `inputs`.
 
         Returns:
-            The last layer's output, on the last device. Tensors are concatenated over the micro-batches
-            (0-dimensional ones averaged by rows), other values collected in a list.
+            With a target the loss of the mini-batch, 0-dimensional; if `return_output`, a pair of it and the output,
+            which has no graph. Without one the last layer's output, on the last device: tensors are concatenated over
+            the micro-batches (0-dimensional ones averaged by rows), other values collected in a list.
 
         Raises:
-            TypeError: there is no tensor among the inputs.
-            ValueError: a tensor cannot be split, or tensors have different numbers of rows.
+            TypeError: there is no tensor among the inputs, or the loss is no tensor.
+            ValueError: a tensor cannot be split, tensors have different numbers of rows, the schedule needs a target,
+                or the loss has dimensions.
         """
+        if return_output and target is None:
+            raise ValueError(
+                "return_output=True is for pipe(x, target=y), which returns the loss: without a target the "
+                "output is what the pipe returns"
+            )
+        if return_output and self._loss.function is None:
+            raise ValueError(
+                "the last layer returns the loss, so there is no output to return: give the pipe a loss_fn"
+            )
         if not self._modules:
+            if target is not None:
+                raise ValueError("a pipe without layers has no loss: leave the target out")
             return nn.Sequential()(*inputs, **keyword_inputs)
         split = microbatch.split(inputs, keyword_inputs, self._chunks, self.input_device)
+        targets = None if target is None else microbatch.split_target(target, split.rows, self.output_device)
         house = self._house_in_use()
-        context = CallerContext.capture({"cpu", *(device.type for device in self._devices)})
+        context = CallerContext.capture({"cpu", *(device.type for device in self._plan.devices)})
         micro_batches = len(split.micro_batches)
         training = any(layer.training for layer in self)
         checkpointed = checkpointed_micro_batches(self._checkpoint, micro_batches) if training and context.grad else 0
+        program = self._program(micro_batches, checkpointed)
+        if targets is None and training and context.grad and not program.loss_may_be_outside:
+            raise ValueError(
+                f"schedule {program.schedule.name!r} goes backward before the last output is there, so it needs the "
+                "loss inside: give Pipe a loss_fn and call pipe(x, target=y); or choose schedule='gpipe'. "
+                "For outputs alone, use torch.no_grad() or pipe.eval()"
+            )
+        inner = None
+        if targets is not None:
+            inner = self._loss.inner(targets, split.rows, grad=context.grad, keeps_output=return_output)
         step = Step(
             house,
-            self._program(micro_batches, checkpointed),
+            program,
             context,
             Key(draw_key() if training else None),
-            checkpointed,
+            Wanted(checkpointed, self._check_finite, self._recording, self._steps),
+            loss=inner,
             own_leaves=frozenset([n for n, t in enumerate(split.tensors) if t.is_leaf and t.requires_grad]),
-            check_finite=self._check_finite,
-            recorder=self._recording,
-            number=self._steps,
         )
         self._steps += 1
         for batch_norm in self._deferred:
             batch_norm.begin_mini_batch()
-        joined = microbatch.join(step.forward(split.micro_batches), split.rows)
+        returned: list[Message] = []
+        if targets is None:
+            outputs = step.forward(split.micro_batches)
+        else:
+            outputs, returned = step.run(split.micro_batches, targets)
         for batch_norm in self._deferred:
             batch_norm.commit()
-        outputs = joined.tensors
+        if inner is not None:
+            shared = LossInside(step, split.seams.join, returned, inner.scale)
+            return _with_loss(outputs, split, shared, return_output=return_output)
+        joined = microbatch.join(outputs, split.rows)
+        tensors = joined.tensors
         if context.grad and any(joined.differentiable):
-            shared = Backward(step, cut=joined.seams.cut, join=split.seams.join)
-            outputs = attach(shared, split.tensors, outputs, joined.differentiable, len(house.stages))
-        return values.unflatten(outputs, joined.structure)
+            backward = LossOutside(step, cut=joined.seams.cut, join=split.seams.join)
+            tensors = attach(backward, split.tensors, tensors, joined.differentiable, len(house.stages))
+        return values.unflatten(tensors, joined.structure)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recording]:
@@ -240,47 +281,59 @@ class Pipe(nn.Module):
         finally:
             self._recording = before
 
-    def __len__(self) -> int:
-        """The number of layers."""
-        return len(self._modules)
+    def predict(
+        self,
+        *inputs: Any,
+        target: Any = None,
+        timeout: float = 0.5,
+        progress: Callable[[str], None] | None = None,
+        **keyword_inputs: Any,
+    ) -> Prediction:
+        """Says how long a training step will take and how much memory each stage will need, before there was one.
 
-    def __iter__(self) -> Iterator[nn.Module]:
-        """The layers in order."""
-        return iter(self._modules.values())  # type: ignore[arg-type]
+        Each stage runs its part of one micro-batch forward and backward on a copy, by itself; nothing of the pipe
+        changes. The schedule is then simulated with what was measured. Workers that run at the same time may slow each
+        other down, which this does not know.
 
-    def __getitem__(self, index: int) -> nn.Module:
-        """The layer at a position; negative ones count from the end. For several, use `pipe.partitions` or a list."""
-        return list(self)[operator.index(index)]
+        Args:
+            inputs: of a mini-batch, as for the pipe itself.
+            target: likewise; None: the loss is outside.
+            timeout: for how many seconds to measure each stage.
+            progress: called with a line for each stage, such as `print`; None: lines are logged to "pipework" (INFO).
+            keyword_inputs: like `inputs`.
+
+        Raises:
+            TypeError: as for the pipe itself.
+            ValueError: as for the pipe itself, or there are no layers.
+
+        Example:
+            >>> module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+            >>> pipe = Pipe(module, chunks=4, balance=[2, 1], devices=["cpu", "cpu"])
+            >>> prediction = pipe.predict(torch.randn(16, 4), timeout=0)
+            >>> [stage.weights for stage in prediction.stages]
+            [160, 72]
+        """
+        if not self._modules:
+            raise ValueError("a pipe without layers does nothing that could be predicted")
+        split = microbatch.split(inputs, keyword_inputs, self._chunks, self.input_device)
+        arguments, keywords = microbatch.arguments_of(split.micro_batches[0])
+        sample = Sample(arguments, keywords)
+        if target is not None:
+            targets = microbatch.split_target(target, split.rows, self.output_device)
+            loss = self._loss.inner(targets, split.rows, grad=True, keeps_output=False)
+            sample = Sample(arguments, keywords, loss, values.unflatten(*targets[0]))
+        return predict_step(
+            self._partitions,
+            self._plan.partitioning.devices,
+            self.schedule(len(split.micro_batches)),
+            sample,
+            timeout=timeout,
+            progress=progress,
+        )
 
     def __repr__(self) -> str:
         """A table of the partitions."""
         return table(self)
-
-    def train(self, mode: bool = True) -> Pipe:
-        """Sets the training flag of all layers, as `nn.Module.train` does."""
-        super().train(mode)
-        for partition in self._partitions:
-            partition.training = mode
-        return self
-
-    def to(self, *args: Any, **kwargs: Any) -> Pipe:
-        """Changes the dtype, as `nn.Module.to` does. Moving to a device is refused."""
-        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        if device is not None:
-            _refuse_to_move()
-        return super().to(*args, **kwargs)
-
-    def cuda(self, device: int | torch.device | None = None) -> NoReturn:
-        """Refused: the pipe manages where its layers are."""
-        _refuse_to_move()
-
-    def cpu(self) -> NoReturn:
-        """Refused: the pipe manages where its layers are."""
-        _refuse_to_move()
-
-    def xpu(self, device: int | torch.device | None = None) -> NoReturn:
-        """Refused: the pipe manages where its layers are."""
-        _refuse_to_move()
 
     def schedule(self, micro_batches: int | None = None) -> Schedule:
         """The order of all actions of a training mini-batch.
@@ -291,48 +344,9 @@ class Pipe(nn.Module):
         count = self._chunks if micro_batches is None else micro_batches
         return self._program(count, checkpointed_micro_batches(self._checkpoint, count)).schedule
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Keeps the pipe's own attributes apart from children of the same name; a child can be replaced."""
-        if name in _OWN_ATTRIBUTES:
-            object.__setattr__(self, name, value)
-            return
-        children = self.__dict__.get("_modules", {})
-        if "_partitions" in self.__dict__ and name in children:
-            self._replace(name, value)
-            return
-        if "_partitions" in self.__dict__ and isinstance(value, nn.Module):
-            raise AttributeError(
-                f"{name!r} is not among the layers of this pipe ({', '.join(children)}), and none can be added; "
-                "put the module into the nn.Sequential before it is wrapped"
-            )
-        super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        """A layer cannot be taken out."""
-        if name in self.__dict__.get("_modules", {}):
-            raise AttributeError(f"layer {name!r} cannot be removed from a pipe; replace it, as by nn.Identity()")
-        super().__delattr__(name)
-
-    def _replace(self, name: str, layer: Any) -> None:
-        """Puts another layer in the place of one. Whether it fits to the others is checked at the next mini-batch."""
-        if not isinstance(layer, nn.Module):
-            raise TypeError(f"layer {name!r} of a pipe can be replaced by a module only, got {type(layer).__name__}")
-        if self._defers:
-            layer = convert_deferred_batch_norm(layer, self._chunks)
-        super().__setattr__(name, layer)
-        for partition, device in zip(self._partitions, self._devices, strict=True):
-            if name in partition._modules:
-                partition._modules[name] = layer.to(device)
-        self._house = None  # its stages run the layer that was there before
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Replaces the layer of that name; a pipe cannot get more layers.
-
-        Raises:
-            AttributeError: there is no layer of that name.
-            TypeError: it is no module.
-        """
-        self.__setattr__(name, module)
+    def _prepared(self, layer: nn.Module) -> nn.Module:
+        self._house = None  # its stages run the layer that was there before; whether it fits is checked for the next
+        return convert_deferred_batch_norm(layer, self._chunks) if self._defers else layer
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: everything but the threads, which are made again when they are needed."""
@@ -346,9 +360,7 @@ class Pipe(nn.Module):
     def _program(self, micro_batches: int, checkpointed: int) -> Program:
         """The schedule, ready for the runtime; made once for each number of micro-batches that occurs."""
         if (micro_batches, checkpointed) not in self._programs:
-            schedule = build("gpipe", workers=len(self._balance), micro_batches=micro_batches)
-            if checkpointed:
-                schedule = with_recompute(schedule, checkpointed)
+            schedule = with_recompute(self._plan.schedule(micro_batches), checkpointed)
             self._programs[micro_batches, checkpointed] = Program.of(schedule)
         return self._programs[micro_batches, checkpointed]
 
@@ -365,31 +377,25 @@ class Pipe(nn.Module):
             self._deferred = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
             edges = skip_edges(self._partitions)
             skips = [Skip(edge.key, edge.source, edge.destinations) for edge in edges]
-            placement = self.schedule().placement
             self._house = open_house(
-                self._partitions, self._devices, placement, skips, spread_tuples=self._spreads_tuples
+                self._partitions,
+                self._plan.partitioning.devices,
+                self._plan.placement,
+                skips,
+                spread_tuples=self._spreads_tuples,
             )
         return self._house
 
 
-def _refuse_own_behaviour(module: nn.Sequential) -> None:
-    """A pipe runs the layers; whatever else the module does would silently be left out."""
-    own = [
-        what
-        for what, there in (
-            ("a forward of its own", type(module).forward not in (nn.Sequential.forward, PipeSequential.forward)),
-            ("parameters of its own", any(parameter is not None for parameter in module._parameters.values())),
-            ("buffers of its own", any(buffer is not None for buffer in module._buffers.values())),
-            ("hooks", bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)),
-        )
-        if there
-    ]
-    if own:
-        raise TypeError(
-            f"{type(module).__name__} has {' and '.join(own)}, which a pipe of its layers would leave out; "
-            "wrap it as one layer, nn.Sequential(module), or give a plain nn.Sequential of its layers"
-        )
-
-
-def _refuse_to_move() -> NoReturn:
-    raise TypeError("denied to move parameters and buffers, because Pipe should manage device placement")
+def _with_loss(
+    outputs: list[Message], split: microbatch.Split, shared: LossInside, *, return_output: bool
+) -> Tensor | tuple[Tensor, Any]:
+    """What a mini-batch whose loss is inside returns."""
+    parts = [tensors[0] for tensors, _ in outputs]
+    loss = total(parts)
+    if any(part.requires_grad for part in parts):
+        (loss,) = attach(shared, split.tensors, (loss,), (True,), shared.step.stages)
+    if not return_output:
+        return loss
+    joined = microbatch.join([(tensors[1:], structure) for tensors, structure in outputs], split.rows)
+    return loss, values.unflatten(joined.tensors, joined.structure)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pipework.schedule import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Sequence, Set
 
     from torch import nn
 
@@ -23,24 +23,27 @@ def table(pipe: Pipe) -> str:
     heading = f"Pipe: {_count(len(pipe), 'layer')} in {_count(len(pipe.balance), 'partition')}"
     if not pipe.balance:
         return heading
+    schedule = pipe.schedule()
     rows = [("partition", "device", "layers", "parameters", "bytes")]
-    for number, (partition, device) in enumerate(zip(pipe.partitions, pipe.devices, strict=True)):
+    for number, (partition, worker) in enumerate(zip(pipe.partitions, schedule.placement, strict=True)):
         parameters = list(partition.parameters())
+        device = str(pipe.devices[worker])
         rows.append(
             (
                 str(number),
-                str(device),
+                device if schedule.workers == schedule.stages else f"{device} (worker {worker})",
                 _layers(partition),
                 f"{sum(parameter.numel() for parameter in parameters):,}",
                 readable_bytes(sum(parameter.nbytes for parameter in parameters)),
             )
         )
-    schedule = pipe.schedule()
     summary = (
         f"schedule {schedule.name}, {_count(pipe.chunks, 'chunk')}, checkpoint {pipe.checkpoint!r}, "
-        f"bubble {simulate(schedule, loss_outside=True).bubble:.1%} if all partitions take equally long"
+        f"bubble {simulate(schedule).bubble:.1%} if all partitions take equally long"
     )
-    return "\n".join([heading, *_aligned(rows), summary])
+    return "\n".join(
+        [heading, *aligned(rows, left={1, 2}), summary]
+    )  # names read from the left, numbers from the right
 
 
 def readable_bytes(size: float) -> str:
@@ -65,9 +68,18 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], left: Set[int]) -> list[str]:
+    """Lines of a table.
+
+    Args:
+        rows: the cells.
+        left: the columns that begin at the left; the others end at the right.
+
+    Example:
+        >>> aligned([["a", "bcd"], ["10", "2"]], left={0})
+        ['  a   bcd', '  10    2']
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = {1, 2}  # names read from the left, numbers from the right
     return [
         "  "
         + "  ".join(

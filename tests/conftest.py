@@ -3,16 +3,19 @@
 And what several folders share: one training of the un-pipelined model and of a pipe, compared step by step.
 """
 
+import copy
 import gc
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pipework import Pipe
-from pipework.testing import draw_key, reference_backward
+from pipework.testing import Reference, draw_key, reference_backward, reference_step
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -63,6 +66,100 @@ def bitwise(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
+def distance(output: Tensor, target: Tensor) -> Tensor:
+    """A mean loss for outputs of any shape; its target has one number for each row."""
+    return square_mean(output.flatten(1) - target[:, None].to(output.dtype))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train with a pipe: under which schedule, and where the loss is computed.
+
+    The methods hide the difference, so that one test body is run in every way.
+    """
+
+    schedule: str = "gpipe"
+    inside: bool = True
+
+    def pipe(
+        self,
+        module: nn.Sequential,
+        chunks: int,
+        checkpoint: str = "except_last",
+        *args: Any,
+        balance: Sequence[int],
+        loss_fn: Callable[[Any, Any], Tensor] | None = distance,
+        **options: Any,
+    ) -> Pipe:
+        """A pipe of a copy, with two or more stages per worker if the schedule has several."""
+        several = self.schedule in ("interleaved-1f1b", "looped-bfs")
+        workers = max(1, len(balance) // 2) if several and len(balance) % 2 == 0 else 1 if several else len(balance)
+        return Pipe(
+            copy.deepcopy(module),
+            chunks,
+            checkpoint,
+            *args,
+            balance=balance,
+            devices=["cpu"] * workers,
+            schedule=self.schedule,
+            loss_fn=loss_fn,
+            **options,
+        )
+
+    def run(
+        self,
+        pipe: Pipe,
+        inputs: Tensor | tuple[Tensor, ...],
+        target: Any,
+        loss_fn: Callable[[Any, Any], Tensor] = distance,
+        **keywords: Any,
+    ) -> tuple[Tensor, Any]:
+        """The loss of a mini-batch, and the output."""
+        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+        if self.inside:
+            return pipe(*arguments, **keywords, target=target, return_output=True)
+        output = pipe(*arguments, **keywords)
+        return loss_fn(output, target), output
+
+    def loss(
+        self,
+        pipe: Pipe,
+        inputs: Tensor | tuple[Tensor, ...],
+        target: Any,
+        loss_fn: Callable[[Any, Any], Tensor] = distance,
+        **keywords: Any,
+    ) -> Tensor:
+        """The loss alone."""
+        if self.inside:
+            return pipe(*(inputs if isinstance(inputs, tuple) else (inputs,)), **keywords, target=target)
+        return self.run(pipe, inputs, target, loss_fn, **keywords)[0]
+
+    def reference(
+        self,
+        plain: nn.Sequential,
+        inputs: Tensor | tuple[Tensor, ...],
+        target: Any,
+        chunks: int,
+        key: int,
+        loss_fn: Callable[[Any, Any], Tensor] = distance,
+    ) -> Reference:
+        """What the un-pipelined model makes of it."""
+        if self.inside:
+            return reference_step(plain, inputs, target, loss_fn, chunks, key)
+        return reference_backward(plain, inputs, lambda output: loss_fn(output, target), chunks, key)
+
+
+WAYS = {"outside": Way(inside=False)} | {
+    name: Way(name) for name in ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
+}
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Way:
+    """Runs a test in every way, or in those that it names with `parametrize("way", [...], indirect=True)`."""
+    return WAYS[request.param]
+
+
 def named_gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
@@ -72,6 +169,7 @@ def assert_trained_alike(
     pipe: Pipe,
     batches: Iterable[tuple[Tensor, ...]],
     *,
+    way: Way = WAYS["outside"],
     same: Same = bitwise,
     before_step: Callable[[nn.Module, int], None] = lambda model, step: None,
     evaluate: bool = False,
@@ -83,6 +181,7 @@ def assert_trained_alike(
         plain: the un-pipelined model.
         pipe: of a copy of it.
         batches: a mini-batch for each step.
+        way: in which the pipe is trained.
         same: how everything is compared, but for the output of the first step: that is bitwise equal in any case.
         before_step: called with each of the models and the number of the step.
         evaluate: whether the pipe alone is also run in evaluation mode, before and after each backward.
@@ -98,13 +197,13 @@ def assert_trained_alike(
             pipe.train()
 
     for step, inputs in enumerate(batches):
+        target = torch.randn(len(inputs[0]))
         for model in (plain, pipe):
             before_step(model, step)
         torch.manual_seed(step)
-        reference = reference_backward(plain, inputs, square_mean, pipe.chunks, draw_key())
+        reference = way.reference(plain, inputs, target, pipe.chunks, draw_key())
         torch.manual_seed(step)
-        output = pipe(*inputs)
-        loss = square_mean(output)
+        loss, output = way.run(pipe, inputs, target)
         look(inputs)
         loss.backward()
         look(inputs)

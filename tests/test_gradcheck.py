@@ -98,9 +98,14 @@ MODELS = [simple, in_place, with_skips, with_dropout, with_batch_norm, tied]
 @pytest.mark.parametrize("balance", [[4], [1, 3], [1, 1, 1, 1]], ids=str)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("make", MODELS)
-def test_inputs_and_parameters(make: Callable[[], nn.Sequential], checkpoint: str, balance: list[int]) -> None:
-    pipe = Pipe(make().double(), 2, checkpoint, balance=balance, devices=["cpu"] * len(balance))
-    check(pipe, rows(4), fast_mode=make is not simple)
+def test_inputs_and_parameters(
+    way: Any, make: Callable[[], nn.Sequential], checkpoint: str, balance: list[int]
+) -> None:
+    pipe = way.pipe(make().double(), 2, checkpoint, balance=balance)
+    target = rows(4, 1, requires_grad=False).flatten()
+    check(
+        pipe, rows(4), call=(lambda x: way.loss(pipe, x, target)) if way.inside else None, fast_mode=make is not simple
+    )
 
 
 @pytest.mark.parametrize("balance", [[2], [1, 1]], ids=str)
@@ -136,15 +141,15 @@ def test_some_parameters_frozen(checkpoint: str) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_a_second_derivative_is_refused_in_words(checkpoint: str) -> None:
-    pipe = Pipe(simple().double(), 2, checkpoint, balance=[2, 2], devices=["cpu"] * 2)
-    x = rows(3)
+def test_a_second_derivative_is_refused_in_words(way: Any, checkpoint: str) -> None:
+    pipe = way.pipe(simple().double(), 2, checkpoint, balance=[1, 1, 1, 1])
+    x, target = rows(3), rows(3, 1, requires_grad=False).flatten()
     with pytest.raises(RuntimeError, match=r"cannot be differentiated twice \(create_graph=True\)"):
-        gradgradcheck(lambda x: pipe(x), (x,))
+        gradgradcheck(lambda x: way.loss(pipe, x, target), (x,))
     with pytest.raises(RuntimeError, match="Compute a gradient penalty on the un-partitioned module"):
-        torch.autograd.grad(pipe(x).sum(), x, create_graph=True)
+        torch.autograd.grad(way.loss(pipe, x, target), x, create_graph=True)
     assert all(parameter.grad is None for parameter in pipe.parameters())
-    check(pipe, x)
+    check(pipe, x, call=lambda x: way.loss(pipe, x, target))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # PyTorch's own

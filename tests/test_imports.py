@@ -11,14 +11,16 @@ import pytest
 import pipework
 
 PACKAGE = Path(pipework.__file__).parent
-CONCEPTS = {"balance", "batchnorm", "checkpoint", "microbatch", "partition", "sequential", "skip"}
-BELOW_PIPE = {"schedule", "timeline", "runtime", "summary"} | CONCEPTS
+CONCEPTS = {"balance", "batchnorm", "checkpoint", "layers", "loss", "microbatch", "partition", "sequential", "skip"}
+BELOW_PIPE = {"schedule", "timeline", "runtime", "summary", "plan", "predict"} | CONCEPTS
 MAY_IMPORT = {
     "schedule": set(),
     "timeline": {"schedule"},
     "runtime": {"schedule"},
     **dict.fromkeys(CONCEPTS, {"runtime"} | CONCEPTS),
     "summary": {"schedule"},
+    "plan": {"balance", "partition", "runtime", "schedule"},
+    "predict": {"balance", "runtime", "schedule", "summary"},
     "pipe": BELOW_PIPE,
     "__init__": BELOW_PIPE | {"pipe"},
 }

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.microbatch import NoChunk, join, split
-from pipework.runtime.values import flatten
+from pipework.microbatch import NoChunk, join, split, split_target
+from pipework.runtime.values import flatten, unflatten
 
 sizes = st.integers(0, 20)
 chunk_counts = st.integers(1, 9)
@@ -102,3 +102,41 @@ def test_whole_tensors_alone_are_nothing_to_split() -> None:
 def test_unequal_rows_suggest_no_chunk() -> None:
     with pytest.raises(ValueError, match=r"\(4, 1\).*\(1, 1, 4, 4\).*NoChunk"):
         split((torch.zeros(4, 1), torch.zeros(1, 1, 4, 4)), {}, 2)
+
+
+# Targets
+
+
+def test_targets_are_split_like_the_inputs_whatever_they_are_nested_in() -> None:
+    mask = torch.ones(2, 2)
+    target = {"label": torch.arange(5), "more": [(torch.zeros(5, 2), "text"), NoChunk(mask)], "none": None}
+    parts = [unflatten(*message) for message in split_target(target, [2, 2, 1], torch.device("cpu"))]
+    assert [part["label"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
+    assert [tuple(part["more"][0][0].shape) for part in parts] == [(2, 2), (2, 2), (1, 2)]
+    assert all(part["more"][0][1] == "text" and torch.equal(part["more"][1], mask) for part in parts)
+    assert all(part["none"] is None for part in parts)
+
+
+@pytest.mark.parametrize("target", ["text", 3, False, [], {"only": "words"}])
+def test_a_target_without_tensors_goes_to_every_micro_batch(target: object) -> None:
+    messages = split_target(target, [2, 1], torch.device("cpu"))
+    assert [unflatten(*message) for message in messages] == [target, target]
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (torch.zeros(4), r"the inputs have 5 rows and a target tensor has shape \(4,\)"),
+        (
+            [torch.zeros(5), torch.zeros(1, 5)],
+            r"5 rows and a target tensor has shape \(1, 5\): wanted as many rows; wrap",
+        ),
+        (torch.tensor(1.0), r"a target tensor has shape \(\)"),
+        (torch.zeros(5, requires_grad=True), r"shape \(5,\) requires a gradient.*detach\(\) it"),
+        (torch.zeros(5, requires_grad=True) * 2, "requires a gradient"),
+        (NoChunk(torch.zeros(2, requires_grad=True)), "requires a gradient"),
+    ],
+)
+def test_a_target_that_does_not_fit_is_refused(target: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_target(target, [3, 2], torch.device("cpu"))

@@ -1,5 +1,4 @@
 import copy
-import gc
 import logging
 import threading
 import weakref
@@ -302,40 +301,6 @@ def test_a_checkpointed_stage_that_overwrites_its_input_is_recomputed_from_the_o
 # Outside, it is ordinary autograd
 
 
-def test_a_gradient_buffer_is_handed_over_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipework.runtime.parameters import Aliases
-
-    handed: dict[int, int] = {}
-    take = Aliases.take_gradients
-
-    def spy(self: Aliases) -> list[torch.Tensor | None]:
-        gradients = take(self)
-        handed.update({id(p): g.data_ptr() for p, g in zip(self.parameters, gradients, strict=True) if g is not None})
-        return gradients
-
-    monkeypatch.setattr(Aliases, "take_gradients", spy)
-    pipe = two_stages()
-    pipe(torch.randn(8, 4)).sum().backward()
-    assert all(handed[id(parameter)] == parameter.grad.data_ptr() for parameter in pipe.parameters())
-
-
-def test_what_is_in_grad_already_is_added_to_and_never_rescaled() -> None:
-    pipe, x = two_stages(), torch.randn(8, 4)
-    pipe(x).sum().backward()
-    once = [parameter.grad.clone() for parameter in pipe.parameters()]
-    with torch.no_grad():
-        pipe(x)
-    pipe(x).sum().backward()
-    for parameter, gradient in zip(pipe.parameters(), once, strict=True):
-        assert torch.equal(parameter.grad, gradient * 2)
-
-
-def test_double_backward_is_a_clear_error() -> None:
-    x = torch.randn(8, 4, requires_grad=True)
-    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-        torch.autograd.grad(two_stages()(x).sum(), x, create_graph=True)
-
-
 def test_writing_to_a_parameter_before_a_retained_backward_is_pytorchs_error() -> None:
     pipe = two_stages(checkpoint="never")
     loss = pipe(torch.randn(8, 4)).square().sum()
@@ -344,26 +309,6 @@ def test_writing_to_a_parameter_before_a_retained_backward_is_pytorchs_error() -
         pipe[1].weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_frozen_layers_get_no_gradient_and_can_be_unfrozen() -> None:
-    pipe, x = two_stages(), torch.randn(8, 4)
-    pipe[0].requires_grad_(False)
-    pipe[3].requires_grad_(False)
-    pipe(x).sum().backward()
-    assert [layer.weight.grad is None for layer in pipe] == [True, False, False, True]
-    pipe[0].requires_grad_(True)
-    pipe(x).sum().backward()
-    assert [layer.weight.grad is None for layer in pipe] == [False, False, False, True]
-
-
-def test_a_fully_frozen_pipe_returns_plain_tensors() -> None:
-    pipe = two_stages()
-    pipe.requires_grad_(False)
-    assert not pipe(torch.randn(8, 4)).requires_grad
-    x = torch.randn(8, 4, requires_grad=True)
-    pipe(x).sum().backward()
-    assert x.grad is not None
 
 
 def test_a_layer_that_takes_no_part_is_left_alone() -> None:
@@ -485,36 +430,6 @@ def test_each_worker_has_its_share_of_the_cores() -> None:
 
 
 # Nothing is left behind
-
-
-def test_a_dropped_loss_frees_everything_by_reference_count() -> None:
-    class Keep(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = x * 2
-            kept.append(weakref.ref(y))
-            return y.exp()
-
-    for checkpoint in ("never", "except_last"):
-        kept: list[weakref.ref[torch.Tensor]] = []
-        module = nn.Sequential(nn.Linear(2, 2), Keep(), nn.Linear(2, 2), Keep())
-        pipe = Pipe(module, 2, checkpoint, balance=[2, 2], devices=["cpu"] * 2)
-        gc.collect()
-        gc.disable()
-        try:
-            before = _tensors()
-            loss = pipe(torch.randn(4, 2)).sum()
-            del loss
-            assert len(kept) == 4
-            assert all(reference() is None for reference in kept)
-            pipe(torch.randn(4, 2)).sum().backward()
-            pipe.zero_grad()
-            assert _tensors() == before
-        finally:
-            gc.enable()
-
-
-def _tensors() -> int:
-    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
 def test_outputs_are_not_kept_alive_by_the_pipe() -> None:

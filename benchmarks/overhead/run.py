@@ -1,15 +1,16 @@
-"""What does the runtime itself cost, per stage and micro-batch?
+"""What does the runtime itself cost, per stage and micro-batch, with every schedule?
 
 Stages that multiply one number by one parameter, so that hardly anything is left but the host's work. A plain loop does
-the same with the un-partitioned model: forward of each micro-batch, then backward of each. What a pipe needs longer,
-divided by stages and micro-batches, is its overhead. A straight line through several numbers of micro-batches tells
-apart what a step costs once and what each micro-batch adds.
+the same with the un-partitioned model, in the order of one worker. What a pipe needs longer, divided by stages and
+micro-batches, is its overhead. A straight line through several numbers of micro-batches tells apart what a step costs
+once and what each micro-batch adds; how far the points are from it shows whether a step is linear in micro-batches.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -31,9 +32,13 @@ from benchmarks.measure import (
     timed,
 )
 from pipework.pipe import Pipe
+from pipework.schedule import recipe
 
 QUOTED = 64  # micro-batches
 TARGETS = {1: 8.0, 2: 12.0}  # workers: microseconds
+LINEAR = 5.0  # percent that a step may be off the straight line
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
+ALL_FORWARDS_FIRST = ("gpipe", "looped-bfs")
 
 
 class Scale(nn.Module):
@@ -47,38 +52,90 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-def model_of(stages: int) -> nn.Sequential:
-    return nn.Sequential(*(Scale() for _ in range(stages)))
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    """One small operator or two."""
+    return (output * target).sum()
 
 
-def plain_loop(model: nn.Module, batch: Tensor, gradient: Tensor) -> Callable[[], None]:
-    """All forwards, then all backwards. Its micro-batches lie ready; the pipe makes its own and joins their outputs."""
-    inputs = batch.split(1)
-    gradients = gradient.split(1)
+@dataclass(frozen=True)
+class Case:
+    """A pipe to be measured."""
 
-    def run() -> None:
-        outputs = [model(piece) for piece in inputs]
-        for output, output_gradient in zip(outputs, gradients, strict=True):
-            torch.autograd.backward(output, output_gradient)
+    schedule: str
+    workers: int
+    stages_per_worker: int = 1
+    inside: bool = True
 
-    return run
+    @property
+    def stages(self) -> int:
+        return self.workers * self.stages_per_worker
+
+    @property
+    def name(self) -> str:
+        return self.schedule if self.inside else f"{self.schedule}, loss outside"
+
+    def model(self) -> nn.Sequential:
+        return nn.Sequential(*(Scale() for _ in range(self.stages)))
+
+    def pipe(self, micro_batches: int) -> Pipe:
+        return Pipe(
+            self.model(),
+            micro_batches,
+            "never",
+            balance=[1] * self.stages,
+            devices=["cpu"] * self.workers,
+            schedule=self.schedule,
+            loss_fn=loss_of if self.inside else None,
+        )
 
 
-def piped(pipe: nn.Module, batch: Tensor, gradient: Tensor) -> Callable[[], None]:
-    """One mini-batch with the loss outside."""
+def cases(schedules: Sequence[str], workers: Sequence[int], stages: Sequence[int]) -> list[Case]:
+    """With one worker all numbers of stages, with more of them the usual one."""
+    result = [Case("gpipe", count, inside=False) for count in workers if "gpipe" in schedules]
+    for schedule in schedules:
+        known = recipe(schedule)
+        for count in workers:
+            each = stages if known.several and count == 1 else [known.stages_per_worker]
+            result.extend(Case(schedule, count, per_worker) for per_worker in each)
+    return result
 
-    def run() -> None:
-        pipe(batch).backward(gradient)
 
-    return run
+def plain_loop(case: Case, model: nn.Module, batch: Tensor, target: Tensor) -> Callable[[], None]:
+    """Micro-batches lie ready; the pipe makes its own. The target of a loss outside is the output's gradient."""
+    pairs = list(zip(batch.split(1), target.split(1), strict=True))
+    share = 1 / len(pairs)
+
+    def loss_outside() -> None:
+        outputs = [model(piece) for piece, _ in pairs]
+        for output, (_, gradient) in zip(outputs, pairs, strict=True):
+            torch.autograd.backward(output, gradient)
+
+    def all_forwards_first() -> None:
+        losses = [loss_of(model(piece), wanted) * share for piece, wanted in pairs]
+        for loss in losses:
+            loss.backward()
+
+    def one_by_one() -> None:
+        for piece, wanted in pairs:
+            (loss_of(model(piece), wanted) * share).backward()
+
+    if not case.inside:
+        return loss_outside
+    return all_forwards_first if case.schedule in ALL_FORWARDS_FIRST else one_by_one
 
 
-def candidates(workers: int, micro_batches: int) -> dict[str, Candidate]:
+def piped(case: Case, pipe: Pipe, batch: Tensor, target: Tensor) -> Callable[[], None]:
+    """One mini-batch."""
+    if case.inside:
+        return lambda: pipe(batch, target=target).backward()
+    return lambda: pipe(batch).backward(target)
+
+
+def candidates(case: Case, micro_batches: int) -> dict[str, Candidate]:
     """The plain loop and the pipe, which must leave the same gradients."""
-    batch, gradient = torch.randn(micro_batches), torch.randn(micro_batches)
-    model = model_of(workers)
-    pipe = Pipe(model_of(workers), micro_batches, "never", balance=[1] * workers, devices=["cpu"] * workers)
-    loop, pipeline = plain_loop(model, batch, gradient), piped(pipe, batch, gradient)
+    batch, target = torch.randn(micro_batches), torch.randn(micro_batches)
+    model, pipe = case.model(), case.pipe(micro_batches)
+    loop, pipeline = plain_loop(case, model, batch, target), piped(case, pipe, batch, target)
     loop()
     pipeline()
     for expected, got in zip(model.parameters(), pipe.parameters(), strict=True):
@@ -86,11 +143,14 @@ def candidates(workers: int, micro_batches: int) -> dict[str, Candidate]:
     return {"plain": timed(loop, model.zero_grad), "pipe": timed(pipeline, pipe.zero_grad)}
 
 
-def measure(workers: int, chunks: list[int], seconds_each: float) -> dict[int, dict[str, list[float]]]:
+Times = dict[str, list[float]]
+
+
+def measure(case: Case, chunks: Sequence[int], seconds_each: float) -> dict[int, Times]:
     """For each number of micro-batches the seconds of both, in turns."""
     result = {}
     for micro_batches in chunks:
-        both = candidates(workers, micro_batches)
+        both = candidates(case, micro_batches)
         once = sum(sum(times) for times in alternate(both, rounds=3).values()) / 3
         rounds = min(2000, max(3, int(seconds_each / once)))
         result[micro_batches] = alternate(both, rounds, warm_up=5)
@@ -99,25 +159,28 @@ def measure(workers: int, chunks: list[int], seconds_each: float) -> dict[int, d
 
 def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--seconds", type=float, help="for each line of the table (default 3; with --quick 0.5)")
-    options.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8], help="(default 1 2 4 8)")
+    options.add_argument("--seconds", type=float, help="for each number of the table (default 3; with --quick 0.3)")
+    options.add_argument("--schedules", nargs="+", default=SCHEDULES, help=f"(default {' '.join(SCHEDULES)})")
+    options.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="(default 1 2)")
+    options.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4, 8], help="of one worker (default 1 2 4 8)")
     options.add_argument("--chunks", type=int, nargs="+", default=[8, 16, 32, 64, 128], help="(default 8 16 32 64 128)")
     arguments = options.parse_args(argv)
-    seconds_each = arguments.seconds or (0.5 if arguments.quick else 3.0)
+    seconds_each = arguments.seconds or (0.3 if arguments.quick else 3.0)
 
     with on_this_machine() as machine:
-        measured = {workers: measure(workers, arguments.chunks, seconds_each) for workers in arguments.workers}
+        to_do = cases(arguments.schedules, arguments.workers, arguments.stages)
+        measured = {case: measure(case, arguments.chunks, seconds_each) for case in to_do}
 
     verdicts = report(measured)
     results = {
         "unit": "seconds of one mini-batch",
         "runs": [
             {
-                "workers": workers,
+                **vars(case),
                 "micro_batches": micro_batches,
                 **{name: summary(times) for name, times in both.items()},
             }
-            for workers, by_chunks in measured.items()
+            for case, by_chunks in measured.items()
             for micro_batches, both in by_chunks.items()
         ],
     }
@@ -129,38 +192,48 @@ def summary(times: list[float]) -> dict[str, object]:
     return {"median": median(times), "quartiles": [low, high], "fastest": min(times), "runs": len(times)}
 
 
-def report(measured: dict[int, dict[int, dict[str, list[float]]]]) -> list[Verdict]:
+def overhead(both: Times) -> float:
+    """Of a step, in microseconds."""
+    return 1e6 * median(pipe - plain for pipe, plain in zip(both["pipe"], both["plain"], strict=True))
+
+
+def off_the_line(by_chunks: dict[int, Times]) -> float:
+    """How far the pipe's steps are from a straight line through them, in percent of a step, at most."""
+    steps = {micro_batches: median(both["pipe"]) for micro_batches, both in by_chunks.items()}
+    fixed, slope = line_fit(list(steps), list(steps.values()))
+    return max(100 * abs(seconds / (fixed + slope * count) - 1) for count, seconds in steps.items())
+
+
+def report(measured: dict[Case, dict[int, Times]]) -> list[Verdict]:
     """Prints both tables; returns what was to be reached."""
-    print("microseconds per stage and micro-batch, forward and backward, one stage for each worker; medians\n")
     rows, fits, verdicts = [], [], []
-    for workers, by_chunks in measured.items():
-        excess = {}
-        for micro_batches, both in by_chunks.items():
-            parts = workers * micro_batches
-            differences = [pipe - plain for pipe, plain in zip(both["pipe"], both["plain"], strict=True)]
-            low, high = quartiles(differences)
-            excess[micro_batches] = median(differences) * 1e6
-            rows.append(
-                [
-                    str(workers),
-                    str(micro_batches),
-                    *(f"{median(both[name]) * 1e6 / parts:.1f}" for name in ("plain", "pipe")),
-                    f"{excess[micro_batches] / parts:.1f}",
-                    f"{low * 1e6 / parts:.1f} to {high * 1e6 / parts:.1f}",
-                    f"{(min(both['pipe']) - min(both['plain'])) * 1e6 / parts:.1f}",
-                ]
-            )
-        if len(excess) > 1:
+    for case, by_chunks in measured.items():
+        label = [case.name, str(case.workers), str(case.stages_per_worker)]
+        excess = {micro_batches: overhead(both) for micro_batches, both in by_chunks.items()}
+        most = max(by_chunks)
+        plain, pipe = (1e6 * median(by_chunks[most][name]) / (case.stages * most) for name in ("plain", "pipe"))
+        each = [f"{value / (case.stages * micro_batches):.1f}" for micro_batches, value in excess.items()]
+        rows.append([*label, *each, f"{plain:.1f}", f"{pipe:.1f}"])
+        what = f"{case.name}, workers: {case.workers}, stages per worker: {case.stages_per_worker}"
+        if case.workers in TARGETS and QUOTED in excess:
+            value = excess[QUOTED] / case.stages / QUOTED
+            verdicts.append(Verdict(f"{what}, micro-batches: {QUOTED}", value, TARGETS[case.workers], "us"))
+        if len(excess) > 2:
             fixed, slope = line_fit(list(excess), list(excess.values()))
-            fits.append([str(workers), f"{fixed:.0f}", f"{fixed / workers:.0f}", f"{slope / workers:.1f}"])
-        if workers in TARGETS and QUOTED in excess:
-            value = excess[QUOTED] / workers / QUOTED
-            what = f"overhead, workers: {workers}, micro-batches: {QUOTED}"
-            verdicts.append(Verdict(what, value, TARGETS[workers], "us"))
-    print_table(["workers", "micro-batches", "plain loop", "pipe", "overhead", "middle half", "fastest runs"], rows)
+            off = off_the_line(by_chunks)
+            fits.append([*label, f"{fixed:.0f}", f"{slope / case.stages:.1f}", f"{off:.1f} %"])
+            if case.workers == 1:
+                verdicts.append(Verdict(f"{what}, off the straight line", off, LINEAR, "%"))
+    chunks = next(iter(measured.values()))
+    print(
+        "overhead in microseconds per stage and micro-batch, forward and backward, for some numbers of micro-batches;"
+    )
+    print(f"then what the plain loop and the pipe take for each, with {max(chunks)} of them; medians\n")
+    label_names = ["schedule", "workers", "stages per worker"]
+    print_table([*label_names, *(f"m = {count}" for count in chunks), "plain loop", "pipe"], rows)
     if fits:
-        print("\na straight line through the overheads of a step: microseconds\n")
-        print_table(["workers", "once a step", "once a step, per stage", "each micro-batch, per stage"], fits)
+        print("\na straight line through the overheads of a step, microseconds; and how far a step is off its line\n")
+        print_table([*label_names, "once a step", "each stage and micro-batch", "off the line"], fits)
     return verdicts
 
 

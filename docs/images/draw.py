@@ -1,15 +1,15 @@
-"""Draws the pictures of the documentation that are no timelines: `PYTHONPATH=. python docs/images/draw.py`.
+"""Draws the pictures of the documentation: `PYTHONPATH=. python docs/images/draw.py`.
 
-The timelines next to them come from `python -m pipework draw`. Every picture has a white panel of its own, so that it
-reads on light and on dark pages alike.
+Timelines and memory come from the library's own schedules and simulation; `pipe.svg` and `no_pipe.svg` were drawn by
+`python -m pipework draw`. Every picture has a white panel of its own, so that it reads on light and dark pages alike.
 """
 
 from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from pipework.schedule import Costs, build, simulate, with_recompute
-from pipework.schedule.palette import ACTION, INK, PAPER, QUIET, worker_fill
+from pipework.schedule import Costs, Timeline, build, simulate, svg, with_recompute
+from pipework.schedule.palette import ACTION, INK, LINE, PAPER, QUIET, worker_fill
 
 HERE = Path(__file__).parent
 GRADIENT = "#3b8a35"
@@ -198,7 +198,56 @@ def checkpoint() -> None:
     picture.save("checkpoint.svg")
 
 
+def simulated(name: str, micro_batches: int) -> Timeline:
+    """Four workers. Whatever the stages per worker are, its whole share of the model takes 1 forward, 2 backward."""
+    schedule = build(name, workers=4, micro_batches=micro_batches)
+    share = schedule.workers / schedule.stages
+    return simulate(schedule, Costs(forward=share, backward=2 * share, activation=share)).timeline
+
+
+def schedules() -> None:
+    """Each schedule below the one it improves on, on one time axis."""
+    for before, name in (("gpipe", "1f1b"), ("1f1b", "interleaved-1f1b"), ("gpipe", "looped-bfs")):
+        picture = svg([simulated(before, 8), simulated(name, 8)])
+        (HERE / f"schedule_{name.partition('-')[0]}.svg").write_text(picture, encoding="utf-8")
+
+
+def memory() -> None:
+    """How many micro-batches each worker holds over time, under fill-drain and under 1F1B."""
+    left, unit, each, panel, micro_batches = 42, 12.5, 8.0, 186, 16
+    colors = (VALUE, GRADIENT, SKIP, "#7a5bb5")
+    picture = Picture(772, 2 * panel + 48, "Micro-batches held over time by each of four workers, GPipe and 1F1B")
+    for index, name in enumerate(("gpipe", "1f1b")):
+        line = simulated(name, micro_batches)
+        top = 14 + index * panel
+        base = top + 34 + each * micro_batches
+        held = [line.peak_memory(worker) for worker in range(line.workers)]
+        picture.text(16, top + 14, line.title, size=15, anchor="start", bold=True)
+        for count in range(0, micro_batches + 1, 4):
+            y = base - each * count
+            picture.line(f"M{left} {y}H{left + 57 * unit}", LINE)
+            picture.text(left - 8, y + 4, f"{count}", size=11, anchor="end", color=QUIET)
+        for worker in reversed(range(line.workers)):
+            path = f"M{left + unit * worker:g} {base:g}" + "".join(
+                f"H{left + time * unit:g}V{base - each * amount:g}"
+                for interval, behind in zip(line.by_worker[worker], line.idle_memory(worker), strict=True)
+                for time, amount in ((interval.start, interval.memory), (interval.end, behind))
+            )
+            picture.parts.append(f'<path d="{path}" fill="none" stroke="{colors[worker]}" stroke-width="2"/>')
+        peaks = f"{held[0]:g} each" if len(set(held)) == 1 else ", ".join(f"{peak:g}" for peak in held)
+        picture.text(left + 57 * unit, top + 14, f"peaks {peaks}", size=12, anchor="end", color=QUIET)
+    base = 2 * panel + 30
+    picture.text(16, base, "micro-batches held, over time", size=12, anchor="start", color=QUIET)
+    for worker, color in enumerate(colors):
+        x = 236 + 96 * worker
+        picture.parts.append(f'<rect x="{x}" y="{base - 8}" width="14" height="4" fill="{color}"/>')
+        picture.text(x + 20, base, f"worker {worker}", size=12, anchor="start")
+    picture.save("memory.svg")
+
+
 if __name__ == "__main__":
     graph_cut()
     skip()
     checkpoint()
+    schedules()
+    memory()

@@ -1,9 +1,8 @@
 """Balance by time: each layer's forward and backward, measured."""
 
-import contextlib
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from pipework.balance.checks import check_partitions
 from pipework.balance.minimax import minimax_partition
 from pipework.balance.mixed import minimax_on_devices
-from pipework.balance.sandbox import call, copies, cut, measuring_device, tensors_of, traceless
+from pipework.balance.sandbox import call, copies, cut, measuring_device, tensors_of, threads_of_a_worker, traceless
 
 Device = torch.device | str | int
 
@@ -66,7 +65,7 @@ def balance_by_time(
     times: dict[tuple[str, str], list[float]] = {}
     for place in places:
         if _kind(place) not in times:
-            with _share_of_threads(cpu_workers if place.type == "cpu" else 1):
+            with threads_of_a_worker(cpu_workers if place.type == "cpu" else 1):
                 times[_kind(place)] = _layer_times(module, sample, place, timeout)
     if len(times) == 1:
         return minimax_partition(times[_kind(places[0])], partitions)
@@ -94,20 +93,6 @@ def _kind(place: torch.device) -> tuple[str, str]:
         return place.type, ""
     model = getattr(torch.get_device_module(place), "get_device_name", None)
     return place.type, model(place) if model else ""
-
-
-@contextlib.contextmanager
-def _share_of_threads(workers: int) -> Iterator[None]:
-    """As many intra-op threads as one of so many CPU workers has."""
-    threads = torch.get_num_threads()
-    if workers == 1:
-        yield
-        return
-    torch.set_num_threads(max(1, threads // workers))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _layer_times(module: nn.Sequential, sample: Any, device: torch.device, timeout: float) -> list[float]:

@@ -65,3 +65,17 @@ def traceless(device: torch.device) -> Iterator[None]:
             yield
         finally:
             generators.set_rng_state(state, *which)
+
+
+@contextmanager
+def threads_of_a_worker(workers: int) -> Iterator[None]:
+    """As many intra-op threads as one of so many CPU workers has."""
+    threads = torch.get_num_threads()
+    if workers <= 1:
+        yield
+        return
+    torch.set_num_threads(max(1, threads // workers))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

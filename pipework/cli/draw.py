@@ -26,6 +26,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("schedule", help=f"one of {', '.join(SCHEDULES)}")
     parser.add_argument("--workers", type=_count, required=True, metavar="N", help="number of workers")
     parser.add_argument("--chunks", type=_count, required=True, metavar="N", help="number of micro-batches")
+    parser.add_argument("--stages-per-worker", type=_count, metavar="N", help="for schedules of several (default 2)")
     parser.add_argument("--forward", type=float, default=1.0, metavar="TIME", help="time of a forward (default 1)")
     parser.add_argument("--backward", type=float, default=2.0, metavar="TIME", help="time of a backward (default 2)")
     parser.add_argument("--transfer", type=float, default=0.0, metavar="TIME", help="time between workers (default 0)")
@@ -77,7 +78,12 @@ def run(arguments: argparse.Namespace) -> list[str]:
 
 
 def _schedule(arguments: argparse.Namespace) -> Schedule:
-    schedule = build(arguments.schedule, workers=arguments.workers, micro_batches=arguments.chunks)
+    schedule = build(
+        arguments.schedule,
+        workers=arguments.workers,
+        micro_batches=arguments.chunks,
+        stages_per_worker=arguments.stages_per_worker,
+    )
     count = schedule.micro_batches
     return with_recompute(schedule, {"never": 0, "except_last": count - 1, "always": count}[arguments.checkpoint])
 

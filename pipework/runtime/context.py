@@ -80,3 +80,11 @@ class CallerContext:
             if self.default_device is not None:
                 stack.enter_context(self.default_device)
             yield
+
+    @contextlib.contextmanager
+    def without_autocast(self) -> Iterator[None]:
+        """Inside of `entered`: switches autocast off for a backward, and leaves what it has cast in its cache."""
+        with contextlib.ExitStack() as stack:
+            for autocast in self.autocasts:
+                stack.enter_context(torch.autocast(autocast.device_type, enabled=False))
+            yield

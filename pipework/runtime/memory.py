@@ -30,6 +30,7 @@ class MemoryMeter:
         self._persistent = {tensor.untyped_storage().data_ptr() for tensor in persistent}
         self._held: dict[tuple[int, int], int] = {}
         self._peak = 0
+        self._sent = 0
 
     @contextlib.contextmanager
     def measuring(self, stage: int, micro_batch: int, inputs: Iterable[Tensor]) -> Iterator[None]:
@@ -63,10 +64,15 @@ class MemoryMeter:
         """After the backward of a micro-batch: nothing of it is kept."""
         self._held.pop((stage, micro_batch), None)
 
-    def peak(self) -> int:
-        """The most bytes held at once since the last call."""
+    def sending(self, tensors: Iterable[Tensor]) -> None:
+        """What an action sends to other stages."""
+        self._sent += sum(tensor.nbytes for tensor in tensors)
+
+    def read(self, stage: int, micro_batch: int) -> tuple[int, int, int]:
+        """The most bytes held at once since the last call, what a micro-batch holds now, and what has been sent."""
         peak, self._peak = self._peak, sum(self._held.values())
-        return peak
+        sent, self._sent = self._sent, 0
+        return peak, self._held.get((stage, micro_batch), 0), sent
 
     def _hold(self, stage: int, micro_batch: int, size: int) -> None:
         self._held[stage, micro_batch] = size

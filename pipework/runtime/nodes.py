@@ -4,16 +4,16 @@
               |                        |                                |
          [StageNode 0] --token--> [StageNode 1] --token--> ... [StageNode last] --> outputs
 
-The user's backward reaches the last node first. It sends the outputs' gradients through the workers, which fill
-every stage's gradient buffers; then each node in turn hands its stage's buffers to autograd. So a parameter's hooks
-fire once, with the whole gradient, and the last stage's gradients are there for a reducer (DistributedDataParallel)
-before the first's.
+The user's backward reaches the last node first. If the loss is outside, it sends the outputs' gradients through the
+workers, which fill every stage's gradient buffers; if the loss is inside, they were filled when the loss was computed.
+Then each node in turn hands its stage's buffers to autograd. So a parameter's hooks fire once, with the whole gradient,
+and the last stage's gradients are there for a reducer (DistributedDataParallel) before the first's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,9 +27,26 @@ if TYPE_CHECKING:
     from pipework.runtime.transport import Message
 
 
+class Backward(Protocol):
+    """Where the nodes of one mini-batch get their gradients from."""
+
+    @property
+    def step(self) -> Step:
+        """The mini-batch."""
+
+    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> None:
+        """Called by the last node, with the gradients of the pipe's outputs."""
+
+    def of_inputs(self) -> list[Tensor | None]:
+        """The gradients of the pipe's input tensors."""
+
+    def of_parameters(self, stage: int) -> list[Tensor | None]:
+        """The gradients of a stage's parameters."""
+
+
 @dataclass
-class Backward:
-    """What the nodes of one mini-batch share.
+class LossOutside:
+    """The workers go backward when the user's backward begins.
 
     Attributes:
         step: the mini-batch.
@@ -42,6 +59,63 @@ class Backward:
     cut: Callable[[Sequence[Tensor | None]], list[tuple[Tensor | None, ...]]]
     join: Callable[[Sequence[Message]], list[Tensor | None]]
     returned: list[Message] = field(default_factory=list)
+
+    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> None:
+        """See `Backward`: runs everything that computes the gradients."""
+        self.returned = self.step.backward(self.cut(gradients), retain_graph=retain_graph)
+
+    def of_inputs(self) -> list[Tensor | None]:
+        """See `Backward`."""
+        of_inputs, self.returned = self.join(self.returned), []
+        return of_inputs
+
+    def of_parameters(self, stage: int) -> list[Tensor | None]:
+        """See `Backward`."""
+        return self.step.take_gradients(stage)
+
+
+@dataclass
+class LossInside:
+    """The workers have gone backward already, from a loss whose gradient they took to be `scale`.
+
+    Attributes:
+        step: the mini-batch.
+        join: makes the gradients of the pipe's input tensors of what came back from stage 0.
+        returned: what came back from stage 0.
+        scale: the factor that all gradients carry.
+    """
+
+    step: Step
+    join: Callable[[Sequence[Message]], list[Tensor | None]]
+    returned: list[Message]
+    scale: float = 1.0
+    _factor: float | None = None
+    _retain: bool = False
+
+    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> None:
+        """See `Backward`: all that is left to do is to multiply, and mostly not even that."""
+        (gradient,) = gradients
+        self._factor = None if gradient is None else float(gradient) / self.scale
+        self._retain = retain_graph
+
+    def of_inputs(self) -> list[Tensor | None]:
+        """See `Backward`."""
+        gradients = self.join(self.returned)
+        if not self._retain:
+            self.returned = []
+        return [self._multiplied(gradient) for gradient in gradients]
+
+    def of_parameters(self, stage: int) -> list[Tensor | None]:
+        """See `Backward`; without `retain_graph` the buffers themselves, which autograd may keep without a copy."""
+        gradients = self.step.take_gradients(stage, keep=self._retain)
+        return [self._multiplied(gradient) for gradient in gradients]
+
+    def _multiplied(self, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None or self._factor is None:  # a node behind the loss may bring no gradient at all
+            return None
+        if self._retain:
+            return gradient * self._factor
+        return gradient if self._factor == 1.0 else gradient.mul_(self._factor)
 
 
 class StageNode(torch.autograd.Function):
@@ -92,11 +166,9 @@ class StageNode(torch.autograd.Function):
         (token,) = ctx.saved_tensors
         shared: Backward = ctx.shared
         if ctx.is_last:
-            shared.returned = shared.step.backward(shared.cut(gradients), retain_graph=engine.retains_graph())
-        of_inputs: list[Tensor | None] = []
-        if ctx.stage == 0:
-            of_inputs, shared.returned = shared.join(shared.returned), []
-        return (None, None, None, None, torch.empty_like(token), *of_inputs, *shared.step.take_gradients(ctx.stage))
+            shared.begin(gradients, retain_graph=engine.retains_graph())
+        of_inputs = shared.of_inputs() if ctx.stage == 0 else []
+        return (None, None, None, None, torch.empty_like(token), *of_inputs, *shared.of_parameters(ctx.stage))
 
 
 def attach(

@@ -59,6 +59,18 @@ def may_draw(layer: nn.Module) -> bool:
     return False
 
 
+def function_may_draw(function: Callable[..., object] | None) -> bool:
+    """The same for a loss function.
+
+    Example:
+        >>> function_may_draw(nn.functional.cross_entropy), function_may_draw(lambda output, target: output.mean())
+        (False, True)
+    """
+    if isinstance(function, nn.Module):
+        return not type(function).__module__.startswith("torch.nn.modules.loss") and may_draw(function)
+    return function is not None and getattr(function, "__module__", "") != nn.functional.__name__
+
+
 def draw_key() -> int:
     """One 64-bit draw from the caller's default CPU generator."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())

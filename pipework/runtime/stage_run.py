@@ -23,7 +23,7 @@ from pipework.runtime.checkpointing import checkpointing, recomputing
 from pipework.runtime.failure import add_note
 from pipework.runtime.finite import refuse_non_finite
 from pipework.runtime.parameters import Aliases
-from pipework.runtime.random_stream import may_draw
+from pipework.runtime.random_stream import function_may_draw, may_draw
 from pipework.runtime.skips import Bundle, SkipPorts
 
 if TYPE_CHECKING:
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
     from pipework.runtime.buffers import Snapshot
     from pipework.runtime.context import CallerContext
+    from pipework.runtime.loss import InnerLoss
     from pipework.runtime.memory import MemoryMeter
     from pipework.runtime.random_stream import RandomStream
     from pipework.runtime.stage import Stage
     from pipework.runtime.transport import Endpoint
+    from pipework.runtime.values import Structure
     from pipework.schedule import Action
 
     Root: TypeAlias = Tensor | GradientEdge | None  # where a backward starts; None: there is nothing to differentiate
@@ -53,6 +55,7 @@ class StageRun:
         *,
         own_leaves: frozenset[int],
         check_finite: bool,
+        loss: InnerLoss | None = None,
     ) -> None:
         self._stage = stage
         self._check_finite = check_finite
@@ -67,8 +70,13 @@ class StageRun:
         # The caller's own leaves are always given as they are: PyTorch is to refuse an in-place operation on them.
         self._overwrites: bool | None = None
         self._own_leaves = own_leaves if stage.index == 0 else frozenset[int]()
+        self._loss = loss
+        self._targets: dict[int, Any] = {}
+        self._seed: Tensor | None = None
+        # With a loss but no function for it, the last layer takes the target, too.
+        self._takes_target = self._layers[-1].number if loss is not None and loss.function is None else -1
         stage.refresh()
-        self.draws = any(map(may_draw, stage.modules))
+        self.draws = any(map(may_draw, stage.modules)) or (loss is not None and function_may_draw(loss.function))
         self.aliases = Aliases(stage.modules if context.grad else ())
         self._parameter_versions = self.aliases.versions
         self.meter: MemoryMeter | None = None
@@ -82,6 +90,7 @@ class StageRun:
         stream: RandomStream | None,
         started: Callable[[], None] | None = None,
         retain_graph: bool = False,
+        context_entered: bool = False,
     ) -> None:
         """Prepares for one run of the worker.
 
@@ -90,8 +99,10 @@ class StageRun:
             stream: where the worker's random numbers come from; None: the layers draw none.
             started: called when an action has all that it waits for and begins to compute; None: nobody wants to know.
             retain_graph: whether the B actions leave their graphs for another run.
+            context_entered: whether the caller's settings for the layers are in force during the whole run.
         """
         self._receive = endpoint.receive
+        self._context_entered = context_entered
         self._send_output = endpoint.sender("F", self._index + 1)
         self._send_gradient = endpoint.sender("B", self._index - 1)
         self._enter_stream = None if stream is None else stream.enter
@@ -108,6 +119,8 @@ class StageRun:
         leaves, structure = self._receive(action)
         if self._skips is not None:
             leaves, structure = self._skips.receive(micro_batch, leaves, structure)
+        if self._loss is not None:
+            self._targets[micro_batch] = values.unflatten(*self._receive(("target", self._index, micro_batch)))
         if self._started is not None:
             self._started()
         if micro_batch < self._checkpointed:
@@ -120,6 +133,13 @@ class StageRun:
             refuse_non_finite(outputs, f"an output of stage {self._index}")
         # The references to the graph end here: what is sent has none, and this frame must not keep it either.
         outputs = tuple([boundary.cut(output) for output in outputs])
+        if self._loss is not None:
+            if micro_batch >= self._checkpointed:
+                del self._targets[micro_batch]
+            if self._seed is None:
+                self._seed = outputs[0].new_full((), self._loss.scale)
+        if self.meter is not None:
+            self.meter.sending(outputs)
         if self._skips is not None:
             structure, own, present = structure
             self._skips.send(micro_batch, outputs[own:], present)
@@ -145,14 +165,16 @@ class StageRun:
             )
         if self._overwrites:
             leaves = tuple(map(_private_copy, leaves))
-        with self._context.entered(), recomputing(), buffers.standing_in(again=again):
+        context = contextlib.nullcontext() if self._context_entered else self._context.entered()
+        with context, recomputing(), buffers.standing_in(again=again):
             outputs, _ = self._compute(leaves, structure, micro_batch)
             self._keep_graph(micro_batch, leaves, outputs)
+        self._targets.pop(micro_batch, None)  # a loss inside is recomputed once
 
     def backward(self, action: Action) -> None:
         """B: differentiates one micro-batch, adds to the parameters' gradients, sends the input's gradient on."""
         micro_batch = action.micro_batch
-        gradients, _ = self._receive(action)
+        gradients = self._received_gradients(action)
         if self._skips is not None:
             gradients += self._skips.receive_gradients(micro_batch)
         if self._started is not None:
@@ -167,7 +189,11 @@ class StageRun:
             if self._enter_stream is not None:
                 # A backward may draw, too: a stream of its own, apart from all layers'.
                 self._enter_stream(-1 - self._index, micro_batch)
-            engine.run_backward(tuple(starts), tuple(seeds), self._retain_graph)
+            if self._context_entered and self._context.autocasts:  # PyTorch advises against autocast in a backward
+                with self._context.without_autocast():
+                    engine.run_backward(tuple(starts), tuple(seeds), self._retain_graph)
+            else:
+                engine.run_backward(tuple(starts), tuple(seeds), self._retain_graph)
         of_leaves = tuple([leaf.grad for leaf in leaves])
         if self._check_finite:
             refuse_non_finite(of_leaves, f"the gradient of an input of stage {self._index}")
@@ -182,8 +208,17 @@ class StageRun:
         elif self.meter is not None:
             self.meter.released(self._index, micro_batch)
 
+    def _received_gradients(self, action: Action) -> tuple[Tensor | None, ...]:
+        """The gradients of the stage's outputs; a loss inside has that of its own scale, and begins here."""
+        if self._loss is None:
+            gradients, _ = self._receive(action)
+            return gradients
+        _, roots = self._graphs[action.micro_batch]
+        return self._seed, *[None] * (len(roots) - 1)
+
     def clear(self) -> None:
         """Lets go of every tensor, after a failure: a traceback leads to this object."""
+        self._targets.clear()
         self._inputs.clear()
         self._graphs.clear()
         self.aliases.take_gradients()
@@ -260,13 +295,16 @@ class StageRun:
         enter_stream = self._enter_stream
         # A single tensor, the usual case, goes the way of all other values.
         has_arguments = structure is not None and self._index == 0
+        takes_target = self._takes_target
         for module, number, name, takes_tuple_whole in self._layers:
             if enter_stream is not None:
                 enter_stream(number, micro_batch)
             try:
-                if has_arguments:
-                    (arguments, keywords), has_arguments = value, False
-                    value = module(*arguments, **keywords)
+                if has_arguments or number == takes_target:
+                    arguments, keywords = value if has_arguments else (_spread(value, takes_tuple_whole), {})
+                    if number == takes_target:
+                        arguments = (*arguments, self._targets[micro_batch])
+                    value, has_arguments = module(*arguments, **keywords), False
                 else:
                     value = module(*value) if type(value) is tuple and not takes_tuple_whole else module(value)
             except BaseException as error:
@@ -274,7 +312,20 @@ class StageRun:
                 raise
         if aliased:
             self._see_overwriting(leaves, aliases)
-        return values.flatten(value)
+        return values.flatten(value) if self._loss is None else self._with_loss(self._loss, value, micro_batch)
+
+    def _with_loss(self, loss: InnerLoss, output: Any, micro_batch: int) -> tuple[tuple[Tensor, ...], Structure | None]:
+        """What leaves the last stage if the loss is inside."""
+        value = output
+        if loss.function is not None:
+            if self._enter_stream is not None:
+                self._enter_stream(self._layers[-1].number + 1, micro_batch)
+            try:
+                value = loss.function(output, self._targets[micro_batch])
+            except BaseException as error:
+                add_note(error, f"in loss_fn ({loss.description})")
+                raise
+        return loss.outputs(output, loss.part(value, micro_batch))
 
     def _see_overwriting(self, leaves: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
         seen = [boundary.report_overwriting(leaf, alias) for leaf, alias in zip(leaves, aliases, strict=True)]
@@ -302,6 +353,11 @@ class StageRun:
         if not self._stage.inspected:
             inspection.refuse_hidden_parameters(self._stage, self.aliases, leaves, outputs)
             self._stage.inspected = True
+
+
+def _spread(value: Any, takes_tuple_whole: bool) -> tuple[Any, ...]:
+    """The positional arguments that a value of the layer before becomes."""
+    return value if type(value) is tuple and not takes_tuple_whole else (value,)
 
 
 def _edge(output: Root) -> Root:

@@ -19,12 +19,14 @@ class StageCosts(NamedTuple):
         transfer: time of each boundary, between stage s and s + 1.
         activation: memory of a micro-batch on each stage.
         checkpoint_activation: memory of a checkpointed micro-batch on each stage, before it is recomputed.
+        message: memory of what crosses each boundary.
     """
 
     duration: Mapping[str, tuple[float, ...]]
     transfer: tuple[float, ...]
     activation: tuple[float, ...]
     checkpoint_activation: tuple[float, ...]
+    message: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,11 @@ class Costs:
         transfer: time for a value, or its gradient, to cross a boundary between two workers; a sequence has one number
             for each boundary, one less than stages. Nothing crosses between stages of one worker.
         activation: memory that a micro-batch holds on a stage from the start of ``F`` (if checkpointed, of ``R``) to
-            the end of ``B`` (or ``W``).
-        checkpoint_activation: memory that a checkpointed micro-batch holds from the start of ``F`` to the start of
+            the end of ``B`` (or ``W``); if checkpointed, also during ``F``, which is computed with its graph.
+        checkpoint_activation: memory that a checkpointed micro-batch holds from the end of ``F`` to the start of
             ``R``.
+        message: memory of what crosses a boundary for one micro-batch; a sequence has one number for each boundary. It
+            informs, and decides no time: that is ``transfer``.
 
     Raises:
         TypeError: not a number.
@@ -66,6 +70,7 @@ class Costs:
     transfer: Cost = 0.0
     activation: Cost = 1.0
     checkpoint_activation: Cost = 0.0
+    message: Cost = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -73,7 +78,7 @@ class Costs:
             if value is None and field.default is None:
                 continue
             if isinstance(value, Sequence) and not isinstance(value, str):
-                place = "boundary" if field.name == "transfer" else "stage"
+                place = "boundary" if field.name in ("transfer", "message") else "stage"
                 spread = tuple(_number(f"{field.name} of {place} {index}", each) for index, each in enumerate(value))
                 object.__setattr__(self, field.name, spread)
             else:
@@ -107,6 +112,7 @@ class Costs:
             self._each("transfer", stages - 1, "boundary"),
             self._each("activation", stages),
             self._each("checkpoint_activation", stages),
+            self._each("message", stages - 1, "boundary"),
         )
 
     def _each(self, name: str, count: int, place: str = "stage") -> tuple[float, ...]:

@@ -88,15 +88,15 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, loss_outside: bo
     times = ended.times if ended else ()
     memory = _memory(schedule, spread)
     intervals = tuple(
-        Interval(worker, action, start, end, held)
+        Interval(worker, action, start, end, most, held=held)
         for worker, order in enumerate(schedule.orders)
-        for action, (start, end), held in zip(order, times[worker], memory[worker], strict=True)
+        for action, (start, end), (most, held) in zip(order, times[worker], memory[worker], strict=True)
     )
     return Simulation(schedule, costs, Timeline(intervals, schedule.workers, title=schedule.title).normalised())
 
 
-def _memory(schedule: Schedule, costs: StageCosts) -> list[list[float]]:
-    """The most that each worker holds during each of its actions."""
+def _memory(schedule: Schedule, costs: StageCosts) -> list[list[tuple[float, float]]]:
+    """The most that each worker holds during each of its actions, and what the micro-batch holds afterwards."""
     checkpointed = recomputed(schedule)
     rows = []
     for order in schedule.orders:
@@ -105,15 +105,18 @@ def _memory(schedule: Schedule, costs: StageCosts) -> list[list[float]]:
         row = []
         for kind, stage, micro_batch in order:
             key = (stage, micro_batch)
+            most = total
             if kind in ("F", "R"):
+                before = held.get(key, 0.0)
                 small = kind == "F" and key in checkpointed
-                amount = costs.checkpoint_activation[stage] if small else costs.activation[stage]
-                total += amount - held.get(key, 0.0)
-                held[key] = amount
-            row.append(total)
+                held[key] = costs.checkpoint_activation[stage] if small else costs.activation[stage]
+                # A first pass is computed with its graph, which it drops at its end.
+                most = total - before + max(held[key], costs.activation[stage])
+                total += held[key] - before
             if kind in ("B", "W"):
                 total -= held.pop(key)
                 # Sums of fractions drift; a worker that holds nothing holds nothing.
                 total = total if held else 0.0
+            row.append((most, held.get(key, 0.0)))
         rows.append(row)
     return rows

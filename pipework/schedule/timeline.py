@@ -21,6 +21,8 @@ class Interval:
         memory: the most that the worker's activations hold during the action, in the timeline's memory unit. A worker
             is taken to allocate when an action starts and to free when one ends.
         step: the training step, for timelines over several.
+        held: what the action's micro-batch holds on its stage from the action's end on, in the timeline's memory unit.
+        sent: what the action sends to other stages, in the same unit; 0 if that is not known.
     """
 
     worker: int
@@ -29,6 +31,8 @@ class Interval:
     end: float
     memory: float = 0.0
     step: int = 0
+    held: float = 0.0
+    sent: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -3,5 +3,6 @@
 from pipework.runtime.random_stream import draw_key
 from pipework.testing.random import micro_batch_random
 from pipework.testing.reference import Reference, reference_backward
+from pipework.testing.step import reference_step
 
-__all__ = ["Reference", "draw_key", "micro_batch_random", "reference_backward"]
+__all__ = ["Reference", "draw_key", "micro_batch_random", "reference_backward", "reference_step"]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iterator[None]:
     """For one run of the model on one micro-batch, its layers draw what they would draw in a pipe.
 
+    What is drawn behind the last layer, such as by a loss function, comes from a stream as of one layer more.
+
     Args:
         model: the un-pipelined model; all on one device.
         key: what the pipe drew at its call; `draw_key()` draws the same from the same state of the caller's generator.
@@ -43,16 +45,16 @@ def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iter
     worker = WorkerDevice(devices.pop()) if len(devices) == 1 else None
     random_kernels.install()
     stream = RandomStream(Key(key), None if worker is None else worker.random_seeder())
-    positions = itertools.count()
+    behind = itertools.count(1)
     running: list[nn.Module] = []
 
     def enter(module: nn.Module, inputs: Any) -> None:
-        if not running:  # a layer may also be a part of another one
-            stream.enter(next(positions), micro_batch)
         running.append(module)
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         running.pop()
+        if not running:  # a layer may also be a part of another one
+            stream.enter(next(behind), micro_batch)
 
     # A layer that stands at two places is hooked once and called twice: the count knows which place it is.
     handles = []
@@ -60,6 +62,7 @@ def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iter
         handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave, always_call=True)]
     try:
         with random_states_kept([] if worker is None else [worker]), random_kernels.drawing_from(stream):
+            stream.enter(0, micro_batch)
             yield
     finally:
         for handle in handles:

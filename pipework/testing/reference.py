@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipework.testing.random import micro_batch_random
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What `reference_backward` computed."""
+    """What `reference_backward` or `reference_step` computed: the output and the loss of the mini-batch."""
 
-    output: Tensor
+    output: Any
     loss: Tensor
 
 
@@ -50,23 +51,40 @@ def reference_backward(
         >>> reference_backward(model, torch.randn(3, 4), torch.sum, chunks=2, key=0).output.shape
         torch.Size([3, 4])
     """
+    with gradients_added(model):
+        outputs = []
+        for micro_batch, rows in enumerate(micro_batches(inputs, chunks)):
+            with micro_batch_random(model, key, micro_batch):
+                outputs.append(model(*rows))
+        joined = torch.cat([output.detach() for output in outputs]).requires_grad_()
+        loss = loss_fn(joined)
+        torch.autograd.backward(loss)
+        assert joined.grad is not None
+        gradients = torch.split(joined.grad, [len(output) for output in outputs])
+        for output, gradient in zip(outputs, gradients, strict=True):
+            if output.requires_grad:
+                output.backward(gradient)
+    return Reference(joined.detach(), loss.detach())
+
+
+def micro_batches(inputs: Tensor | tuple[Tensor, ...], chunks: int) -> list[tuple[Tensor, ...]]:
+    """The rows of each micro-batch.
+
+    Example:
+        >>> [len(rows) for rows, in micro_batches(torch.zeros(9, 2), 4)]
+        [3, 2, 2, 2]
+    """
+    tensors = inputs if isinstance(inputs, tuple) else (inputs,)
+    return list(zip(*(tensor.tensor_split(max(1, min(chunks, len(tensor)))) for tensor in tensors), strict=True))
+
+
+@contextlib.contextmanager
+def gradients_added(model: nn.Module) -> Iterator[None]:
+    """Gradients that gather inside are added to those of before when the context ends, in one addition."""
     before = [parameter.grad for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = None
-    tensors = inputs if isinstance(inputs, tuple) else (inputs,)
-    pieces = [tensor.tensor_split(max(1, min(chunks, len(tensor)))) for tensor in tensors]
-    outputs = []
-    for micro_batch, rows in enumerate(zip(*pieces, strict=True)):
-        with micro_batch_random(model, key, micro_batch):
-            outputs.append(model(*rows))
-    joined = torch.cat([output.detach() for output in outputs]).requires_grad_()
-    loss = loss_fn(joined)
-    torch.autograd.backward(loss)
-    assert joined.grad is not None
-    for output, gradient in zip(outputs, torch.split(joined.grad, [len(output) for output in outputs]), strict=True):
-        if output.requires_grad:
-            output.backward(gradient)
+    yield
     for parameter, earlier in zip(model.parameters(), before, strict=True):
         if earlier is not None:
             parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
-    return Reference(joined.detach(), loss.detach())

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from statistics import median
 
-from pipework.schedule import Costs, Interval, Timeline
+from pipework.schedule import Action, Costs, Interval, Timeline
+from pipework.schedule.edges import product
 
 _Samples = dict[tuple[str, int], list[float]]
 
 
 def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
-    """The median time of each kind of action on each stage, and the memory that a micro-batch holds there.
+    """The median time of each kind of action on each stage, of each transfer, and the memory of a micro-batch.
 
-    A micro-batch's memory is what its worker holds in its forward (if checkpointed, in its recompute) beyond what it
-    holds for the others.
+    A transfer can be seen only where a worker waits for it: it is the time from the end of the action that sends to the
+    start of the one that receives. Where nobody ever waited it costs 0, and nobody notices.
 
     Args:
         lines: measured, one step each, all of the same stages.
@@ -27,21 +27,25 @@ def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
 
     Example:
         >>> from pipework.schedule import Action, Interval
-        >>> line = Timeline((Interval(0, Action("F", 0, 0), 0.0, 2.0, memory=64.0),), workers=1)
+        >>> line = Timeline((Interval(0, Action("F", 0, 0), 0.0, 2.0, held=64.0),), workers=1)
         >>> costs = measured_costs([line], stages=1)
         >>> costs.forward, costs.activation
         ((2.0,), (64.0,))
     """
     times: _Samples = defaultdict(list)
     memory: _Samples = defaultdict(list)
-    rows = [row for line in lines for row in line.by_worker]
-    for row in rows:
-        for interval in row:
-            times[interval.action.kind, interval.action.stage].append(interval.end - interval.start)
-        _collect_checkpoints(row, memory)
-    checkpoint = _typical(memory, "checkpoint", stages)
-    for row in rows:
-        _collect_activations(row, checkpoint, memory)
+    for line in lines:
+        checkpointed = {each.action[1:] for each in line.intervals if each.action.kind == "R"}
+        for interval in line.intervals:
+            kind, stage, micro_batch = interval.action
+            times[kind, stage].append(interval.end - interval.start)
+            if kind == "F":
+                memory["message", stage].append(interval.sent)
+            if kind in ("F", "R"):
+                small = kind == "F" and (stage, micro_batch) in checkpointed
+                memory["checkpoint" if small else "activation", stage].append(interval.held)
+        for boundary, delay in _delays(line, stages):
+            times["transfer", boundary].append(delay)
     forward, recompute = _typical(times, "F", stages), _typical(times, "R", stages)
     return Costs(
         forward=forward,
@@ -49,8 +53,10 @@ def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
         recompute=tuple(again or once for again, once in zip(recompute, forward, strict=True)),
         input_gradient=_typical(times, "I", stages),
         weight_gradient=_typical(times, "W", stages),
+        transfer=_typical(times, "transfer", stages - 1),
         activation=_typical(memory, "activation", stages),
-        checkpoint_activation=checkpoint,
+        checkpoint_activation=_typical(memory, "checkpoint", stages),
+        message=_typical(memory, "message", stages - 1),
     )
 
 
@@ -58,38 +64,15 @@ def _typical(samples: _Samples, kind: str, stages: int) -> tuple[float, ...]:
     return tuple(median(samples.get((kind, stage), [0.0])) for stage in range(stages))
 
 
-def _checkpointed(row: Sequence[Interval]) -> set[tuple[int, int]]:
-    return {each.action[1:] for each in row if each.action.kind == "R"}
-
-
-def _collect_checkpoints(row: Sequence[Interval], memory: _Samples) -> None:
-    """What a checkpoint keeps, as the growth from one forward to the next.
-
-    Not the forward's own memory: a first pass may hold more while it runs than it keeps.
-    """
-    checkpointed = _checkpointed(row)
-    for before, after in pairwise(row):
-        (kind, stage, micro_batch), following = before.action, after.action
-        if (kind, stage) != ("F", following.stage) or following.kind != "F" or (stage, micro_batch) not in checkpointed:
-            continue
-        if following[1:] in checkpointed:
-            memory["checkpoint", stage].append(max(0.0, after.memory - before.memory))
-        elif before is row[0] and row[-1].action.stage == stage:
-            # The row's only checkpoint; its last backward holds the activations of one micro-batch and nothing else.
-            memory["checkpoint", stage].append(max(0.0, after.memory - row[-1].memory))
-
-
-def _collect_activations(row: Sequence[Interval], checkpoint: Sequence[float], memory: _Samples) -> None:
-    checkpointed = _checkpointed(row)
-    held: dict[tuple[int, int], float] = {}
-    for interval in row:
-        kind, stage, micro_batch = interval.action
-        key = (stage, micro_batch)
-        if kind == "F" and key in checkpointed:
-            held[key] = checkpoint[stage]
-        elif kind in ("F", "R"):
-            held.pop(key, None)
-            held[key] = max(0.0, interval.memory - sum(held.values()))
-            memory["activation", stage].append(held[key])
-        elif kind in ("B", "W"):
-            held.pop(key, None)
+def _delays(line: Timeline, stages: int) -> Iterator[tuple[int, float]]:
+    """Each boundary with the time that a value needed to cross it, wherever a worker had nothing else to do."""
+    made: dict[Action, Interval] = {product(each.action): each for each in line.intervals}
+    for row in line.by_worker:
+        free = line.start
+        for interval in row:
+            kind, stage, micro_batch = interval.action
+            before = {"F": stage - 1, "B": stage + 1, "I": stage + 1}.get(kind, -1)
+            source = made.get(product(Action(kind, before, micro_batch))) if 0 <= before < stages else None
+            if source is not None and source.worker != interval.worker and source.end >= free:
+                yield min(before, stage), max(0.0, interval.start - source.end)
+            free = interval.end

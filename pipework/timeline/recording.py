@@ -6,30 +6,13 @@ The runtime writes (:meth:`Recording.begin`, :meth:`Recording.add`), users read 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
-from pipework.schedule import Action, Costs, Interval, Schedule, Simulation, Timeline, simulate, svg
+from pipework.schedule import Costs, Interval, Schedule, Simulation, Timeline, simulate, svg
 from pipework.timeline.measure import measured_costs
 from pipework.timeline.trace import trace_json
-
-
-class Entry(NamedTuple):
-    """One action as a worker noted it.
-
-    Attributes:
-        action: what.
-        start: seconds of a clock that all workers share.
-        end: seconds of the same clock.
-        memory: the most bytes that the worker's activations held during the action; 0 if not known.
-    """
-
-    action: Action
-    start: float
-    end: float
-    memory: float = 0.0
 
 
 @dataclass
@@ -47,9 +30,9 @@ class Recording:
         loss_outside: whether the loss is computed outside of the pipe, unless :meth:`begin` says otherwise.
 
     Example:
-        >>> from pipework.schedule import fill_drain
+        >>> from pipework.schedule import Action, fill_drain
         >>> recording = Recording(fill_drain(1, 1))
-        >>> recording.add(0, 0, [Entry(Action("F", 0, 0), 5.0, 5.5), Entry(Action("B", 0, 0), 5.5, 6.5)])
+        >>> recording.add(0, [Interval(0, Action("F", 0, 0), 5.0, 5.5), Interval(0, Action("B", 0, 0), 5.5, 6.5)])
         >>> recording.timeline().makespan, recording.costs().forward
         (1.5, (0.5,))
     """
@@ -83,13 +66,12 @@ class Recording:
             raise ValueError(f"no schedule is known for step {step}: pass one to begin(), or to Recording()")
         self._steps[step] = _Step(self.schedule, self.loss_outside)
 
-    def add(self, step: int, worker: int, entries: Iterable[tuple[Action, float, float, float]]) -> None:
-        """Hand over what a worker did in a phase of a step; several phases add up.
+    def add(self, step: int, intervals: Iterable[Interval]) -> None:
+        """Hand over what workers did in a phase of a step; several phases add up.
 
         Args:
             step: its number; opened if it was not.
-            worker: who.
-            entries: (action, start, end, memory), see :class:`Entry`; a plain tuple will do.
+            intervals: in seconds of a clock that all workers share, and bytes.
 
         Raises:
             ValueError: no such worker, or no schedule is known.
@@ -98,11 +80,12 @@ class Recording:
             self.begin(step)
         record = self._steps[step]
         workers = record.schedule.workers
-        if not 0 <= worker < workers:
-            raise ValueError(f"worker is {worker}, but the schedule of step {step} has the workers 0 to {workers - 1}")
-        record.intervals.extend(
-            Interval(worker, action, start, end, memory, step) for action, start, end, memory in entries
-        )
+        for interval in intervals:
+            if not 0 <= interval.worker < workers:
+                raise ValueError(
+                    f"worker is {interval.worker}, but the schedule of step {step} has the workers 0 to {workers - 1}"
+                )
+            record.intervals.append(replace(interval, step=step))
 
     @property
     def workers(self) -> int:
@@ -145,7 +128,8 @@ class Recording:
         """Measured costs: for each stage the median time of each kind of action, and the memory of a micro-batch.
 
         Times are in seconds, memory in bytes. An action that was never recorded costs 0, except that a recompute that
-        never was costs as much as a forward. Waiting for a value is in no action's time, and transfers cost 0.
+        never was costs as much as a forward. Waiting for a value is in no action's time; a transfer is measured where a
+        worker waited for it.
 
         Args:
             step: of that step only; None: of all.

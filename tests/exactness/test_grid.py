@@ -1,4 +1,4 @@
-"""Models of many kinds, in every mode and cut everywhere, end three optimizer steps as the un-pipelined model does.
+"""Models of many kinds, in every way and mode and cut everywhere, end three steps as the un-pipelined model does.
 
 A sample of the grid is run each time, the whole of it where slow tests are asked for.
 """
@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework import DeferredBatchNorm, Namespace, NoChunk, Pipe, PipeSequential, pop, skippable, stash
+from pipework import DeferredBatchNorm, Namespace, NoChunk, PipeSequential, pop, skippable, stash
 
+WAYS = ("outside", "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
 CHECKPOINT_MODES = ("never", "except_last", "always")
 CHUNKS = 4
 ROWS = {"even": 8, "ragged": 7, "fewer-than-chunks": 2}
@@ -29,6 +30,10 @@ def images(rows: int) -> tuple[Tensor, ...]:
 
 def vectors(rows: int) -> tuple[Tensor, ...]:
     return (torch.randn(rows, 6),)
+
+
+def sequences(rows: int) -> tuple[Tensor, ...]:
+    return (torch.randn(rows, 4, 16),)
 
 
 # A U-Net: convolutions, batch norms, and skip connections over every distance
@@ -70,6 +75,54 @@ def u_net() -> nn.Sequential:
     )
 
 
+# Layers that draw
+
+
+class Mix(nn.Module):
+    """Draws in three ways and keeps a residual branch, so that gradients are summed inside the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.gain = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn_like(x) * 0.1
+        kept = torch.bernoulli(torch.full_like(x, 0.8))
+        return x + nn.functional.dropout(torch.tanh(self.linear(x + noise)), 0.2, self.training) * kept * self.gain
+
+
+def drawing() -> nn.Sequential:
+    return nn.Sequential(Mix(), nn.Dropout(0.5), Mix(), nn.LayerNorm(16), Mix())
+
+
+def transformer() -> nn.Sequential:
+    def block() -> nn.Module:
+        return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True, norm_first=True)
+
+    return nn.Sequential(nn.Linear(16, 16), block(), block(), nn.Dropout(0.2), nn.Linear(16, 5))
+
+
+class Outputs(nn.Module):
+    def forward(self, outputs: Tensor, state: object) -> Tensor:
+        return outputs
+
+
+def recurrent() -> nn.Sequential:
+    lstm = nn.LSTM(16, 16, 2, dropout=0.3, batch_first=True)
+    return PipeSequential(lstm, Outputs(), nn.Linear(16, 16), Mix(), nn.Tanh())
+
+
+def dropping_channels() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv1d(4, 8, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Dropout1d(0.3),
+        nn.ReLU(inplace=True),
+        nn.Conv1d(8, 4, 3),
+    )
+
+
 # Others
 
 
@@ -83,7 +136,7 @@ def convolutional() -> nn.Sequential:
     )
 
 
-class Mix(nn.Module):
+class Exchange(nn.Module):
     """Takes two tensors and what is given whole, returns two: one without and one with a gradient."""
 
     def __init__(self) -> None:
@@ -109,7 +162,7 @@ class OnlyFirst(nn.Module):
 
 
 def several_inputs() -> nn.Sequential:
-    return PipeSequential(Mix(), Meet(), Mix(), Meet(), OnlyFirst())
+    return PipeSequential(Exchange(), Meet(), Exchange(), Meet(), OnlyFirst())
 
 
 def two_inputs(rows: int) -> tuple[Tensor, ...]:
@@ -152,16 +205,20 @@ MODELS = {
     "convolutional": Model(convolutional, images),
     "several-inputs": Model(several_inputs, two_inputs),
     "frozen-and-thawed": Model(frozen, before_step=thaw),
+    "transformer": Model(transformer, sequences),
+    "drawing": Model(drawing, sequences),
+    "recurrent": Model(recurrent, sequences),
+    "dropping-channels": Model(dropping_channels, sequences),
 }
-BALANCES = ([5], [2, 3], [1, 3, 1], [1, 1, 1, 1, 1])
+BALANCES = ([5], [2, 3], [1, 3, 1], [1, 1, 1, 2], [1, 1, 1, 1, 1])
 
 
-def sampled(*axes: Any, each: int) -> list[Any]:
-    """All combinations, of which a seeded choice of `each` is not slow for every pair of the first two axes' values."""
+def sampled(*axes: Any, each: int, whole: int = 2) -> list[Any]:
+    """All combinations. Of those that agree in the first `whole` axes, a seeded choice of `each` is not slow."""
     chooser = random.Random(0)
     cases = []
-    for first in itertools.product(*axes[:2]):
-        others = list(itertools.product(*axes[2:]))
+    for first in itertools.product(*axes[:whole]):
+        others = list(itertools.product(*axes[whole:]))
         chosen = set(chooser.sample(range(len(others)), each))
         cases += [
             pytest.param(*first, *other, marks=() if number in chosen else pytest.mark.slow)
@@ -171,11 +228,13 @@ def sampled(*axes: Any, each: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpoint", "balance", "rows", "dtype"),
-    sampled(MODELS, CHECKPOINT_MODES, BALANCES, ROWS, DTYPES, each=5),
+    ("name", "way", "checkpoint", "balance", "rows", "dtype"),
+    sampled(MODELS, WAYS, CHECKPOINT_MODES, BALANCES, ROWS, DTYPES, each=4, whole=3),
+    indirect=["way"],
 )
 def test_every_model(
     name: str,
+    way: Any,
     checkpoint: str,
     balance: list[int],
     rows: str,
@@ -184,9 +243,9 @@ def test_every_model(
 ) -> None:
     model = MODELS[name]
     plain = model.make().to(dtype)
-    pipe = Pipe(copy.deepcopy(plain), CHUNKS, checkpoint, balance=balance, devices=["cpu"] * len(balance))
+    pipe = way.pipe(plain, CHUNKS, checkpoint, balance=balance)
     batches = [tuple(tensor.to(dtype) for tensor in model.batch(ROWS[rows])) for _ in range(STEPS)]
-    assert_trained_alike(plain, pipe, batches, before_step=model.before_step, evaluate=True)
+    assert_trained_alike(plain, pipe, batches, way=way, before_step=model.before_step, evaluate=True)
 
 
 # Deferred batch norm: it computes what a batch norm without memory does, and remembers the whole mini-batch
@@ -203,10 +262,12 @@ def forgetful(module: nn.Sequential) -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "rows", "balance", "dtype"),
-    sampled(CHECKPOINT_MODES, ROWS, BALANCES, (torch.float32, torch.float64), each=2),
+    ("way", "checkpoint", "rows", "balance", "dtype"),
+    sampled(WAYS, CHECKPOINT_MODES, ROWS, BALANCES, (torch.float32, torch.float64), each=4),
+    indirect=["way"],
 )
 def test_deferred_batch_norm(
+    way: Any,
     checkpoint: str,
     rows: str,
     balance: list[int],
@@ -220,9 +281,9 @@ def test_deferred_batch_norm(
     for name in statistics:
         plain.get_submodule(name).register_forward_pre_hook(lambda _, inputs, n=name: seen[n].append(inputs[0]))
 
-    pipe = Pipe(module, CHUNKS, checkpoint, True, balance=balance, devices=["cpu"] * len(balance))
+    pipe = way.pipe(module, CHUNKS, checkpoint, True, balance=balance)
     batches = [tuple(tensor.to(dtype) for tensor in images(ROWS[rows])) for _ in range(STEPS)]
-    assert_trained_alike(plain, pipe, batches, buffers=False, evaluate=True)
+    assert_trained_alike(plain, pipe, batches, way=way, buffers=False, evaluate=True)
 
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     micro_batches = min(CHUNKS, ROWS[rows])
@@ -255,21 +316,23 @@ def almost(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "checkpoint", "balance", "rows"),
-    sampled((one_module_twice, one_parameter_twice), CHECKPOINT_MODES, BALANCES, ROWS, each=5),
+    ("make", "way", "checkpoint", "balance", "rows"),
+    sampled((one_module_twice, one_parameter_twice), WAYS, CHECKPOINT_MODES, BALANCES, ROWS, each=7),
+    indirect=["way"],
 )
 def test_what_is_tied(
     make: Callable[[], nn.Sequential],
+    way: Any,
     checkpoint: str,
     balance: list[int],
     rows: str,
     assert_trained_alike: Callable[..., None],
 ) -> None:
     plain = make().double()
-    pipe = Pipe(copy.deepcopy(plain), CHUNKS, checkpoint, balance=balance, devices=["cpu"] * len(balance))
+    pipe = way.pipe(plain, CHUNKS, checkpoint, balance=balance)
     batches = [(torch.randn(ROWS[rows], 6, dtype=torch.float64),) for _ in range(STEPS)]
     compare = {} if len(balance) == 1 else {"same": almost}
-    assert_trained_alike(plain, pipe, batches, evaluate=True, **compare)
+    assert_trained_alike(plain, pipe, batches, way=way, evaluate=True, **compare)
     assert len(list(pipe.parameters())) == len(list(plain.parameters()))
 
 
@@ -277,14 +340,18 @@ def test_what_is_tied(
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("balance", BALANCES[1:3], ids=str)
-def test_a_tensor_given_whole_gets_the_sum_of_the_micro_batches(balance: list[int], checkpoint: str) -> None:
+@pytest.mark.parametrize("balance", BALANCES[1:4], ids=str)
+def test_a_tensor_given_whole_gets_the_sum_of_the_micro_batches(way: Any, balance: list[int], checkpoint: str) -> None:
+    def scaled_sum(output: Tensor, target: Tensor) -> Tensor:
+        return (output * target).sum()
+
     plain = several_inputs()
-    pipe = Pipe(copy.deepcopy(plain), CHUNKS, checkpoint, balance=balance, devices=["cpu"] * len(balance))
+    pipe = way.pipe(plain, CHUNKS, checkpoint, balance=balance, loss_fn=scaled_sum, loss_reduction="sum")
     x, y, _ = two_inputs(7)
-    mask = torch.rand(1, 1, requires_grad=True)
-    parts = [plain(*parts, mask) for parts in zip(x.tensor_split(CHUNKS), y.tensor_split(CHUNKS), strict=True)]
-    expected = sum(torch.autograd.grad(part.sum(), mask)[0] for part in parts)
-    output = pipe(x, y, NoChunk(mask))
-    assert torch.equal(output, torch.cat(parts))
-    assert torch.equal(torch.autograd.grad(output.sum(), mask)[0], expected)
+    mask, target = torch.rand(1, 1, requires_grad=True), torch.randn(7, 6)
+    pieces = [tensor.tensor_split(CHUNKS) for tensor in (x, y, target)]
+    losses = [scaled_sum(plain(a, b, mask), c) for a, b, c in zip(*pieces, strict=True)]
+    expected = sum(torch.autograd.grad(loss, mask)[0] for loss in losses)
+    loss = way.loss(pipe, (x, y, NoChunk(mask)), target, scaled_sum)
+    torch.testing.assert_close(loss, sum(losses))
+    assert torch.equal(torch.autograd.grad(loss, mask)[0], expected)

@@ -2,6 +2,7 @@
 
 import contextvars
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -54,40 +55,48 @@ def pipe_of(module: nn.Sequential, checkpoint: str = "never") -> Pipe:
     return Pipe(copy.deepcopy(module), 4, checkpoint, balance=[2, 2, 2], devices=["cpu"] * 3)
 
 
+BALANCE = [1, 2, 1, 2]
+
+
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_a_flop_counter_counts_what_it_counts_for_the_plain_model(checkpoint: str) -> None:
-    module, x = model(), torch.randn(12, 8)
-    pipe = pipe_of(module, checkpoint)
+def test_a_flop_counter_counts_what_it_counts_for_the_plain_model(way: Any, checkpoint: str) -> None:
+    module, x, y = model(), torch.randn(12, 8), torch.randn(12)
+    pipe = way.pipe(module, 4, checkpoint, balance=BALANCE)
     with FlopCounterMode(display=False) as plain_forward:
         loss = module(x).sum()
     with FlopCounterMode(display=False) as plain_backward:
         loss.backward()
     with FlopCounterMode(display=False) as forward:
-        loss = pipe(x).sum()
+        loss = way.loss(pipe, x, y)
     with FlopCounterMode(display=False) as backward:
         loss.backward()
-    assert forward.get_total_flops() == plain_forward.get_total_flops()
     recomputed = {"never": 0, "except_last": 3, "always": 4}[checkpoint] * plain_forward.get_total_flops() // 4
-    assert backward.get_total_flops() == plain_backward.get_total_flops() + recomputed
+    expected = [plain_forward.get_total_flops(), plain_backward.get_total_flops() + recomputed]
+    if way.inside:  # all has been done when the loss is there
+        expected = [sum(expected), 0]
+    assert [forward.get_total_flops(), backward.get_total_flops()] == expected
 
 
-def test_a_mode_is_used_by_one_worker_at_a_time() -> None:
-    pipe, x = pipe_of(model()), torch.randn(12, 8)
+def test_a_mode_is_used_by_one_worker_at_a_time(way: Any) -> None:
+    pipe, x, y = way.pipe(model(), 4, "never", balance=BALANCE), torch.randn(12, 8), torch.randn(12)
     for _ in range(10):
         with CountDispatch() as mode:
-            pipe(x).sum().backward()
+            way.loss(pipe, x, y).backward()
         assert mode.products == 3 * 4 + (3 * 4 + 2 * 4)  # F; then for each weight, and each input but the first
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_a_function_mode_changes_the_same_results(checkpoint: str) -> None:
-    module, x = model(), torch.randn(12, 8)
-    pipe = pipe_of(module, checkpoint)
+def test_a_function_mode_changes_the_same_results(way: Any, checkpoint: str) -> None:
+    module, x, y = model(), torch.randn(12, 8), torch.randn(12)
+    pipe = way.pipe(module, 4, checkpoint, balance=BALANCE)
     with Doubling():
-        expected, output = module(x), pipe(x)
-    torch.testing.assert_close(output, expected)
-    output.sum().backward()
+        expected = way.reference(module, x, y, 4, key=0)
+        loss, output = way.run(pipe, x, y)
+    assert torch.equal(output, expected.output)
+    loss.backward()
     assert not torch.equal(output, module(x)), "the mode does nothing"
+    if way.inside:  # otherwise the recomputation has what is around `backward()`
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(pipe.parameters(), module.parameters(), strict=True))
 
 
 def test_modes_end_with_their_context() -> None:
@@ -109,33 +118,38 @@ def test_the_modes_of_a_backward_are_those_around_it() -> None:
     assert (forward.products, backward.products) == (12, 20)
 
 
-def test_an_error_in_a_mode_is_the_callers_and_the_pipe_goes_on() -> None:
+def test_an_error_in_a_mode_is_the_callers_and_the_pipe_goes_on(way: Any) -> None:
     class Refusing(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func is torch.ops.aten.tanh.default:
                 raise ValueError("no tanh here")
             return func(*args, **(kwargs or {}))
 
-    module, x = model(), torch.randn(12, 8)
-    pipe = pipe_of(module)
+    module, x, y = model(), torch.randn(12, 8), torch.randn(12)
+    pipe = way.pipe(module, 4, balance=BALANCE)
     with Refusing(), pytest.raises(ValueError, match="no tanh here") as caught:
-        pipe(x)
+        way.loss(pipe, x, y)
     assert any("in layer '1' (Tanh)" in note for note in caught.value.__notes__)
-    torch.testing.assert_close(pipe(x), module(x))
+    torch.testing.assert_close(way.loss(pipe, x, y), way.reference(module, x, y, 4, key=0).loss)
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_context_variables_reach_the_layers(checkpoint: str) -> None:
+def test_context_variables_reach_the_layers(way: Any, checkpoint: str) -> None:
     scale = contextvars.ContextVar("scale", default=1.0)
 
     class Scale(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * scale.get()
 
-    pipe = Pipe(nn.Sequential(Scale(), Scale()), 2, checkpoint, balance=[1, 1], devices=["cpu"] * 2)
+    def total(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output * target).sum() * scale.get()
+
+    module = nn.Sequential(*(Scale() for _ in range(4)))
+    pipe = way.pipe(module, 2, checkpoint, balance=[1, 1, 1, 1], loss_fn=total, loss_reduction="sum")
     x = torch.ones(4, 1, requires_grad=True)
     token = scale.set(3.0)
-    pipe(x).sum().backward()
-    assert torch.equal(x.grad, torch.full((4, 1), 9.0))
+    way.loss(pipe, x, torch.ones(4, 1), total).backward()
+    assert torch.equal(x.grad, torch.full((4, 1), 3.0**5))
     scale.reset(token)
-    assert torch.equal(pipe(x), x)
+    with torch.no_grad():
+        assert torch.equal(pipe(x), x)

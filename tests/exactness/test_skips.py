@@ -1,15 +1,15 @@
 """Skip connections across any stages: as in the un-pipelined model, bit by bit."""
 
-import copy
 import gc
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from pipework import Namespace, Pipe, pop, skippable, stash, verify_skippables
-from pipework.testing import draw_key, reference_backward
 
 WIDTH = 6
 CHECKPOINT_MODES = ("never", "except_last", "always")
@@ -68,52 +68,39 @@ BALANCES = [[8], [4, 4], [1, 6, 1], [1, 3, 2, 2], [1] * 8]
 @pytest.mark.parametrize("rows", [8, 7, 2])
 @pytest.mark.parametrize("balance", BALANCES, ids=str)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_u_net_is_bitwise_equal_after_three_steps(checkpoint: str, balance: list[int], rows: int) -> None:
+def test_u_net_is_bitwise_equal_after_three_steps(
+    way: Any, checkpoint: str, balance: list[int], rows: int, assert_trained_alike: Callable[..., None]
+) -> None:
     plain = u_net()
     verify_skippables(plain)
-    pipe = Pipe(copy.deepcopy(plain), 4, checkpoint, balance=balance, devices=["cpu"] * len(balance))
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, pipe)]
-    for step in range(3):
-        x = torch.randn(rows, WIDTH)
-        torch.manual_seed(step)
-        key = draw_key()
-        reference = reference_backward(plain, x, lambda y: y.square().mean(), 4, key)
-        torch.manual_seed(step)
-        output = pipe(x)
-        output.square().mean().backward()
-        assert torch.equal(output, reference.output)
-        for expected, actual in zip(plain.parameters(), pipe.parameters(), strict=True):
-            assert torch.equal(expected.grad, actual.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    pipe = way.pipe(plain, 4, checkpoint, balance=balance)
+    assert_trained_alike(plain, pipe, [(torch.randn(rows, WIDTH),) for _ in range(3)], way=way)
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("balance", [[5], [1, 1, 1, 1, 1], [2, 3], [1, 4]], ids=str)
-def test_one_stash_popped_by_several_layers(checkpoint: str, balance: list[int]) -> None:
+@pytest.mark.parametrize("balance", [[5], [1, 1, 1, 1, 1], [1, 1, 1, 2], [2, 3], [1, 4]], ids=str)
+def test_one_stash_popped_by_several_layers(way: Any, checkpoint: str, balance: list[int]) -> None:
     plain = nn.Sequential(Down(), nn.Tanh(), Up(), Up(), nn.Linear(WIDTH, 2)).double()
     verify_skippables(plain)
-    pipe = Pipe(copy.deepcopy(plain), 3, checkpoint, balance=balance, devices=["cpu"] * len(balance))
-    x = torch.randn(6, WIDTH, dtype=torch.float64)
-    plain(x).sum().backward()
-    pipe(x).sum().backward()
+    pipe = way.pipe(plain, 3, checkpoint, balance=balance)
+    x, y = torch.randn(6, WIDTH, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    way.reference(plain, x, y, 1, key=0)
+    way.loss(pipe, x, y).backward()
     for expected, actual in zip(plain.parameters(), pipe.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-15)
 
 
-def test_none_can_be_stashed() -> None:
-    pipe = Pipe(
-        nn.Sequential(StashNothing(), nn.Linear(WIDTH, WIDTH), PopNothing()), 2, balance=[1] * 3, devices=["cpu"] * 3
-    )
-    pipe(torch.randn(4, WIDTH)).sum().backward()
+def test_none_can_be_stashed(way: Any) -> None:
+    module = nn.Sequential(StashNothing(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), PopNothing())
+    pipe = way.pipe(module, 2, balance=[1] * 4)
+    way.loss(pipe, torch.randn(4, WIDTH), torch.randn(4)).backward()
     assert pipe[1].weight.grad is not None
 
 
-def test_retained_graphs_and_evaluation() -> None:
-    pipe = Pipe(u_net(), 2, "always", balance=[1] * 8, devices=["cpu"] * 8)
+def test_retained_graphs_and_evaluation(way: Any) -> None:
+    pipe = way.pipe(u_net(), 2, "always", balance=[1] * 8)
     x = torch.randn(4, WIDTH)
-    loss = pipe(x).sum()
+    loss = way.loss(pipe, x, torch.randn(4))
     loss.backward(retain_graph=True)
     once = [parameter.grad.clone() for parameter in pipe.parameters()]
     with torch.no_grad():

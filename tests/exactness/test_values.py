@@ -3,6 +3,7 @@
 import copy
 from collections import namedtuple
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -41,17 +42,6 @@ class Unpack(nn.Module):
         assert isinstance(pair, Pair)
         assert not pair.left.requires_grad
         return state.hidden * state.extra["double"] + pair.left * pair.right
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_nested_values_cross_a_boundary(checkpoint: str) -> None:
-    plain = nn.Sequential(Pack(), Unpack()).double()
-    pipe = Pipe(copy.deepcopy(plain), 3, checkpoint, balance=[1, 1], devices=["cpu"] * 2)
-    x = torch.randn(6, 3, dtype=torch.float64)
-    plain(x).sum().backward()
-    pipe(x).sum().backward()
-    for expected, actual in zip(plain.parameters(), pipe.parameters(), strict=True):
-        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-15)
 
 
 def test_nested_values_leave_the_pipe() -> None:
@@ -123,16 +113,17 @@ def test_a_dataclass_without_tensors_leaves_the_pipe_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_a_frozen_dataclass_crosses_a_boundary_with_fields_that_init_does_not_take(checkpoint: str) -> None:
-    plain = nn.Sequential(PackFrozen(), UnpackFrozen()).double()
-    pipe = Pipe(copy.deepcopy(plain), 3, checkpoint, balance=[1, 1], devices=["cpu"] * 2)
-    x = torch.randn(6, 3, dtype=torch.float64)
-    expected, output = plain(x), pipe(x)
-    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-15)
-    expected.sum().backward()
-    output.sum().backward()
-    for a, b in zip(plain.parameters(), pipe.parameters(), strict=True):
-        torch.testing.assert_close(b.grad, a.grad, rtol=1e-12, atol=1e-15)
+@pytest.mark.parametrize(("pack", "unpack"), [(Pack, Unpack), (PackFrozen, UnpackFrozen)])
+def test_nested_values_cross_a_boundary(way: Any, pack: type, unpack: type, checkpoint: str) -> None:
+    plain = nn.Sequential(pack(), unpack(), pack(), unpack()).double()
+    pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 1])
+    x, y = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    expected = way.reference(plain, x, y, 1, key=0)
+    loss, output = way.run(pipe, x, y)
+    torch.testing.assert_close(output, expected.output, rtol=1e-12, atol=1e-15)
+    loss.backward()
+    for expected, actual in zip(plain.parameters(), pipe.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-15)
 
 
 def test_pytorch_is_told_nothing_of_the_users_dataclasses() -> None:
@@ -144,7 +135,7 @@ def test_pytorch_is_told_nothing_of_the_users_dataclasses() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_several_and_keyword_inputs_with_one_given_whole(checkpoint: str) -> None:
+def test_several_and_keyword_inputs_with_one_given_whole(way: Any, checkpoint: str) -> None:
     class Attend(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -157,15 +148,20 @@ def test_several_and_keyword_inputs_with_one_given_whole(checkpoint: str) -> Non
         def forward(self, x, y):
             return x + y
 
-    pipe = Pipe(nn.Sequential(Attend(), Two()), 3, checkpoint, balance=[1, 1], devices=["cpu"] * 2)
+    def total(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output * target).sum()
+
+    module = nn.Sequential(Attend(), Two(), nn.Tanh(), nn.Linear(3, 3))
+    pipe = way.pipe(module, 3, checkpoint, balance=[1, 1, 1, 1], loss_fn=total, loss_reduction="sum")
     x, y = torch.randn(2, 7, 3, requires_grad=True).unbind()
-    mask = torch.rand(1, 3, requires_grad=True)
-    attend = copy.deepcopy(pipe[0])
-    (attend(x, y, mask=mask, scale=2.0)[0] + y).sum().backward(inputs=[mask, attend.linear.weight])
+    mask, target = torch.rand(1, 3, requires_grad=True), torch.randn(7, 3)
+    attended = module[0](x, y, mask=mask, scale=2.0)
+    total(module[2:](module[1](*attended)), target).backward()
     expected, mask.grad = mask.grad, None
-    pipe(x, y, mask=NoChunk(mask), scale=2.0).sum().backward()
+    way.loss(pipe, (x, y), target, total, mask=NoChunk(mask), scale=2.0).backward()
     torch.testing.assert_close(mask.grad, expected)
-    torch.testing.assert_close(pipe[0].linear.weight.grad, attend.linear.weight.grad)
+    for a, b in zip(pipe.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
 
 
 @pytest.mark.parametrize("balance", [[2], [1, 1]])
@@ -219,7 +215,7 @@ def test_deferred_batch_norm_counts_the_whole_mini_batch_once(
     assert len(parameters) == len(list(pipe.parameters()))
 
 
-def test_a_mini_batch_that_failed_leaves_nothing_in_deferred_statistics() -> None:
+def test_a_mini_batch_that_failed_leaves_nothing_in_deferred_statistics(way: Any) -> None:
     class Sometimes(nn.Module):
         fail = False
 
@@ -232,13 +228,13 @@ def test_a_mini_batch_that_failed_leaves_nothing_in_deferred_statistics() -> Non
         torch.manual_seed(0)
         return nn.Sequential(nn.BatchNorm1d(2), Sometimes()).double()
 
-    x = torch.randn(6, 2, dtype=torch.float64)
-    pipe, plain = Pipe(module(), 3, deferred_batch_norm=True), module()
+    x, y = torch.randn(6, 2, dtype=torch.float64), torch.randn(6)
+    pipe, plain = way.pipe(module(), 3, deferred_batch_norm=True, balance=[1, 1]), module()
     pipe[1].fail = True
     with pytest.raises(ArithmeticError):
-        pipe(x)
+        way.loss(pipe, x, y)
     pipe[1].fail = False
-    pipe(x)
+    way.loss(pipe, x, y)
     plain(x)
     torch.testing.assert_close(pipe[0].running_var, plain[0].running_var, rtol=1e-12, atol=0)
     assert pipe[0].num_batches_tracked == 1

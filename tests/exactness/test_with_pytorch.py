@@ -1,6 +1,7 @@
 """The pipe beside the rest of PyTorch: compiled layers, scalers, hooks, parametrizations, autocast, other modes."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from torch.nn import functional as F
 from torch.utils import checkpoint as torch_checkpoint
 
 from pipework import Pipe
-from pipework.testing import reference_backward
 
 CHECKPOINT_MODES = ("never", "except_last", "always")
+INSIDE = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
 
 
 class Block(nn.Module):
@@ -34,21 +35,19 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["outside", "1f1b", "interleaved-1f1b"], indirect=True)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-def test_compiled_layers(checkpoint: str, backend: str) -> None:
+def test_compiled_layers(way: Any, checkpoint: str, backend: str) -> None:
     torch._dynamo.reset()
     plain = nn.Sequential(*(Block() for _ in range(4)))
-    for layer in plain:
+    pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 1])
+    for layer in (*plain, *pipe):
         layer.compile(backend=backend)
-    piped = nn.Sequential(*(copy.deepcopy(layer) for layer in plain))
-    for layer in piped:
-        layer.compile(backend=backend)
-    pipe = in_two(piped, checkpoint)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, pipe)]
     for _ in range(3):
-        x = torch.randn(6, 8)
-        for model in (plain, pipe):
-            model(x).square().mean().backward()
+        x, y = torch.randn(6, 8), torch.randn(6)
+        way.reference(plain, x, y, 1, key=0)
+        way.loss(pipe, x, y).backward()
         for expected, actual in zip(gradients(plain), gradients(pipe), strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
         for optimizer in optimizers:
@@ -75,78 +74,181 @@ def test_compiled_layers_are_not_compiled_again_for_each_mini_batch() -> None:
     assert len(compilations) <= 2
 
 
-def test_grad_scaler_scales_and_skips_an_overflow() -> None:
-    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-    pipe = in_two(copy.deepcopy(plain), "never")
+@pytest.mark.parametrize("knows", [False, True])
+def test_grad_scaler_scales_and_skips_an_overflow(way: Any, knows: bool) -> None:
+    """Whether the pipe knows the scaler, so that gradients are scaled in it, too, or not."""
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    pipe = way.pipe(plain, 3, "never", balance=[1, 1, 1, 1], grad_scaler=scaler if knows else None)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    x = torch.randn(6, 8)
-    scaler.scale(pipe(x).sum()).backward()
-    scaler.unscale_(optimizer)
-    plain(x).sum().backward()
-    for expected, actual in zip(gradients(plain), gradients(pipe), strict=True):
-        torch.testing.assert_close(actual, expected)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
+    x, y = torch.randn(6, 8), torch.randn(6)
+    way.reference(plain, x, y, 3, key=0)
+    for _ in range(2):  # the second time, the scale has grown
+        optimizer.zero_grad()
+        loss = way.loss(pipe, x, y)
+        scaler.scale(loss).backward()
+        assert torch.equal(gradients(pipe)[0], gradients(plain)[0] * scaler.get_scale())
+        scaler.unscale_(optimizer)
+        assert all(map(torch.equal, gradients(pipe), gradients(plain)))
+        with torch.no_grad():
+            optimizer.zero_grad()  # the step changes nothing, so that the comparison holds again
+        scaler.step(optimizer)
+        scaler.update(scaler.get_scale() * 2)
     before = copy.deepcopy(pipe.state_dict())
-    (scaler.scale(pipe(x).sum()) * float("inf")).backward()
+    (scaler.scale(way.loss(pipe, x, y)) * float("inf")).backward()
     scaler.step(optimizer)
     scaler.update()
     assert all(map(torch.equal, before.values(), pipe.state_dict().values()))
-    assert scaler.get_scale() < 2.0**10
+    assert scaler.get_scale() < 2.0**12
 
 
-def test_save_on_cpu_and_other_saved_tensor_hooks() -> None:
-    pipe = in_two(nn.Sequential(*(Block() for _ in range(4))), "never")
-    x = torch.randn(6, 8)
-    pipe(x).sum().backward()
+@pytest.mark.parametrize("way", INSIDE, indirect=True)
+def test_small_gradients_in_float16_survive_if_the_pipe_knows_the_scaler(way: Any) -> None:
+    def tiny(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output.float() * target).mean() * 1e-8
+
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
+    x, y = torch.randn(6, 8), torch.randn(6, 4)
+    exact = copy.deepcopy(plain).double()
+    tiny(exact(x.double()), y).backward()
+    assert gradients(exact)[0].abs().max() < 1e-8
+    for knows in (False, True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        pipe = way.pipe(plain, 3, balance=[1, 1, 1, 1], loss_fn=tiny, grad_scaler=scaler if knows else None)
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = pipe(x, target=y)
+        scaler.scale(loss).backward()
+        for gradient, expected in zip(gradients(pipe), gradients(exact), strict=True):
+            if knows:
+                torch.testing.assert_close(gradient.double() / 2**16, expected, rtol=0.05, atol=2e-11)
+            else:
+                assert not gradient.any(), "all of them vanish, so that the scaler is needed"
+
+
+@pytest.mark.parametrize("way", INSIDE, indirect=True)
+def test_an_overflow_inside_of_the_pipe_skips_the_step(way: Any) -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    pipe = way.pipe(module, 3, balance=[1, 1, 1, 1], grad_scaler=scaler)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    before = copy.deepcopy(pipe.state_dict())
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = pipe(torch.randn(6, 8), target=torch.randn(6))
+    assert loss.isfinite()
+    scaler.scale(loss).backward()
+    assert not gradients(pipe)[0].isfinite().all()
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(map(torch.equal, before.values(), pipe.state_dict().values()))
+    assert scaler.get_scale() == 2.0**29
+
+
+@pytest.mark.parametrize("way", INSIDE, indirect=True)
+def test_a_scale_that_changes_before_the_backward_is_the_outer_one(way: Any) -> None:
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    pipe = way.pipe(plain, 3, balance=[1, 1, 1, 1], grad_scaler=scaler)
+    x, y = torch.randn(6, 8), torch.randn(6)
+    way.reference(plain, x, y, 3, key=0)
+    loss = pipe(x, target=y)
+    loss.backward()  # without the scaler
+    assert all(map(torch.equal, gradients(pipe), gradients(plain)))
+
+
+def test_save_on_cpu_and_other_saved_tensor_hooks(way: Any) -> None:
+    pipe = way.pipe(nn.Sequential(*(Block() for _ in range(4))), 3, "never", balance=[1, 1, 1, 1])
+    x, y = torch.randn(6, 8), torch.randn(6)
+    way.loss(pipe, x, y).backward()
     expected = gradients(pipe)
     pipe.zero_grad()
     with torch.autograd.graph.save_on_cpu():
-        loss = pipe(x).sum()
+        loss = way.loss(pipe, x, y)
     loss.backward()
     assert all(map(torch.equal, gradients(pipe), expected))
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_parametrized_modules(checkpoint: str) -> None:
+def test_parametrized_modules(way: Any, checkpoint: str) -> None:
     def module() -> nn.Sequential:
         torch.manual_seed(0)
         weight_normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
         spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
         return nn.Sequential(weight_normed, nn.Tanh(), spectral, nn.Linear(8, 1))
 
-    plain, pipe = module().double(), in_two(module().double(), checkpoint)
-    x = torch.randn(6, 8, dtype=torch.float64)
-    torch.cat([plain(part) for part in x.tensor_split(3)]).sum().backward()
-    pipe(x).sum().backward()
+    plain, pipe = module().double(), way.pipe(module().double(), 3, checkpoint, balance=[1, 1, 1, 1])
+    x, y = torch.randn(6, 8, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    way.reference(plain, x, y, 3, key=0)
+    way.loss(pipe, x, y).backward()
     for expected, actual in zip(gradients(plain), gradients(pipe), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13)
     assert all(map(torch.equal, plain.buffers(), pipe.buffers()))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_pytorchs_own_checkpoint_inside_a_layer(use_reentrant: bool) -> None:
+def test_pytorchs_own_checkpoint_inside_a_layer(way: Any, use_reentrant: bool) -> None:
     class Checkpointed(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch_checkpoint.checkpoint(super().forward, x, use_reentrant=use_reentrant)
 
     plain = nn.Sequential(*(Checkpointed() for _ in range(4)))
-    pipe = in_two(copy.deepcopy(plain), "never")
-    x = torch.randn(6, 8, requires_grad=True)
-    reference_backward(plain, x, torch.sum, 3, key=0)
-    pipe(x).sum().backward()
+    pipe = way.pipe(plain, 3, "never", balance=[1, 1, 1, 1])
+    x, y = torch.randn(6, 8, requires_grad=True), torch.randn(6)
+    way.reference(plain, x, y, 3, key=0)
+    way.loss(pipe, x, y).backward()
     assert all(map(torch.equal, gradients(plain), gradients(pipe)))
 
 
-def test_module_hooks_see_every_micro_batch() -> None:
+# Autocast
+
+
+class SeenInBackward(torch.autograd.Function):
+    """Notes whether autocast is on, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seen: list[tuple[str, bool]]) -> torch.Tensor:
+        ctx.seen = seen
+        seen.append(("forward", torch.is_autocast_enabled("cpu")))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.seen.append(("backward", torch.is_autocast_enabled("cpu")))
+        return gradient, None
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_forward_and_recomputation_have_the_callers_autocast_and_the_backward_has_none(
+    way: Any, checkpoint: str
+) -> None:
+    seen: list[tuple[str, bool]] = []
+
+    class Look(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return SeenInBackward.apply(super().forward(x), seen)
+
+    plain = nn.Sequential(*(Look() for _ in range(4)))
+    pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 1])
+    x, y = torch.randn(6, 8), torch.randn(6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = way.loss(pipe, x, y)
+    loss.backward()
+    assert seen.count(("backward", False)) == 4 * 3
+    again = {"never": 0, "except_last": 2, "always": 3}[checkpoint]
+    assert seen.count(("forward", True)) == 4 * (3 + again)
+    assert len(seen) == 4 * (3 + 3 + again)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        way.reference(plain, x, y, 3, key=0)
+    assert gradients(pipe)[0].dtype == torch.float32
+    assert all(map(torch.equal, gradients(plain), gradients(pipe)))
+
+
+def test_module_hooks_see_every_micro_batch(way: Any) -> None:
     seen: list[tuple[str, tuple[int, ...]]] = []
-    module = nn.Sequential(*(Block() for _ in range(4)))
-    module[1].register_forward_hook(lambda m, i, o: seen.append(("forward", tuple(o.shape))))
-    module[2].linear.register_full_backward_hook(lambda m, i, o: seen.append(("backward", tuple(o[0].shape))))
-    in_two(module, "never")(torch.randn(6, 8)).sum().backward()
-    assert seen == [("forward", (2, 8))] * 3 + [("backward", (2, 8))] * 3
+    pipe = way.pipe(nn.Sequential(*(Block() for _ in range(4))), 3, "never", balance=[1, 1, 1, 1])
+    pipe[1].register_forward_hook(lambda m, i, o: seen.append(("forward", tuple(o.shape))))
+    pipe[2].linear.register_full_backward_hook(lambda m, i, o: seen.append(("backward", tuple(o[0].shape))))
+    way.loss(pipe, torch.randn(6, 8), torch.randn(6)).backward()
+    assert sorted(seen) == [("backward", (2, 8))] * 3 + [("forward", (2, 8))] * 3
 
 
 def test_recurrent_layers_work_alone_after_a_mini_batch() -> None:
@@ -176,18 +278,33 @@ def test_two_pipes_may_share_layers() -> None:
         torch.testing.assert_close(whole, 2 * gradient)
 
 
-def test_inference_mode_between_training_steps() -> None:
-    pipe = in_two(nn.Sequential(*(Block() for _ in range(4))))
-    x = torch.randn(6, 8)
+def test_two_pipes_with_different_schedules_may_share_layers() -> None:
+    module = nn.Sequential(*(Block() for _ in range(4)))
+    pipes = [
+        Pipe(module, 3, balance=[1, 1, 1, 1], devices=["cpu"] * 2, schedule=name, loss_fn=F.mse_loss)
+        for name in ("interleaved-1f1b", "looped-bfs")
+    ]
+    x, y = torch.randn(6, 8), torch.randn(6, 8)
+    sum(pipe(x, target=y) for pipe in pipes).backward()
+    twice = [gradient.clone() for gradient in gradients(module)]
+    module.zero_grad()
+    pipes[1](x, target=y).backward()
+    for gradient, whole in zip(gradients(module), twice, strict=True):
+        assert torch.equal(whole, 2 * gradient)
+
+
+def test_inference_mode_between_training_steps(way: Any) -> None:
+    pipe = way.pipe(nn.Sequential(*(Block() for _ in range(4))), 3, balance=[1, 1, 1, 1])
+    x, y = torch.randn(6, 8), torch.randn(6)
     with torch.inference_mode():
         expected = pipe(x)
         assert torch.equal(pipe(x + 0), expected)
-    output = pipe(x)
+    loss, output = way.run(pipe, x, y)
     assert torch.equal(output, expected)
-    output.sum().backward()
+    loss.backward()
 
 
-def test_attention_of_pytorch() -> None:
+def test_attention_of_pytorch(way: Any) -> None:
     class Attend(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -197,8 +314,8 @@ def test_attention_of_pytorch() -> None:
             return x + self.attention(x, x, x, need_weights=False)[0]
 
     plain = nn.Sequential(Attend(), Attend(), nn.Linear(8, 8), Attend())
-    pipe = in_two(copy.deepcopy(plain), "always")
+    pipe = way.pipe(plain, 3, "always", balance=[1, 1, 1, 1], loss_fn=F.mse_loss)
     x, y = torch.randn(6, 5, 8), torch.randn(6, 5, 8)
-    reference_backward(plain, x, lambda output: F.mse_loss(output, y), 3, key=0)
-    F.mse_loss(pipe(x), y).backward()
+    way.reference(plain, x, y, 3, 0, F.mse_loss)
+    way.loss(pipe, x, y, F.mse_loss).backward()
     assert all(map(torch.equal, gradients(plain), gradients(pipe)))

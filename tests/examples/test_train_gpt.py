@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import nn
 
+import pipework.schedule
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 STEPS = 24
 TINY = ["--width", "16", "--layers", "2", "--batch-size", "16", "--stages", "2", "--chunks", "4"]
@@ -95,6 +97,7 @@ def test_the_report_tells_what_was_promised(
     assert script.main([*tiny, "--steps", "3", "--out", str(tmp_path / "run"), "--compare"]) == 0
     told = capsys.readouterr().out
     for word in (
+        "schedule 1f1b, 4 chunks",
         "partition",
         "held-out loss",
         "bigram",
@@ -120,6 +123,26 @@ def test_one_seed_gives_one_loss_curve(script: ModuleType, tiny: list[str], run:
     assert losses(tmp_path / "other") != losses(run)[:2]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [("gpipe", "3"), ("fill-drain", "2"), ("interleaved-1f1b", "4"), ("looped-bfs", "2")]
+)
+def test_every_schedule_gives_the_same_loss_curve(
+    script: ModuleType,
+    tiny: list[str],
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    schedule: str,
+    stages: str,
+) -> None:
+    folder = tmp_path / "run"
+    assert script.main([*tiny, "--schedule", schedule, "--stages", stages, "--out", str(folder)]) == 0
+    assert losses(folder) == losses(run)
+    told = capsys.readouterr().out
+    assert f"in {stages} partitions" in told
+    assert f"schedule {pipework.schedule.build(schedule, workers=1, micro_batches=1).name}, 4 chunks" in told
+
+
 def test_resuming_goes_on_as_if_nothing_had_happened(
     script: ModuleType, tiny: list[str], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,17 +161,20 @@ def test_resuming_goes_on_as_if_nothing_had_happened(
     assert all(torch.equal(first["model"][name], value) for name, value in second["model"].items())
 
 
-def test_a_finished_run_can_be_given_more_steps_and_other_stages(
+def test_a_finished_run_can_be_given_more_steps_other_stages_and_another_schedule(
     script: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "copy"
     folder.mkdir()
     for name in ("metrics.jsonl", "checkpoint.pt"):
         (folder / name).write_bytes((run / name).read_bytes())
-    assert script.main(["--resume", str(folder), "--steps", str(STEPS + 3), "--stages", "3"]) == 0
+    more = ["--steps", str(STEPS + 3), "--stages", "4", "--schedule", "interleaved-1f1b"]
+    assert script.main(["--resume", str(folder), *more]) == 0
     assert losses(folder)[:STEPS] == losses(run)
     assert len(losses(folder)) == STEPS + 3
-    assert "in 3 partitions" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "in 4 partitions" in told
+    assert "schedule interleaved-1f1b" in told
 
 
 def test_the_checkpoint_loads_into_the_plain_model(script: ModuleType, run: Path) -> None:
@@ -232,6 +258,8 @@ def test_without_out_each_run_has_a_fresh_folder(
         (["--stages", "0"], "--stages: 0 is no whole number above 0"),
         (["--width", "130"], "--width is 130: it must be a multiple of 4"),
         (["--layers", "2", "--stages", "5"], "--stages is 5: there are only 4 layers"),
+        (["--layers", "2", "--stages", "3", "--schedule", "looped-bfs"], "looped-bfs each worker has 2 of them"),
+        (["--schedule", "2f2b"], "--schedule: invalid choice: '2f2b'"),
         (["--checkpoint", "sometimes"], "sometimes"),
         (["--data", "{folder}/missing.txt"], "missing.txt: No such file or directory"),
         (["--data", "{folder}"], "Is a directory"),

@@ -2,13 +2,14 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pipework import Pipe, PipeSequential
-from pipework.testing import draw_key, reference_backward
+from pipework.testing import draw_key
 
 CHECKPOINT_MODES = ("never", "except_last", "always")
 WIDTH = 6
@@ -66,17 +67,17 @@ def model() -> nn.Sequential:
 class Both:
     """The gradients of one mini-batch: those of the un-pipelined model are there, the pipe's are to be computed."""
 
-    def __init__(self, checkpoint: str, balance: list[int]) -> None:
+    def __init__(self, way: Any, checkpoint: str, balance: list[int]) -> None:
         plain = model()
-        self.pipe = Pipe(copy.deepcopy(plain), 4, checkpoint, balance=balance, devices=["cpu"] * len(balance))
-        self.x = torch.randn(8, WIDTH, requires_grad=True)
+        self.pipe = way.pipe(plain, 4, checkpoint, balance=balance)
+        self.x, target = torch.randn(8, WIDTH, requires_grad=True), torch.randn(8)
         torch.manual_seed(1)
-        reference_backward(plain, self.x, lambda y: y.square().sum(), 4, draw_key())
+        way.reference(plain, self.x, target, 4, draw_key())
         self.wanted = [*self.pipe.parameters(), self.x]
         self.expected = [*(parameter.grad for parameter in plain.parameters()), self.x.grad]
         self.x.grad = None
         torch.manual_seed(1)
-        self.loss = self.pipe(self.x).square().sum()
+        self.loss = way.loss(self.pipe, self.x, target)
 
 
 @pytest.fixture(params=CHECKPOINT_MODES)
@@ -85,8 +86,8 @@ def checkpoint(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(params=[[4], [1, 3], [1, 1, 1, 1]], ids=str)
-def both(checkpoint: str, request: pytest.FixtureRequest) -> Both:
-    return Both(checkpoint, request.param)
+def both(way: Any, checkpoint: str, request: pytest.FixtureRequest) -> Both:
+    return Both(way, checkpoint, request.param)
 
 
 def test_20_autograd_grad(both: Both) -> None:

@@ -30,7 +30,7 @@ def test_is_a_hashable_value():
 def test_impossible_numbers_are_named(field, value):
     with pytest.raises(ValueError, match=f"Costs: {field} is {value}: wanted a finite number of at least 0"):
         Costs(**{field: value})
-    place = "boundary" if field == "transfer" else "stage"
+    place = "boundary" if field in ("transfer", "message") else "stage"
     with pytest.raises(ValueError, match=f"Costs: {field} of {place} 1 is {value}"):
         Costs(**{field: [1, value]})
 
@@ -48,3 +48,5 @@ def test_wrong_length_is_named_before_any_work():
         simulate(fill_drain(3, 2), Costs(backward=[1, 2]))
     with pytest.raises(ValueError, match="transfer has 3 numbers: wanted 2, one for each boundary"):
         simulate(fill_drain(3, 2), Costs(transfer=[1, 2, 3]))
+    with pytest.raises(ValueError, match="message has 3 numbers: wanted 2, one for each boundary"):
+        simulate(fill_drain(3, 2), Costs(message=[1, 2, 3]))

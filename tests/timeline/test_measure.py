@@ -1,34 +1,48 @@
 import pytest
 
-from pipework.schedule import Action, Costs, Interval, Timeline, fill_drain, simulate, with_recompute
+from pipework.schedule import Action, Costs, Interval, Timeline, build, simulate, with_recompute
 from pipework.timeline.measure import measured_costs
 
-COSTS = Costs(forward=[1, 2], backward=[3, 5], recompute=[2, 1], activation=[64, 128], checkpoint_activation=[8, 16])
+COSTS = Costs(
+    forward=[1, 2, 1, 2],
+    backward=[3, 5, 3, 5],
+    recompute=[2, 1, 2, 1],
+    transfer=[0.5, 0.25, 0.5],
+    activation=[64, 128, 64, 128],
+    checkpoint_activation=[8, 16, 8, 16],
+)
 
 
 @pytest.mark.parametrize("checkpointed", [0, 1, 2, 3])
-def test_costs_of_a_simulation_are_found_again(checkpointed):
-    line = simulate(with_recompute(fill_drain(2, 3), checkpointed), COSTS).timeline
-    costs = measured_costs([line], stages=2)
-    assert (costs.forward, costs.backward) == ((1, 2), (3, 5))
-    assert costs.recompute == ((2, 1) if checkpointed else (1, 2))
-    assert costs.activation == (64, 128)
-    assert costs.checkpoint_activation == ((8, 16) if checkpointed else (0, 0))
+@pytest.mark.parametrize(("name", "workers"), [("gpipe", 4), ("1f1b", 4), ("interleaved-1f1b", 2), ("looped-bfs", 2)])
+def test_costs_of_a_simulation_are_found_again(name, workers, checkpointed):
+    line = simulate(with_recompute(build(name, workers=workers, micro_batches=3), checkpointed), COSTS).timeline
+    costs = measured_costs([line], stages=4)
+    assert (costs.forward, costs.backward) == (COSTS.forward, COSTS.backward)
+    assert costs.recompute == (COSTS.recompute if checkpointed else COSTS.forward)
+    assert costs.transfer == COSTS.transfer
+    assert costs.activation == COSTS.activation
+    assert costs.checkpoint_activation == (COSTS.checkpoint_activation if checkpointed else (0, 0, 0, 0))
 
 
-@pytest.mark.parametrize("checkpointed", [1, 2, 3, 4])
-def test_a_first_pass_may_hold_more_than_it_keeps(checkpointed):
-    # As if activations of a checkpointed forward were dropped only at its end: keep 1, hold 10 meanwhile.
-    kept, amounts = {}, []
-    order = with_recompute(fill_drain(1, 4), checkpointed).orders[0]
-    for kind, _, micro_batch in order:
-        kept.pop(micro_batch, None)
-        amounts.append(sum(kept.values()) + 10)
-        if kind != "B":
-            kept[micro_batch] = 1 if kind == "F" and micro_batch < checkpointed else 10
-    row = tuple(Interval(0, action, t, t + 1, amounts[t]) for t, action in enumerate(order))
-    costs = measured_costs([Timeline(row, workers=1)], stages=1)
-    assert (costs.activation, costs.checkpoint_activation) == ((10,), (1,))
+def test_a_transfer_is_measured_where_somebody_waits_for_it():
+    # Worker 1 is free at 3, gets the value of micro-batch 0 at once, and waits 0.5 for the one of micro-batch 1.
+    line = Timeline(
+        (
+            Interval(0, Action("F", 0, 0), 0, 1),
+            Interval(0, Action("F", 0, 1), 1, 5),
+            Interval(1, Action("F", 1, 7), 0, 3),
+            Interval(1, Action("F", 1, 0), 3, 4),
+            Interval(1, Action("F", 1, 1), 5.5, 6),
+        ),
+        workers=2,
+    )
+    assert measured_costs([line], stages=2).transfer == (0.5,)
+
+
+def test_bytes_that_cross_a_boundary():
+    line = Timeline((Interval(0, Action("F", 0, 0), 0, 1, sent=64), Interval(1, Action("F", 1, 0), 1, 2)), workers=2)
+    assert measured_costs([line], stages=2).message == (64,)
 
 
 def test_medians_over_steps():

@@ -1,10 +1,11 @@
 import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 
-from pipework.schedule import Costs, fill_drain, simulate, with_recompute
-from pipework.timeline import Entry, Recording
+from pipework.schedule import Action, Costs, Interval, fill_drain, simulate, with_recompute
+from pipework.timeline import Recording
 
 COSTS = Costs(
     forward=[1, 2], backward=[3, 5], recompute=[0.5, 0.25], activation=[64, 128], checkpoint_activation=[8, 16]
@@ -16,13 +17,15 @@ def play(recording, step, schedule, costs=COSTS, *, at=100.0, slower=1.0, loss_o
     recording.begin(step, schedule)
     line = simulate(schedule, costs, loss_outside=loss_outside).timeline
     for phase in ("F", "RBIW"):
-        for worker, row in enumerate(line.by_worker):
-            entries = [
-                (each.action, at + slower * each.start, at + slower * each.end, each.memory)
-                for each in row
-                if each.action.kind in phase
-            ]
-            recording.add(step, worker, entries)
+        for row in line.by_worker:
+            recording.add(
+                step,
+                [
+                    replace(each, start=at + slower * each.start, end=at + slower * each.end)
+                    for each in row
+                    if each.action.kind in phase
+                ],
+            )
     return line
 
 
@@ -30,9 +33,7 @@ def test_what_was_measured_comes_back():
     recording = Recording()
     line = play(recording, 3, fill_drain(2, 4))
     measured = recording.timeline()
-    assert set(measured.by_worker[1]) == {
-        each.__class__(*{**vars(each), "step": 3}.values()) for each in line.by_worker[1]
-    }
+    assert set(measured.by_worker[1]) == {replace(each, step=3) for each in line.by_worker[1]}
     assert (measured.unit, measured.memory_unit, measured.start) == ("s", "bytes", 0)
     assert measured.title == "measured: gpipe, 2 workers, 4 micro-batches, step 3"
     assert recording.bubble() == pytest.approx(line.bubble)
@@ -67,7 +68,7 @@ def test_costs_are_medians_of_each_stage():
 def test_costs_of_what_was_never_recorded():
     recording = Recording(fill_drain(2, 1))
     first, _ = fill_drain(2, 1).orders[0]
-    recording.add(0, 0, [Entry(first, 1.0, 1.5)])
+    recording.add(0, [Interval(0, first, 1.0, 1.5)])
     costs = recording.costs()
     assert (costs.forward, costs.backward, costs.recompute, costs.activation) == ((0.5, 0), (0, 0), (0.5, 0), (0, 0))
 
@@ -138,9 +139,8 @@ def test_save_json_has_all_steps(tmp_path):
 
 def test_evaluation_draws_what_was_measured():
     recording = Recording(fill_drain(1, 2))
-    recording.add(
-        0, 0, [(action, float(index), index + 0.5, 0.0) for index, action in enumerate(fill_drain(1, 2).orders[0][:2])]
-    )
+    forwards = fill_drain(1, 2).orders[0][:2]
+    recording.add(0, [Interval(0, action, float(index), index + 0.5) for index, action in enumerate(forwards)])
     assert "measured: gpipe, 1 worker, 2 micro-batches, step 0" in recording._repr_svg_()
     assert "predicted" not in recording._repr_svg_()
 
@@ -182,14 +182,14 @@ def test_unknown_step():
 def test_what_the_runtime_must_not_do():
     recording = Recording()
     with pytest.raises(ValueError, match="no schedule is known for step 0"):
-        recording.add(0, 0, [])
+        recording.add(0, [])
     recording.begin(0, fill_drain(2, 1))
     with pytest.raises(ValueError, match="step 0 has been recorded already"):
         recording.begin(0, fill_drain(2, 1))
     with pytest.raises(ValueError, match="step is -1"):
         recording.begin(-1)
     with pytest.raises(ValueError, match="worker is 2, but the schedule of step 0 has the workers 0 to 1"):
-        recording.add(0, 2, [])
+        recording.add(0, [Interval(2, Action("F", 0, 0), 0.0, 1.0)])
 
 
 def test_costs_over_steps_of_other_stages():

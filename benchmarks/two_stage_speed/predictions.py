@@ -1,0 +1,94 @@
+"""Is the time of a step what the simulation predicts from measured costs?
+
+Two predictions stand beside the recorded steps: that of the recording itself, `Recording.predicted()`, which simulates
+with `Recording.costs()`; and that of `pipe.predict()`, which has measured each stage by itself before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from statistics import median
+
+from benchmarks.measure import Candidate, Verdict, alternate, print_table
+from pipework.pipe import Pipe
+from pipework.timeline import Recording
+
+TOLERANCE = 5.0  # percent
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A pipe whose steps are predicted.
+
+    Attributes:
+        pipe: itself.
+        step: times one of its steps.
+        predict: asks `pipe.predict()` for the seconds of a step.
+    """
+
+    pipe: Pipe
+    step: Candidate
+    predict: Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What was predicted and what was measured, in seconds.
+
+    Attributes:
+        recorded: the makespan of each recorded step.
+        predicted: by the recording, from its costs.
+        before: by `pipe.predict()`.
+    """
+
+    recorded: list[float]
+    predicted: float
+    before: float
+
+    @property
+    def measured(self) -> float:
+        return median(self.recorded)
+
+    def off(self, prediction: float) -> float:
+        """How far a prediction is from what was measured, in percent."""
+        return 100 * (prediction / self.measured - 1)
+
+
+def forecast(subjects: Mapping[str, Subject], steps: int) -> dict[str, Forecast]:
+    """Records steps of all pipes in turns, and compares."""
+    before = {name: subject.predict() for name, subject in subjects.items()}
+    recordings: dict[str, Recording] = {}
+    with ExitStack() as stack:
+        for name, subject in subjects.items():
+            recordings[name] = stack.enter_context(subject.pipe.record())
+        alternate({name: subject.step for name, subject in subjects.items()}, steps, warm_up=0)
+    return {
+        name: Forecast(
+            [recording.timeline(number).makespan for number in recording.steps],
+            recording.predicted().makespan,
+            before[name],
+        )
+        for name, recording in recordings.items()
+    }
+
+
+def report(forecasts: Mapping[str, Forecast], steps: int) -> list[Verdict]:
+    """Prints the table; returns what was to be reached."""
+    print(f"\npredicted and measured seconds of a step, the measured ones medians of {steps} recorded steps in turns\n")
+    rows, verdicts = [], []
+    for name, each in forecasts.items():
+        rows.append(
+            [
+                name,
+                f"{each.measured:.3f}",
+                f"{each.predicted:.3f}",
+                f"{each.off(each.predicted):+.1f} %",
+                f"{each.before:.3f}",
+                f"{each.off(each.before):+.1f} %",
+            ]
+        )
+        verdicts.append(Verdict(f"prediction of {name}", abs(each.off(each.predicted)), TOLERANCE, "%"))
+    print_table(["", "measured", "from the recorded costs", "", "pipe.predict()", ""], rows)
+    return verdicts

@@ -1,0 +1,57 @@
+"""What everyone in `two_stage_speed` computes, and what each schedule makes of it at best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipework.schedule import Costs, build, recipe
+
+WORKERS = 2
+
+
+@dataclass(frozen=True)
+class Task:
+    """A transformer of equal blocks, and a mini-batch for it."""
+
+    blocks: int = 8
+    width: int = 256
+    tokens: int = 128
+    rows: int = 4  # of a micro-batch
+    chunks: int = 8
+
+    def model(self) -> nn.Sequential:
+        """The same model, with the same values, in every process."""
+        torch.manual_seed(0)
+        options = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+        layers = [nn.TransformerEncoderLayer(self.width, 4, 4 * self.width, **options) for _ in range(self.blocks)]
+        return nn.Sequential(*layers)
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """The same mini-batch and target, in every process."""
+        shape = (self.rows * self.chunks, self.tokens, self.width)
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+    def balance(self, schedule: str) -> list[int]:
+        """As many blocks for each stage of the schedule."""
+        stages = WORKERS * recipe(schedule).stages_per_worker
+        return [self.blocks // stages] * stages
+
+    def ideal(self, schedule: str) -> float:
+        """The simulated step, as a share of the one-core time: equal stages, backwards twice as long as forwards."""
+        order = build(schedule, workers=WORKERS, micro_batches=self.chunks)
+        costs = Costs(forward=1 / order.stages, backward=2 / order.stages)
+        return order.simulate(costs).makespan / (3 * self.chunks)
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    """The mean square of the difference."""
+    return nn.functional.mse_loss(output, target)
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """What the last step left."""
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]

@@ -1,0 +1,155 @@
+"""What a pipe is as a container: layers under the names of the un-partitioned module, which stay where they are put."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+
+import torch
+from torch import nn
+
+from pipework.sequential import PipeSequential
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+class Layers(nn.Module):
+    """Layers in partitions, each of which has a device.
+
+    Args:
+        partitions: the layers, grouped and moved already.
+        devices: of each partition.
+    """
+
+    # Everything else that is set is a layer, whose name may be any: "chunks", "devices".
+    _own_attributes: ClassVar[frozenset[str]] = frozenset(("_partitions", "_stage_devices"))
+
+    def __init__(self, partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
+        super().__init__()
+        # Not add_module: it would refuse the names of children that are called as something in this class.
+        for partition in partitions:
+            self._modules.update(partition._modules)
+        self._stage_devices = tuple(devices)
+        self._partitions = list(partitions)
+
+    @property
+    def partitions(self) -> list[nn.Sequential]:
+        """The partitions, which are the same layers in groups."""
+        return list(self._partitions)
+
+    @property
+    def input_device(self) -> torch.device:
+        """Where the inputs are moved to."""
+        return self._stage_devices[0] if self._stage_devices else torch.device("cpu")
+
+    @property
+    def output_device(self) -> torch.device:
+        """Where the outputs lie, and where the target is moved to."""
+        return self._stage_devices[-1] if self._stage_devices else torch.device("cpu")
+
+    def __len__(self) -> int:
+        """The number of layers."""
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The layers in order."""
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """The layer at a position; negative ones count from the end. For several, use `pipe.partitions` or a list."""
+        return list(self)[operator.index(index)]
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the training flag of all layers, as `nn.Module.train` does."""
+        super().train(mode)
+        for partition in self._partitions:
+            partition.training = mode
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Changes the dtype, as `nn.Module.to` does. Moving to a device is refused."""
+        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None:
+            _refuse_to_move()
+        return super().to(*args, **kwargs)
+
+    def cuda(self, device: int | torch.device | None = None) -> NoReturn:
+        """Refused: the pipe manages where its layers are."""
+        _refuse_to_move()
+
+    def cpu(self) -> NoReturn:
+        """Refused: the pipe manages where its layers are."""
+        _refuse_to_move()
+
+    def xpu(self, device: int | torch.device | None = None) -> NoReturn:
+        """Refused: the pipe manages where its layers are."""
+        _refuse_to_move()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Keeps the pipe's own attributes apart from children of the same name; a child can be replaced."""
+        if name in self._own_attributes:
+            object.__setattr__(self, name, value)
+            return
+        children = self.__dict__.get("_modules", {})
+        if "_partitions" in self.__dict__ and name in children:
+            self._replace(name, value)
+            return
+        if "_partitions" in self.__dict__ and isinstance(value, nn.Module):
+            raise AttributeError(
+                f"{name!r} is not among the layers of this pipe ({', '.join(children)}), and none can be added; "
+                "put the module into the nn.Sequential before it is wrapped"
+            )
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """A layer cannot be taken out."""
+        if name in self.__dict__.get("_modules", {}):
+            raise AttributeError(f"layer {name!r} cannot be removed from a pipe; replace it, as by nn.Identity()")
+        super().__delattr__(name)
+
+    def _replace(self, name: str, layer: Any) -> None:
+        """Puts another layer in the place of one."""
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"layer {name!r} of a pipe can be replaced by a module only, got {type(layer).__name__}")
+        layer = self._prepared(layer)
+        super().__setattr__(name, layer)
+        for partition, device in zip(self._partitions, self._stage_devices, strict=True):
+            if name in partition._modules:
+                partition._modules[name] = layer.to(device)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Replaces the layer of that name; a pipe cannot get more layers.
+
+        Raises:
+            AttributeError: there is no layer of that name.
+            TypeError: it is no module.
+        """
+        self.__setattr__(name, module)
+
+    def _prepared(self, layer: nn.Module) -> nn.Module:
+        """What really takes the place of a layer that is replaced."""
+        return layer
+
+
+def refuse_own_behaviour(module: nn.Sequential) -> None:
+    """A pipe runs the layers; whatever else the module does would silently be left out."""
+    own = [
+        what
+        for what, there in (
+            ("a forward of its own", type(module).forward not in (nn.Sequential.forward, PipeSequential.forward)),
+            ("parameters of its own", any(parameter is not None for parameter in module._parameters.values())),
+            ("buffers of its own", any(buffer is not None for buffer in module._buffers.values())),
+            ("hooks", bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)),
+        )
+        if there
+    ]
+    if own:
+        raise TypeError(
+            f"{type(module).__name__} has {' and '.join(own)}, which a pipe of its layers would leave out; "
+            "wrap it as one layer, nn.Sequential(module), or give a plain nn.Sequential of its layers"
+        )
+
+
+def _refuse_to_move() -> NoReturn:
+    raise TypeError("denied to move parameters and buffers, because Pipe should manage device placement")

@@ -1,0 +1,321 @@
+"""What a step will cost, before the first one: each stage measured by itself on copies, then the schedule simulated."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pipework.balance.sandbox import call, cut, tensors_of, threads_of_a_worker, traceless
+from pipework.runtime import skip_tracker
+from pipework.runtime.buffers import MutableBuffers
+from pipework.runtime.memory import MemoryMeter
+from pipework.schedule import Costs, simulate
+from pipework.summary import aligned, readable_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from pipework.runtime.loss import InnerLoss
+    from pipework.schedule import Schedule, Simulation
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """The most that a stage holds, in bytes.
+
+    Attributes:
+        weights: its parameters.
+        gradients: one for each parameter that is trained. If `.grad` is not None before a step, there are twice as many
+            until `backward()` has added them.
+        buffers: its modules' buffers.
+        activations: of all micro-batches in flight.
+    """
+
+    weights: int
+    gradients: int
+    buffers: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.buffers + self.activations
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What `pipe.predict` returns; `print` it for a table.
+
+    Attributes:
+        devices: of each stage.
+        stages: what each stage holds at most. The stages of one worker need not reach that at the same moment.
+        costs: of the actions, in seconds and bytes.
+        simulation: of the schedule with these costs.
+    """
+
+    devices: tuple[torch.device, ...]
+    stages: tuple[StageBytes, ...]
+    costs: Costs
+    simulation: Simulation
+
+    @property
+    def seconds(self) -> float:
+        """The time of a step, without optimizer, and without a loss outside of the pipe."""
+        return self.simulation.makespan
+
+    @property
+    def worker_bytes(self) -> tuple[int, ...]:
+        """The most that each worker holds."""
+        fixed = [0] * self.simulation.schedule.workers
+        for stage, worker in zip(self.stages, self.simulation.schedule.placement, strict=True):
+            fixed[worker] += stage.total - stage.activations
+        return tuple(round(size + peak) for size, peak in zip(fixed, self.simulation.peak_memory, strict=True))
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("stage", "device", "weights", "gradients", "buffers", "activations", "total")]
+        for number, (stage, device) in enumerate(zip(self.stages, self.devices, strict=True)):
+            sizes = (stage.weights, stage.gradients, stage.buffers, stage.activations, stage.total)
+            rows.append((str(number), str(device), *map(readable_bytes, sizes)))
+        line = self.simulation.timeline
+        return "\n".join(
+            [
+                f"predicted: {self.simulation.schedule.title}",
+                *aligned(rows, left={1}),
+                f"step {self.seconds:.3g} s, bubble {line.bubble:.1%}, "
+                f"largest worker {readable_bytes(max(self.worker_bytes))}",
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One micro-batch, and what becomes of it behind the last layer.
+
+    Attributes:
+        arguments: positional ones of the first layer.
+        keywords: of the first layer.
+        loss: computed by the last stage; None: the loss is outside.
+        target: for the loss.
+    """
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    loss: InnerLoss | None = None
+    target: Any = None
+
+
+def predict_step(
+    partitions: Sequence[nn.Sequential],
+    devices: Sequence[torch.device],
+    schedule: Schedule,
+    sample: Sample,
+    *,
+    timeout: float,
+    progress: Callable[[str], None] | None,
+) -> Prediction:
+    """Measures every stage on one micro-batch, then simulates the schedule.
+
+    Args:
+        partitions: the layers of each stage. They are copied, one stage at a time, and stay as they are.
+        devices: of each stage.
+        schedule: of the whole step.
+        sample: its largest micro-batch.
+        timeout: for how many seconds to measure each stage; two passes are made in any case.
+        progress: called with a line of text for each stage; None: it is logged to "pipework" (INFO).
+    """
+    report = progress or logging.getLogger("pipework").info
+    cpu_workers = len(
+        {worker for worker, device in zip(schedule.placement, devices, strict=True) if device.type == "cpu"}
+    )
+    tracker = _Tracker()
+    value: Any = sample
+    measured = []
+    for number, (partition, device) in enumerate(zip(partitions, devices, strict=True)):
+        with traceless(device), threads_of_a_worker(cpu_workers if device.type == "cpu" else 1):
+            stage = _Stage(partition, device, tracker, sample if number == len(partitions) - 1 else None)
+            one, value = stage.measure(value, timeout)
+        measured.append(one)
+        report(
+            f"stage {number + 1} of {len(partitions)}: forward {one.forward:.3g} s, backward {one.backward:.3g} s, "
+            f"activations of a micro-batch {readable_bytes(one.activation)}"
+        )
+    costs = Costs(
+        forward=[one.forward for one in measured],
+        backward=[one.backward for one in measured],
+        activation=[one.activation for one in measured],
+        checkpoint_activation=[one.checkpoint for one in measured],
+        message=[one.message for one in measured[:-1]],
+    )
+    simulation = simulate(schedule, costs, loss_outside=sample.loss is None)
+    peaks = _stage_peaks(simulation)
+    stages = [
+        StageBytes(*_fixed_bytes(partition), activations=round(peak))
+        for partition, peak in zip(partitions, peaks, strict=True)
+    ]
+    return Prediction(tuple(devices), tuple(stages), costs, simulation)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One micro-batch on one stage: seconds and bytes."""
+
+    forward: float
+    backward: float
+    activation: int
+    checkpoint: int
+    message: int
+
+
+class _Stage:
+    """A copy of a stage, on which a micro-batch is run as the stage will run it."""
+
+    def __init__(
+        self, partition: nn.Sequential, device: torch.device, tracker: _Tracker, sample: Sample | None
+    ) -> None:
+        self._layers = list(copy.deepcopy(partition))
+        for layer in self._layers:
+            layer.zero_grad(set_to_none=True)
+        self._device = device
+        self._tracker = tracker
+        self._sample = sample
+
+    def measure(self, value: Any, timeout: float) -> tuple[_Measured, Any]:
+        """Runs the stage again and again; also returns what the next stage gets."""
+        persistent = [tensor for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers())]
+        times: list[tuple[float, float]] = []
+        end = time.perf_counter() + timeout
+        while len(times) < 2 or time.perf_counter() < end:
+            meter = MemoryMeter(persistent)
+            given = self._cut(value)
+            buffers = MutableBuffers(self._layers)
+            before = buffers.snapshot() if not times else None
+            begin = self._now()
+            output, inputs = self._forward(given, meter if not times else None)
+            middle = self._now()
+            if before is not None:  # the first pass warms up, too, and counts bytes, which slows it down
+                held = meter.read(0, 0)[1]
+                sent = sum(tensor.nbytes for tensor in tensors_of(output))
+                kept = sum(tensor.nbytes for tensor in (*inputs, *buffers.learn(before).tensors))
+            self._backward(output)
+            times.append((middle - begin, self._now() - middle))
+            for layer in self._layers:
+                layer.zero_grad(set_to_none=False)
+            self._tracker.next_pass()
+        self._tracker.next_stage()
+        forward, backward = (statistics.median(column) for column in zip(*times[1:], strict=True))
+        return _Measured(forward, backward, held, kept, sent), cut(output, self._device)
+
+    def _cut(self, value: Any) -> Any:
+        if isinstance(value, Sample):
+            arguments, keywords = cut((value.arguments, value.keywords), self._device)
+            return Sample(arguments, keywords)
+        return cut(value, self._device)
+
+    def _forward(self, value: Any, meter: MemoryMeter | None) -> tuple[Any, list[Tensor]]:
+        of_first = (value.arguments, value.keywords) if isinstance(value, Sample) else value
+        inputs = tensors_of(of_first)
+        with skip_tracker.using(self._tracker):
+            if meter is None:
+                output = self._run(value)
+            else:
+                # What other stages have stashed is an input, too, but it is only known when it is popped.
+                with meter.measuring(0, 0, inputs):
+                    output = self._run(value)
+        return output, [*inputs, *self._tracker.popped]
+
+    def _run(self, value: Any) -> Any:
+        takes_target = self._sample is not None and self._sample.loss is not None and self._sample.loss.function is None
+        for number, layer in enumerate(self._layers):
+            last = takes_target and number == len(self._layers) - 1
+            if isinstance(value, Sample):
+                target = (self._sample.target,) if last and self._sample is not None else ()
+                value = layer(*value.arguments, *target, **value.keywords)
+            elif last and self._sample is not None:
+                value = layer(*(value if type(value) is tuple else (value,)), self._sample.target)
+            else:
+                value = call(layer, value)
+        if self._sample is not None and self._sample.loss is not None:
+            loss = self._sample.loss
+            return loss.part(value if loss.function is None else loss.function(value, self._sample.target), 0)
+        return value
+
+    def _backward(self, output: Any) -> None:
+        ends = [tensor for tensor in (*tensors_of(output), *self._tracker.stashed) if tensor.requires_grad]
+        if ends:
+            torch.autograd.backward(ends, [torch.ones_like(tensor) for tensor in ends])
+
+    def _now(self) -> float:
+        if self._device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(self._device)
+        return time.perf_counter()
+
+
+class _Tracker:
+    """Keeps what stages stash for later ones, cut from its graph; within a stage it is passed on as it is."""
+
+    def __init__(self) -> None:
+        self._from_before: dict[Hashable, Tensor | None] = {}
+        self._last: dict[Hashable, Tensor | None] = {}
+        self._of_this_stage: dict[Hashable, Tensor | None] = {}
+        self.popped: list[Tensor] = []
+
+    @property
+    def stashed(self) -> list[Tensor]:
+        """The tensors stashed in this pass."""
+        return [tensor for tensor in self._of_this_stage.values() if tensor is not None]
+
+    def save(self, key: Hashable, tensor: Tensor | None, poppers: int) -> None:
+        """See `SkipTracker.save`."""
+        self._of_this_stage[key] = tensor
+
+    def load(self, key: Hashable) -> Tensor | None:
+        """See `SkipTracker.load`."""
+        if key in self._of_this_stage:
+            return self._of_this_stage[key]
+        tensor = self._from_before[key]
+        if tensor is not None:
+            tensor = tensor.detach().requires_grad_(tensor.requires_grad)
+            self.popped.append(tensor)
+        return tensor
+
+    def next_pass(self) -> None:
+        """The same stage runs again."""
+        self._last, self._of_this_stage, self.popped = self._of_this_stage, {}, []
+
+    def next_stage(self) -> None:
+        """The next stage runs."""
+        for key, tensor in self._last.items():
+            self._from_before[key] = None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
+        self._last = {}
+
+
+def _fixed_bytes(partition: nn.Sequential) -> tuple[int, int, int]:
+    parameters = list(partition.parameters())
+    return (
+        sum(parameter.nbytes for parameter in parameters),
+        sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+        sum(buffer.nbytes for buffer in partition.buffers()),
+    )
+
+
+def _stage_peaks(simulation: Simulation) -> list[float]:
+    """The most that the activations of each stage hold by themselves."""
+    costs = simulation.costs.spread(simulation.schedule.stages)
+    held: dict[tuple[int, int], float] = {}
+    peaks = [0.0] * simulation.schedule.stages
+    for row in simulation.timeline.by_worker:
+        for interval in row:
+            _, stage, micro_batch = interval.action
+            others = sum(size for (where, number), size in held.items() if where == stage and number != micro_batch)
+            # A first pass is computed with its graph, which it drops at its end if it is checkpointed.
+            now = costs.activation[stage] if interval.action.kind in "FR" else held.get((stage, micro_batch), 0.0)
+            peaks[stage] = max(peaks[stage], others + now)
+            held[stage, micro_batch] = interval.held
+    return peaks

@@ -1,0 +1,67 @@
+"""A schedule made ready for the runtime: what runs if the loss is inside, outside, or nobody wants gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pipework.schedule import split_at_loss
+
+if TYPE_CHECKING:
+    from pipework.schedule import Schedule
+    from pipework.schedule.phases import Orders
+
+
+@dataclass(frozen=True)
+class Program:
+    """A checked schedule."""
+
+    schedule: Schedule
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Program:
+        """Checks the schedule.
+
+        Raises:
+            ScheduleError: it cannot run.
+            ValueError: it splits backwards, or forms gradients out of order.
+        """
+        validation = schedule.validate()
+        validation.raise_if_invalid()
+        half = next((action for order in schedule.orders for action in order if action.kind in "IW"), None)
+        if half is not None:
+            raise ValueError(
+                f"schedule {schedule.name!r} splits backwards in two ({half}), which cannot be run yet: give one of "
+                "whole backwards (B)"
+            )
+        if not validation.ascending:
+            raise ValueError(
+                f"schedule {schedule.name!r} differentiates the micro-batches of a stage in another order than "
+                "0, 1, 2, ...; the sum of their gradients would not be that of the un-partitioned model. Order them."
+            )
+        return cls(schedule)
+
+    @property
+    def whole(self) -> Orders:
+        """Forward and backward, with the loss inside."""
+        return self.schedule.orders
+
+    @cached_property
+    def forwards(self) -> Orders:
+        """The forwards alone."""
+        return tuple(tuple(action for action in order if action.kind == "F") for order in self.schedule.orders)
+
+    @cached_property
+    def others(self) -> Orders:
+        """Everything else. Any valid schedule may be cut like this, but more activations wait in between."""
+        return tuple(tuple(action for action in order if action.kind != "F") for order in self.schedule.orders)
+
+    @cached_property
+    def loss_may_be_outside(self) -> bool:
+        """Whether all forwards come first anyway."""
+        try:
+            split_at_loss(self.schedule)
+        except ValueError:
+            return False
+        return True

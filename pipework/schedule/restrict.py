@@ -1,0 +1,36 @@
+"""A pass that leaves out micro-batches, for a last batch of fewer rows."""
+
+from __future__ import annotations
+
+from pipework.schedule.schedule import Schedule
+
+
+def restricted(schedule: Schedule, micro_batches: int) -> Schedule:
+    """Keep the first so many micro-batches, in the same order.
+
+    A valid schedule stays valid: nothing of one micro-batch waits for anything of another but its turn.
+
+    Args:
+        schedule: any.
+        micro_batches: how many are left, from 1 to all of them.
+
+    Returns:
+        A schedule of the same name and placement; the same object if nothing is left out.
+
+    Raises:
+        ValueError: the number is out of range.
+
+    Example:
+        >>> from pipework.schedule import fill_drain
+        >>> restricted(fill_drain(2, 8), 3) == fill_drain(2, 3)
+        True
+    """
+    if type(micro_batches) is not int or not 1 <= micro_batches <= schedule.micro_batches:
+        raise ValueError(
+            f"micro_batches is {micro_batches!r}: wanted an integer from 1 to the {schedule.micro_batches} of the "
+            "schedule"
+        )
+    if micro_batches == schedule.micro_batches:
+        return schedule
+    orders = tuple(tuple(action for action in order if action.micro_batch < micro_batches) for order in schedule.orders)
+    return Schedule(schedule.name, schedule.placement, orders)

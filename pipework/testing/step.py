@@ -1,0 +1,105 @@
+"""The reference for a loss inside: one mini-batch on the un-pipelined model, one micro-batch after the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipework.testing.random import micro_batch_random
+from pipework.testing.reference import Reference, gradients_added, micro_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import nn
+
+
+def reference_step(
+    model: nn.Sequential,
+    inputs: Tensor | tuple[Tensor, ...],
+    target: Any,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    chunks: int,
+    key: int,
+    *,
+    loss_reduction: str = "mean",
+    loss_weight: Callable[[Any], Any] | None = None,
+) -> Reference:
+    """Runs forward and backward as `pipe(*inputs, target=target)` must do it under any schedule, to the last bit.
+
+    For each micro-batch in turn: the model, the loss, `(loss * (rows / all rows)).backward()`. The loss of the
+    mini-batch is the sum of these products, in that order. Gradients of parameters are formed for the whole mini-batch
+    first, then added to what `.grad` held before.
+
+    Args:
+        model: the un-pipelined model.
+        inputs: the mini-batch, rows along dimension 0; several are given to the model as positional arguments. Leaves
+            that require a gradient get one.
+        target: any nested structure, whose tensors are split like the inputs.
+        loss_fn: the pipe's; None: the model's last layer takes the target, too, and returns the loss.
+        chunks: the pipe's.
+        key: names the random numbers; see `micro_batch_random`.
+        loss_reduction: the pipe's.
+        loss_weight: the pipe's.
+
+    Returns:
+        The loss, and the concatenated outputs (without a `loss_fn` there are none).
+
+    Example:
+        >>> from torch import nn
+        >>> from pipework import Pipe
+        >>> from pipework.testing import draw_key
+        >>> model, x, y = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.randn(5, 4), torch.randn(5, 4)
+        >>> mse_loss = nn.functional.mse_loss
+        >>> pipe = Pipe(model, 3, balance=[1, 1], devices=["cpu", "cpu"], schedule="1f1b", loss_fn=mse_loss)
+        >>> _ = torch.manual_seed(1)
+        >>> reference = reference_step(model, x, y, mse_loss, chunks=3, key=draw_key())
+        >>> _ = torch.manual_seed(1)
+        >>> torch.equal(pipe(x, target=y), reference.loss)
+        True
+    """
+    pieces = micro_batches(inputs, chunks)
+    targets = list(_split(target, len(pieces)))
+    if loss_reduction == "sum":
+        factors: Sequence[float] = [1.0] * len(pieces)
+    else:
+        amounts = [len(rows[0]) for rows in pieces] if loss_weight is None else [float(loss_weight(t)) for t in targets]
+        factors = [amount / sum(amounts) for amount in amounts]
+    parts, outputs = [], []
+    with gradients_added(model):
+        for number, (rows, its_target, factor) in enumerate(zip(pieces, targets, factors, strict=True)):
+            # A loss that draws does so as a layer behind the last one would.
+            with micro_batch_random(model, key, number):
+                loss, output = _loss(model, rows, its_target, loss_fn)
+            part = loss if loss_reduction == "sum" else loss * factor
+            if factor == 0.0:  # not NaN times nothing, as of a mean over no element
+                part = loss.new_zeros(())
+            if part.requires_grad:
+                torch.autograd.backward(part)
+            parts.append(part.detach())
+            outputs.append(output)
+    total, *others = parts
+    for part in others:
+        total = total + part
+    return Reference(None if loss_fn is None else torch.cat([output.detach() for output in outputs]), total)
+
+
+def _loss(
+    model: nn.Sequential, inputs: tuple[Tensor, ...], target: Any, loss_fn: Callable[[Any, Any], Tensor] | None
+) -> tuple[Tensor, Any]:
+    if loss_fn is not None:
+        output = model(*inputs)
+        return loss_fn(output, target), output
+    value = model[:-1](*inputs) if len(model) > 1 else inputs
+    return model[-1](*(value if isinstance(value, tuple) else (value,)), target), None
+
+
+def _split(target: Any, count: int) -> Iterator[Any]:
+    """The target of each micro-batch."""
+    for number in range(count):
+        yield pytree.tree_map(
+            lambda leaf, number=number: leaf.tensor_split(count)[number] if isinstance(leaf, Tensor) else leaf, target
+        )

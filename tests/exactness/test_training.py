@@ -1,0 +1,170 @@
+"""Ordinary training, in every way: accumulation, scaled losses, input gradients, evaluation in between, seeds."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipework.testing import draw_key, reference_step
+
+CHECKPOINT_MODES = ("never", "except_last", "always")
+INSIDE = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
+WIDTH = 16
+
+
+def drawing() -> nn.Sequential:
+    def block() -> nn.Module:
+        return nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.1, batch_first=True, norm_first=True)
+
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), block(), nn.Dropout(0.5), block(), nn.Linear(WIDTH, 5))
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 4, WIDTH), torch.randn(rows)
+
+
+def same_gradients(actual: nn.Module, expected: nn.Module, factor: float = 1.0) -> bool:
+    pairs = zip(actual.parameters(), expected.parameters(), strict=True)
+    return all(torch.equal(a.grad, e.grad * factor) for a, e in pairs)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_accumulated_mini_batches_are_bitwise_equal(way: Any, checkpoint: str) -> None:
+    plain = drawing()
+    pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 2])
+    for step, rows in enumerate((6, 5, 2)):
+        x, y = batch(rows)
+        torch.manual_seed(step)
+        way.reference(plain, x, y, 3, draw_key())
+        torch.manual_seed(step)
+        way.loss(pipe, x, y).backward()
+        assert same_gradients(pipe, plain)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_several_losses_may_be_under_way(way: Any, checkpoint: str) -> None:
+    """The gradients of each are its own, whichever is differentiated first."""
+    plain = drawing()
+    pipe = way.pipe(plain, 3, checkpoint, balance=[2, 3])
+    losses = []
+    for step, rows in enumerate((6, 5)):
+        x, y = batch(rows)
+        torch.manual_seed(step)
+        way.reference(plain, x, y, 3, draw_key())
+        torch.manual_seed(step)
+        losses.append(way.loss(pipe, x, y))
+    losses[1].backward()
+    losses[0].backward()
+    for actual, expected in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(actual.grad, expected.grad)  # a + b is b + a
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("factor", [2.0, 0.5, 1024.0, -1.0])
+def test_loss_scale_by_a_power_of_two_is_bitwise(way: Any, checkpoint: str, factor: float) -> None:
+    plain = drawing()
+    pipe = way.pipe(plain, 3, checkpoint, balance=[2, 3])
+    x, y = batch(6)
+    torch.manual_seed(3)
+    way.reference(plain, x, y, 3, draw_key())
+    torch.manual_seed(3)
+    (way.loss(pipe, x, y) * factor).backward()
+    assert same_gradients(pipe, plain, factor)
+
+
+@pytest.mark.parametrize("way", INSIDE, indirect=True)
+def test_another_factor_scales_to_within_rounding(way: Any) -> None:
+    """If the loss is outside, every operation in between rounds."""
+    plain = drawing()
+    pipe = way.pipe(plain, 3, balance=[2, 3])
+    x, y = batch(6)
+    torch.manual_seed(3)
+    way.reference(plain, x, y, 3, draw_key())
+    torch.manual_seed(3)
+    (way.loss(pipe, x, y) / 3).backward()
+    for expected, actual in zip(plain.parameters(), pipe.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad / 3, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("requires_leaf", [True, False], ids=["leaf", "non-leaf"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_input_gradient_is_bitwise_equal(way: Any, checkpoint: str, requires_leaf: bool) -> None:
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 1])
+    leaf, target = torch.randn(7, WIDTH, requires_grad=True), torch.randn(7)
+    factor = 1 if requires_leaf else 2
+    own = (leaf * factor).detach().requires_grad_()
+    way.reference(plain, own, target, 3, key=0)
+    way.loss(pipe, leaf if requires_leaf else leaf * factor, target).backward()
+    assert torch.equal(own.grad * factor, leaf.grad)
+
+
+@pytest.mark.parametrize("balance", [[2, 3], [1, 1, 1, 2]], ids=str)
+def test_gradients_are_those_of_the_whole_batch(way: Any, balance: list[int]) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target)
+
+    plain = drawing().double().eval()
+    pipe = way.pipe(plain, 4, balance=balance, loss_fn=loss_fn)
+    x, y = torch.randn(10, 4, WIDTH, dtype=torch.float64), torch.randn(10, 4, 5, dtype=torch.float64)
+    loss_fn(plain(x), y).backward()
+    way.loss(pipe, x, y, loss_fn).backward()
+    for expected, actual in zip(plain.parameters(), pipe.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_evaluation_between_steps_changes_nothing(way: Any) -> None:
+    def train(evaluate: bool) -> list[Tensor]:
+        torch.manual_seed(5)
+        pipe = way.pipe(drawing(), 2, balance=[3, 2])
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for x, y in [batch(4) for _ in range(3)]:
+            loss = way.loss(pipe, x, y)
+            if evaluate:
+                pipe.eval()
+                with torch.no_grad():
+                    pipe(x)
+                    pipe(x, target=y)
+                pipe(x, target=y)  # its gradients are dropped
+                pipe.train()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach() for parameter in pipe.parameters()]
+
+    assert all(map(torch.equal, train(evaluate=False), train(evaluate=True)))
+
+
+def test_two_runs_with_one_seed_end_alike(way: Any) -> None:
+    def train() -> list[Tensor]:
+        torch.manual_seed(7)
+        pipe = way.pipe(drawing(), 4, balance=[2, 3])
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for _ in range(20):
+            way.loss(pipe, *batch(8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach() for parameter in pipe.parameters()]
+
+    assert all(map(torch.equal, train(), train()))
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("way", INSIDE, indirect=True)
+def test_a_loss_that_draws_has_a_stream_of_its_own(way: Any, checkpoint: str) -> None:
+    def noisy(output: Tensor, target: Tensor) -> Tensor:
+        return F.dropout(output - target, 0.5).square().mean()
+
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, 3), nn.Dropout(0.5))
+    pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 1], loss_fn=noisy)
+    x, y = torch.randn(7, WIDTH), torch.randn(7, 3)
+    for step in range(2):
+        torch.manual_seed(step)
+        reference = reference_step(plain, x, y, noisy, 3, draw_key())
+        torch.manual_seed(step)
+        loss = pipe(x, target=y)
+        loss.backward()
+        assert torch.equal(loss, reference.loss)
+        assert same_gradients(pipe, plain)

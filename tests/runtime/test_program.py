@@ -1,0 +1,59 @@
+import pytest
+
+from pipework.runtime.program import Program
+from pipework.schedule import (
+    Action,
+    Schedule,
+    fill_drain,
+    interleaved_1f1b,
+    looped_bfs,
+    one_forward_one_backward,
+    split_at_loss,
+    with_recompute,
+)
+
+
+def schedule(*orders: str) -> Schedule:
+    return Schedule("own", tuple(range(len(orders))), tuple(tuple(map(Action.parse, line.split())) for line in orders))
+
+
+def test_forwards_and_others_are_the_whole_in_the_same_order() -> None:
+    program = Program.of(with_recompute(one_forward_one_backward(2, 3), 2))
+    text = [[" ".join(map(str, order)) for order in orders] for orders in (program.forwards, program.others)]
+    assert text == [["0F0 0F1 0F2", "1F0 1F1 1F2"], ["0R0 0B0 0R1 0B1 0B2", "1R0 1B0 1R1 1B1 1B2"]]
+    assert program.whole is program.schedule.orders
+
+
+def test_of_fill_drain_they_are_its_phases() -> None:
+    for each in (fill_drain(3, 4), looped_bfs(2, 3, 2), with_recompute(fill_drain(2, 3), 2)):
+        program = Program.of(each)
+        assert (program.forwards, program.others) == split_at_loss(each)
+        assert program.loss_may_be_outside
+
+
+@pytest.mark.parametrize(
+    ("each", "outside"),
+    [
+        (one_forward_one_backward(2, 4), False),
+        (interleaved_1f1b(2, 4, 2), False),
+        (with_recompute(one_forward_one_backward(3, 2), 1), False),
+        (one_forward_one_backward(3, 1), True),  # one micro-batch alone has no other order
+        (one_forward_one_backward(1, 1), True),
+    ],
+)
+def test_where_the_loss_may_be(each: Schedule, outside: bool) -> None:
+    assert Program.of(each).loss_may_be_outside == outside
+
+
+@pytest.mark.parametrize(
+    ("each", "message"),
+    [
+        (schedule("0B0 0F0"), "0B0"),
+        (schedule("0F0"), "0B0"),
+        (schedule("0F0 0I0 0W0"), r"splits backwards in two \(0I0\), which cannot be run yet: give one of whole"),
+        (schedule("0F0 0F1 0B1 0B0"), "in another order than 0, 1, 2"),
+    ],
+)
+def test_what_cannot_run_is_refused(each: Schedule, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Program.of(each)

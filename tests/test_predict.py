@@ -1,0 +1,144 @@
+"""What `pipe.predict` says against what is then measured."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipework import Pipe, pop, skippable, stash
+
+
+@skippable(stash=["skip"])
+class Down(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor):
+        x = self.linear(x)
+        yield stash("skip", x)
+        return torch.tanh(x)
+
+
+@skippable(pop=["skip"])
+class Up(nn.Module):
+    def forward(self, x: torch.Tensor):
+        return x * (yield pop("skip"))
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(4, 8), Down(), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 8), Up(), nn.Linear(8, 3)
+    )
+
+
+def recorded(pipe: Pipe, x: torch.Tensor, y: torch.Tensor | None):
+    with pipe.record() as timeline:
+        (pipe(x).sum() if y is None else pipe(x, target=y)).backward()
+    return timeline
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"])
+def test_activation_bytes_are_those_that_are_then_measured(schedule: str, checkpoint: str) -> None:
+    workers = 2 if "-" in schedule else 4
+    pipe = Pipe(
+        model(), 6, checkpoint, balance=[2] * 4, devices=["cpu"] * workers, schedule=schedule,
+        loss_fn=functional.cross_entropy,
+    )  # fmt: skip
+    x, y = torch.randn(192, 4), torch.randint(3, (192,))
+    prediction = pipe.predict(x, target=y, timeout=0)
+    timeline = recorded(pipe, x, y)
+    measured = timeline.timeline()
+    peaks = [measured.peak_memory(worker) for worker in range(workers)]
+    assert list(prediction.simulation.peak_memory) == pytest.approx(peaks, rel=0.05)
+    costs = timeline.costs()
+    assert list(prediction.costs.activation) == pytest.approx(list(costs.activation), rel=0.05)
+    assert timeline.predicted().peak_memory == pytest.approx(tuple(peaks), rel=0.05)
+
+
+def test_the_loss_may_be_outside() -> None:
+    pipe = Pipe(model(), 6, balance=[4, 4], devices=["cpu"] * 2)
+    x = torch.randn(192, 4)
+    prediction = pipe.predict(x, timeout=0)
+    measured = recorded(pipe, x, None).timeline()
+    assert prediction.simulation.peak_memory == pytest.approx(
+        (measured.peak_memory(0), measured.peak_memory(1)), rel=0.05
+    )
+
+
+def test_fixed_bytes_and_the_table() -> None:
+    layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2).requires_grad_(False))
+    pipe = Pipe(layers, 3, "never", balance=[2, 1], devices=["cpu"] * 2)
+    prediction = pipe.predict(torch.randn(6, 4), timeout=0)
+    first, second = prediction.stages
+    assert (first.weights, first.gradients, first.buffers) == (4 * (32 + 8 + 16), 4 * (32 + 8 + 16), 4 * 16 + 8)
+    assert (second.weights, second.gradients, second.buffers) == (4 * 18, 0, 0)
+    assert prediction.worker_bytes == tuple(stage.total for stage in prediction.stages)
+    assert prediction.seconds > 0
+    heading, titles, *rows, last = str(prediction).splitlines()
+    assert heading == "predicted: gpipe, 2 workers, 3 micro-batches"
+    assert titles.split() == ["stage", "device", "weights", "gradients", "buffers", "activations", "total"]
+    assert len(rows) == 2
+    assert last.startswith("step ")
+
+
+def test_nothing_changes() -> None:
+    pipe = Pipe(model(), 4, balance=[4, 4], devices=["cpu"] * 2, deferred_batch_norm=True)
+    pipe[3].eval()
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    state, flags = torch.get_rng_state(), [module.training for module in pipe.modules()]
+    x = torch.randn(12, 4, requires_grad=True)
+    with torch.no_grad():
+        state = torch.get_rng_state()
+        pipe.predict(x, timeout=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], value) for name, value in pipe.state_dict().items())
+    assert [module.training for module in pipe.modules()] == flags
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    assert x.grad is None
+
+
+def test_a_last_layer_that_returns_the_loss_and_keyword_inputs() -> None:
+    class First(nn.Module):
+        def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x, scale
+
+    class Last(nn.Module):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return functional.mse_loss(x * scale, target)
+
+    pipe = Pipe(nn.Sequential(First(), Last()), 2, balance=[1, 1], devices=["cpu"] * 2, schedule="1f1b")
+    x = torch.randn(4, 2, requires_grad=True)
+    prediction = pipe.predict(x, scale=torch.ones(4, 1), target=torch.zeros(4, 2), timeout=0)
+    assert len(prediction.stages) == 2
+
+
+def test_progress_is_reported_line_by_line(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = Pipe(model(), 4, balance=[4, 4], devices=["cpu"] * 2)
+    lines: list[str] = []
+    pipe.predict(torch.randn(12, 4), timeout=0, progress=lines.append)
+    assert [line.split(":")[0] for line in lines] == ["stage 1 of 2", "stage 2 of 2"]
+    with caplog.at_level("INFO", logger="pipework"):
+        pipe.predict(torch.randn(12, 4), timeout=0)
+    assert [record.message.split(":")[0] for record in caplog.records] == ["stage 1 of 2", "stage 2 of 2"]
+
+
+def test_threads_are_as_before() -> None:
+    threads = torch.get_num_threads()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, threads)
+        torch.set_num_threads(4)
+        pipe = Pipe(model(), 4, balance=[4, 4], devices=["cpu"] * 2)
+        pipe.predict(torch.randn(12, 4), timeout=0)
+        assert torch.get_num_threads() == 4
+
+
+def test_bad_input_is_refused_as_by_the_pipe_itself() -> None:
+    pipe = Pipe(model(), 4, balance=[4, 4], devices=["cpu"] * 2)
+    with pytest.raises(TypeError, match="inputs do not have any tensors"):
+        pipe.predict(5)
+    with pytest.raises(ValueError, match="without layers"):
+        Pipe(nn.Sequential()).predict(torch.ones(1))
