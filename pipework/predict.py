@@ -226,9 +226,12 @@ class _Stage:
                 output = self._run(value)
             else:
                 # What other stages have stashed is an input, too, but it is only known when it is popped.
-                with meter.measuring(0, 0, inputs):
+                with meter.measuring(0, 0, inputs, self._target_tensors()):
                     output = self._run(value)
         return output, [*inputs, *self._tracker.popped]
+
+    def _target_tensors(self) -> list[Tensor]:
+        return [] if self._sample is None else tensors_of(self._sample.target)
 
     def _run(self, value: Any) -> Any:
         takes_target = self._sample is not None and self._sample.loss is not None and self._sample.loss.function is None

@@ -142,3 +142,21 @@ def test_bad_input_is_refused_as_by_the_pipe_itself() -> None:
         pipe.predict(5)
     with pytest.raises(ValueError, match="without layers"):
         Pipe(nn.Sequential()).predict(torch.ones(1))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
+def test_a_step_of_many_chunks_peaks_like_one_of_few(schedule: str, checkpoint: str) -> None:
+    workers = 4 if schedule == "1f1b" else 2
+    layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+    peaks = []
+    for chunks in (16, 64):
+        pipe = Pipe(
+            layers, chunks, checkpoint, balance=[2] * 4, devices=["cpu"] * workers, schedule=schedule,
+            loss_fn=functional.mse_loss,
+        )  # fmt: skip
+        x = torch.randn(4 * chunks, 16)
+        timeline = recorded(pipe, x, x)
+        peaks.append([timeline.timeline().peak_memory(worker) for worker in range(workers)])
+        assert peaks[-1] == pytest.approx(list(timeline.predicted().peak_memory), rel=0.05)
+    assert peaks[0] == peaks[1]

@@ -33,13 +33,16 @@ class MemoryMeter:
         self._sent = 0
 
     @contextlib.contextmanager
-    def measuring(self, stage: int, micro_batch: int, inputs: Iterable[Tensor]) -> Iterator[None]:
+    def measuring(
+        self, stage: int, micro_batch: int, inputs: Iterable[Tensor], target: Iterable[Tensor] = ()
+    ) -> Iterator[None]:
         """Counts the inputs and what is saved inside as held for this micro-batch of the stage, until `released`."""
         # The caller's micro-batches are slices of one storage, of which each holds its own rows.
-        own = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in inputs}
+        of_inputs = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in inputs}
+        own = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in target} | of_inputs
         sizes: dict[int, int] = {}
         if torch.is_grad_enabled():  # without a backward to come, nothing is kept
-            sizes = {address: size for address, size in own.items() if address not in self._persistent}
+            sizes = {address: size for address, size in of_inputs.items() if address not in self._persistent}
         outer = engine.saved_tensor_hooks()  # only the innermost hooks are called, so these must call the user's own
 
         def pack(tensor: Tensor) -> Any:

@@ -264,7 +264,8 @@ class StageRun:
             if self._guard is not None:
                 stack.enter_context(self._guard)
             if self.meter is not None:
-                stack.enter_context(self.meter.measuring(self._index, micro_batch, leaves))
+                target, _ = values.flatten(self._targets.get(micro_batch))
+                stack.enter_context(self.meter.measuring(self._index, micro_batch, leaves, target))
             if self._skips is None:
                 return self._run_layers(leaves, structure, micro_batch)
             return self._run_layers_with_skips(self._skips, leaves, structure, micro_batch)
@@ -309,6 +310,10 @@ class StageRun:
                     value = module(*value) if type(value) is tuple and not takes_tuple_whole else module(value)
             except BaseException as error:
                 add_note(error, f"in layer {name!r} ({type(module).__name__})")
+                if number == takes_target and isinstance(error, TypeError):
+                    add_note(
+                        error, "the pipe has no loss_fn, so the last layer is given the target and returns the loss"
+                    )
                 raise
         if aliased:
             self._see_overwriting(leaves, aliases)

@@ -127,7 +127,11 @@ def examine(
     if violations:
         return violations, None
     ended = run(schedule, costs, loss_outside=loss_outside)
-    return tuple(_waiting(schedule, stuck) for stuck in ended.stuck), ended
+    # Who waits for something further on in its own order is the cause; who waits for another worker, the consequence.
+    stuck = sorted(
+        ended.stuck, key=lambda each: each.missing == LOSS or schedule.placement[each.missing.stage] != each.worker
+    )
+    return tuple(_waiting(schedule, each) for each in stuck), ended
 
 
 def _misplaced(schedule: Schedule) -> Iterator[Violation]:

@@ -120,3 +120,14 @@ def test_what_a_micro_batch_holds_and_what_was_sent() -> None:
     assert meter.read(0, 3)[1:] == (x.nbytes, y.nbytes)
     meter.released(0, 3)
     assert meter.read(0, 3)[1:] == (0, 0)
+
+
+def test_a_slice_of_the_target_counts_its_own_rows_if_the_loss_saves_it() -> None:
+    meter = MemoryMeter([])
+    x, target = torch.ones(2, 8, requires_grad=True), torch.zeros(100, 8)[2:4]
+    with meter.measuring(0, 0, [x], [target]):
+        nn.functional.mse_loss(x, target)
+    assert meter.read(0, 0)[1] == x.nbytes + target.nbytes
+    with meter.measuring(0, 1, [x], [target]):
+        (x - target).tanh()
+    assert meter.read(0, 1)[1] == 2 * x.nbytes

@@ -180,3 +180,12 @@ def test_ascending(text, ascending):
 
 def test_ascending_is_a_matter_of_each_stage():
     assert validate(schedule_of("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1", placement=(0, 0))).ascending
+
+
+def test_the_cause_of_a_wait_is_named_before_its_consequences():
+    orders = ("0F0 0F1 0B0 0B1", "1F0 1B1 1F1 1B0")
+    schedule = Schedule("mine", (0, 1), tuple(tuple(map(Action.parse, order.split())) for order in orders))
+    with pytest.raises(
+        ScheduleError, match=r"worker 1 waits for ever at 1B1: it needs 1F1, .*own order \(and 1 more\)"
+    ):
+        schedule.validate().raise_if_invalid()
