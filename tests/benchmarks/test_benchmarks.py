@@ -12,9 +12,10 @@ from benchmarks import measure
 ROOT = Path(__file__).resolve().parents[2]
 
 TINY = {
-    "two_stage_speed": ["--rounds", "1", "--width", "16", "--tokens", "4"],
-    "overhead": ["--seconds", "0.01", "--workers", "1", "2", "--chunks", "4", "64"],
+    "two_stage_speed": ["--rounds", "1", "--recorded", "1", "--predict", "0", "--width", "16", "--tokens", "4"],
+    "overhead": ["--seconds", "0.01", "--workers", "1", "2", "--stages", "2", "--chunks", "2", "4", "64"],
     "many_workers": ["--rounds", "1", "--workers", "2", "3", "--milliseconds", "1", "--micro-batches", "3"],
+    "grain": ["--seconds", "0.01", "--milliseconds", "0.1", "1", "--micro-batches", "2"],
 }
 
 
