@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from torch import nn
 
@@ -84,8 +84,15 @@ class LossSettings:
         # Before the first action: a schedule may go backward with the first micro-batch before the last goes forward.
         if self.weight is None:
             return list(rows)
-        amounts = [float(self.weight(values.unflatten(*target))) for target in targets]
-        for number, amount in enumerate(amounts):
-            if not amount >= 0:
-                raise ValueError(f"loss_weight gave {amount} for micro-batch {number}: wanted a number of at least 0")
+        amounts = []
+        for number, target in enumerate(targets):
+            amount = self.weight(values.unflatten(*target))
+            if not (isinstance(amount, SupportsFloat) and getattr(amount, "ndim", 0) == 0):
+                got = f"a tensor of shape {tuple(amount.shape)}" if hasattr(amount, "shape") else type(amount).__name__
+                raise TypeError(f"loss_weight gave {got} for micro-batch {number}: wanted a number of at least 0")
+            amounts.append(float(amount))
+            if not amounts[-1] >= 0:
+                raise ValueError(
+                    f"loss_weight gave {amounts[-1]} for micro-batch {number}: wanted a number of at least 0"
+                )
         return amounts

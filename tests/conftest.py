@@ -89,13 +89,15 @@ class Way:
         *args: Any,
         balance: Sequence[int],
         loss_fn: Callable[[Any, Any], Tensor] | None = distance,
+        share: bool = False,
         **options: Any,
     ) -> Pipe:
-        """A pipe of a copy, with two or more stages per worker if the schedule has several."""
-        several = self.schedule in ("interleaved-1f1b", "looped-bfs")
-        workers = max(1, len(balance) // 2) if several and len(balance) % 2 == 0 else 1 if several else len(balance)
+        """A pipe of a copy, or if `share` of the module itself; with several stages per worker if the schedule has."""
+        workers = len(balance)
+        if self.schedule in ("interleaved-1f1b", "looped-bfs"):
+            workers = 1 if workers % 2 else workers // 2
         return Pipe(
-            copy.deepcopy(module),
+            module if share else copy.deepcopy(module),
             chunks,
             checkpoint,
             *args,

@@ -277,6 +277,13 @@ class LastLayerOfTwo(nn.Module):
         return F.cross_entropy(self.bilinear(x, y), target)
 
 
+class LastLayerOfPair(LastLayerOfTwo):
+    """Takes a tuple whole, and the target after it."""
+
+    def forward(self, pair: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return super().forward(*pair, target)
+
+
 class Two(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x * 2
@@ -290,6 +297,7 @@ class Two(nn.Module):
         lambda: nn.Sequential(*layers()[:3], LastLayer()),
         lambda: PipeSequential(*layers()[:2], Two(), LastLayerOfTwo()),
         lambda: nn.Sequential(*layers()[:2], Two(), LastLayerOfTwo()),
+        lambda: nn.Sequential(*layers()[:2], Two(), LastLayerOfPair()),
     ],
 )
 def test_the_last_layer_may_return_the_loss(way: Any, make: Callable[[], nn.Sequential], checkpoint: str) -> None:

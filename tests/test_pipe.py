@@ -451,36 +451,6 @@ def test_no_hook_and_no_alias_stays_in_the_modules() -> None:
     assert not any(submodule._forward_hooks or submodule._forward_pre_hooks for submodule in module.modules())
 
 
-def test_two_pipes_and_four_calling_threads_from_the_first_call_on() -> None:
-    pipes = [two_stages(), two_stages()]
-    parameters = [list(pipe.parameters()) for pipe in pipes]
-    x = torch.randn(8, 4)
-
-    def output_and_gradients(pipe: Pipe, parameters: list[nn.Parameter]) -> tuple[torch.Tensor, ...]:
-        output = pipe(x)
-        return output.detach(), *torch.autograd.grad(output.square().sum(), parameters)
-
-    copies = copy.deepcopy(pipes)
-    expected = [output_and_gradients(pipe, list(pipe.parameters())) for pipe in copies]
-    results: list[tuple[int, tuple[torch.Tensor, ...]]] = []
-    start = threading.Barrier(4, timeout=20)
-
-    def call(index: int) -> None:
-        start.wait()
-        for _ in range(10):
-            results.append((index, output_and_gradients(pipes[index], parameters[index])))
-
-    threads = [threading.Thread(target=call, args=(number % 2,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 40
-    assert all(torch.equal(a, b) for index, result in results for a, b in zip(result, expected[index], strict=True))
-    for pipe, own in zip(pipes, parameters, strict=True):
-        assert all(a is b for a, b in zip(pipe.parameters(), own, strict=True))
-
-
 # Records
 
 

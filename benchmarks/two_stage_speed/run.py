@@ -148,6 +148,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, help="how often everyone runs (default 9; with --quick 3)")
     options.add_argument("--recorded", type=int, help="steps of each pipe to record (default 5; with --quick 3)")
+    options.add_argument("--predict", type=float, default=0.5, help="seconds of pipe.predict() a stage (default 0.5)")
     options.add_argument("--width", type=int, default=256, help="of the model (default 256)")
     options.add_argument("--tokens", type=int, default=128, help="of a row (default 128)")
     arguments = options.parse_args(argv)
@@ -164,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
         check(entrants)
         seconds = alternate({name: each.step for name, each in entrants.items()}, rounds, warm_up=1)
         forecasts = predictions.forecast(
-            {name: subject(task, pipe, entrants[name], inside=name != OUTSIDE) for name, pipe in pipes.items()},
+            {name: subject(task, name, pipe, entrants[name], arguments.predict) for name, pipe in pipes.items()},
             recorded,
         )
 
@@ -180,10 +181,11 @@ def main(argv: list[str] | None = None) -> None:
     conclude("two_stage_speed", arguments, machine, verdicts, results)
 
 
-def subject(task: Task, pipe: Pipe, one: Entrant, *, inside: bool) -> predictions.Subject:
+def subject(task: Task, name: str, pipe: Pipe, one: Entrant, timeout: float) -> predictions.Subject:
     """A pipe whose steps are to be predicted."""
     batch, target = task.batch()
-    return predictions.Subject(pipe, one.step, lambda: pipe.predict(batch, target=target if inside else None).seconds)
+    inside = None if name == OUTSIDE else target
+    return predictions.Subject(pipe, one.step, lambda: pipe.predict(batch, target=inside, timeout=timeout).seconds)
 
 
 def report(seconds: dict[str, list[float]], schedules: dict[str, str | None], task: Task, rounds: int) -> None:

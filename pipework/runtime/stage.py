@@ -62,6 +62,10 @@ class Stage:
             Layer(module, number, name, not spread_tuples and takes_tuple_whole(module))
             for number, (name, module) in enumerate(zip(names, runnable, strict=True), start=first_number)
         ]
+        # If it takes the target, too, that does not count.
+        last = self.layers[-1]
+        whole = not spread_tuples and takes_tuple_whole(last.module, others=1)
+        self.layers_with_target = [*self.layers[:-1], last._replace(takes_tuple_whole=whole)]
         self.inspected = False  # whether a graph of this stage has been searched for hidden parameters
         self.buffers = MutableBuffers(runnable)
 
@@ -86,10 +90,14 @@ class Stage:
         return any(layer.module.training for layer in self.layers)
 
 
-def takes_tuple_whole(module: nn.Module) -> bool:
+def takes_tuple_whole(module: nn.Module, others: int = 0) -> bool:
     """Whether a tuple reaches the layer as one argument, as in nn.Sequential: its forward can take no more.
 
     Every other layer gets a tuple spread into its positional arguments.
+
+    Args:
+        module: the layer.
+        others: how many positional arguments it gets beside the tuple.
 
     Example:
         >>> takes_tuple_whole(nn.Linear(1, 1)), takes_tuple_whole(nn.Bilinear(1, 1, 1))
@@ -101,4 +109,4 @@ def takes_tuple_whole(module: nn.Module) -> bool:
     except (TypeError, ValueError):
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) == 1 and all(p.kind is not p.VAR_POSITIONAL for p in parameters)
+    return len(positional) == 1 + others and all(p.kind is not p.VAR_POSITIONAL for p in parameters)

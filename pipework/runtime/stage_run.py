@@ -73,8 +73,10 @@ class StageRun:
         self._loss = loss
         self._targets: dict[int, Any] = {}
         self._seed: Tensor | None = None
-        # With a loss but no function for it, the last layer takes the target, too.
-        self._takes_target = self._layers[-1].number if loss is not None and loss.function is None else -1
+        self._takes_target = -1
+        if loss is not None and loss.function is None:  # the last layer takes the target, too
+            self._layers = stage.layers_with_target
+            self._takes_target = self._layers[-1].number
         stage.refresh()
         self.draws = any(map(may_draw, stage.modules)) or (loss is not None and function_may_draw(loss.function))
         self.aliases = Aliases(stage.modules if context.grad else ())

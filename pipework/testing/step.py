@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipework.runtime.stage import takes_tuple_whole
 from pipework.testing.random import micro_batch_random
 from pipework.testing.reference import Reference, gradients_added, micro_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from torch import nn
 
 
 def reference_step(
@@ -93,8 +92,12 @@ def _loss(
     if loss_fn is not None:
         output = model(*inputs)
         return loss_fn(output, target), output
-    value = model[:-1](*inputs) if len(model) > 1 else inputs
-    return model[-1](*(value if isinstance(value, tuple) else (value,)), target), None
+    value: Any = inputs if len(inputs) > 1 else inputs[0]
+    if len(model) > 1:
+        value = model[:-1](*inputs)
+    # As in a pipe, a tuple is spread, unless the layer has a single argument beside the target.
+    whole = not isinstance(value, tuple) or (type(model) is nn.Sequential and takes_tuple_whole(model[-1], others=1))
+    return model[-1](*((value,) if whole else value), target), None
 
 
 def _split(target: Any, count: int) -> Iterator[Any]:

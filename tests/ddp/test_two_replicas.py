@@ -1,4 +1,4 @@
-"""`DistributedDataParallel(pipe)` on two gloo processes: the gradients of the whole batch, in every checkpoint mode."""
+"""`DistributedDataParallel(pipe)` on two gloo processes: the gradients of the whole batch, in every way and mode."""
 
 import os
 import socket
@@ -12,10 +12,13 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no distributed")
 
 SCRIPT = Path(__file__).with_name("replica.py")
+OPTIONS = ("plain", "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "no_sync", "return_output")
 CASES = [
-    (checkpoint, option)
+    (schedule, checkpoint, option)
+    for schedule in ("outside", "gpipe", "1f1b", "interleaved-1f1b")
     for checkpoint in ("never", "except_last", "always")
-    for option in ("plain", "find_unused_parameters", "static_graph", "no_sync")
+    for option in OPTIONS
+    if (schedule, option) != ("outside", "return_output")
 ]
 
 
@@ -28,7 +31,7 @@ def verdicts() -> dict[str, str]:
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), *(f"{checkpoint}:{option}" for checkpoint, option in CASES)],
+            [sys.executable, str(SCRIPT), *map(":".join, CASES)],
             env={**environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
@@ -40,6 +43,8 @@ def verdicts() -> dict[str, str]:
     return dict(line.split("=") for line in outputs[0].splitlines() if "=" in line)
 
 
-@pytest.mark.parametrize(("checkpoint", "option"), CASES)
-def test_replicas_get_the_gradients_of_the_whole_batch(verdicts: dict[str, str], checkpoint: str, option: str) -> None:
-    assert verdicts[f"{checkpoint}:{option}"] == "equal"
+@pytest.mark.parametrize(("schedule", "checkpoint", "option"), CASES)
+def test_replicas_get_the_gradients_of_the_whole_batch(
+    verdicts: dict[str, str], schedule: str, checkpoint: str, option: str
+) -> None:
+    assert verdicts[f"{schedule}:{checkpoint}:{option}"] == "equal"

@@ -12,8 +12,9 @@ from torch import nn
 
 from pipework import Pipe
 
-STAGES = 3
+STAGES = 4
 CHUNKS = 3
+INSIDE = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
 
 
 class Mishap(Exception):
@@ -52,18 +53,12 @@ class Fragile(nn.Module):
             raise self.error
 
 
-def fragile_pipe(checkpoint: str = "never") -> Pipe:
-    return Pipe(
-        nn.Sequential(*(Fragile() for _ in range(STAGES))),
-        CHUNKS,
-        checkpoint,
-        balance=[1] * STAGES,
-        devices=["cpu"] * STAGES,
-    )
+def fragile_pipe(way: Any, checkpoint: str = "never", **options: Any) -> Pipe:
+    return way.pipe(nn.Sequential(*(Fragile() for _ in range(STAGES))), CHUNKS, checkpoint, balance=[1] * 4, **options)
 
 
-def numbered_batch() -> torch.Tensor:
-    return torch.cat([torch.randn(CHUNKS, 3), torch.arange(CHUNKS)[:, None].float()], dim=1)
+def numbered_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([torch.randn(CHUNKS, 3), torch.arange(CHUNKS)[:, None].float()], dim=1), torch.arange(3.0)
 
 
 @pytest.mark.parametrize("micro_batch", range(CHUNKS))
@@ -72,12 +67,12 @@ def numbered_batch() -> torch.Tensor:
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.timeout(20)
 def test_the_original_exception_is_raised_with_a_note(
-    checkpoint: str, direction: str, stage: int, micro_batch: int
+    way: Any, checkpoint: str, direction: str, stage: int, micro_batch: int
 ) -> None:
-    pipe = fragile_pipe(checkpoint)
+    pipe = fragile_pipe(way, checkpoint)
     pipe[stage].fail = (direction, micro_batch)
     with pytest.raises(Mishap) as caught:
-        pipe(numbered_batch()).sum().backward()
+        way.loss(pipe, *numbered_batch()).backward()
     assert caught.value is pipe[stage].error
     in_layer = [f"pipework: in layer '{stage}' (Fragile)"] if direction == "forward" else []
     assert caught.value.__notes__ == [
@@ -88,24 +83,24 @@ def test_the_original_exception_is_raised_with_a_note(
     assert "maybe_fail" in names, "the traceback leads to the layer's own line"
 
 
+class SecondPassFails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes == 2:
+            raise Mishap
+        return self.linear(x)
+
+
 @pytest.mark.timeout(20)
-def test_an_exception_during_recomputation_is_named_as_such() -> None:
-    class SecondPassFails(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-            self.passes = 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.passes += 1
-            if self.passes == 2:
-                raise Mishap
-            return self.linear(x)
-
-    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), SecondPassFails()), 1, "always", balance=[1, 1], devices=["cpu"] * 2)
-    output = pipe(torch.ones(1, 2))
+def test_an_exception_during_recomputation_is_named_as_such(way: Any) -> None:
+    pipe = way.pipe(nn.Sequential(nn.Linear(2, 2), SecondPassFails()), 1, "always", balance=[1, 1])
     with pytest.raises(Mishap) as caught:
-        output.sum().backward()
+        way.loss(pipe, torch.ones(1, 2), torch.ones(1)).backward()
     assert caught.value.__notes__ == [
         "pipework: in layer '1' (SecondPassFails)",
         "pipework: stage 1, micro-batch 0, action R",
@@ -115,41 +110,89 @@ def test_an_exception_during_recomputation_is_named_as_such() -> None:
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), StopIteration("odd"), GeneratorExit()], ids=repr)
 @pytest.mark.timeout(20)
-def test_even_exceptions_that_end_a_thread_reach_the_caller(direction: str, error: BaseException) -> None:
-    pipe = fragile_pipe()
+def test_even_exceptions_that_end_a_thread_reach_the_caller(way: Any, direction: str, error: BaseException) -> None:
+    pipe = fragile_pipe(way)
     pipe[1].error, pipe[1].fail = error, (direction, 1)
     with pytest.raises(type(error)) as caught:
-        pipe(numbered_batch()).sum().backward()
+        way.loss(pipe, *numbered_batch()).backward()
     assert caught.value is error
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_the_pipe_stays_usable_and_exact(checkpoint: str, direction: str) -> None:
-    pipe, x = fragile_pipe(checkpoint), numbered_batch()
-    pipe(x).sum().backward()
+def test_the_pipe_stays_usable_and_exact(way: Any, checkpoint: str, direction: str) -> None:
+    pipe, batch = fragile_pipe(way, checkpoint), numbered_batch()
+    way.loss(pipe, *batch).backward()
     expected = [parameter.grad for parameter in pipe.parameters()]
     pipe.zero_grad()
     parameters = list(pipe.parameters())
     pipe[1].fail = (direction, 1)
     for _ in range(3):
         with pytest.raises(Mishap):
-            pipe(x).sum().backward()
+            way.loss(pipe, *batch).backward()
     assert all(a is b for a, b in zip(pipe.parameters(), parameters, strict=True))
     assert all(parameter.grad is None for parameter in pipe.parameters()), "a failed backward delivers nothing"
     pipe[1].fail = None
-    pipe(x).sum().backward()
+    way.loss(pipe, *batch).backward()
     assert all(map(torch.equal, expected, [parameter.grad for parameter in pipe.parameters()]))
 
 
-def test_a_backward_that_failed_cannot_be_repeated() -> None:
-    pipe = fragile_pipe()
+@pytest.mark.parametrize("way", ["outside"], indirect=True)
+def test_a_backward_that_failed_cannot_be_repeated(way: Any) -> None:
+    pipe = fragile_pipe(way)
     pipe[1].fail = ("backward", 1)
-    loss = pipe(numbered_batch()).sum()
+    loss = pipe(numbered_batch()[0]).sum()
     with pytest.raises(Mishap):
         loss.backward()
     with pytest.raises(RuntimeError, match="failed before"):
         loss.backward()
+
+
+# The loss function is no layer, and no less fragile
+
+
+class FragileLoss(nn.Module):
+    """Fails on one micro-batch, in its first or its second pass, or in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fail: tuple[str, int] | None = None
+        self.seen: list[int] = []
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        micro_batch = int(target[0])
+        action = "R" if micro_batch in self.seen else "F"
+        self.seen.append(micro_batch)
+        self.maybe_fail(action, micro_batch)
+        loss = output.mean()
+        loss.register_hook(lambda gradient: self.maybe_fail("B", micro_batch))
+        return loss
+
+    def maybe_fail(self, action: str, micro_batch: int) -> None:
+        if self.fail == (action, micro_batch):
+            raise Mishap(action)
+
+
+@pytest.mark.parametrize("way", INSIDE, indirect=True)
+@pytest.mark.parametrize("micro_batch", range(CHUNKS))
+@pytest.mark.parametrize("action", ["F", "R", "B"])
+@pytest.mark.timeout(20)
+def test_an_exception_in_the_loss_function(way: Any, action: str, micro_batch: int) -> None:
+    criterion = FragileLoss()
+    pipe = fragile_pipe(way, "always", loss_fn=criterion)
+    x, y = numbered_batch()
+    for fail in ((action, micro_batch), None, (action, micro_batch), None):
+        criterion.fail = fail
+        criterion.seen.clear()
+        if fail is None:
+            pipe(x, target=y).backward()
+            continue
+        with pytest.raises(Mishap) as caught:
+            pipe(x, target=y)
+        assert caught.value.__notes__ == [
+            *(["pipework: in loss_fn (FragileLoss)"] if action != "B" else []),
+            f"pipework: stage {STAGES - 1}, micro-batch {micro_batch}, action {action}",
+        ]
 
 
 class FailsOnTheLast(nn.Module):
@@ -208,20 +251,22 @@ def test_the_first_exception_wins_and_other_workers_stop_at_their_next_action(bo
     assert second is None or second.__traceback__ is not None
 
 
-def test_a_failed_step_keeps_no_tensor_alive() -> None:
-    pipe = fragile_pipe()
-    pipe[2].fail = ("forward", 1)
-    x = numbered_batch()
-    gone = weakref.ref(x)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_failed_step_keeps_no_tensor_alive(way: Any, direction: str) -> None:
+    pipe = fragile_pipe(way)
+    x, y = numbered_batch()
+    way.loss(pipe, x, y).backward()
+    pipe[2].fail = (direction, 1)
+    gone = [weakref.ref(x), weakref.ref(y)]
     gc.collect()
     gc.disable()
     try:
         with pytest.raises(Mishap) as caught:
-            pipe(x)
+            way.loss(pipe, x, y).backward()
         # Only the exception's own traceback still leads to what the layer was working on.
         caught.value.__traceback__ = None
-        del caught, x
+        del caught, x, y
         pipe[2].error = Mishap()
-        assert gone() is None
+        assert [reference() for reference in gone] == [None, None]
     finally:
         gc.enable()

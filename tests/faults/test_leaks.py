@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -38,20 +39,31 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
-def test_a_thousand_steps_leave_nothing(checkpoint: str) -> None:
-    pipe = Pipe(
-        nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 64)),
-        4,
-        checkpoint,
-        balance=[1, 2],
-        devices=["cpu"] * 2,
-    )
-    x = torch.randn(64, 64)
+def pipe_of(way: Any, checkpoint: str = "except_last") -> Pipe:
+    module = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), Sometimes(), nn.Linear(64, 64))
+    return way.pipe(module, 4, checkpoint, balance=[1, 1, 1, 1])
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("way", "checkpoint"),
+    [
+        ("outside", "never"),
+        ("outside", "except_last"),
+        ("interleaved-1f1b", "except_last"),
+        pytest.param("interleaved-1f1b", "never", marks=slow),
+        *(pytest.param(way, "except_last", marks=slow) for way in ("gpipe", "1f1b", "looped-bfs")),
+    ],
+    indirect=["way"],
+)
+def test_a_thousand_steps_leave_nothing(way: Any, checkpoint: str) -> None:
+    pipe, x, y = pipe_of(way, checkpoint), torch.randn(64, 64), torch.randn(64)
 
     def steps(count: int) -> None:
         for _ in range(count):
-            pipe(x).sum().backward()
+            way.loss(pipe, x, y).backward()
             pipe.zero_grad()
 
     steps(100)
@@ -61,17 +73,14 @@ def test_a_thousand_steps_leave_nothing(checkpoint: str) -> None:
     assert resident_bytes() < resident * 1.02
 
 
-def test_a_hundred_failed_steps_leave_nothing() -> None:
-    pipe = Pipe(
-        nn.Sequential(nn.Linear(64, 64), Sometimes(), nn.Linear(64, 64)), 4, balance=[1, 2], devices=["cpu"] * 2
-    )
-    x = torch.randn(64, 64)
+def test_a_hundred_failed_steps_leave_nothing(way: Any) -> None:
+    pipe, x, y = pipe_of(way), torch.randn(64, 64), torch.randn(64)
 
     def failing_step() -> None:
-        pipe[1].fail = True
+        pipe[2].fail = True
         with pytest.raises(ArithmeticError):
-            pipe(x)
-        pipe[1].fail = False
+            way.loss(pipe, x, y)
+        pipe[2].fail = False
 
     for _ in range(5):
         failing_step()
@@ -82,11 +91,10 @@ def test_a_hundred_failed_steps_leave_nothing() -> None:
     assert resident_bytes() < resident * 1.02
 
 
-def test_pipes_that_come_and_go_leave_no_thread() -> None:
+def test_pipes_that_come_and_go_leave_no_thread(way: Any) -> None:
     def use_one() -> None:
-        Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, balance=[1, 1], devices=["cpu"] * 2)(
-            torch.randn(4, 2)
-        ).sum().backward()
+        pipe = pipe_of(way)
+        way.loss(pipe, torch.randn(4, 64), torch.randn(4)).backward()
 
     use_one()
     before = inventory()

@@ -1,6 +1,7 @@
 """Row 14 of the fault matrix: NaN or an infinity at one stage and micro-batch, forward or backward."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -29,33 +30,42 @@ class Spoil(nn.Module):
         return torch.cat([y, number], dim=1)
 
 
-def pipe_and_batch(check_finite: bool, checkpoint: str = "never") -> tuple[Pipe, torch.Tensor]:
-    module = nn.Sequential(Spoil(), Spoil(), Spoil())
-    pipe = Pipe(module, 3, checkpoint, balance=[1, 1, 1], devices=["cpu"] * 3, check_finite=check_finite)
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def pipe_and_batch(way: Any, check_finite: bool, checkpoint: str = "never") -> tuple[Pipe, Batch]:
+    module = nn.Sequential(*(Spoil() for _ in range(4)))
+    pipe = way.pipe(module, 3, checkpoint, balance=[1] * 4, check_finite=check_finite)
+    return pipe, (torch.cat([torch.randn(3, 3), torch.arange(3.0)[:, None]], dim=1), torch.randn(3))
+
+
+def three_stages(*, check_finite: bool, checkpoint: str) -> tuple[Pipe, torch.Tensor]:
+    module = nn.Sequential(*(Spoil() for _ in range(3)))
+    pipe = Pipe(module, 3, checkpoint, balance=[1] * 3, devices=["cpu"] * 3, check_finite=check_finite)
     return pipe, torch.cat([torch.randn(3, 3), torch.arange(3.0)[:, None]], dim=1)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("micro_batch", range(3))
-@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_the_first_place_is_named(direction: str, stage: int, micro_batch: int, bad: float) -> None:
-    pipe, x = pipe_and_batch(check_finite=True)
+def test_the_first_place_is_named(way: Any, direction: str, stage: int, micro_batch: int, bad: float) -> None:
+    pipe, batch = pipe_and_batch(way, check_finite=True)
     pipe[stage].where = (direction, micro_batch, bad)
     with pytest.raises(FloatingPointError, match="is not finite") as caught:
-        pipe(x).sum().backward()
+        way.loss(pipe, *batch).backward()
     kind = direction[0].upper()
     assert caught.value.__notes__ == [f"pipework: stage {stage}, micro-batch {micro_batch}, action {kind}"]
     assert f"stage {stage}" in str(caught.value) or f"parameter '{stage}." in str(caught.value)
     pipe[stage].where = None
-    pipe(x).sum().backward()
+    way.loss(pipe, *batch).backward()
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_of_several_places_the_first_is_named(direction: str, checkpoint: str) -> None:
     """Stages are checked on the way of the value: from the first on in forward, from the last on in backward."""
-    pipe, x = pipe_and_batch(check_finite=True, checkpoint=checkpoint)
+    pipe, x = three_stages(check_finite=True, checkpoint=checkpoint)
     x[:, -1] = torch.tensor([0.0, 1.0, 1.0])  # two micro-batches of three go wrong, at two stages
     for stage in (0, 1) if direction == "forward" else (1, 2):
         pipe[stage].where = (direction, 1, float("nan"))
@@ -88,8 +98,8 @@ def test_a_gradient_of_a_parameter_alone_is_named(checkpoint: str) -> None:
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("stage", range(3))
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_unchecked_it_propagates_as_in_pytorch(direction: str, stage: int, checkpoint: str, bad: float) -> None:
-    pipe, x = pipe_and_batch(check_finite=False, checkpoint=checkpoint)
+def test_unchecked_it_propagates_as_in_plain_pytorch(direction: str, stage: int, checkpoint: str, bad: float) -> None:
+    pipe, x = three_stages(check_finite=False, checkpoint=checkpoint)
     plain = copy.deepcopy(nn.Sequential(*pipe))
     for model in (plain, pipe):
         model[stage].where = (direction, 1, bad)
@@ -103,12 +113,30 @@ def test_unchecked_it_propagates_as_in_pytorch(direction: str, stage: int, check
     assert not all(parameter.grad.isfinite().all() for parameter in pipe.parameters())
 
 
+@pytest.mark.parametrize("way", ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"], indirect=True)
+def test_a_loss_that_is_not_finite_is_the_last_stages(way: Any) -> None:
+    pipe, (x, y) = pipe_and_batch(way, check_finite=True)
+    y[1] = float("nan")
+    with pytest.raises(FloatingPointError, match="an output of stage 3 is not finite: 1 NaN") as caught:
+        pipe(x, target=y)
+    assert caught.value.__notes__ == ["pipework: stage 3, micro-batch 1, action F"]
+
+
+def test_unchecked_it_propagates_as_in_pytorch(way: Any) -> None:
+    pipe, batch = pipe_and_batch(way, check_finite=False)
+    pipe[0].where = ("forward", 1, float("nan"))
+    loss = way.loss(pipe, *batch)
+    assert loss.isnan()
+    loss.backward()
+    assert pipe[2].linear.weight.grad.isnan().any()
+
+
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_finite_values_pass_unchanged(checkpoint: str) -> None:
-    checked, x = pipe_and_batch(check_finite=True, checkpoint=checkpoint)
-    unchecked, _ = pipe_and_batch(check_finite=False, checkpoint=checkpoint)
+def test_finite_values_pass_unchanged(way: Any, checkpoint: str) -> None:
+    checked, batch = pipe_and_batch(way, check_finite=True, checkpoint=checkpoint)
+    unchecked, _ = pipe_and_batch(way, check_finite=False, checkpoint=checkpoint)
     unchecked.load_state_dict(checked.state_dict())
     for pipe in (checked, unchecked):
-        pipe(x).sum().backward()
+        way.loss(pipe, *batch).backward()
     for a, b in zip(checked.parameters(), unchecked.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)

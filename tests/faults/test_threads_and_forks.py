@@ -1,11 +1,13 @@
 """Several calling threads, and a process that forks between forward and backward."""
 
 import copy
+import functools
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,17 +18,16 @@ from pipework import Pipe
 Result = tuple[torch.Tensor, ...]
 
 
-def in_two(module: nn.Sequential, checkpoint: str) -> Pipe:
-    return Pipe(module, 4, checkpoint, balance=[1, 2], devices=["cpu"] * 2)
+BALANCE = [1, 1, 1, 1]
 
 
-def three_layers() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+def four_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def output_and_gradients(pipe: Pipe, parameters: Sequence[torch.Tensor], x: torch.Tensor) -> Result:
-    output = pipe(x)
-    return output.detach(), *torch.autograd.grad(output.square().sum(), parameters)
+def loss_and_gradients(way: Any, pipe: Pipe, parameters: Sequence[torch.Tensor], batch: Any) -> Result:
+    loss = way.loss(pipe, *batch)
+    return loss.detach(), *torch.autograd.grad(loss, parameters)
 
 
 def at_once(*calls: Callable[[], None]) -> list[BaseException]:
@@ -51,35 +52,38 @@ def at_once(*calls: Callable[[], None]) -> list[BaseException]:
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_the_first_call_from_two_threads_at_once(
-    checkpoint: str, own_workers: Callable[[], list[threading.Thread]]
+    way: Any, checkpoint: str, own_workers: Callable[[], list[threading.Thread]]
 ) -> None:
-    x = torch.randn(8, 4)
-    module = three_layers()
-    expected = output_and_gradients(pipe := in_two(module, checkpoint), list(module.parameters()), x)
+    batch = torch.randn(8, 4), torch.randn(8)
+    module = four_layers()
+    pipe = way.pipe(module, 4, checkpoint, balance=BALANCE)
+    expected = loss_and_gradients(way, pipe, list(pipe.parameters()), batch)
+    workers = len(pipe.devices)
     del pipe
-    for _ in range(20):
-        pipe = in_two(copy.deepcopy(module), checkpoint)
+    for _ in range(10):
+        pipe = way.pipe(module, 4, checkpoint, balance=BALANCE)
         parameters, results = list(pipe.parameters()), []
-        errors = at_once(*[lambda p=pipe, ps=parameters, r=results: r.append(output_and_gradients(p, ps, x))] * 2)
+        call = functools.partial(loss_and_gradients, way, pipe, parameters, batch)
+        errors = at_once(*[lambda c=call, r=results: r.append(c())] * 2)
         assert errors == []
         assert all(torch.equal(a, b) for result in results for a, b in zip(result, expected, strict=True))
         assert all(a is b for a, b in zip(pipe.parameters(), parameters, strict=True))
-        assert len(own_workers()) == 2
-        del pipe
+        assert len(own_workers()) == workers
+        del pipe, call
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_two_pipes_that_share_layers_called_at_once(checkpoint: str) -> None:
-    module, x = three_layers(), torch.randn(8, 4)
+def test_two_pipes_that_share_layers_called_at_once(way: Any, checkpoint: str) -> None:
+    module, batch = four_layers(), (torch.randn(8, 4), torch.randn(8))
     parameters = list(module.parameters())
-    pipes = [in_two(module, checkpoint), in_two(module, checkpoint)]
-    expected = output_and_gradients(pipes[0], parameters, x)
+    pipes = [way.pipe(module, 4, checkpoint, balance=BALANCE, share=True) for _ in range(2)]
+    expected = loss_and_gradients(way, pipes[0], parameters, batch)
     results: list[Result] = []
 
     def call(pipe: Pipe) -> None:
         for _ in range(50):
             try:
-                results.append(output_and_gradients(pipe, parameters, x))
+                results.append(loss_and_gradients(way, pipe, parameters, batch))
             except RuntimeError as error:
                 if "another pipe" not in str(error):
                     raise
@@ -88,7 +92,27 @@ def test_two_pipes_that_share_layers_called_at_once(checkpoint: str) -> None:
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, expected, strict=True))
     assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
     for pipe in pipes:
-        assert all(map(torch.equal, output_and_gradients(pipe, parameters, x), expected))
+        assert all(map(torch.equal, loss_and_gradients(way, pipe, parameters, batch), expected))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_two_pipes_and_four_calling_threads(way: Any, checkpoint: str) -> None:
+    pipes = [way.pipe(four_layers(), 4, checkpoint, balance=BALANCE) for _ in range(2)]
+    parameters = [list(pipe.parameters()) for pipe in pipes]
+    batch = torch.randn(8, 4), torch.randn(8)
+    twins = copy.deepcopy(pipes)
+    expected = [loss_and_gradients(way, twin, list(twin.parameters()), batch) for twin in twins]
+    results: list[tuple[int, Result]] = []
+
+    def call(index: int) -> None:
+        for _ in range(10):
+            results.append((index, loss_and_gradients(way, pipes[index], parameters[index], batch)))
+
+    assert at_once(*[functools.partial(call, number % 2) for number in range(4)]) == []
+    assert len(results) == 40
+    assert all(torch.equal(a, b) for index, result in results for a, b in zip(result, expected[index], strict=True))
+    for pipe, own in zip(pipes, parameters, strict=True):
+        assert all(a is b for a, b in zip(pipe.parameters(), own, strict=True))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")

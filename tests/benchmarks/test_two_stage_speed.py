@@ -1,0 +1,37 @@
+"""What `two_stage_speed` holds its measurements against."""
+
+import pytest
+
+from benchmarks.two_stage_speed.predictions import Forecast
+from benchmarks.two_stage_speed.run import ONE_CORE, check, entrant, unpipelined
+from benchmarks.two_stage_speed.task import Task
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ideal"), [("gpipe", 9 / 16), ("1f1b", 9 / 16), ("interleaved-1f1b", 17 / 32), ("looped-bfs", 17 / 32)]
+)
+def test_ideal_is_a_share_of_the_one_core_time(schedule: str, ideal: float) -> None:
+    assert Task().ideal(schedule) == pytest.approx(ideal)
+
+
+def test_blocks_are_spread_over_the_stages() -> None:
+    assert Task().balance("1f1b") == [4, 4]
+    assert Task().balance("interleaved-1f1b") == [2, 2, 2, 2]
+
+
+def test_who_computes_other_gradients_is_an_error() -> None:
+    task = Task(blocks=2, width=8, tokens=2, rows=1, chunks=2)
+    model = task.model()
+    batch, _ = task.batch()
+    entrants = {ONE_CORE: unpipelined(task, micro_batched=True), "whole": unpipelined(task, micro_batched=False)}
+    check(entrants)
+    entrants["wrong"] = entrant(model, lambda: model(batch).sum().backward())
+    with pytest.raises(AssertionError, match="other gradients: wrong"):
+        check(entrants)
+
+
+def test_predictions_are_compared_with_the_median() -> None:
+    each = Forecast(recorded=[1.0, 2.0, 9.0], predicted=2.1, before=1.5)
+    assert each.measured == 2.0
+    assert each.off(each.predicted) == pytest.approx(5.0)
+    assert each.off(each.before) == pytest.approx(-25.0)

@@ -1,0 +1,143 @@
+"""Targets, losses and calls that do not fit: a clear error before or at the first action, and the pipe goes on."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipework import NoChunk, Pipe
+from pipework.schedule import one_forward_one_backward
+
+ROWS = 6
+
+
+@pytest.fixture(params=["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "own"])
+def make(request: pytest.FixtureRequest) -> Callable[..., Pipe]:
+    """Makes a pipe of four stages."""
+    workers = 2 if request.param in ("interleaved-1f1b", "looped-bfs") else 4
+    schedule = one_forward_one_backward(4, 3) if request.param == "own" else request.param
+
+    def pipe(loss_fn: Any = F.mse_loss, **options: Any) -> Pipe:
+        module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        devices = ["cpu"] * workers
+        return Pipe(module, 3, balance=[1] * 4, devices=devices, schedule=schedule, loss_fn=loss_fn, **options)
+
+    return pipe
+
+
+@pytest.fixture
+def pipe(make: Callable[..., Pipe]) -> Iterator[Pipe]:
+    """One that is used again when the test is over."""
+    made = make()
+    yield made
+    made.zero_grad()
+    made(torch.randn(ROWS, 4), target=torch.randn(ROWS, 4)).backward()
+    assert all(parameter.grad is not None for parameter in made.parameters())
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (torch.zeros(ROWS - 1, 4), r"inputs have 6 rows and a target tensor has shape \(5, 4\)"),
+        (torch.zeros(ROWS + 1, 4), r"inputs have 6 rows and a target tensor has shape \(7, 4\)"),
+        (torch.zeros(0, 4), r"inputs have 6 rows and a target tensor has shape \(0, 4\)"),
+        (torch.tensor(1.0), r"shape \(\): wanted as many rows; wrap .* in NoChunk"),
+        (torch.zeros(ROWS, 4, requires_grad=True), "requires a gradient, which it would not get"),
+        ({"a": torch.zeros(ROWS, 4), "b": [torch.zeros(2)]}, r"shape \(2,\)"),
+    ],
+)
+def test_a_target_that_does_not_fit(pipe: Pipe, target: Any, message: str) -> None:
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=message):
+        pipe(torch.randn(ROWS, 4, generator=torch.Generator()), target=target)
+    assert torch.equal(torch.get_rng_state(), state), "nothing has been drawn"
+
+
+def test_a_target_of_another_shape_is_the_loss_functions_own_error(make: Callable[..., Pipe]) -> None:
+    def difference(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).sum()
+
+    with pytest.raises(RuntimeError, match="must match the size") as caught:
+        make(difference)(torch.randn(ROWS, 4), target=NoChunk(torch.zeros(3, 5)))
+    assert caught.value.__notes__ == [
+        "pipework: in loss_fn (difference)",
+        "pipework: stage 3, micro-batch 0, action F",
+    ]
+
+
+def test_a_target_without_data_is_an_error(pipe: Pipe) -> None:
+    with pytest.raises(NotImplementedError, match="meta"):
+        pipe(torch.randn(ROWS, 4), target=torch.zeros(ROWS, 4, device="meta"))
+
+
+def none(output: Tensor, target: Tensor) -> None:
+    return None
+
+
+def number(output: Tensor, target: Tensor) -> float:
+    return float(output.detach().sum())
+
+
+def not_reduced(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target, reduction="none")
+
+
+def of_one(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target)[None]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "message"),
+    [
+        (none, TypeError, r"loss_fn \(none\) returned NoneType, wanted the loss"),
+        (number, TypeError, r"loss_fn \(number\) returned float"),
+        (not_reduced, ValueError, r"loss_fn \(not_reduced\) returned a tensor of shape \(2, 4\)"),
+        (of_one, ValueError, r"returned a tensor of shape \(1,\), wanted a 0-dimensional loss"),
+    ],
+)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_result_that_is_no_loss(
+    make: Callable[..., Pipe], loss_fn: Any, error: type, message: str, grad: bool
+) -> None:
+    pipe = make(loss_fn)
+    for _ in range(2):
+        with torch.set_grad_enabled(grad), pytest.raises(error, match=message) as caught:
+            pipe(torch.randn(ROWS, 4), target=torch.randn(ROWS, 4))
+        assert caught.value.__notes__ == ["pipework: stage 3, micro-batch 0, action F"]
+    assert all(isinstance(parameter, nn.Parameter) for parameter in pipe.parameters())
+
+
+def test_a_last_layer_that_takes_no_target(make: Callable[..., Pipe]) -> None:
+    pipe = make(None)
+    with pytest.raises(TypeError, match="positional argument") as caught:
+        pipe(torch.randn(ROWS, 4), target=torch.randn(ROWS, 4))
+    assert "pipework: in layer '3' (Linear)" in caught.value.__notes__
+
+
+def test_a_last_layer_that_returns_no_loss(make: Callable[..., Pipe]) -> None:
+    class Subtract(nn.Module):
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return x - target
+
+    pipe = make(None)
+    setattr(pipe, "3", Subtract())
+    with pytest.raises(ValueError, match=r"the last layer returned a tensor of shape \(2, 4\)"):
+        pipe(torch.randn(ROWS, 4), target=torch.randn(ROWS, 4))
+
+
+def test_a_weight_function_that_fails_is_the_callers_own_error(make: Callable[..., Pipe]) -> None:
+    pipe = make(loss_weight=lambda target: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pipe(torch.randn(ROWS, 4), target=torch.randn(ROWS, 4))
+
+
+@pytest.mark.parametrize(
+    ("weight", "what"), [(torch.zeros(2, 4), r"a tensor of shape \(2, 4\)"), (None, "NoneType"), ("many", "str")]
+)
+def test_a_weight_that_is_no_number(make: Callable[..., Pipe], weight: Any, what: str) -> None:
+    pipe = make(loss_weight=lambda target: weight)
+    with pytest.raises(TypeError, match=rf"loss_weight gave {what} for micro-batch 0: wanted a number of at least 0"):
+        pipe(torch.randn(ROWS, 4), target=torch.randn(ROWS, 4))
