@@ -62,8 +62,8 @@ class Alarm:
         for sleeper in sleepers:
             sleeper.join()
         late = sorted(real - asked for asked, real in self.slept)
-        # A mean, since it is sums that count; without the latest quarter, where other processes may have had a part: too
-        # much subtracted would make a pipe look faster than it can be.
+        # A mean, since it is sums that count; without the latest quarter, in which other processes may have had a part:
+        # too much subtracted would make a pipe look faster than it can be.
         self.lateness = mean(late[: max(1, len(late) * 3 // 4)])
         self.slept.clear()
 
