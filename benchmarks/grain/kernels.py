@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -39,14 +38,14 @@ class Work:
             work = cls(max(1, round(work.rows * seconds / work.seconds())))
         return work
 
-    def seconds(self, repetitions: int = 5) -> float:
-        """How long it takes."""
+    def seconds(self, repetitions: int = 8) -> float:
+        """How long it takes if nobody disturbs it."""
         times = []
-        for _ in range(repetitions + 1):
+        for _ in range(repetitions):
             start = time.perf_counter()
             self()
             times.append(time.perf_counter() - start)
-        return median(times[1:])
+        return min(times)
 
 
 class Labour(torch.autograd.Function):

@@ -11,7 +11,7 @@ from pipework.schedule.palette import INK, LINE, PAPER, QUIET
 from pipework.schedule.svg_marks import FONT, number, rectangle, text
 
 COLOURS = ("#22272e", "#3a76c4", "#2f9153", "#b8549b")
-WIDTH, HEIGHT, LEFT, TOP, GAP = 400, 260, 62, 46, 34  # of a panel, and around it
+WIDTH, HEIGHT, LEFT, TOP, GAP = 400, 260, 68, 46, 34  # of a panel, and around it
 Point = tuple[float, float]
 
 

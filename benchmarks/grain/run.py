@@ -58,13 +58,15 @@ class Point:
     """What was measured for one size.
 
     Attributes:
-        seconds: of an action: as asked for if it sleeps, else measured without a pipeline.
+        seconds: of an action, as asked for.
+        alone: of an action without a pipeline: measured if it is real, with the host's work, else as asked for.
         efficiency: of each schedule, and of threads that do the same work without a pipeline if it is real.
         times: of each candidate, in seconds.
         slept: the mean real sleep over the asked one.
     """
 
     seconds: float
+    alone: float
     efficiency: dict[str, float]
     times: dict[str, list[float]]
     slept: float | None
@@ -150,7 +152,7 @@ def measure(line: Line, seconds: float, micro_batches: int, seconds_each: float)
     if alarm is not None:
         asked, real = (mean(column) for column in zip(*alarm.slept, strict=True))
         slept = real / asked
-    return Point(median(alone), efficiency, times, slept)
+    return Point(seconds, median(alone), efficiency, times, slept)
 
 
 def crossing(points: Sequence[tuple[float, float]], level: float) -> float:
@@ -175,11 +177,11 @@ def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__)
     shown = " ".join(f"{each:g}" for each in MILLISECONDS)
     options.add_argument("--milliseconds", type=float, nargs="+", default=MILLISECONDS, help=f"(default {shown})")
-    options.add_argument("--seconds", type=float, help="for each size of action (default 2; with --quick 0.3)")
+    options.add_argument("--seconds", type=float, help="for each size of action (default 1.5; with --quick 0.3)")
     options.add_argument("--micro-batches", type=int, default=16, help="(default 16)")
     options.add_argument("--plot", type=Path, help="where to draw the curves; with --save also beside the README")
     arguments = options.parse_args(argv)
-    seconds_each = arguments.seconds or (0.3 if arguments.quick else 2.0)
+    seconds_each = arguments.seconds or (0.3 if arguments.quick else 1.5)
     micro_batches = arguments.micro_batches
 
     without_timer_slack()
@@ -223,7 +225,9 @@ def report(measured: dict[Line, list[Point]], micro_batches: int) -> list[Verdic
         for name in points[0].efficiency:
             shown = "threads without a pipe" if name == BARE else name
             rows.append([f"{line.name}, {shown}", *(f"{100 * point.efficiency[name]:.0f} %" for point in points)])
-        if not line.kernel.real:
+        if line.kernel.real:
+            rows.append([f"{line.name}: an action alone", *(f"{1e3 * point.alone:.3g} ms" for point in points)])
+        else:
             rows.append([f"{line.name}: real sleep", *(f"x {point.slept:.2f}" for point in points)])
     print_table(["", *(f"{1e3 * point.seconds:g} ms" for point in measured[LINES[-1]])], rows)
 

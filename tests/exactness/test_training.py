@@ -153,11 +153,15 @@ def test_two_runs_with_one_seed_end_alike(way: Any) -> None:
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("way", INSIDE, indirect=True)
-def test_a_loss_that_draws_has_a_stream_of_its_own(way: Any, checkpoint: str) -> None:
+@pytest.mark.parametrize("probability", [0.5, 0.0])
+def test_a_loss_that_draws_has_a_stream_of_its_own(way: Any, probability: float, checkpoint: str) -> None:
+    """Whether or not layers draw, too."""
+
     def noisy(output: Tensor, target: Tensor) -> Tensor:
         return F.dropout(output - target, 0.5).square().mean()
 
-    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, 3), nn.Dropout(0.5))
+    dropouts = [nn.Dropout(probability) for _ in range(2)]
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), dropouts[0], nn.Linear(WIDTH, 3), dropouts[1])
     pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 1], loss_fn=noisy)
     x, y = torch.randn(7, WIDTH), torch.randn(7, 3)
     for step in range(2):

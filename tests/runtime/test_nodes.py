@@ -68,9 +68,10 @@ def test_a_retained_backward_delivers_copies(way: Any, pipe: Any, batch: Any, bu
     pipe.zero_grad(set_to_none=False)  # overwrites what was delivered
     loss.backward(retain_graph=True)
     assert all(map(torch.equal, gradients(pipe), once))
-    (loss * 2).backward()
+    (loss * 2).backward(retain_graph=True)
+    loss.backward()
     for gradient, expected in zip(gradients(pipe), once, strict=True):
-        assert torch.equal(gradient, 3 * expected)
+        assert torch.equal(gradient, expected + 2 * expected + expected)
     with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
         loss.backward()
 
@@ -291,6 +292,23 @@ def test_a_dropped_loss_frees_everything_by_reference_count(way: Any, checkpoint
         way.loss(pipe, x, y).backward()
         pipe.zero_grad()
         assert tensors() == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("way", INSIDE, indirect=True)
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_inputs_and_targets_are_free_when_the_loss_is_there(way: Any, checkpoint: str) -> None:
+    pipe = way.pipe(layers(), 4, checkpoint, balance=[1, 1, 1, 1])
+    x, y = torch.randn(8, 4), torch.randn(8)
+    gone = [weakref.ref(tensor.untyped_storage()) for tensor in (x, y)]
+    gc.collect()
+    gc.disable()
+    try:
+        loss = pipe(x, target=y)
+        del x, y
+        assert [reference() for reference in gone] == [None, None]
+        loss.backward()
     finally:
         gc.enable()
 
