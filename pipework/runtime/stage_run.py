@@ -65,7 +65,7 @@ class StageRun:
         self._grad = context.grad
         self._checkpointed = checkpointed if context.grad and stage.training else 0
         self._inputs: dict[int, tuple[tuple[Tensor, ...], Around, Snapshot, list[int]]] = {}
-        self._graphs: dict[int, tuple[tuple[Tensor, ...], list[Root]]] = {}
+        self._graphs: dict[int, tuple[tuple[Tensor, ...], tuple[Root, ...]]] = {}
         # Whether the layers overwrite their input is seen on the first micro-batch, which is treated as if they did.
         # The caller's own leaves are always given as they are: PyTorch is to refuse an in-place operation on them.
         self._overwrites: bool | None = None
@@ -114,6 +114,7 @@ class StageRun:
         self._watched = not (self.meter is None and self._guard is None and self._skips is None)
         self._started = started
         self._retain_graph = retain_graph
+        self._autocast_off = context_entered and bool(self._context.autocasts)
 
     def forward(self, action: Action) -> None:
         """F: computes the stage's output for one micro-batch and sends it on."""
@@ -182,20 +183,16 @@ class StageRun:
         if self._started is not None:
             self._started()
         leaves, roots = self._graphs[micro_batch] if self._retain_graph else self._graphs.pop(micro_batch)
-        starts, seeds = [], []
-        for root, gradient in zip(roots, gradients, strict=True):
-            if root is not None and gradient is not None:
-                starts.append(root)
-                seeds.append(gradient)
+        starts, seeds = _differentiable(roots, gradients)
         if starts:
             if self._enter_stream is not None:
                 # A backward may draw, too: a stream of its own, apart from all layers'.
                 self._enter_stream(-1 - self._index, micro_batch)
-            if self._context_entered and self._context.autocasts:  # PyTorch advises against autocast in a backward
+            if self._autocast_off:  # as PyTorch advises for a backward
                 with self._context.without_autocast():
-                    engine.run_backward(tuple(starts), tuple(seeds), self._retain_graph)
+                    engine.run_backward(starts, seeds, self._retain_graph)
             else:
-                engine.run_backward(tuple(starts), tuple(seeds), self._retain_graph)
+                engine.run_backward(starts, seeds, self._retain_graph)
         of_leaves = tuple([leaf.grad for leaf in leaves])
         if self._check_finite:
             refuse_non_finite(of_leaves, f"the gradient of an input of stage {self._index}")
@@ -353,8 +350,8 @@ class StageRun:
         """Keeps what B needs: where the graph begins and ends, but not the outputs' memory."""
         if not self._stage.inspected:
             self._inspect(leaves, outputs)
-        roots: list[Root] = [output if output.requires_grad else None for output in outputs]
-        self._graphs[micro_batch] = leaves, roots if self._stage.shares_output else [_edge(root) for root in roots]
+        roots: tuple[Root, ...] = tuple([output if output.requires_grad else None for output in outputs])
+        self._graphs[micro_batch] = leaves, roots if self._stage.shares_output else tuple(map(_edge, roots))
 
     def _inspect(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         if not self._stage.inspected:
@@ -365,6 +362,18 @@ class StageRun:
 def _spread(value: Any, takes_tuple_whole: bool) -> tuple[Any, ...]:
     """The positional arguments that a value of the layer before becomes."""
     return value if type(value) is tuple and not takes_tuple_whole else (value,)
+
+
+def _differentiable(
+    roots: tuple[Root, ...], gradients: tuple[Tensor | None, ...]
+) -> tuple[tuple[Tensor | GradientEdge, ...], tuple[Tensor, ...]]:
+    """Where a backward starts, and with which gradients."""
+    if len(roots) == 1:  # the usual case
+        root, gradient = roots[0], gradients[0]
+        return ((), ()) if root is None or gradient is None else ((root,), (gradient,))
+    pairs = zip(roots, gradients, strict=True)
+    present = [(root, gradient) for root, gradient in pairs if root is not None and gradient is not None]
+    return tuple([root for root, _ in present]), tuple([gradient for _, gradient in present])
 
 
 def _edge(output: Root) -> Root:

@@ -85,6 +85,14 @@ class LocalEndpoint:
         def send(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Any) -> None:
             put(((kind, stage, micro_batch), (tensors, structure), None))
 
+        if place < outside and self._inboxes[place] is self.inbox:
+            # To another stage of the same worker, which takes it from where early messages lie.
+            pending = self._pending
+
+            def keep(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Any) -> None:
+                pending[kind, stage, micro_batch] = ((tensors, structure), None)
+
+            return keep
         if link is None:
             return send
 
