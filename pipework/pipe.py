@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -99,6 +100,7 @@ class Pipe(Layers):
         "_checkpoint",
         "_chunks",
         "_deferred",
+        "_deferring",
         "_defers",
         "_house",
         "_loss",
@@ -151,6 +153,7 @@ class Pipe(Layers):
         self._deferred: list[DeferredBatchNorm] = []
         self._house: House | None = None
         self._opening = threading.Lock()
+        self._deferring = threading.Lock()
         self._recording: Recording | None = None
         self._programs: dict[tuple[int, int], Program] = {}
         self._steps = 0
@@ -240,15 +243,12 @@ class Pipe(Layers):
             own_leaves=frozenset([n for n, t in enumerate(split.tensors) if t.is_leaf and t.requires_grad]),
         )
         self._steps += 1
-        for batch_norm in self._deferred:
-            batch_norm.begin_mini_batch()
         returned: list[Message] = []
-        if targets is None:
-            outputs = step.forward(split.micro_batches)
-        else:
-            outputs, returned = step.run(split.micro_batches, targets)
-        for batch_norm in self._deferred:
-            batch_norm.commit()
+        with self._mini_batch_of_batch_norms():
+            if targets is None:
+                outputs = step.forward(split.micro_batches)
+            else:
+                outputs, returned = step.run(split.micro_batches, targets)
         if inner is not None:
             shared = LossInside(step, split.seams.join, returned, inner.scale)
             return _with_loss(outputs, split, shared, return_output=return_output)
@@ -317,11 +317,11 @@ class Pipe(Layers):
             raise ValueError("a pipe without layers does nothing that could be predicted")
         split = microbatch.split(inputs, keyword_inputs, self._chunks, self.input_device)
         arguments, keywords = microbatch.arguments_of(split.micro_batches[0])
-        sample = Sample(arguments, keywords)
+        sample = Sample(arguments, keywords, spread_tuples=self._spreads_tuples)
         if target is not None:
             targets = microbatch.split_target(target, split.rows, self.output_device)
             loss = self._loss.inner(targets, split.rows, grad=True, keeps_output=False)
-            sample = Sample(arguments, keywords, loss, values.unflatten(*targets[0]))
+            sample = replace(sample, loss=loss, target=values.unflatten(*targets[0]))
         return predict_step(
             self._partitions,
             self._plan.partitioning.devices,
@@ -350,12 +350,26 @@ class Pipe(Layers):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: everything but the threads, which are made again when they are needed."""
-        return {**self.__dict__, "_house": None, "_recording": None, "_opening": None}
+        return {**self.__dict__, "_house": None, "_recording": None, "_opening": None, "_deferring": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """See `__getstate__`."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._opening = threading.Lock()
+        self._deferring = threading.Lock()
+
+    @contextlib.contextmanager
+    def _mini_batch_of_batch_norms(self) -> Iterator[None]:
+        """Deferred batch norms collect what passes inside, and commit it unless that fails."""
+        if not self._deferred:
+            yield
+            return
+        with self._deferring:  # another thread's mini-batch must not begin in between
+            for batch_norm in self._deferred:
+                batch_norm.begin_mini_batch()
+            yield
+            for batch_norm in self._deferred:
+                batch_norm.commit()
 
     def _program(self, micro_batches: int, checkpointed: int) -> Program:
         """The schedule, ready for the runtime; made once for each number of micro-batches that occurs."""

@@ -103,12 +103,14 @@ class Sample:
         keywords: of the first layer.
         loss: computed by the last stage; None: the loss is outside.
         target: for the loss.
+        spread_tuples: a tuple is spread into the next layer's arguments in any case, as in `PipeSequential`.
     """
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     loss: InnerLoss | None = None
     target: Any = None
+    spread_tuples: bool = False
 
 
 def predict_step(
@@ -139,7 +141,8 @@ def predict_step(
     measured = []
     for number, (partition, device) in enumerate(zip(partitions, devices, strict=True)):
         with traceless(device), threads_of_a_worker(cpu_workers if device.type == "cpu" else 1):
-            stage = _Stage(partition, device, tracker, sample if number == len(partitions) - 1 else None)
+            last = number == len(partitions) - 1
+            stage = _Stage(partition, device, tracker, sample if last else None, spread_tuples=sample.spread_tuples)
             one, value = stage.measure(value, timeout)
         measured.append(one)
         report(
@@ -177,8 +180,15 @@ class _Stage:
     """A copy of a stage, on which a micro-batch is run as the stage will run it."""
 
     def __init__(
-        self, partition: nn.Sequential, device: torch.device, tracker: _Tracker, sample: Sample | None
+        self,
+        partition: nn.Sequential,
+        device: torch.device,
+        tracker: _Tracker,
+        sample: Sample | None,
+        *,
+        spread_tuples: bool,
     ) -> None:
+        self._spread_tuples = spread_tuples
         self._layers = list(copy.deepcopy(partition))
         for layer in self._layers:
             layer.zero_grad(set_to_none=True)
@@ -237,13 +247,11 @@ class _Stage:
         takes_target = self._sample is not None and self._sample.loss is not None and self._sample.loss.function is None
         for number, layer in enumerate(self._layers):
             last = takes_target and number == len(self._layers) - 1
+            target = (self._sample.target,) if last and self._sample is not None else ()
             if isinstance(value, Sample):
-                target = (self._sample.target,) if last and self._sample is not None else ()
                 value = layer(*value.arguments, *target, **value.keywords)
-            elif last and self._sample is not None:
-                value = layer(*(value if type(value) is tuple else (value,)), self._sample.target)
             else:
-                value = call(layer, value)
+                value = call(layer, value, *target, spread_tuples=self._spread_tuples)
         if self._sample is not None and self._sample.loss is not None:
             loss = self._sample.loss
             return loss.part(value if loss.function is None else loss.function(value, self._sample.target), 0)

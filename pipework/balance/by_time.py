@@ -12,6 +12,7 @@ from pipework.balance.checks import check_partitions
 from pipework.balance.minimax import minimax_partition
 from pipework.balance.mixed import minimax_on_devices
 from pipework.balance.sandbox import call, copies, cut, measuring_device, tensors_of, threads_of_a_worker, traceless
+from pipework.sequential import PipeSequential
 
 Device = torch.device | str | int
 
@@ -112,7 +113,7 @@ def _pass(module: nn.Sequential, value: Any, device: torch.device) -> list[float
     times = []
     for layer in copies(module, device):
         start = _now(device)
-        output = call(layer, value)
+        output = call(layer, value, spread_tuples=isinstance(module, PipeSequential))
         _backward(layer, value, output)
         times.append(_now(device) - start)
         value = cut(output, device)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from pipework.runtime import values
 from pipework.runtime.stage import takes_tuple_whole
 
 
@@ -30,25 +30,29 @@ def copies(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
         yield (clone if module.training else clone.train()).to(device)
 
 
-def call(layer: nn.Module, value: Any) -> Any:
-    """Calls a layer with the previous layer's result, as a stage does."""
-    return layer(*value) if type(value) is tuple and not takes_tuple_whole(layer) else layer(value)
+def call(layer: nn.Module, value: Any, *others: Any, spread_tuples: bool = False) -> Any:
+    """Calls a layer with the previous layer's result, as a stage does.
+
+    Args:
+        layer: the layer.
+        value: the result.
+        others: further positional arguments.
+        spread_tuples: a tuple is spread also if the layer takes only one argument, as in `PipeSequential`.
+    """
+    whole = type(value) is not tuple or (not spread_tuples and takes_tuple_whole(layer, others=len(others)))
+    return layer(value, *others) if whole else layer(*value, *others)
 
 
 def cut(value: Any, device: torch.device) -> Any:
     """The same value with leaves in place of its tensors: no graph leads out of them."""
-
-    def leaf(item: Any) -> Any:
-        if not isinstance(item, Tensor):
-            return item
-        return item.detach().to(device).requires_grad_(item.requires_grad)
-
-    return pytree.tree_map(leaf, value)
+    tensors, structure = values.flatten(value)
+    leaves = tuple([tensor.detach().to(device).requires_grad_(tensor.requires_grad) for tensor in tensors])
+    return values.unflatten(leaves, structure)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors in a nested value."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    """All tensors in a nested value, each once."""
+    return list(values.flatten(value)[0])
 
 
 @contextmanager

@@ -114,6 +114,11 @@ class Job:
         except BaseException as error:  # entering or leaving a context
             self._conditions.failure.report(error, None)
 
+    def disconnect(self) -> None:
+        """After the run."""
+        for run in self._runs:
+            run.disconnect()
+
     def recorded(self) -> list[Interval]:
         """What was done and when, in seconds and bytes."""
         seconds = self._clock.seconds

@@ -95,7 +95,10 @@ class LossInside:
     def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> None:
         """See `Backward`: all that is left to do is to multiply, and mostly not even that."""
         (gradient,) = gradients
-        self._factor = None if gradient is None else float(gradient) / self.scale
+        if gradient is not None and gradient.is_meta:
+            self._factor = 1.0  # without data there is nothing to multiply
+        else:
+            self._factor = None if gradient is None else float(gradient) / self.scale
         self._retain = retain_graph
 
     def of_inputs(self) -> list[Tensor | None]:

@@ -66,7 +66,8 @@ class Stage:
         last = self.layers[-1]
         whole = not spread_tuples and takes_tuple_whole(last.module, others=1)
         self.layers_with_target = [*self.layers[:-1], last._replace(takes_tuple_whole=whole)]
-        self.inspected = False  # whether a graph of this stage has been searched for hidden parameters
+        # The situations in which a graph of this stage has been searched for hidden parameters.
+        self.inspected: set[tuple[bool, bool, int]] = set()
         self.buffers = MutableBuffers(runnable)
 
     def refresh(self) -> None:

@@ -71,8 +71,9 @@ class StageRun:
         self._overwrites: bool | None = None
         self._own_leaves = own_leaves if stage.index == 0 else frozenset[int]()
         self._loss = loss
-        self._targets: dict[int, Any] = {}
+        self._targets: dict[int, tuple[tuple[Tensor, ...], Any]] = {}  # the tensors, and the whole
         self._seed: Tensor | None = None
+        self._inspected = False  # whether a graph has been searched for hidden parameters
         self._takes_target = -1
         if loss is not None and loss.function is None:  # the last layer takes the target, too
             self._layers = stage.layers_with_target
@@ -116,6 +117,10 @@ class StageRun:
         self._retain_graph = retain_graph
         self._autocast_off = context_entered and bool(self._context.autocasts)
 
+    def disconnect(self) -> None:
+        """After a run: lets go of who wanted to know when an action starts, which knows this object."""
+        self._started = None
+
     def forward(self, action: Action) -> None:
         """F: computes the stage's output for one micro-batch and sends it on."""
         micro_batch = action.micro_batch
@@ -123,7 +128,10 @@ class StageRun:
         if self._skips is not None:
             leaves, structure = self._skips.receive(micro_batch, leaves, structure)
         if self._loss is not None:
-            self._targets[micro_batch] = values.unflatten(*self._receive(("target", self._index, micro_batch)))
+            tensors, around = self._receive(("target", self._index, micro_batch))
+            # Slices of one tensor count their versions together, and one that is overwritten concerns no other.
+            tensors = tuple([boundary.enter_slice(tensor) for tensor in tensors])
+            self._targets[micro_batch] = tensors, values.unflatten(tensors, around)
         if self._started is not None:
             self._started()
         if micro_batch < self._checkpointed:
@@ -238,6 +246,12 @@ class StageRun:
         with checkpointing():
             outputs, structure_out = self._compute(own, structure, micro_batch)
             self._inspect(own, outputs)
+        target, _ = self._targets.get(micro_batch, ((), None))
+        if any(not tensor.is_inference() and tensor._version for tensor in target):
+            raise RuntimeError(
+                "the loss changed its target in place, and checkpointing needs the target again. Clone it in the loss, "
+                "or use checkpoint='never'"
+            )
         kept = [leaf._version for leaf in leaves]
         self._inputs[micro_batch] = leaves, structure, self._stage.buffers.learn(buffers), kept
         if versions != [leaf._version for leaf in own]:
@@ -263,7 +277,7 @@ class StageRun:
             if self._guard is not None:
                 stack.enter_context(self._guard)
             if self.meter is not None:
-                target, _ = values.flatten(self._targets.get(micro_batch))
+                target, _ = self._targets.get(micro_batch, ((), None))
                 stack.enter_context(self.meter.measuring(self._index, micro_batch, leaves, target))
             if self._skips is None:
                 return self._run_layers(leaves, structure, micro_batch)
@@ -303,7 +317,7 @@ class StageRun:
                 if has_arguments or number == takes_target:
                     arguments, keywords = value if has_arguments else (_spread(value, takes_tuple_whole), {})
                     if number == takes_target:
-                        arguments = (*arguments, self._targets[micro_batch])
+                        arguments = (*arguments, self._targets[micro_batch][1])
                     value, has_arguments = module(*arguments, **keywords), False
                 else:
                     value = module(*value) if type(value) is tuple and not takes_tuple_whole else module(value)
@@ -325,7 +339,7 @@ class StageRun:
             if self._enter_stream is not None:
                 self._enter_stream(self._layers[-1].number + 1, micro_batch)
             try:
-                value = loss.function(output, self._targets[micro_batch])
+                value = loss.function(output, self._targets[micro_batch][1])
             except BaseException as error:
                 add_note(error, f"in loss_fn ({loss.description})")
                 raise
@@ -348,15 +362,19 @@ class StageRun:
 
     def _keep_graph(self, micro_batch: int, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         """Keeps what B needs: where the graph begins and ends, but not the outputs' memory."""
-        if not self._stage.inspected:
-            self._inspect(leaves, outputs)
+        self._inspect(leaves, outputs)
         roots: tuple[Root, ...] = tuple([output if output.requires_grad else None for output in outputs])
         self._graphs[micro_batch] = leaves, roots if self._stage.shares_output else tuple(map(_edge, roots))
 
     def _inspect(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
-        if not self._stage.inspected:
+        if self._inspected or not any(output.requires_grad for output in outputs):
+            return
+        # Once for each situation in which another graph may come out.
+        situation = (self._loss is None, self._stage.training, len(self.aliases.leaves))
+        if situation not in self._stage.inspected:
             inspection.refuse_hidden_parameters(self._stage, self.aliases, leaves, outputs)
-            self._stage.inspected = True
+            self._stage.inspected.add(situation)
+        self._inspected = True
 
 
 def _spread(value: Any, takes_tuple_whole: bool) -> tuple[Any, ...]:

@@ -242,6 +242,8 @@ class Step:
             house.workers.run(calls, lambda error: failure.report(error, None))
             for each in house.stages:
                 each.hand_back()
+        for job in jobs:
+            job.disconnect()
         if failure.happened:
             self._failed = True
             note_memory(failure.error, house.stages, self._runs)
