@@ -8,7 +8,7 @@ In a pipeline the tensor goes straight from where it is stashed to where it is p
     Layer1  -----------> Layer2  -----------> Layer3
        \----------------- "1to3" ---------------/
 
-Needs: pip install "pipework[train]"
+Needs: pip install ".[train]"  # from a checkout
 """
 
 import argparse

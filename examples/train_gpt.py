@@ -6,7 +6,8 @@
     python examples/train_gpt.py --data book.txt --stages 4 --steps 2000
     python examples/train_gpt.py --resume runs/gpt-1
 
-Ctrl-C leaves a checkpoint that --resume continues with the same loss curve. Needs: pip install "pipework[train]"
+Ctrl-C leaves a checkpoint that --resume continues with the same loss curve.
+Needs: pip install ".[train]"  # from a checkout
 """
 
 import argparse

@@ -5,7 +5,7 @@
     python examples/transformer.py --data book.txt --vocabulary 5000 --epochs 20 --save best.pt
 
 Of all epochs the model with the lowest validation loss is kept, and tested in the end. Ctrl-C ends the training early.
-Needs: pip install "pipework[train]"
+Needs: pip install ".[train]"  # from a checkout
 """
 
 import argparse

@@ -9,7 +9,7 @@
      backward          gradients  <---- averaged by DDP ---->  gradients
 
 So both take the same steps, those that one process would take with whole mini-batches, and their parameters stay equal:
-in the end they are compared. Ctrl-C ends the training early. Needs: pip install "pipework[train]"
+in the end they are compared. Ctrl-C ends the training early. Needs: pip install ".[train]"  # from a checkout
 """
 
 import argparse

@@ -4,7 +4,7 @@
     python examples/two_layers.py --chunks 4
 
 Who has used torch.distributed.pipeline.sync.Pipe will miss two things: there is no RPC to initialize, and the output is
-a tensor, without `.local_value()`. Needs: pip install "pipework[train]"
+a tensor, without `.local_value()`. Needs: pip install ".[train]"  # from a checkout
 """
 
 import argparse

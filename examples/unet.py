@@ -11,7 +11,7 @@ On its way down, each level of a U-Net keeps its picture for the same level on t
      8 x 8                                 conv conv conv conv
 
 In a pipeline these tensors must pass the partitions in between: `stash` and `pop` send them straight to where they are
-needed. Nothing is downloaded: the pictures are drawn here. Needs: pip install "pipework[train]"
+needed. Nothing is downloaded: the pictures are drawn here. Needs: pip install ".[train]"  # from a checkout
 """
 
 import argparse
