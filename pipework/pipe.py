@@ -129,9 +129,9 @@ class Pipe(Layers):
         check_finite: bool = False,
     ) -> None:
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-            raise ValueError("number of chunks must be positive integer")
+            raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
         if checkpoint not in MODES:
-            raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
+            raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never': got {checkpoint!r}")
         loss = LossSettings(loss_fn, loss_reduction, loss_weight, grad_scaler)
         if isinstance(module, nn.Sequential):
             refuse_own_behaviour(module)
@@ -155,7 +155,7 @@ class Pipe(Layers):
         self._opening = threading.Lock()
         self._deferring = threading.Lock()
         self._recording: Recording | None = None
-        self._programs: dict[tuple[int, int], Program] = {}
+        self._programs: dict[tuple[int, int, bool], Program] = {}
         self._steps = 0
         self.training = module.training
 
@@ -223,13 +223,9 @@ class Pipe(Layers):
         micro_batches = len(split.micro_batches)
         training = any(layer.training for layer in self)
         checkpointed = checkpointed_micro_batches(self._checkpoint, micro_batches) if training and context.grad else 0
-        program = self._program(micro_batches, checkpointed)
+        program = self._program(micro_batches, checkpointed, inside=targets is not None)
         if targets is None and training and context.grad and not program.loss_may_be_outside:
-            raise ValueError(
-                f"schedule {program.schedule.name!r} goes backward before the last output is there, so it needs the "
-                "loss inside: give Pipe a loss_fn and call pipe(x, target=y); or choose schedule='gpipe'. "
-                "For outputs alone, use torch.no_grad() or pipe.eval()"
-            )
+            raise self._loss.missing_target(program.schedule.name, len(inputs), keyword_inputs)
         inner = None
         if targets is not None:
             inner = self._loss.inner(targets, split.rows, grad=context.grad, keeps_output=return_output)
@@ -238,7 +234,7 @@ class Pipe(Layers):
             program,
             context,
             Key(draw_key() if training else None),
-            Wanted(checkpointed, self._check_finite, self._recording, self._steps),
+            Wanted(self._check_finite, self._recording, self._steps),
             loss=inner,
             own_leaves=frozenset([n for n, t in enumerate(split.tensors) if t.is_leaf and t.requires_grad]),
         )
@@ -316,8 +312,12 @@ class Pipe(Layers):
         if not self._modules:
             raise ValueError("a pipe without layers does nothing that could be predicted")
         split = microbatch.split(inputs, keyword_inputs, self._chunks, self.input_device)
+        count = len(split.micro_batches)
         arguments, keywords = microbatch.arguments_of(split.micro_batches[0])
         sample = Sample(arguments, keywords, spread_tuples=self._spreads_tuples)
+        plain = Program(self._plan.schedule(len(split.micro_batches)))
+        if target is None and not plain.loss_may_be_outside:
+            raise self._loss.missing_target(plain.schedule.name, len(inputs), keyword_inputs, call="pipe.predict")
         if target is not None:
             targets = microbatch.split_target(target, split.rows, self.output_device)
             loss = self._loss.inner(targets, split.rows, grad=True, keeps_output=False)
@@ -325,7 +325,9 @@ class Pipe(Layers):
         return predict_step(
             self._partitions,
             self._plan.partitioning.devices,
-            self.schedule(len(split.micro_batches)),
+            self._program(
+                count, checkpointed_micro_batches(self._checkpoint, count), inside=target is not None
+            ).schedule,
             sample,
             timeout=timeout,
             progress=progress,
@@ -342,7 +344,11 @@ class Pipe(Layers):
             micro_batches: their number; None: `chunks`.
         """
         count = self._chunks if micro_batches is None else micro_batches
-        return self._program(count, checkpointed_micro_batches(self._checkpoint, count)).schedule
+        checkpointed = checkpointed_micro_batches(self._checkpoint, count)
+        outside = self._program(count, checkpointed, inside=False)
+        if self._loss.function is None and outside.loss_may_be_outside:
+            return outside.schedule
+        return self._program(count, checkpointed, inside=True).schedule
 
     def _prepared(self, layer: nn.Module) -> nn.Module:
         self._house = None  # its stages run the layer that was there before; whether it fits is checked for the next
@@ -371,12 +377,13 @@ class Pipe(Layers):
             for batch_norm in self._deferred:
                 batch_norm.commit()
 
-    def _program(self, micro_batches: int, checkpointed: int) -> Program:
+    def _program(self, micro_batches: int, checkpointed: int, *, inside: bool) -> Program:
         """The schedule, ready for the runtime; made once for each number of micro-batches that occurs."""
-        if (micro_batches, checkpointed) not in self._programs:
-            schedule = with_recompute(self._plan.schedule(micro_batches), checkpointed)
-            self._programs[micro_batches, checkpointed] = Program.of(schedule)
-        return self._programs[micro_batches, checkpointed]
+        key = (micro_batches, checkpointed, inside)
+        if key not in self._programs:
+            plain = self._plan.schedule(micro_batches)
+            self._programs[key] = Program.of(with_recompute(plain, checkpointed, loss_outside=not inside))
+        return self._programs[key]
 
     def _house_in_use(self) -> House:
         """The stages and workers, made at the first mini-batch and again after a copy, an unpickling or a fork."""

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pipework.schedule import split_at_loss
+from pipework.schedule.edges import recomputed
 
 if TYPE_CHECKING:
     from pipework.schedule import Schedule
@@ -41,6 +42,15 @@ class Program:
                 "0, 1, 2, ...; the sum of their gradients would not be that of the un-partitioned model. Order them."
             )
         return cls(schedule)
+
+    @cached_property
+    def checkpointed(self) -> tuple[frozenset[int], ...]:
+        """For each stage the micro-batches that are recomputed."""
+        pairs = recomputed(self.schedule)
+        return tuple(
+            frozenset(micro_batch for where, micro_batch in pairs if where == stage)
+            for stage in range(self.schedule.stages)
+        )
 
     @property
     def whole(self) -> Orders:

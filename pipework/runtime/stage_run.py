@@ -27,7 +27,7 @@ from pipework.runtime.random_stream import function_may_draw, may_draw
 from pipework.runtime.skips import Bundle, SkipPorts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Sequence, Set
 
     from pipework.runtime.buffers import Snapshot
     from pipework.runtime.context import CallerContext
@@ -51,7 +51,7 @@ class StageRun:
         self,
         stage: Stage,
         context: CallerContext,
-        checkpointed: int,
+        checkpointed: Set[int],
         *,
         own_leaves: frozenset[int],
         check_finite: bool,
@@ -63,7 +63,7 @@ class StageRun:
         self._layers = stage.layers
         self._context = context
         self._grad = context.grad
-        self._checkpointed = checkpointed if context.grad and stage.training else 0
+        self._checkpointed = checkpointed if context.grad and stage.training else frozenset[int]()
         self._inputs: dict[int, tuple[tuple[Tensor, ...], Around, Snapshot, list[int]]] = {}
         self._graphs: dict[int, tuple[tuple[Tensor, ...], tuple[Root, ...]]] = {}
         # Whether the layers overwrite their input is seen on the first micro-batch, which is treated as if they did.
@@ -134,7 +134,7 @@ class StageRun:
             self._targets[micro_batch] = tensors, values.unflatten(tensors, around)
         if self._started is not None:
             self._started()
-        if micro_batch < self._checkpointed:
+        if micro_batch in self._checkpointed:
             outputs, structure = self._first_pass(leaves, structure, micro_batch)
         else:
             outputs, structure = self._compute(leaves, structure, micro_batch)
@@ -145,7 +145,7 @@ class StageRun:
         # The references to the graph end here: what is sent has none, and this frame must not keep it either.
         outputs = tuple([boundary.cut(output) for output in outputs])
         if self._loss is not None:
-            if micro_batch >= self._checkpointed:
+            if micro_batch not in self._checkpointed:
                 del self._targets[micro_batch]
             if self._seed is None:
                 self._seed = outputs[0].new_full((), self._loss.scale)
@@ -325,7 +325,9 @@ class StageRun:
                 add_note(error, f"in layer {name!r} ({type(module).__name__})")
                 if number == takes_target and isinstance(error, TypeError):
                     add_note(
-                        error, "the pipe has no loss_fn, so the last layer is given the target and returns the loss"
+                        error,
+                        "the pipe has no loss_fn, so the last layer is given the target and returns the loss; "
+                        "or give Pipe a loss_fn",
                     )
                 raise
         if aliased:

@@ -47,13 +47,11 @@ class Wanted(NamedTuple):
     """What somebody asks of a mini-batch, beside its result.
 
     Attributes:
-        checkpointed: micro-batches below this number are recomputed.
         check_finite: NaN and infinities are errors.
         recorder: told about every action; None: nobody asks.
         number: of this mini-batch, for the recorder.
     """
 
-    checkpointed: int
     check_finite: bool = False
     recorder: Recorder | None = None
     number: int = 0
@@ -101,7 +99,7 @@ class Step:
                 StageRun(
                     stage,
                     context,
-                    wanted.checkpointed,
+                    program.checkpointed[stage.index],
                     own_leaves=own_leaves,
                     check_finite=wanted.check_finite,
                     loss=loss if stage.index == last else None,

@@ -8,15 +8,19 @@ from pipework.schedule.action import Action
 from pipework.schedule.schedule import Schedule
 
 
-def with_recompute(schedule: Schedule, checkpointed: int) -> Schedule:
+def with_recompute(schedule: Schedule, checkpointed: int, *, loss_outside: bool = False) -> Schedule:
     """Put an ``R`` right before the backward of every checkpointed micro-batch, on every stage.
 
     ``R`` needs nothing but what the stage kept of its own forward, so a worker recomputes while it would otherwise wait
     for the incoming gradient.
 
+    Where a micro-batch's backward is the next action after its forward, as on the last worker of 1F1B, nothing would be
+    saved: its activations are needed at once. There it is not checkpointed, unless the loss lies between the two.
+
     Args:
         schedule: one without ``R``.
         checkpointed: the micro-batches 0 to ``checkpointed - 1`` are checkpointed; from 0 (none) to all.
+        loss_outside: the loss is computed outside of the pipe, after all forwards.
 
     Returns:
         A schedule of the same name; the same object if none is checkpointed.
@@ -40,12 +44,16 @@ def with_recompute(schedule: Schedule, checkpointed: int) -> Schedule:
                 raise ValueError(f"worker {worker} recomputes already, {action}: pass the schedule without R")
     if not checkpointed:
         return schedule
-    orders = tuple(tuple(_recomputed(order, checkpointed)) for order in schedule.orders)
+    orders = tuple(tuple(_recomputed(order, checkpointed, loss_outside)) for order in schedule.orders)
     return Schedule(schedule.name, schedule.placement, orders)
 
 
-def _recomputed(order: tuple[Action, ...], checkpointed: int) -> Iterator[Action]:
+def _recomputed(order: tuple[Action, ...], checkpointed: int, loss_outside: bool) -> Iterator[Action]:
+    before = None
     for action in order:
-        if action.kind in ("B", "I") and action.micro_batch < checkpointed:
-            yield Action("R", action.stage, action.micro_batch)
+        kind, stage, micro_batch = action
+        follows_at_once = before == ("F", stage, micro_batch) and not loss_outside
+        if kind in ("B", "I") and micro_batch < checkpointed and not follows_at_once:
+            yield Action("R", stage, micro_batch)
         yield action
+        before = action

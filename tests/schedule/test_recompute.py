@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.schedule import Action, Costs, Schedule, fill_drain, with_recompute
+from pipework.schedule import Action, Costs, Schedule, fill_drain, one_forward_one_backward, simulate, with_recompute
 
 
 def test_stands_right_before_each_checkpointed_backward():
@@ -16,7 +16,7 @@ def test_stands_right_before_each_checkpointed_backward():
 
 def test_stands_before_the_input_gradient_half():
     halves = tuple(Action(kind, 0, 0) for kind in "FIW")
-    schedule = with_recompute(Schedule("halves", (0,), (halves,)), 1)
+    schedule = with_recompute(Schedule("halves", (0,), (halves,)), 1, loss_outside=True)
     assert " ".join(map(str, schedule.orders[0])) == "0F0 0R0 0I0 0W0"
 
 
@@ -24,7 +24,7 @@ def test_stands_before_the_input_gradient_half():
 def test_only_adds_and_stays_valid(workers, micro_batches, data):
     checkpointed = data.draw(st.integers(0, micro_batches))
     plain = fill_drain(workers, micro_batches)
-    schedule = with_recompute(plain, checkpointed)
+    schedule = with_recompute(plain, checkpointed, loss_outside=True)
     assert schedule.validate().ok
     without = tuple(tuple(action for action in order if action.kind != "R") for order in schedule.orders)
     assert without == plain.orders
@@ -56,3 +56,14 @@ def test_refuses_what_is_out_of_range(checkpointed):
 def test_refuses_a_second_time():
     with pytest.raises(ValueError, match="worker 0 recomputes already, 0R0"):
         with_recompute(with_recompute(fill_drain(2, 3), 1), 2)
+
+
+def test_what_is_differentiated_at_once_is_not_checkpointed():
+    schedule = with_recompute(one_forward_one_backward(2, 3), 3)
+    assert [" ".join(map(str, order)) for order in schedule.orders] == [
+        "0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2",
+        "1F0 1B0 1F1 1B1 1F2 1B2",
+    ]
+    costs = Costs(activation=10, checkpoint_activation=1)
+    assert simulate(schedule, costs).peak_memory == (11, 10)
+    assert simulate(with_recompute(one_forward_one_backward(2, 3), 3, loss_outside=True), costs).peak_memory == (11, 10)
