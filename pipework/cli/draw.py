@@ -1,4 +1,4 @@
-"""`pipework draw`: the picture of a schedule, in the terminal or as an SVG file."""
+"""`python -m pipework draw`: the picture of a schedule, in the terminal or as an SVG file."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "draw",
         help="draw a schedule, as text or as an SVG file",
-        description="Draw the predicted timeline of a schedule: as text, or with --out as an SVG picture.",
-        epilog="example: pipework draw gpipe --workers 4 --chunks 4 --out pipe.svg",
+        description="Draw the predicted timeline of a schedule: as text, or with --out as an SVG picture. "
+        "Times and memory are of a worker's whole share of the model, however many stages it holds.",
+        epilog="example: python -m pipework draw gpipe --workers 4 --chunks 4 --out pipe.svg",
     )
+    whole = "through all of a worker's stages"
     parser.add_argument("schedule", help=f"one of {', '.join(SCHEDULES)}")
     parser.add_argument("--workers", type=_count, required=True, metavar="N", help="number of workers")
     parser.add_argument("--chunks", type=_count, required=True, metavar="N", help="number of micro-batches")
     parser.add_argument("--stages-per-worker", type=_count, metavar="N", help="for schedules of several (default 2)")
-    parser.add_argument("--forward", type=float, default=1.0, metavar="TIME", help="time of a forward (default 1)")
-    parser.add_argument("--backward", type=float, default=2.0, metavar="TIME", help="time of a backward (default 2)")
+    parser.add_argument("--forward", type=float, default=1.0, metavar="TIME", help=f"time of a forward {whole} (default 1)")
+    parser.add_argument("--backward", type=float, default=2.0, metavar="TIME", help=f"time of a backward {whole} (default 2)")
     parser.add_argument("--transfer", type=float, default=0.0, metavar="TIME", help="time between workers (default 0)")
     parser.add_argument(
         "--checkpoint",
@@ -39,8 +41,8 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--colors",
         choices=("worker", "action"),
-        default="worker",
-        help="what SVG colours tell: the worker, with update boxes (default), or the kind of action, with memory",
+        help="what SVG colours tell: the worker, with update boxes (default with one stage per worker), "
+        "or the kind of action, with memory (default with several)",
     )
     parser.add_argument("--out", type=Path, metavar="FILE.svg", help="write an SVG picture")
     parser.set_defaults(run=run)
@@ -60,7 +62,13 @@ def run(arguments: argparse.Namespace) -> list[str]:
     if out is not None:
         _check_file(out)
     schedule = _schedule(arguments)
-    costs = Costs(forward=arguments.forward, backward=arguments.backward, transfer=arguments.transfer)
+    each = schedule.stages / schedule.workers
+    costs = Costs(
+        forward=arguments.forward / each,
+        backward=arguments.backward / each,
+        transfer=arguments.transfer,
+        activation=1 / each,
+    )
     simulation = simulate(schedule, costs)
     line = simulation.timeline
     facts = (
@@ -71,8 +79,9 @@ def run(arguments: argparse.Namespace) -> list[str]:
         # A pipe or a file has no width of its own.
         width = shutil.get_terminal_size(fallback=(160, 24)).columns
         text = schedule.to_text(costs, max_width=max(40, width))
-        return [line.title, text, f"{facts} (in micro-batches of activations of a stage)"]
-    picture = svg(line, colors=arguments.colors, update=arguments.colors == "worker")
+        return [line.title, text, f"{facts} (in micro-batches of activations of a {'stage' if each == 1 else 'worker'})"]
+    colors = arguments.colors or ("worker" if each == 1 else "action")
+    picture = svg(line, colors=colors, update=colors == "worker")
     out.write_text(picture, encoding="utf-8")
     return [f"wrote {out}: {line.title}, {facts}"]
 

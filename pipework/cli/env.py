@@ -1,4 +1,4 @@
-"""`pipework env`: a report on the surroundings, to go with a bug report."""
+"""`python -m pipework env`: a report on the surroundings, to go with a bug report."""
 
 from __future__ import annotations
 

@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = _Parser(prog="pipework", description="Pipeline-parallel training for PyTorch.")
+    parser: argparse.ArgumentParser = _Parser(
+        prog="python -m pipework", description="Pipeline-parallel training for PyTorch."
+    )
     parser.add_argument("--version", action="version", version=f"pipework {env.version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     draw.add_to(commands)

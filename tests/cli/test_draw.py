@@ -3,7 +3,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from pipework.cli import main
-from pipework.schedule import Costs, fill_drain, simulate, svg, with_recompute
+from pipework.schedule import Costs, build, fill_drain, simulate, svg, with_recompute
 
 
 def draw(*words):
@@ -35,6 +35,24 @@ def test_costs_and_checkpoints_are_heard(capsys):
         assert draw(*words, "--checkpoint", mode) == 0
         wanted = simulate(with_recompute(fill_drain(3, 4), count), Costs(forward=2, backward=3, transfer=0.5))
         assert f"makespan {wanted.makespan:.4g}, peak memory {max(wanted.peak_memory):g} " in capsys.readouterr().out
+
+
+def test_costs_are_of_a_workers_whole_share(capsys):
+    assert draw("interleaved-1f1b", "--workers", "4", "--chunks", "8") == 0
+    said = capsys.readouterr().out
+    assert "makespan 28.5, peak memory 5.5 (in micro-batches of activations of a worker)" in said
+    assert draw("looped-bfs", "--workers", "2", "--chunks", "4", "--stages-per-worker", "3") == 0
+    assert "makespan 13, peak memory 4 (" in capsys.readouterr().out
+
+
+def test_svg_of_several_stages_per_worker_is_by_action(tmp_path):
+    out = tmp_path / "pipe.svg"
+    words = ("interleaved-1f1b", "--workers", "2", "--chunks", "4", "--out", str(out))
+    half = simulate(build("interleaved-1f1b", workers=2, micro_batches=4), Costs(0.5, 1.0, activation=0.5)).timeline
+    assert draw(*words) == 0
+    assert out.read_text(encoding="utf-8") == svg(half, colors="action")
+    assert draw(*words, "--colors", "worker") == 0
+    assert out.read_text(encoding="utf-8") == svg(half, colors="worker", update=True)
 
 
 def test_svg_by_worker_unless_told_otherwise(tmp_path, capsys):
@@ -72,7 +90,7 @@ def test_refuses_with_one_line(words, message, capsys, monkeypatch, tmp_path):
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err
-    assert err.startswith("pipework draw: error: ")
+    assert err.startswith("python -m pipework draw: error: ")
     assert err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
