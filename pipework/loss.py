@@ -11,7 +11,7 @@ from pipework.runtime import values
 from pipework.runtime.loss import InnerLoss, mean_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     import torch
     from torch import Tensor
@@ -33,7 +33,7 @@ class LossSettings:
 
     Raises:
         TypeError: something is not callable, or no `GradScaler`.
-        ValueError: an unknown reduction, a weight for a sum, or a function with parameters.
+        ValueError: an unknown reduction, a weight for a sum, a function with another reduction, or with parameters.
     """
 
     function: Callable[[Any, Any], Tensor] | None = None
@@ -43,6 +43,8 @@ class LossSettings:
 
     def __post_init__(self) -> None:
         for name, value in (("loss_fn", self.function), ("loss_weight", self.weight)):
+            if isinstance(value, type):
+                raise TypeError(f"{name} is the class {value.__name__}: write {value.__name__}()")
             if value is not None and not callable(value):
                 raise TypeError(f"{name} is {value!r}: wanted a function")
         if self.reduction not in REDUCTIONS:
@@ -51,6 +53,7 @@ class LossSettings:
             raise ValueError(
                 "loss_weight says what counts in a mean, but loss_reduction is 'sum': leave one of them out"
             )
+        self._refuse_other_reduction()
         if isinstance(self.function, nn.Module) and next(self.function.parameters(), None) is not None:
             raise ValueError(
                 f"loss_fn ({type(self.function).__name__}) has parameters, which the pipe would not train: make it the "
@@ -58,6 +61,46 @@ class LossSettings:
             )
         if self.grad_scaler is not None and not callable(getattr(self.grad_scaler, "get_scale", None)):
             raise TypeError(f"grad_scaler is {self.grad_scaler!r}: wanted a torch.amp.GradScaler")
+
+    def _refuse_other_reduction(self) -> None:
+        """Raises a ValueError if the function says itself that it reduces in another way, as PyTorch's losses do."""
+        own = getattr(self.function, "reduction", None)
+        name = type(self.function).__name__
+        if own == "none":
+            raise ValueError(
+                f"loss_fn ({name}) has reduction='none', which gives no single number: make it with reduction="
+                f"{self.reduction!r}"
+            )
+        if own == "sum" and self.reduction == "mean":
+            raise ValueError(
+                f"loss_fn ({name}) has reduction='sum', and loss_reduction is 'mean', so the pipe would take the mean "
+                "of its micro-batches' sums: give Pipe loss_reduction=\"sum\", or make loss_fn with reduction='mean'"
+            )
+
+    def missing_target(
+        self, schedule: str, inputs: int, keywords: Collection[str], *, call: str = "pipe"
+    ) -> ValueError:
+        """The error of a training step without a target, if the schedule goes backward before the last output is there.
+
+        Args:
+            schedule: its name.
+            inputs: how many positional inputs were given.
+            keywords: the names of the others.
+            call: what was called.
+        """
+        outputs = "For outputs alone use torch.no_grad() or pipe.eval()"
+        if self.function is None:
+            return ValueError(
+                f"schedule {schedule!r} goes backward before the last output is there, so it needs the loss inside: "
+                f"give Pipe a loss_fn and call {call}(x, target=y); or choose schedule='gpipe'. {outputs}"
+            )
+        got = f"got {inputs} positional input{'' if inputs == 1 else 's'}"
+        if keywords:
+            got += f", keywords: {', '.join(keywords)}"
+        return ValueError(
+            f"schedule {schedule!r} computes the loss inside and got no target: call {call}(x, target=y) ({got}). "
+            f"{outputs}"
+        )
 
     def place(self, device: torch.device) -> None:
         """Moves the buffers of a loss function that is a module, such as the weights of classes."""

@@ -43,6 +43,14 @@ class WithParameters(nn.Module):
     ("options", "error", "message"),
     [
         ({"loss_fn": "mse"}, TypeError, "loss_fn is 'mse': wanted a function"),
+        ({"loss_fn": nn.CrossEntropyLoss}, TypeError, r"loss_fn is the class CrossEntropyLoss: write CrossEntropyLoss"),
+        ({"loss_fn": nn.MSELoss(reduction="sum")}, ValueError, r"MSELoss.* reduction='sum'.*loss_reduction=\"sum\""),
+        ({"loss_fn": nn.MSELoss(reduction="none")}, ValueError, "reduction='none'.*make it with reduction='mean'"),
+        (
+            {"loss_fn": nn.MSELoss(reduction="none"), "loss_reduction": "sum"},
+            ValueError,
+            "reduction='none'.*make it with reduction='sum'",
+        ),
         ({"loss_weight": 3}, TypeError, "loss_weight is 3: wanted a function"),
         ({"loss_reduction": "none"}, ValueError, "loss_reduction is 'none': wanted one of 'mean', 'sum'"),
         ({"loss_reduction": None}, ValueError, "loss_reduction is None"),
@@ -58,6 +66,10 @@ class WithParameters(nn.Module):
 def test_nonsense_is_refused_by_the_constructor(options: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         Pipe(layers(), 2, balance=[4], devices=["cpu"], **options)
+
+
+def test_a_loss_that_sums_fits_a_sum() -> None:
+    assert LossSettings(nn.MSELoss(reduction="sum"), "sum").reduction == "sum"
 
 
 def test_a_disabled_scaler_scales_nothing() -> None:
@@ -217,12 +229,10 @@ def test_evaluation(way: Any, mode: Callable[[nn.Module], object]) -> None:
 
 
 @pytest.mark.parametrize("way", ["1f1b", "interleaved-1f1b"], indirect=True)
-def test_a_missing_target_is_refused_with_both_ways_out(way: Any) -> None:
+def test_a_missing_target_is_refused_and_nothing_drawn(way: Any) -> None:
     pipe = way.pipe(layers(), 3, balance=[1, 1, 1, 1])
     state = torch.get_rng_state()
-    with pytest.raises(
-        ValueError, match=rf"schedule '{way.schedule}'.*pipe\(x, target=y\); or choose schedule='gpipe'"
-    ):
+    with pytest.raises(ValueError, match=rf"schedule '{way.schedule}'.*call pipe\(x, target=y\)"):
         pipe(torch.randn(6, 4))
     with pytest.raises(ValueError, match=r"torch\.no_grad\(\) or pipe\.eval\(\)"):
         pipe(torch.randn(6, 4))

@@ -23,13 +23,13 @@ def two_stages(**options: object) -> Pipe:
 
 @pytest.mark.parametrize("chunks", [0, -1, 1.5, "4", None, True])
 def test_chunks_must_be_a_positive_integer(chunks: object) -> None:
-    with pytest.raises(ValueError, match=r"^number of chunks must be positive integer$"):
+    with pytest.raises(ValueError, match=rf"^number of chunks must be positive integer, got {chunks!r}$"):
         Pipe(layers(), chunks=chunks)
 
 
 @pytest.mark.parametrize("checkpoint", ["INVALID", None, True, ""])
 def test_checkpoint_must_be_one_of_three(checkpoint: object) -> None:
-    with pytest.raises(ValueError, match=r"^checkpoint is not one of 'always', 'except_last', or 'never'$"):
+    with pytest.raises(ValueError, match=r"^checkpoint is not one of 'always', 'except_last', or 'never': got "):
         Pipe(layers(), checkpoint=checkpoint)
 
 

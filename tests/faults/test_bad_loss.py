@@ -73,6 +73,24 @@ def test_a_target_without_data_is_an_error(pipe: Pipe) -> None:
         pipe(torch.randn(ROWS, 4), target=torch.zeros(ROWS, 4, device="meta"))
 
 
+def test_a_missing_target_says_what_was_given() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(ROWS, 4)
+    pipe = Pipe(module, 3, balance=[1, 1], devices=["cpu"] * 2, schedule="1f1b", loss_fn=F.mse_loss)
+    begin = "schedule '1f1b' computes the loss inside and got no target: call "
+    for call, got in (
+        (lambda: pipe(x), r"pipe\(x, target=y\) \(got 1 positional input\)"),
+        (lambda: pipe(x, x, targets=x), r"pipe\(x, target=y\) \(got 2 positional inputs, keywords: targets\)"),
+        (lambda: pipe.predict(x, timeout=0), r"pipe\.predict\(x, target=y\) \(got 1 positional input\)"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{begin}{got}\. For outputs alone use"):
+            call()
+    without = Pipe(module, 3, balance=[1, 1], devices=["cpu"] * 2, schedule="1f1b")
+    for call in (lambda: without(x), lambda: without.predict(x, timeout=0)):
+        with pytest.raises(ValueError, match="needs the loss inside: give Pipe a loss_fn"):
+            call()
+
+
 def none(output: Tensor, target: Tensor) -> None:
     return None
 
@@ -115,6 +133,7 @@ def test_a_last_layer_that_takes_no_target(make: Callable[..., Pipe]) -> None:
     with pytest.raises(TypeError, match="positional argument") as caught:
         pipe(torch.randn(ROWS, 4), target=torch.randn(ROWS, 4))
     assert "pipework: in layer '3' (Linear)" in caught.value.__notes__
+    assert any(note.endswith("returns the loss; or give Pipe a loss_fn") for note in caught.value.__notes__)
 
 
 def test_a_last_layer_that_returns_no_loss(make: Callable[..., Pipe]) -> None:
