@@ -15,6 +15,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 train: $(VENV)/.train ## train a small GPT in a pipeline (options: ARGS="--help")
+	@trap : INT; echo $(BIN)/python examples/train_gpt.py $(ARGS); \
 	$(BIN)/python examples/train_gpt.py $(ARGS) || test $$? = 130  # Ctrl-C is no error
 
 test: $(VENV)/.test ## run the tests (one file: ARGS=tests/test_partition.py)
@@ -65,5 +66,6 @@ $(VENV)/.created:
 	@touch $@
 
 $(VENV)/.train $(VENV)/.test $(VENV)/.docs $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/.created
+	@echo 'installing PyTorch and the tools, this takes a minute'
 	$(PIP) --editable '.[$*]' --constraint constraints.txt
 	@touch $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,12 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--workers", type=_count, required=True, metavar="N", help="number of workers")
     parser.add_argument("--chunks", type=_count, required=True, metavar="N", help="number of micro-batches")
     parser.add_argument("--stages-per-worker", type=_count, metavar="N", help="for schedules of several (default 2)")
-    parser.add_argument("--forward", type=float, default=1.0, metavar="TIME", help=f"time of a forward {whole} (default 1)")
-    parser.add_argument("--backward", type=float, default=2.0, metavar="TIME", help=f"time of a backward {whole} (default 2)")
+    parser.add_argument(
+        "--forward", type=float, default=1.0, metavar="TIME", help=f"time of a forward {whole} (default 1)"
+    )
+    parser.add_argument(
+        "--backward", type=float, default=2.0, metavar="TIME", help=f"time of a backward {whole} (default 2)"
+    )
     parser.add_argument("--transfer", type=float, default=0.0, metavar="TIME", help="time between workers (default 0)")
     parser.add_argument(
         "--checkpoint",
@@ -71,19 +76,19 @@ def run(arguments: argparse.Namespace) -> list[str]:
     )
     simulation = simulate(schedule, costs)
     line = simulation.timeline
-    facts = (
-        f"bubble {100 * line.bubble:.1f} %, makespan {time_text(line.makespan, line.unit)}, "
-        f"peak memory {memory_text(max(simulation.peak_memory), line.memory_unit)}"
-    )
+    peak = max(simulation.peak_memory)
+    facts = f"bubble {100 * line.bubble:.1f} %, makespan {time_text(line.makespan, line.unit)}, peak memory "
+    share = "stage" if each == 1 else "worker"
     if out is None:
         # A pipe or a file has no width of its own.
         width = shutil.get_terminal_size(fallback=(160, 24)).columns
         text = schedule.to_text(costs, max_width=max(40, width))
-        return [line.title, text, f"{facts} (in micro-batches of activations of a {'stage' if each == 1 else 'worker'})"]
+        return [line.title, text, f"{facts}{memory_text(peak, '')} (in micro-batches of activations of a {share})"]
+    line = replace(line, memory_unit="micro-batches")
     colors = arguments.colors or ("worker" if each == 1 else "action")
     picture = svg(line, colors=colors, update=colors == "worker")
     out.write_text(picture, encoding="utf-8")
-    return [f"wrote {out}: {line.title}, {facts}"]
+    return [f"wrote {out}: {line.title}, {facts}{memory_text(peak, line.memory_unit)}"]
 
 
 def _schedule(arguments: argparse.Namespace) -> Schedule:

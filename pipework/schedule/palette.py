@@ -39,6 +39,8 @@ LINE: Final = "#e1e5ea"
 MEMORY: Final = "#b4a7d6"
 PAPER: Final = "#ffffff"
 
+_DEPTHS: Final = (1.0, 0.84, 0.55, 0.42)  # No tone between, on which neither dark nor white text would be readable.
+
 
 def action_fill(kind: str, depth: int) -> str:
     """The fill of an action, darker for each further stage of the same worker.
@@ -49,9 +51,20 @@ def action_fill(kind: str, depth: int) -> str:
 
     Example:
         >>> action_fill("F", 0), action_fill("F", 1)
-        ('#84b0e3', '#6587ae')
+        ('#84b0e3', '#6e93be')
     """
-    return _darker(ACTION[kind], 0.77 ** min(depth, 3))
+    return _darker(ACTION[kind], _DEPTHS[min(depth, len(_DEPTHS) - 1)])
+
+
+def ink_on(fill: str) -> str:
+    """The colour of text on a fill: dark or white, whichever has the higher contrast.
+
+    Example:
+        >>> ink_on("#84b0e3"), ink_on("#48607c")
+        ('#22272e', '#ffffff')
+    """
+    light = _luminance(fill) + 0.05
+    return INK if light / (_luminance(INK) + 0.05) >= (_luminance(PAPER) + 0.05) / light else PAPER
 
 
 def worker_fill(worker: int) -> str:
@@ -67,3 +80,10 @@ def worker_fill(worker: int) -> str:
 def _darker(color: str, factor: float) -> str:
     channels = (int(color[index : index + 2], 16) for index in (1, 3, 5))
     return "#" + "".join(f"{int(channel * factor):02x}" for channel in channels)
+
+
+def _luminance(color: str) -> float:
+    """Relative luminance, as WCAG defines it for contrast."""
+    channels = (int(color[index : index + 2], 16) / 255 for index in (1, 3, 5))
+    red, green, blue = (each / 12.92 if each <= 0.03928 else ((each + 0.055) / 1.055) ** 2.4 for each in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipework.schedule import callout
-from pipework.schedule.palette import ACTION, LINE, MEMORY, NAMES, QUIET, action_fill, worker_fill
+from pipework.schedule.palette import ACTION, LINE, MEMORY, NAMES, QUIET, action_fill, ink_on, worker_fill
 from pipework.schedule.svg_marks import clean, group, number, rectangle, text, text_width
 from pipework.schedule.timeline import Interval, Timeline
 from pipework.schedule.units import memory_text, time_text
@@ -50,7 +50,7 @@ class Frame:
     @property
     def strip(self) -> float:
         """Height of the memory strip below a row."""
-        return max(5.0, 0.3 * self.row) if self.look.memory else 0.0
+        return max(8.0, 0.6 * self.row) if self.look.memory else 0.0
 
     @property
     def pitch(self) -> float:
@@ -165,7 +165,8 @@ def _cell(interval: Interval, frame: Frame, caption: Caption, line: Timeline, de
     marks = [f"<title>{clean(said)}</title>", rectangle(x, y, max(width, 0.4), frame.row, fill=fill, **stroke)]
     word, sub = caption.fitted(interval, width)
     if word:
-        marks.append(text(x + width / 2, y + frame.row / 2 + 0.34 * caption.size, word, caption.size, sub=sub))
+        middle, base = x + width / 2, y + frame.row / 2 + 0.34 * caption.size
+        marks.append(text(middle, base, word, caption.size, sub=sub, fill=ink_on(fill)))
     return f"<g>{''.join(marks)}</g>"
 
 

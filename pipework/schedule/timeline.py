@@ -43,7 +43,8 @@ class Timeline:
         intervals: in any order; those of one worker do not overlap.
         workers: how many workers there are, also those without an interval.
         unit: of time: ``""`` for units of cost, ``"s"`` for seconds.
-        memory_unit: ``""`` for units of cost, ``"bytes"`` for bytes.
+        memory_unit: ``""`` for units of cost, ``"bytes"`` for bytes, or a word in the plural such as
+            ``"micro-batches"``.
         title: for pictures.
 
     Raises:

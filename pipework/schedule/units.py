@@ -42,14 +42,15 @@ def time_text(time: float, unit: str, longest: float | None = None) -> str:
 
 
 def memory_text(memory: float, unit: str) -> str:
-    """An amount of memory with its unit, ``""`` or ``"bytes"``.
+    """An amount of memory with its unit: ``"bytes"``, ``""`` or a word in the plural.
 
     Example:
-        >>> memory_text(1536, "bytes"), memory_text(8.0, "")
-        ('1.5 KiB', '8')
+        >>> memory_text(1536, "bytes"), memory_text(8.0, ""), memory_text(1.0, "micro-batches")
+        ('1.5 KiB', '8', '1 micro-batch')
     """
     if unit != "bytes":
-        return f"{memory:.4g} {unit}".rstrip()
+        number = f"{memory:.4g}"
+        return f"{number} {'micro-batch' if (number, unit) == ('1', 'micro-batches') else unit}".rstrip()
     size, name = next(((size, name) for size, name in _BYTES if memory >= size), (1.0, "B"))
     return f"{memory / size:.3g} {name}" if memory < 1000 * size else f"{memory / size:.0f} {name}"
 
