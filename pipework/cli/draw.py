@@ -12,6 +12,8 @@ from pipework.schedule import SCHEDULES, Costs, Schedule, build, simulate, svg, 
 from pipework.schedule.units import memory_text, time_text
 
 if TYPE_CHECKING:
+    from pipework.schedule.svg import Colors
+
     # The subparsers' class has no public name at run time.
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -85,7 +87,7 @@ def run(arguments: argparse.Namespace) -> list[str]:
         text = schedule.to_text(costs, max_width=max(40, width))
         return [line.title, text, f"{facts}{memory_text(peak, '')} (in micro-batches of activations of a {share})"]
     line = replace(line, memory_unit="micro-batches")
-    colors = arguments.colors or ("worker" if each == 1 else "action")
+    colors: Colors = arguments.colors or ("worker" if each == 1 else "action")
     picture = svg(line, colors=colors, update=colors == "worker")
     out.write_text(picture, encoding="utf-8")
     return [f"wrote {out}: {line.title}, {facts}{memory_text(peak, line.memory_unit)}"]
