@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 import torch
 from torch import nn
 
+from pipework.partition import WithDevice
 from pipework.sequential import PipeSequential
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ class Layers(nn.Module):
 
     # Everything else that is set is a layer, whose name may be any: "chunks", "devices".
     _own_attributes: ClassVar[frozenset[str]] = frozenset(("_partitions", "_stage_devices"))
+
+    # What a pipe is made with is read only. Methods such as `forward` may be replaced.
+    _refused_attributes: ClassVar[frozenset[str]] = frozenset(
+        ("balance", "checkpoint", "chunks", "devices", "input_device", "output_device", "partitions", "schedule")
+    )
 
     def __init__(self, partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
         super().__init__()
@@ -58,6 +64,13 @@ class Layers(nn.Module):
 
     def __getitem__(self, index: int) -> nn.Module:
         """The layer at a position; negative ones count from the end. For several, use `pipe.partitions` or a list."""
+        if isinstance(index, slice):
+            given = ":".join("" if bound is None else repr(bound) for bound in (index.start, index.stop))
+            given += "" if index.step is None else f":{index.step!r}"
+            raise TypeError(
+                f"pipe[{given}]: wanted the position of one layer; for several, write "
+                f"nn.Sequential(*list(pipe)[{given}]), or use pipe.partitions"
+            )
         return list(self)[operator.index(index)]
 
     def train(self, mode: bool = True) -> Self:
@@ -95,11 +108,13 @@ class Layers(nn.Module):
         if "_partitions" in self.__dict__ and name in children:
             self._replace(name, value)
             return
-        if "_partitions" in self.__dict__ and isinstance(value, nn.Module):
+        if "_partitions" in self.__dict__ and isinstance(value, nn.Module) and name not in self._refused_attributes:
             raise AttributeError(
                 f"{name!r} is not among the layers of this pipe ({', '.join(children)}), and none can be added; "
                 "put the module into the nn.Sequential before it is wrapped"
             )
+        if "_partitions" in self.__dict__ and name in self._refused_attributes:
+            raise AttributeError(f"{name!r} of a pipe cannot be changed: make a new Pipe of the same layers")
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -112,7 +127,7 @@ class Layers(nn.Module):
         """Puts another layer in the place of one."""
         if not isinstance(layer, nn.Module):
             raise TypeError(f"layer {name!r} of a pipe can be replaced by a module only, got {type(layer).__name__}")
-        layer = self._prepared(layer)
+        layer = self._prepared(layer.module if isinstance(layer, WithDevice) else layer)
         super().__setattr__(name, layer)
         for partition, device in zip(self._partitions, self._stage_devices, strict=True):
             if name in partition._modules:
@@ -152,4 +167,7 @@ def refuse_own_behaviour(module: nn.Sequential) -> None:
 
 
 def _refuse_to_move() -> NoReturn:
-    raise TypeError("denied to move parameters and buffers, because Pipe should manage device placement")
+    raise TypeError(
+        "denied to move parameters and buffers, because Pipe should manage device placement; "
+        "leave .cuda()/.to(device) out and pass devices= to Pipe; inputs are moved for you"
+    )

@@ -1,13 +1,14 @@
 """What `pipe.predict` says against what is then measured."""
 
 import contextlib
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from pipework import Pipe, pop, skippable, stash
+from pipework import Pipe, PipeSequential, balance_by_size, balance_by_time, pop, skippable, stash
 
 
 @skippable(stash=["skip"])
@@ -160,3 +161,35 @@ def test_a_step_of_many_chunks_peaks_like_one_of_few(schedule: str, checkpoint: 
         peaks.append([timeline.timeline().peak_memory(worker) for worker in range(workers)])
         assert peaks[-1] == pytest.approx(list(timeline.predicted().peak_memory), rel=0.05)
     assert peaks[0] == peaks[1]
+
+
+def test_layers_are_called_as_the_pipe_calls_them() -> None:
+    @dataclass
+    class Pair:
+        first: torch.Tensor
+        second: torch.Tensor
+
+    class Make(nn.Module):
+        def forward(self, x: torch.Tensor) -> Pair:
+            return Pair(x, x * 2)
+
+    class Use(nn.Module):
+        def forward(self, pair: Pair) -> torch.Tensor:
+            return pair.first + pair.second
+
+    class Wrap(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            return (x,)
+
+    for module in (
+        nn.Sequential(nn.Linear(4, 4), Make(), Use(), nn.Linear(4, 4)),
+        PipeSequential(nn.Linear(4, 4), Wrap(), nn.Tanh(), nn.Linear(4, 4)),
+    ):
+        pipe = Pipe(module, 2, "never", balance=[2, 2], devices=["cpu"] * 2, loss_fn=functional.mse_loss)
+        x = torch.randn(8, 4)
+        prediction = pipe.predict(x, target=x, timeout=0)
+        costs = recorded(pipe, x, x).costs()
+        assert (prediction.costs.activation, prediction.costs.message) == (costs.activation, costs.message)
+        pipe.zero_grad()
+        assert sum(balance_by_time(2, module, x[:4], timeout=0)) == 4
+        assert sum(balance_by_size(2, module, x, chunks=2)) == 4

@@ -22,6 +22,8 @@ def refuse_non_finite(tensors: Iterable[Tensor | None], what: str) -> None:
     for tensor in tensors:
         if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
             continue
+        if tensor.layout is torch.sparse_coo:
+            tensor = tensor.coalesce().values()
         if not bool(torch.isfinite(tensor).all()):
             values = tensor.detach()
             nan, infinite = int(torch.isnan(values).sum()), int(torch.isinf(values).sum())

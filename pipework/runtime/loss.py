@@ -55,6 +55,10 @@ class InnerLoss:
             raise TypeError(
                 f"{source} returned {type(value).__name__}, wanted the loss as a 0-dimensional tensor{hint}"
             )
+        if value.is_complex():
+            raise TypeError(
+                f"{source} returned a complex loss ({value.dtype}), wanted a real one: take .abs() or .real"
+            )
         if value.dim():
             raise ValueError(
                 f"{source} returned a tensor of shape {tuple(value.shape)}, wanted a 0-dimensional loss: reduce it, "

@@ -50,10 +50,23 @@ class MemoryMeter:
             address = storage.data_ptr()
             if address not in self._persistent:
                 sizes[address] = own.get(address, storage.nbytes())
-            return tensor if outer is None else outer[0](tensor)
+            if outer is not None:
+                return outer[0](tensor)
+            # Not the tensor itself: an output that its own node saves would be a cycle that nobody can free. And with
+            # hooks it is not autograd that sees whether a saved tensor has been overwritten.
+            return tensor.detach(), tensor._version
 
         def unpack(packed: Any) -> Tensor:
-            return packed if outer is None else outer[1](packed)
+            if outer is not None:
+                return outer[1](packed)
+            tensor, version = packed
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version "
+                    f"{version} instead"
+                )
+            return tensor
 
         with saved_tensors_hooks(pack, unpack):
             yield

@@ -1,0 +1,108 @@
+"""Losses and parameters that are not what the runtime may take for granted."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipework import Pipe, WithDevice
+
+
+def pipe_of(loss_fn, checkpoint="never", schedule="1f1b", **options) -> Pipe:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    return Pipe(
+        module, 4, checkpoint, balance=[2, 1], devices=["cpu"] * 2, schedule=schedule, loss_fn=loss_fn, **options
+    )
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_loss_that_overwrites_its_target(schedule: str) -> None:
+    def loss(output, target):
+        return functional.mse_loss(output, target.mul_(3))
+
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    pipe = pipe_of(loss, schedule=schedule)
+    pipe(x, target=y.clone()).backward()
+    plain = nn.Sequential(*(layer for layer in pipe))
+    expected = [parameter.grad.clone() for parameter in pipe.parameters()]
+    plain.zero_grad()
+    loss(plain(x), y.clone()).backward()
+    for gradient, parameter in zip(expected, plain.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_is_refused_where_the_target_is_needed_again() -> None:
+    pipe = pipe_of(lambda output, target: functional.mse_loss(output, target.mul_(3)), "always", schedule="gpipe")
+    with pytest.raises(RuntimeError, match=r"changed its target in place, .* Clone it in the loss"):
+        pipe(torch.randn(8, 4), target=torch.randn(8, 4))
+
+
+def test_a_complex_loss_is_refused() -> None:
+    pipe = pipe_of(lambda output, target: torch.complex(output, target).sum())
+    with pytest.raises(TypeError, match=r"complex loss \(torch.complex64\), wanted a real one"):
+        pipe(torch.randn(8, 4), target=torch.randn(8, 4))
+
+
+def test_a_hidden_parameter_of_the_loss_is_found_after_the_loss_was_outside() -> None:
+    hidden = nn.Parameter(torch.ones(()))
+    pipe = pipe_of(lambda output, target: functional.mse_loss(output, target) * hidden, schedule="gpipe")
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    pipe(x).sum().backward()
+    with pytest.raises(RuntimeError, match="past its module's own slot"):
+        pipe(x, target=y)
+    assert hidden.grad is None
+
+
+def test_a_hidden_parameter_is_found_if_the_first_micro_batch_weighs_nothing() -> None:
+    hidden = nn.Parameter(torch.ones(()))
+    pipe = pipe_of(
+        lambda output, target: functional.mse_loss(output, target) * hidden,
+        loss_weight=lambda target: (target > 0).sum(),
+    )
+    y = torch.rand(8, 4)
+    y[:2] = -1
+    with pytest.raises(RuntimeError, match="past its module's own slot"):
+        pipe(torch.randn(8, 4), target=y)
+
+
+def test_sparse_gradients_can_be_checked() -> None:
+    module = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
+    pipe = Pipe(module, 2, balance=[1, 1], devices=["cpu"] * 2, loss_fn=functional.mse_loss, check_finite=True)
+    pipe(torch.randint(0, 10, (8,)), target=torch.randn(8, 4)).backward()
+    assert pipe[0].weight.grad.is_sparse
+
+
+def test_a_layer_that_is_replaced_by_one_with_a_device_loses_the_wrapper() -> None:
+    pipe = pipe_of(functional.mse_loss)
+    setattr(pipe, "0", WithDevice(nn.Linear(4, 4), "cpu"))
+    assert list(pipe.state_dict())[:2] == ["0.weight", "0.bias"]
+    pipe(torch.randn(8, 4), target=torch.randn(8, 4)).backward()
+
+
+def test_threads_that_share_deferred_batch_norms_take_turns() -> None:
+    norm = nn.BatchNorm1d(4, momentum=None, dtype=torch.float64)
+    pipe = Pipe(nn.Sequential(norm, nn.Tanh()), 4, "never", True, balance=[1, 1], devices=["cpu"] * 2)
+    batches = [torch.randn(8, 4, dtype=torch.float64) + 10 * number for number in range(4)]
+
+    def run(batch: torch.Tensor) -> None:
+        for _ in range(25):
+            pipe(batch)
+
+    threads = [threading.Thread(target=run, args=(batch,)) for batch in batches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert int(pipe[0].num_batches_tracked) == 100
+    expected = torch.stack([batch.mean(0) for batch in batches]).mean(0)
+    torch.testing.assert_close(pipe[0].running_mean, expected)
+
+
+def test_loss_without_data() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = Pipe(module, 2, balance=[1, 1], devices=["meta"] * 2, schedule="1f1b", loss_fn=functional.mse_loss)
+    pipe(torch.randn(4, 4, device="meta"), target=torch.randn(4, 4, device="meta")).backward()
+    assert pipe[0].weight.grad.shape == (4, 4)
