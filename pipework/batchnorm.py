@@ -157,6 +157,12 @@ class DeferredBatchNorm(_BatchNorm):
             self._collected.moments.clear()
             self._collected.is_managed = True
 
+    def abandon(self) -> None:
+        """Forgets what a mini-batch that failed has left, and commits by itself again."""
+        with self._collected.lock:
+            self._collected.moments.clear()
+            self._collected.is_managed = False
+
     def commit(self) -> None:
         """Updates the running statistics with all that was collected, if anything was."""
         with self._collected.lock:
@@ -267,7 +273,7 @@ def _deferred(batch_norm: _BatchNorm, chunks: int) -> DeferredBatchNorm:
 
 def _checked(chunks: int) -> int:
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise ValueError("number of chunks must be positive integer")
+        raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
     return chunks
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipework.balance.by_parameters import estimated_costs
-from pipework.balance.checks import check_initialised, checked_balance
+from pipework.balance.checks import check_initialised, checked_balance, not_a_list, not_sequential, too_few_devices
 from pipework.balance.minimax import minimax_partition
 
 Device = torch.device | str | int
@@ -123,7 +123,7 @@ def choose_partitioning(
         (3, 1)
     """
     if not isinstance(module, nn.Sequential):
-        raise TypeError("module must be nn.Sequential to be partitioned")
+        raise not_sequential(module)
     machine = machine or Machine.here()
     layers = list(module)
     check_initialised(module)
@@ -141,9 +141,7 @@ def choose_partitioning(
         if counts is None:
             counts = minimax_partition(estimated_costs(module), max(1, min(len(places), len(layers))))
         if len(places) < len(counts):
-            raise IndexError(
-                f"too few devices to hold given partitions (devices: {len(places)}, partitions: {len(counts)})"
-            )
+            raise too_few_devices(len(places), len(counts))
         chosen = Partitioning(tuple(counts), tuple(places[: len(counts)]))
         if balance is None and devices is None:
             log_choice(chosen, machine)
@@ -221,7 +219,7 @@ def checked_devices(devices: Sequence[Device], machine: Machine) -> list[torch.d
         ValueError: There is no such device here.
     """
     if isinstance(devices, str | int | torch.device):
-        raise TypeError(f"devices must be a list with the device of each partition, got {devices!r}: [{devices!r}]?")
+        raise not_a_list(devices)
     return [_usable(device, f"devices[{index}]", machine) for index, device in enumerate(devices)]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from pipework.balance.checks import checked_balance
+from pipework.balance.checks import checked_balance, not_sequential, too_few_devices
 from pipework.partition import (
     Machine,
     Partitioning,
@@ -86,7 +86,7 @@ def make_plan(
         IndexError: fewer devices than workers.
     """
     if not isinstance(module, nn.Sequential):
-        raise TypeError("module must be nn.Sequential to be partitioned")
+        raise not_sequential(module)
     if not isinstance(schedule, str | Schedule):
         raise TypeError(f"schedule is {schedule!r}: wanted a name such as '1f1b', or a Schedule")
     if isinstance(schedule, str) and not recipe(schedule).several:
@@ -133,7 +133,9 @@ def _several_stages(
         return plan
     workers = len(devices) if devices is not None else _workers(len(balance or ()), per_worker)
     if not workers:
-        raise IndexError(f"too few devices to hold given partitions (devices: 0, layers: {len(module)})")
+        raise IndexError(
+            f"too few devices to hold given partitions (devices: 0, layers: {len(module)}): give one for each worker"
+        )
     if balance is not None:
         if len(balance) % workers:
             raise ValueError(
@@ -182,11 +184,17 @@ def _placed(
     workers = max(placement, default=-1) + 1
     places = default_devices(workers, True, machine) if devices is None else devices
     if len(places) < workers:
-        raise IndexError(f"too few devices to hold given partitions (devices: {len(places)}, workers: {workers})")
+        raise too_few_devices(len(places), workers, "workers")
     stages = len(placement)
     if balance is not None and len(balance) != stages:
         raise ValueError(f"the schedule has {stages} stages, and balance has {len(balance)} entries: give one for each")
     if len(module) < stages:
-        raise ValueError(f"the schedule has {stages} stages, and there are {len(module)} layers: each needs one")
+        most = len(module) // (stages // workers)
+        fewer = (
+            f"use at most {most} worker{'s' if most > 1 else ''}, or cut layers finer" if most else "cut layers finer"
+        )
+        raise ValueError(
+            f"the schedule has {stages} stages, and there are {len(module)} layers: each needs one; {fewer}"
+        )
     on_stages = [places[worker] for worker in placement]
     return Plan(source, choose_partitioning(module, balance, on_stages, machine=machine), placement)

@@ -426,9 +426,9 @@ class TestConvert:
 
     @pytest.mark.parametrize("chunks", [0, -1, 1.0, True, None, "2"])
     def test_chunks_must_be_a_positive_integer(self, chunks):
-        with pytest.raises(ValueError, match=r"^number of chunks must be positive integer$"):
+        with pytest.raises(ValueError, match=rf"^number of chunks must be positive integer, got {chunks!r}$"):
             convert_deferred_batch_norm(nn.BatchNorm1d(2), chunks)
-        with pytest.raises(ValueError, match=r"^number of chunks must be positive integer$"):
+        with pytest.raises(ValueError, match=rf"^number of chunks must be positive integer, got {chunks!r}$"):
             DeferredBatchNorm(2, chunks=chunks)
 
     def test_missing_children(self):

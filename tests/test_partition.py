@@ -47,7 +47,7 @@ class TestBalanceAndDevicesGiven:
 
     @pytest.mark.parametrize(("devices", "count"), [(["cpu"], 1), ([], 0)])
     def test_too_few_devices(self, devices, count):
-        message = rf"^too few devices to hold given partitions \(devices: {count}, partitions: 2\)$"
+        message = rf"^too few devices to hold given partitions \(devices: {count}, partitions: 2\): give 2 devices"
         with pytest.raises(IndexError, match=message):
             chosen(linears(1, 1), [1, 1], devices)
 
@@ -102,6 +102,10 @@ class TestDevicesGiven:
     def test_a_device_that_cannot_be_used(self, device, machine, error, message):
         with pytest.raises(error, match=message):
             chosen(linears(1, 1), devices=["cpu", device], machine=machine)
+
+    def test_a_number_of_devices(self):
+        with pytest.raises(TypeError, match=r"got 2: write \[\"cpu\"\] \* 2 for 2 workers on the CPU, or \[0, 1\] for"):
+            chosen(linears(1, 1), devices=2)
 
     @pytest.mark.parametrize("devices", ["cpu", 0, CPU])
     def test_a_device_where_a_list_is_wanted(self, devices):
@@ -195,7 +199,7 @@ class TestPipeworkChooses:
 class TestModule:
     @pytest.mark.parametrize("module", [nn.Linear(1, 1), nn.ModuleList([nn.Linear(1, 1)]), "model", None])
     def test_only_sequential(self, module):
-        with pytest.raises(TypeError, match=r"^module must be nn\.Sequential to be partitioned$"):
+        with pytest.raises(TypeError, match=r"^module must be nn\.Sequential to be partitioned, got .*: write nn"):
             chosen(module)
 
     @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_checkpoint_must_be_one_of_three(checkpoint: object) -> None:
 
 @pytest.mark.parametrize("module", [nn.Linear(1, 1), [nn.Linear(1, 1)], None])
 def test_module_must_be_sequential(module: object) -> None:
-    with pytest.raises(TypeError, match=r"^module must be nn\.Sequential to be partitioned$"):
+    with pytest.raises(TypeError, match=r"^module must be nn\.Sequential to be partitioned, got \w+: write"):
         Pipe(module)
 
 
@@ -46,7 +46,8 @@ def test_balance_must_fit(balance: list[int]) -> None:
 
 
 def test_too_few_devices() -> None:
-    with pytest.raises(IndexError, match=r"^too few devices to hold given partitions \(devices: 1, partitions: 2\)$"):
+    message = r"^too few devices to hold given partitions \(devices: 1, partitions: 2\): give 2 devices"
+    with pytest.raises(IndexError, match=message):
         Pipe(layers(), balance=[2, 2], devices=["cpu"])
 
 
@@ -108,6 +109,30 @@ def test_children_may_have_any_name() -> None:
     assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
+def test_several_layers_are_taken_from_a_list() -> None:
+    with pytest.raises(TypeError, match=r"write nn\.Sequential\(\*list\(pipe\)\[0:2\]\), or use pipe\.partitions"):
+        two_stages()[0:2]
+    with pytest.raises(TypeError, match=r"list\(pipe\)\[:-1:2\]"):
+        two_stages()[:-1:2]
+
+
+@pytest.mark.parametrize("name", ["schedule", "chunks", "balance", "checkpoint", "devices", "partitions"])
+@pytest.mark.parametrize("value", ["1f1b", nn.ReLU()])
+def test_what_a_pipe_is_made_with_cannot_be_changed(name: str, value: object) -> None:
+    pipe = two_stages()
+    with pytest.raises(
+        AttributeError, match=f"^'{name}' of a pipe cannot be changed: make a new Pipe of the same layers"
+    ):
+        setattr(pipe, name, value)
+    pipe(torch.randn(8, 4)).sum().backward()
+
+
+def test_forward_may_be_replaced() -> None:
+    pipe = two_stages()
+    pipe.forward = lambda x: x
+    assert pipe(5) == 5
+
+
 @pytest.mark.parametrize(
     "move",
     [
@@ -122,9 +147,10 @@ def test_children_may_have_any_name() -> None:
     ],
 )
 def test_moving_is_refused(move: object) -> None:
-    with pytest.raises(
-        TypeError, match=r"^denied to move parameters and buffers, because Pipe should manage device placement$"
-    ):
+    message = (
+        r"^denied to move parameters and buffers, because Pipe should manage device placement; leave .* devices= to"
+    )
+    with pytest.raises(TypeError, match=message):
         move(two_stages())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipework.balance.checks import check_partitions
+from pipework.balance.checks import check_partitions, not_a_list, too_few_devices
 from pipework.balance.minimax import minimax_partition
 from pipework.balance.mixed import minimax_on_devices
 from pipework.balance.sandbox import call, copies, cut, measuring_device, tensors_of, threads_of_a_worker, traceless
@@ -80,11 +80,9 @@ def _places(partitions: int, device: Device | None, devices: Sequence[Device] | 
     if device is not None:
         raise ValueError("give either device=, where everything is timed, or devices=, one for each partition")
     if isinstance(devices, str | int | torch.device):
-        raise TypeError(f"devices must be a list with the device of each partition, got {devices!r}: [{devices!r}]?")
+        raise not_a_list(devices)
     if len(devices) < partitions:
-        raise IndexError(
-            f"too few devices to hold given partitions (devices: {len(devices)}, partitions: {partitions})"
-        )
+        raise too_few_devices(len(devices), partitions)
     return [measuring_device(place) for place in devices[:partitions]]
 
 

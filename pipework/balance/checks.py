@@ -15,6 +15,29 @@ def check_partitions(partitions: int, layers: int) -> None:
         raise ValueError(f"cannot make {partitions} partitions of {layers} layers: ask for at most {layers}")
 
 
+def not_sequential(module: object) -> TypeError:
+    """The error of a module that has no layers in an order."""
+    got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+    return TypeError(f"module must be nn.Sequential to be partitioned, got {got}: write nn.Sequential(*layers)")
+
+
+def too_few_devices(devices: int, partitions: int, what: str = "partitions") -> IndexError:
+    """The error of fewer devices than partitions or, if they hold several each, workers."""
+    return IndexError(
+        f"too few devices to hold given partitions (devices: {devices}, {what}: {partitions}): give {partitions} "
+        f"devices, such as devices=['cpu'] * {partitions}"
+    )
+
+
+def not_a_list(devices: object) -> TypeError:
+    """The error of a device, or the number of them, where a list is wanted."""
+    such = f"[{devices!r}]?"
+    if isinstance(devices, int) and devices > 0 and not isinstance(devices, bool):
+        numbers = list(range(devices)) if devices <= 4 else f"list(range({devices}))"
+        such = f"""write ["cpu"] * {devices} for {devices} workers on the CPU, or {numbers} for accelerators"""
+    return TypeError(f"devices must be a list with the device of each partition, got {devices!r}: {such}")
+
+
 def check_initialised(module: nn.Module) -> None:
     """Raises ``ValueError`` if a lazy parameter has no shape yet."""
     for name, parameter in module.named_parameters():
@@ -29,13 +52,19 @@ def checked_balance(balance: Sequence[int], layers: int) -> list[int]:
     """The balance as a list, if it is one: positive integers that sum to the number of layers.
 
     Raises:
-        TypeError: It is no sequence.
+        TypeError: It is no sequence, or a string.
         ValueError: It does not fit; the message shows how to find one that does.
     """
     try:
-        given = list(balance)
+        given = None if isinstance(balance, str | bytes) else list(balance)
     except TypeError:
-        raise TypeError(f"balance must list the number of layers of each partition, got {balance!r}") from None
+        given = None
+    if given is None:
+        raise TypeError(
+            f"balance must list the number of layers of each partition, got {balance!r}: write balance="
+            f"{_even(layers)}, or leave balance out and give devices=, or let pipework measure one: "
+            "pipework.balance.balance_by_time(2, module, sample)"
+        )
     counts = [_as_count(count) for count in given]
     positive = all(count >= 1 for count in counts)
     if positive and sum(counts) == layers:
@@ -47,6 +76,11 @@ def checked_balance(balance: Sequence[int], layers: int) -> list[int]:
         "    from pipework.balance import balance_by_time\n"
         f"    balance = balance_by_time({max(1, min(len(given), layers))}, module, sample)\n"
     )
+
+
+def _even(layers: int) -> list[int]:
+    """An example of a balance of two partitions, or of one if there is one layer only."""
+    return [(layers + 1) // 2, layers // 2] if layers > 1 else [layers]
 
 
 def _as_count(count: object) -> int:

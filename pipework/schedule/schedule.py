@@ -54,6 +54,9 @@ class Schedule:
         if not any(self.orders):
             raise ValueError("the schedule has no action at all: give every worker its actions in `orders`")
 
+    def __repr__(self) -> str:
+        return f"Schedule({self.name!r}, {self._size})"
+
     @property
     def workers(self) -> int:
         """How many workers there are."""
@@ -78,8 +81,12 @@ class Schedule:
             >>> fill_drain(4, 1).title
             'gpipe, 4 workers, 1 micro-batch'
         """
+        return f"{self.name}, {self._size}"
+
+    @property
+    def _size(self) -> str:
         workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
-        return f"{self.name}, {workers}, {self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}"
+        return f"{workers}, {self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}"
 
     def stages_of(self, worker: int) -> tuple[int, ...]:
         """The stages that a worker holds, in ascending order.

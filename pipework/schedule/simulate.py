@@ -28,6 +28,9 @@ class Simulation:
     costs: Costs
     timeline: Timeline
 
+    def __repr__(self) -> str:
+        return f"Simulation({self.schedule.title}: makespan {self.makespan:.4g}, bubble {100 * self.bubble:.1f} %)"
+
     @property
     def makespan(self) -> float:
         """End of the last action minus start of the first, over all workers."""

@@ -228,6 +228,8 @@ def _is_known_by_name(module_class: type) -> bool:
 
 
 def _checked_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(names, type):
+        raise TypeError(f"class {names.__name__} was given as {argument}: write @skippable(stash=[...], pop=[...])")
     if isinstance(names, str):
         raise TypeError(f"{argument} must be a list of names, but it is the string '{names}': write [{names!r}]")
     return tuple(dict.fromkeys(names))

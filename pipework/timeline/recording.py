@@ -149,9 +149,14 @@ class Recording:
         """What the schedule of a step predicts with the measured :meth:`costs`.
 
         Raises:
-            ValueError: no such step.
+            ValueError: no such step, or one that did not go backward.
         """
-        _, record = self._find(step)
+        number, record = self._find(step)
+        if record.intervals and all(interval.action.kind == "F" for interval in record.intervals):
+            raise ValueError(
+                f"only forwards were recorded in step {number}, and the schedule goes backward, too: record a training "
+                "step, with its backward inside `with pipe.record() as timeline:`"
+            )
         return simulate(record.schedule, self.costs(), loss_outside=record.loss_outside)
 
     def save(self, path: str | Path) -> None:

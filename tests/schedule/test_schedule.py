@@ -91,3 +91,7 @@ def test_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
+
+
+def test_it_is_shown_in_a_line():
+    assert repr(fill_drain(2, 8)) == "Schedule('gpipe', 2 workers, 8 micro-batches)"

@@ -135,3 +135,8 @@ def test_time_is_linear_in_the_number_of_actions():
 
     small, large = min(seconds(250) for _ in range(3)), seconds(5000)
     assert large < 20 * small * 4  # quadratic would be 400 times
+
+
+def test_it_is_shown_in_a_line():
+    shown = repr(simulate(fill_drain(2, 8), Costs(backward=2)))
+    assert shown == "Simulation(gpipe, 2 workers, 8 micro-batches: makespan 27, bubble 11.1 %)"

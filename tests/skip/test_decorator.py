@@ -467,3 +467,11 @@ class TestTheClass:
 
 class Bystander(nn.Module):
     """A class that is decorated under another name, and used by itself as well."""
+
+
+def test_without_parentheses():
+    with pytest.raises(TypeError, match=r"class Layer was given as stash: write @skippable\(stash=\[...\], pop="):
+
+        @skippable
+        class Layer(nn.Module):
+            pass

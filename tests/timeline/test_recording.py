@@ -199,3 +199,11 @@ def test_costs_over_steps_of_other_stages():
     with pytest.raises(ValueError, match=r"different stages: ask for one, such as costs\(step=1\)"):
         recording.costs()
     assert recording.costs(0).forward == (1,)
+
+
+def test_nothing_is_predicted_from_forwards_alone():
+    recording = Recording()
+    recording.begin(3, fill_drain(1, 1))
+    recording.add(3, [Interval(0, Action("F", 0, 0), 0.0, 1.0)])
+    with pytest.raises(ValueError, match=r"only forwards were recorded in step 3, .*: record a training step"):
+        recording.predicted()
