@@ -246,7 +246,7 @@ class Pipe(Layers):
             else:
                 outputs, returned = step.run(split.micro_batches, targets)
         if inner is not None:
-            shared = LossInside(step, split.seams.join, returned, inner.scale)
+            shared = LossInside(step, split.seams.join, returned, inner.scale_in(outputs[0][0][0].dtype))
             return _with_loss(outputs, split, shared, return_output=return_output)
         joined = microbatch.join(outputs, split.rows)
         tensors = joined.tensors
@@ -373,7 +373,12 @@ class Pipe(Layers):
         with self._deferring:  # another thread's mini-batch must not begin in between
             for batch_norm in self._deferred:
                 batch_norm.begin_mini_batch()
-            yield
+            try:
+                yield
+            except BaseException:
+                for batch_norm in self._deferred:
+                    batch_norm.abandon()
+                raise
             for batch_norm in self._deferred:
                 batch_norm.commit()
 
@@ -404,6 +409,7 @@ class Pipe(Layers):
                 self._plan.placement,
                 skips,
                 spread_tuples=self._spreads_tuples,
+                loss=self._loss.function if isinstance(self._loss.function, nn.Module) else None,
             )
         return self._house
 

@@ -85,7 +85,7 @@ def _run(layer: nn.Module, value: Any, before: list[Tensor], spread_tuples: bool
 
     def pack(tensor: Tensor) -> Tensor:
         saved.append(tensor.detach())  # held here, so that its memory cannot be given to another tensor and missed
-        return tensor
+        return saved[-1]  # not the tensor itself: an output that its own node saves would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is):
         output = call(layer, value, spread_tuples=spread_tuples)

@@ -52,6 +52,7 @@ def open_house(
     skips: Sequence[Skip],
     *,
     spread_tuples: bool,
+    loss: nn.Module | None = None,
 ) -> House:
     """Makes a stage of each partition, and a worker for each number in the placement.
 
@@ -61,6 +62,7 @@ def open_house(
         placement: the worker of each partition, as the schedule has it.
         skips: the skip connections between the layers.
         spread_tuples: a tuple is spread into a layer's arguments also if the layer takes only one.
+        loss: computed by the last stage, if it is a module; its buffers are treated like those of the layers.
     """
     workers = tuple(WorkerDevice(devices[placement.index(worker)]) for worker in range(max(placement) + 1))
     named_layers = [
@@ -76,6 +78,7 @@ def open_house(
             shared=shared,
             skips=skips,
             spread_tuples=spread_tuples,
+            loss=loss if index + 1 == len(named_layers) else None,
             shares_output=index + 1 < len(devices) and devices[index] == devices[index + 1],
         )
         for index, layers in enumerate(named_layers)

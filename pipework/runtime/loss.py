@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from pipework.runtime import values
@@ -37,6 +38,10 @@ class InnerLoss:
     def description(self) -> str:
         """What people call the function."""
         return getattr(self.function, "__name__", None) or type(self.function).__name__
+
+    def scale_in(self, dtype: torch.dtype) -> float:
+        """The scale as the gradient of a loss of this dtype holds it."""
+        return torch.full((), self.scale, dtype=dtype, device="cpu").item()
 
     def part(self, value: Any, micro_batch: int) -> Tensor:
         """The micro-batch's part of the loss: what was computed, times its weight.

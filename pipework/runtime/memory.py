@@ -59,6 +59,7 @@ class MemoryMeter:
         def unpack(packed: Any) -> Tensor:
             if outer is not None:
                 return outer[1](packed)
+            tensor: Tensor
             tensor, version = packed
             if tensor._version != version:
                 raise RuntimeError(

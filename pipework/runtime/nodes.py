@@ -1,4 +1,4 @@
-"""What the user's autograd graph sees of a mini-batch: one node per stage, chained by empty tokens.
+"""What the user's autograd graph sees of a mini-batch: one node per stage, chained by tokens.
 
     inputs, params of stage 0    params of stage 1            params of the last stage
               |                        |                                |
@@ -34,13 +34,17 @@ class Backward(Protocol):
     def step(self) -> Step:
         """The mini-batch."""
 
-    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> None:
-        """Called by the last node, with the gradients of the pipe's outputs."""
+    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> float | None:
+        """Called by the last node, with the gradients of the pipe's outputs.
 
-    def of_inputs(self) -> list[Tensor | None]:
+        Returns:
+            What all gradients are to be multiplied by; None: there are none.
+        """
+
+    def of_inputs(self, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
         """The gradients of the pipe's input tensors."""
 
-    def of_parameters(self, stage: int) -> list[Tensor | None]:
+    def of_parameters(self, stage: int, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
         """The gradients of a stage's parameters."""
 
 
@@ -60,16 +64,17 @@ class LossOutside:
     join: Callable[[Sequence[Message]], list[Tensor | None]]
     returned: list[Message] = field(default_factory=list)
 
-    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> None:
+    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> float:
         """See `Backward`: runs everything that computes the gradients."""
         self.returned = self.step.backward(self.cut(gradients), retain_graph=retain_graph)
+        return 1.0
 
-    def of_inputs(self) -> list[Tensor | None]:
+    def of_inputs(self, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
         """See `Backward`."""
         of_inputs, self.returned = self.join(self.returned), []
         return of_inputs
 
-    def of_parameters(self, stage: int) -> list[Tensor | None]:
+    def of_parameters(self, stage: int, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
         """See `Backward`."""
         return self.step.take_gradients(stage)
 
@@ -89,36 +94,33 @@ class LossInside:
     join: Callable[[Sequence[Message]], list[Tensor | None]]
     returned: list[Message]
     scale: float = 1.0
-    _factor: float | None = None
-    _retain: bool = False
 
-    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> None:
+    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> float | None:
         """See `Backward`: all that is left to do is to multiply, and mostly not even that."""
         (gradient,) = gradients
-        if gradient is not None and gradient.is_meta:
-            self._factor = 1.0  # without data there is nothing to multiply
-        else:
-            self._factor = None if gradient is None else float(gradient) / self.scale
-        self._retain = retain_graph
+        if gradient is None:  # a node behind the loss may bring no gradient at all
+            return None
+        return 1.0 if gradient.is_meta else float(gradient) / self.scale
 
-    def of_inputs(self) -> list[Tensor | None]:
+    def of_inputs(self, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
         """See `Backward`."""
         gradients = self.join(self.returned)
-        if not self._retain:
+        if not retain_graph:
             self.returned = []
-        return [self._multiplied(gradient) for gradient in gradients]
+        return [_multiplied(gradient, factor, keep=retain_graph) for gradient in gradients]
 
-    def of_parameters(self, stage: int) -> list[Tensor | None]:
+    def of_parameters(self, stage: int, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
         """See `Backward`; without `retain_graph` the buffers themselves, which autograd may keep without a copy."""
-        gradients = self.step.take_gradients(stage, keep=self._retain)
-        return [self._multiplied(gradient) for gradient in gradients]
+        gradients = self.step.take_gradients(stage, keep=retain_graph)
+        return [_multiplied(gradient, factor, keep=retain_graph) for gradient in gradients]
 
-    def _multiplied(self, gradient: Tensor | None) -> Tensor | None:
-        if gradient is None or self._factor is None:  # a node behind the loss may bring no gradient at all
-            return None
-        if self._retain:
-            return gradient * self._factor
-        return gradient if self._factor == 1.0 else gradient.mul_(self._factor)
+
+def _multiplied(gradient: Tensor | None, factor: float, *, keep: bool) -> Tensor | None:
+    if gradient is None:
+        return None
+    if keep:
+        return gradient * factor
+    return gradient if factor == 1.0 else gradient.mul_(factor)
 
 
 class StageNode(torch.autograd.Function):
@@ -154,7 +156,7 @@ class StageNode(torch.autograd.Function):
         # Saved and read only so that a second backward without retain_graph is PyTorch's own error.
         ctx.save_for_backward(token)
         if outputs is None:
-            return torch.empty(0, device="cpu")
+            return torch.zeros((), dtype=torch.float64, device="cpu")
         ctx.mark_non_differentiable(*fixed)
         return outputs
 
@@ -168,10 +170,19 @@ class StageNode(torch.autograd.Function):
             )
         (token,) = ctx.saved_tensors
         shared: Backward = ctx.shared
+        retain_graph = engine.retains_graph()
+        # What all gradients are multiplied by travels from node to node, as the token's gradient. Kept anywhere else it
+        # could be another backward's, which runs within a hook of this one.
+        factor: float | None
         if ctx.is_last:
-            shared.begin(gradients, retain_graph=engine.retains_graph())
-        of_inputs = shared.of_inputs() if ctx.stage == 0 else []
-        return (None, None, None, None, torch.empty_like(token), *of_inputs, *shared.of_parameters(ctx.stage))
+            factor = shared.begin(gradients, retain_graph=retain_graph)
+        else:
+            factor = None if gradients[0] is None else float(gradients[0])
+        if factor is None:
+            return (None,) * len(ctx.needs_input_grad)
+        of_inputs = shared.of_inputs(factor, retain_graph=retain_graph) if ctx.stage == 0 else []
+        of_parameters = shared.of_parameters(ctx.stage, factor, retain_graph=retain_graph)
+        return (None, None, None, None, torch.full_like(token, factor), *of_inputs, *of_parameters)
 
 
 def attach(
@@ -191,7 +202,7 @@ def attach(
     """
     fixed = [output for output, needs in zip(outputs, differentiable, strict=True) if not needs]
     apply: Callable[..., Any] = StageNode.apply
-    token = torch.empty(0, device="cpu")
+    token = torch.zeros((), dtype=torch.float64, device="cpu")
     for stage in range(stages - 1):
         token = apply(shared, stage, None, [], token, *(inputs if stage == 0 else ()), *shared.step.parameters(stage))
     last = stages - 1

@@ -38,6 +38,7 @@ class Stage:
         shares_output: the next stage uses the memory of this one's outputs, until after its own backward.
         skips: all skip connections of the pipe.
         spread_tuples: a tuple is spread into a layer's arguments also if the layer takes only one.
+        loss: computed behind the layers, if it is a module.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Stage:
         shares_output: bool,
         skips: Sequence[Skip],
         spread_tuples: bool,
+        loss: nn.Module | None = None,
     ) -> None:
         self.index = index
         self.skips = skips
@@ -68,7 +70,7 @@ class Stage:
         self.layers_with_target = [*self.layers[:-1], last._replace(takes_tuple_whole=whole)]
         # The situations in which a graph of this stage has been searched for hidden parameters.
         self.inspected: set[tuple[bool, bool, int]] = set()
-        self.buffers = MutableBuffers(runnable)
+        self.buffers = MutableBuffers(runnable if loss is None else [*runnable, loss])
 
     def refresh(self) -> None:
         """Takes over what the user has changed in modules that are run through views."""

@@ -1,5 +1,6 @@
 """Losses and parameters that are not what the runtime may take for granted."""
 
+import copy
 import threading
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipework import Pipe, WithDevice
+from pipework.testing import reference_step
 
 
 def pipe_of(loss_fn, checkpoint="never", schedule="1f1b", **options) -> Pipe:
@@ -106,3 +108,50 @@ def test_loss_without_data() -> None:
     pipe = Pipe(module, 2, balance=[1, 1], devices=["meta"] * 2, schedule="1f1b", loss_fn=functional.mse_loss)
     pipe(torch.randn(4, 4, device="meta"), target=torch.randn(4, 4, device="meta")).backward()
     assert pipe[0].weight.grad.shape == (4, 4)
+
+
+class Momentum(nn.Module):
+    """A loss whose buffer is a moving mean of the losses, by which it divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = functional.mse_loss(output, target)
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(loss.detach() * 0.5)
+        return loss / self.mean.clone()
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_buffers_of_the_loss_count_once(schedule: str, checkpoint: str) -> None:
+    torch.manual_seed(1)
+    pipe = pipe_of(Momentum(), checkpoint, schedule)
+    plain, loss_fn = copy.deepcopy(nn.Sequential(*pipe)), Momentum()
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    reference = reference_step(plain, x, y, loss_fn, chunks=4, key=0)
+    loss = pipe(x, target=y)
+    loss.backward()
+    assert torch.equal(loss, reference.loss)
+    for actual, expected in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(actual.grad, expected.grad)
+
+
+def test_another_backward_within_a_hook_changes_nothing() -> None:
+    pipe = pipe_of(functional.mse_loss)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    pipe(x, target=y).backward()
+    expected = [parameter.grad for parameter in pipe.parameters()]
+    pipe.zero_grad()
+    loss = pipe(x, target=y)
+    parameters = list(pipe.parameters())
+
+    def within(gradient: torch.Tensor) -> None:
+        torch.autograd.grad(loss, parameters[:1], torch.tensor(5.0), retain_graph=True)
+
+    parameters[-1].register_hook(within)
+    loss.backward(retain_graph=True)
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
