@@ -92,12 +92,15 @@ def tied() -> nn.Sequential:
     return nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh())
 
 
+SLOW = ("gpipe", "looped-bfs")
+WAYS = ["outside", "1f1b", "interleaved-1f1b", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 MODELS = [simple, in_place, with_skips, with_dropout, with_batch_norm, tied]
 
 
 @pytest.mark.parametrize("balance", [[4], [1, 3], [1, 1, 1, 1]], ids=str)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("way", WAYS, indirect=True)
 def test_inputs_and_parameters(
     way: Any, make: Callable[[], nn.Sequential], checkpoint: str, balance: list[int]
 ) -> None:

@@ -229,7 +229,7 @@ def sampled(*axes: Any, each: int, whole: int = 2) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("name", "way", "checkpoint", "balance", "rows", "dtype"),
-    sampled(MODELS, WAYS, CHECKPOINT_MODES, BALANCES, ROWS, DTYPES, each=4, whole=3),
+    sampled(MODELS, WAYS, CHECKPOINT_MODES, BALANCES, ROWS, DTYPES, each=3, whole=3),
     indirect=["way"],
 )
 def test_every_model(
