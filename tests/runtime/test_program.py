@@ -18,7 +18,7 @@ def schedule(*orders: str) -> Schedule:
 
 
 def test_forwards_and_others_are_the_whole_in_the_same_order() -> None:
-    program = Program.of(with_recompute(one_forward_one_backward(2, 3), 2))
+    program = Program.of(with_recompute(one_forward_one_backward(2, 3), 2, loss_outside=True))
     text = [[" ".join(map(str, order)) for order in orders] for orders in (program.forwards, program.others)]
     assert text == [["0F0 0F1 0F2", "1F0 1F1 1F2"], ["0R0 0B0 0R1 0B1 0B2", "1R0 1B0 1R1 1B1 1B2"]]
     assert program.whole is program.schedule.orders
