@@ -12,10 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor, nn
 
 from pipework import Pipe
 from pipework.testing import Reference, draw_key, reference_backward, reference_step
+
+# How long an example takes says more about what else the machine does than about the code.
+settings.register_profile("pipework", deadline=None)
+settings.load_profile("pipework")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
