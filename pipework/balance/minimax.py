@@ -115,6 +115,16 @@ def _fairest(sums: list[int], partitions: int, cap: int) -> list[int]:
             within = max(lowest, bisect_left(sums, sums[end] - cap))
             longer[end], begins[-1][end] = _begin(sums, best, end, within, min(highest, end - 1))
         best = longer
+    return walked_back(begins, layers)
+
+
+def walked_back(begins: Sequence[dict[int, int]], layers: int) -> list[int]:
+    """The number of layers of each part, from where each begins if it ends at a given layer.
+
+    Example:
+        >>> walked_back([{2: 0}, {3: 2}], 3)
+        [2, 1]
+    """
     counts, end = [], layers
     for begin in reversed(begins):
         counts.append(end - begin[end])

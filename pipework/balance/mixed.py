@@ -8,7 +8,7 @@ plain dynamic programme over (part, end), which is short and fast enough for a t
 from collections.abc import Sequence
 
 from pipework.balance.checks import check_partitions
-from pipework.balance.minimax import Loads, prefix_sums
+from pipework.balance.minimax import Loads, prefix_sums, walked_back
 
 
 def minimax_on_devices(costs: Sequence[Sequence[float]]) -> list[int]:
@@ -44,11 +44,7 @@ def minimax_on_devices(costs: Sequence[Sequence[float]]) -> list[int]:
         for end in range(part + 1, layers - partitions + part + 2):
             longer[end], begins[-1][end] = _begin(sums, best, lowest, highest, end)
         best = longer
-    counts, end = [], layers
-    for begin in reversed(begins):
-        counts.append(end - begin[end])
-        end = begin[end]
-    return counts[::-1]
+    return walked_back(begins, layers)
 
 
 def _begin(sums: Sequence[int], best: dict[int, Loads], lowest: int, highest: int, end: int) -> tuple[Loads, int]:
