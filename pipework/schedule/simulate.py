@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
+from pipework.schedule.action import Action
 from pipework.schedule.costs import Costs, StageCosts
 from pipework.schedule.edges import recomputed
 from pipework.schedule.schedule import Schedule
@@ -61,6 +63,19 @@ class Simulation:
         """The most memory that each worker's activations hold."""
         return tuple(map(self.timeline.peak_memory, range(self.timeline.workers)))
 
+    @property
+    def stage_peak_memory(self) -> tuple[float, ...]:
+        """The most memory that the activations of each stage hold, by themselves.
+
+        The stages of one worker need not reach that at the same moment.
+        """
+        costs, checkpointed = self.costs.spread(self.schedule.stages), recomputed(self.schedule)
+        own: list[list[Action]] = [[] for _ in self.schedule.placement]
+        for order in self.schedule.orders:
+            for action in order:
+                own[action.stage].append(action)
+        return tuple(max((most for most, _ in _held(order, costs, checkpointed)), default=0.0) for order in own)
+
 
 def simulate(schedule: Schedule, costs: Costs | None = None, *, loss_outside: bool = False) -> Simulation:
     """Predict when each action runs and how much memory its worker holds.
@@ -101,25 +116,27 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, loss_outside: bo
 def _memory(schedule: Schedule, costs: StageCosts) -> list[list[tuple[float, float]]]:
     """The most that each worker holds during each of its actions, and what the micro-batch holds afterwards."""
     checkpointed = recomputed(schedule)
-    rows = []
-    for order in schedule.orders:
-        held: dict[tuple[int, int], float] = {}
-        total = 0.0
-        row = []
-        for kind, stage, micro_batch in order:
-            key = (stage, micro_batch)
-            most = total
-            if kind in ("F", "R"):
-                before = held.get(key, 0.0)
-                small = kind == "F" and key in checkpointed
-                held[key] = costs.checkpoint_activation[stage] if small else costs.activation[stage]
-                # A first pass is computed with its graph, which it drops at its end.
-                most = total - before + max(held[key], costs.activation[stage])
-                total += held[key] - before
-            if kind in ("B", "W"):
-                total -= held.pop(key)
-                # Sums of fractions drift; a worker that holds nothing holds nothing.
-                total = total if held else 0.0
-            row.append((most, held.get(key, 0.0)))
-        rows.append(row)
-    return rows
+    return [_held(order, costs, checkpointed) for order in schedule.orders]
+
+
+def _held(order: Iterable[Action], costs: StageCosts, checkpointed: Set[tuple[int, int]]) -> list[tuple[float, float]]:
+    """The same for the actions of one worker, or of one stage alone."""
+    held: dict[tuple[int, int], float] = {}
+    total = 0.0
+    row = []
+    for kind, stage, micro_batch in order:
+        key = (stage, micro_batch)
+        most = total
+        if kind in ("F", "R"):
+            before = held.get(key, 0.0)
+            small = kind == "F" and key in checkpointed
+            held[key] = costs.checkpoint_activation[stage] if small else costs.activation[stage]
+            # A first pass is computed with its graph, which it drops at its end.
+            most = total - before + max(held[key], costs.activation[stage])
+            total += held[key] - before
+        if kind in ("B", "W"):
+            total -= held.pop(key)
+            # Sums of fractions drift; a worker that holds nothing holds nothing.
+            total = total if held else 0.0
+        row.append((most, held.get(key, 0.0)))
+    return row

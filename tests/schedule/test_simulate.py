@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.schedule import Action, Costs, Schedule, ScheduleError, fill_drain, simulate, with_recompute
+from pipework.schedule import Action, Costs, Schedule, ScheduleError, build, fill_drain, simulate, with_recompute
 
 times = st.floats(0.125, 8)
 
@@ -101,6 +101,14 @@ def test_checkpointed_micro_batches_hold_less():
         ("0B2", 10),
     ]
     assert result.peak_memory == (21,)
+
+
+def test_peaks_of_stages_that_share_a_worker():
+    """By themselves: added up they are no less than what their worker holds at once."""
+    result = simulate(build("interleaved-1f1b", workers=2, micro_batches=4, stages_per_worker=2))
+    by_worker = [result.stage_peak_memory[worker] + result.stage_peak_memory[worker + 2] for worker in range(2)]
+    assert result.stage_peak_memory == (4, 3, 2, 1)
+    assert all(most <= total for most, total in zip(result.peak_memory, by_worker, strict=True))
 
 
 def test_split_backward_holds_memory_until_the_weight_half():
