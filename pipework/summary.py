@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipework.schedule import simulate
+from pipework.schedule.aligned import aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence, Set
-
     from torch import nn
 
     from pipework.pipe import Pipe
@@ -41,9 +40,7 @@ def table(pipe: Pipe) -> str:
         f"schedule {schedule.name}, {_count(pipe.chunks, 'chunk')}, checkpoint {pipe.checkpoint!r}, "
         f"bubble {simulate(schedule).bubble:.1%} if all partitions take equally long"
     )
-    return "\n".join(
-        [heading, *aligned(rows, left={1, 2}), summary]
-    )  # names read from the left, numbers from the right
+    return "\n".join([heading, *aligned(rows, left={1, 2}), summary])
 
 
 def readable_bytes(size: float) -> str:
@@ -66,25 +63,3 @@ def _layers(partition: nn.Sequential) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def aligned(rows: Sequence[Sequence[str]], left: Set[int]) -> list[str]:
-    """Lines of a table.
-
-    Args:
-        rows: the cells.
-        left: the columns that begin at the left; the others end at the right.
-
-    Example:
-        >>> aligned([["a", "bcd"], ["10", "2"]], left={0})
-        ['  a   bcd', '  10    2']
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]

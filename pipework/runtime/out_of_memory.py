@@ -9,6 +9,7 @@ import torch
 
 from pipework.runtime.device import is_accelerator
 from pipework.runtime.failure import add_note
+from pipework.schedule.aligned import aligned
 from pipework.schedule.units import memory_text
 
 if TYPE_CHECKING:
@@ -54,8 +55,7 @@ def table(stages: Sequence[Stage], runs: Sequence[StageRun]) -> list[str]:
         gradients = [tensor.grad for tensor in (*parameters, *run.aliases.leaves)]
         sizes = [_size(tensors) for tensors in (parameters, gradients, buffers)]
         rows.append((str(stage.index), str(stage.device.device), *sizes))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  " + "  ".join(map(str.rjust, row, widths)) for row in rows]
+    lines = aligned(rows)
     for device in dict.fromkeys(stage.device.device for stage in stages):
         if is_accelerator(device):
             allocated, reserved = torch.accelerator.memory_allocated(device), torch.accelerator.memory_reserved(device)

@@ -1,0 +1,27 @@
+"""Tables in plain text: names read from the left, numbers from the right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Set[int] = frozenset()) -> list[str]:
+    """Lines of a table.
+
+    Args:
+        rows: the cells.
+        left: the columns that begin at the left; the others end at the right.
+
+    Example:
+        >>> aligned([["a", "bcd"], ["10", "2"]], left={0})
+        ['  a   bcd', '  10    2']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
