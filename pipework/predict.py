@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipework.balance.sandbox import call, cut, tensors_of, threads_of_a_worker, traceless
+from pipework.balance.sandbox import call, cut, now, tensors_of, threads_of_a_worker, traceless
 from pipework.runtime import skip_tracker
 from pipework.runtime.buffers import MutableBuffers
 from pipework.runtime.memory import MemoryMeter
 from pipework.schedule import Costs, simulate
-from pipework.summary import aligned, readable_bytes
+from pipework.schedule.aligned import aligned
+from pipework.summary import readable_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -157,10 +158,9 @@ def predict_step(
         message=[one.message for one in measured[:-1]],
     )
     simulation = simulate(schedule, costs, loss_outside=sample.loss is None)
-    peaks = _stage_peaks(simulation)
     stages = [
         StageBytes(*_fixed_bytes(partition), activations=round(peak))
-        for partition, peak in zip(partitions, peaks, strict=True)
+        for partition, peak in zip(partitions, simulation.stage_peak_memory, strict=True)
     ]
     return Prediction(tuple(devices), tuple(stages), costs, simulation)
 
@@ -198,29 +198,39 @@ class _Stage:
 
     def measure(self, value: Any, timeout: float) -> tuple[_Measured, Any]:
         """Runs the stage again and again; also returns what the next stage gets."""
-        persistent = [tensor for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers())]
-        times: list[tuple[float, float]] = []
         end = time.perf_counter() + timeout
-        while len(times) < 2 or time.perf_counter() < end:
-            meter = MemoryMeter(persistent)
-            given = self._cut(value)
-            buffers = MutableBuffers(self._layers)
-            before = buffers.snapshot() if not times else None
-            begin = self._now()
-            output, inputs = self._forward(given, meter if not times else None)
-            middle = self._now()
-            if before is not None:  # the first pass warms up, too, and counts bytes, which slows it down
-                held = meter.read(0, 0)[1]
-                sent = sum(tensor.nbytes for tensor in tensors_of(output))
-                kept = sum(tensor.nbytes for tensor in (*inputs, *buffers.learn(before).tensors))
-            self._backward(output)
-            times.append((middle - begin, self._now() - middle))
-            for layer in self._layers:
-                layer.zero_grad(set_to_none=False)
-            self._tracker.next_pass()
+        held, kept, output = self._count(self._cut(value))  # counting slows a pass down, and the first one warms up
+        times = [self._time(self._cut(value))]
+        while time.perf_counter() < end:
+            times.append(self._time(self._cut(value)))
         self._tracker.next_stage()
-        forward, backward = (statistics.median(column) for column in zip(*times[1:], strict=True))
+        forward, backward = (statistics.median(column) for column in zip(*times, strict=True))
+        sent = sum(tensor.nbytes for tensor in tensors_of(output))
         return _Measured(forward, backward, held, kept, sent), cut(output, self._device)
+
+    def _count(self, given: Any) -> tuple[int, int, Any]:
+        """The bytes that a micro-batch holds, and those that it holds if it is checkpointed; and the output."""
+        meter = MemoryMeter(tensor for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers()))
+        buffers = MutableBuffers(self._layers)
+        before = buffers.snapshot()
+        inputs = tensors_of((given.arguments, given.keywords) if isinstance(given, Sample) else given)
+        # What other stages have stashed is an input, too, but it is only known when it is popped.
+        with meter.measuring(0, 0, inputs, self._target_tensors()):
+            output = self._run(given)
+        kept = (*inputs, *self._tracker.popped, *buffers.learn(before).tensors)
+        self._backward(output)
+        self._end_pass()
+        return meter.read(0, 0)[1], sum(tensor.nbytes for tensor in kept), output
+
+    def _time(self, given: Any) -> tuple[float, float]:
+        """The seconds of a forward and of its backward."""
+        begin = now(self._device)
+        output = self._run(given)
+        middle = now(self._device)
+        self._backward(output)
+        end = now(self._device)
+        self._end_pass()
+        return middle - begin, end - middle
 
     def _cut(self, value: Any) -> Any:
         if isinstance(value, Sample):
@@ -228,22 +238,14 @@ class _Stage:
             return Sample(arguments, keywords)
         return cut(value, self._device)
 
-    def _forward(self, value: Any, meter: MemoryMeter | None) -> tuple[Any, list[Tensor]]:
-        of_first = (value.arguments, value.keywords) if isinstance(value, Sample) else value
-        inputs = tensors_of(of_first)
-        with skip_tracker.using(self._tracker):
-            if meter is None:
-                output = self._run(value)
-            else:
-                # What other stages have stashed is an input, too, but it is only known when it is popped.
-                with meter.measuring(0, 0, inputs, self._target_tensors()):
-                    output = self._run(value)
-        return output, [*inputs, *self._tracker.popped]
-
     def _target_tensors(self) -> list[Tensor]:
         return [] if self._sample is None else tensors_of(self._sample.target)
 
     def _run(self, value: Any) -> Any:
+        with skip_tracker.using(self._tracker):
+            return self._run_layers(value)
+
+    def _run_layers(self, value: Any) -> Any:
         takes_target = self._sample is not None and self._sample.loss is not None and self._sample.loss.function is None
         for number, layer in enumerate(self._layers):
             last = takes_target and number == len(self._layers) - 1
@@ -262,10 +264,10 @@ class _Stage:
         if ends:
             torch.autograd.backward(ends, [torch.ones_like(tensor) for tensor in ends])
 
-    def _now(self) -> float:
-        if self._device.type not in ("cpu", "meta"):
-            torch.accelerator.synchronize(self._device)
-        return time.perf_counter()
+    def _end_pass(self) -> None:
+        for layer in self._layers:
+            layer.zero_grad(set_to_none=False)
+        self._tracker.next_pass()
 
 
 class _Tracker:
@@ -314,19 +316,3 @@ def _fixed_bytes(partition: nn.Sequential) -> tuple[int, int, int]:
         sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
         sum(buffer.nbytes for buffer in partition.buffers()),
     )
-
-
-def _stage_peaks(simulation: Simulation) -> list[float]:
-    """The most that the activations of each stage hold by themselves."""
-    costs = simulation.costs.spread(simulation.schedule.stages)
-    held: dict[tuple[int, int], float] = {}
-    peaks = [0.0] * simulation.schedule.stages
-    for row in simulation.timeline.by_worker:
-        for interval in row:
-            _, stage, micro_batch = interval.action
-            others = sum(size for (where, number), size in held.items() if where == stage and number != micro_batch)
-            # A first pass is computed with its graph, which it drops at its end if it is checkpointed.
-            now = costs.activation[stage] if interval.action.kind in "FR" else held.get((stage, micro_batch), 0.0)
-            peaks[stage] = max(peaks[stage], others + now)
-            held[stage, micro_batch] = interval.held
-    return peaks

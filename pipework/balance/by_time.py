@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from pipework.balance.checks import check_partitions, not_a_list, too_few_devices
 from pipework.balance.minimax import minimax_partition
 from pipework.balance.mixed import minimax_on_devices
-from pipework.balance.sandbox import call, copies, cut, measuring_device, tensors_of, threads_of_a_worker, traceless
+from pipework.balance.sandbox import (
+    call,
+    copies,
+    cut,
+    measuring_device,
+    now,
+    tensors_of,
+    threads_of_a_worker,
+    traceless,
+)
 from pipework.sequential import PipeSequential
 
 Device = torch.device | str | int
@@ -110,10 +119,10 @@ def _pass(module: nn.Sequential, value: Any, device: torch.device) -> list[float
     """The seconds that each layer takes. Whole passes, so that what one layer stashes is there for another to pop."""
     times = []
     for layer in copies(module, device):
-        start = _now(device)
+        start = now(device)
         output = call(layer, value, spread_tuples=isinstance(module, PipeSequential))
         _backward(layer, value, output)
-        times.append(_now(device) - start)
+        times.append(now(device) - start)
         value = cut(output, device)
     return times
 
@@ -124,10 +133,3 @@ def _backward(layer: nn.Module, value: Any, output: Any) -> None:
     leaves = [tensor for tensor in (*tensors_of(value), *layer.parameters()) if tensor.requires_grad]
     if ends and leaves:
         torch.autograd.grad(ends, leaves, [torch.ones_like(end) for end in ends], allow_unused=True)
-
-
-def _now(device: torch.device) -> float:
-    """The time in seconds, when the device has done all that it was told."""
-    if device.type not in ("cpu", "meta"):
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()

@@ -1,6 +1,7 @@
 """Layers run one by one on copies, so that measuring leaves no trace in the user's module."""
 
 import copy
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,6 +54,13 @@ def cut(value: Any, device: torch.device) -> Any:
 def tensors_of(value: Any) -> list[Tensor]:
     """All tensors in a nested value, each once."""
     return list(values.flatten(value)[0])
+
+
+def now(device: torch.device) -> float:
+    """The time in seconds, when the device has done all that it was told."""
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 @contextmanager

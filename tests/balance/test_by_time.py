@@ -50,7 +50,7 @@ class Sleep(torch.autograd.Function):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_balances_both_directions(direction, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("pipework.balance.by_time._now", clock.now)
+    monkeypatch.setattr("pipework.balance.by_time.now", clock.now)
     module = nn.Sequential(*(Slow(clock, **{direction: times}) for times in [1, 2, 3, 4, 5, 6]))
     assert balance_by_time(2, module, torch.rand(2, 2), timeout=0, device="cpu") == [4, 2]
 
