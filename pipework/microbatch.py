@@ -245,7 +245,9 @@ class InputSeams:
     rows: tuple[int, ...]
 
     def join(self, gradients: Sequence[Message]) -> list[Tensor | None]:
-        """For each input tensor its gradient; None where no micro-batch has one."""
+        """For each input tensor its gradient; None where no micro-batch has one, or if nothing was sent back."""
+        if not gradients:
+            return [None] * len(self.shapes)
         columns = zip(*(tensors for tensors, _ in gradients), strict=True)
         return [self._joined(shape, column) for shape, column in zip(self.shapes, columns, strict=True)]
 
@@ -268,6 +270,8 @@ class InputSeams:
 
 def _flattened(value: Any) -> tuple[tuple[Tensor, ...], Structure | None, tuple[bool, ...]]:
     """The tensors of a value, what stands around them, and for each tensor whether it is to be split."""
+    if type(value) is Tensor:  # the usual case; subclasses, too, go the way of all other values
+        return (value,), None, (True,)
     whole: set[int] = set()
 
     def unwrap(wrapper: NoChunk) -> Tensor:

@@ -237,6 +237,7 @@ class Pipe(Layers):
             Wanted(self._check_finite, self._recording, self._steps),
             loss=inner,
             own_leaves=frozenset([n for n, t in enumerate(split.tensors) if t.is_leaf and t.requires_grad]),
+            input_gradients=any(tensor.requires_grad for tensor in split.tensors),
         )
         self._steps += 1
         returned: list[Message] = []

@@ -54,6 +54,7 @@ class StageRun:
         checkpointed: Set[int],
         *,
         own_leaves: frozenset[int],
+        sends_gradients: bool,
         check_finite: bool,
         loss: InnerLoss | None = None,
     ) -> None:
@@ -70,6 +71,7 @@ class StageRun:
         # The caller's own leaves are always given as they are: PyTorch is to refuse an in-place operation on them.
         self._overwrites: bool | None = None
         self._own_leaves = own_leaves if stage.index == 0 else frozenset[int]()
+        self._sends_gradients = sends_gradients
         self._loss = loss
         self._targets: dict[int, tuple[tuple[Tensor, ...], Any]] = {}  # the tensors, and the whole
         self._seed: Tensor | None = None
@@ -107,7 +109,7 @@ class StageRun:
         self._receive = endpoint.receive
         self._context_entered = context_entered
         self._send_output = endpoint.sender("F", self._index + 1)
-        self._send_gradient = endpoint.sender("B", self._index - 1)
+        self._send_gradient = endpoint.sender("B", self._index - 1) if self._sends_gradients else None
         self._enter_stream = None if stream is None else stream.enter
         self._guard = None if stream is None else stream.guard
         if self._skips is not None:
@@ -208,7 +210,8 @@ class StageRun:
                 refuse_non_finite([alias.grad], f"the gradient of parameter {name!r}")
         if self._skips is not None:
             of_leaves = self._skips.send_gradients(micro_batch, of_leaves)
-        self._send_gradient(micro_batch, of_leaves, None)
+        if self._send_gradient is not None:
+            self._send_gradient(micro_batch, of_leaves, None)
         if self._retain_graph:
             for leaf in leaves:
                 leaf.grad = None

@@ -72,6 +72,7 @@ class Step:
         loss: computed by the last stage; None: the loss is outside.
         own_leaves: which of the caller's input tensors are leaves that require a gradient; they refuse in-place
             operations.
+        input_gradients: whether any of the caller's input tensors requires a gradient.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Step:
         *,
         loss: InnerLoss | None = None,
         own_leaves: frozenset[int] = frozenset(),
+        input_gradients: bool = True,
     ) -> None:
         self._house = house
         self._program = program
@@ -92,6 +94,8 @@ class Step:
         self._wanted = wanted
         self._loss = loss
         self._failed = False
+        # Most models' inputs need no gradient, and a message for each micro-batch that says so is not free.
+        self._returned = [("B", -1)] if input_gradients else []
         last = len(house.stages) - 1
         house.workers.refuse_own_thread()
         with house.lock:  # while workers run for another thread, the slots hold what is theirs
@@ -101,6 +105,7 @@ class Step:
                     context,
                     program.checkpointed[stage.index],
                     own_leaves=own_leaves,
+                    sends_gradients=stage.index > 0 or input_gradients,
                     check_finite=wanted.check_finite,
                     loss=loss if stage.index == last else None,
                 )
@@ -148,7 +153,7 @@ class Step:
             retain_graph: whether this may be called again.
 
         Returns:
-            For each micro-batch, the gradient of each tensor that stage 0 was given.
+            For each micro-batch, the gradient of each tensor that stage 0 was given; nothing if none requires one.
         """
         if self._failed:
             raise RuntimeError(
@@ -158,8 +163,8 @@ class Step:
         for run in self._runs:
             run.aliases.take_gradients()  # a backward that wanted some parameters only left the others' gradients lying
         sent = [("B", len(self._runs) - 1, [(tensors, None) for tensors in gradients])]
-        (returned,) = self._run(self._program.others, sent, [("B", -1)], begins=False, retain_graph=retain_graph)
-        return returned
+        received = self._run(self._program.others, sent, self._returned, begins=False, retain_graph=retain_graph)
+        return received[0] if received else []
 
     def run(self, inputs: Sequence[Message], targets: Sequence[Message]) -> tuple[list[Message], list[Message]]:
         """Runs everything, with the loss inside; without grad mode the forwards alone.
@@ -170,15 +175,15 @@ class Step:
 
         Returns:
             For each micro-batch, its part of the loss (and the output, if the loss keeps it); and the gradient of each
-            tensor that stage 0 was given, nothing without grad mode.
+            tensor that stage 0 was given, nothing without grad mode or if none requires one.
         """
         stages = len(self._runs)
         sent = [("F", 0, inputs), ("target", stages - 1, targets)]
         if not self._context.grad:
             (outputs,) = self._run(self._program.forwards, sent, [("F", stages)], begins=True)
             return outputs, []
-        outputs, returned = self._run(self._program.whole, sent, [("F", stages), ("B", -1)], begins=True)
-        return outputs, returned
+        outputs, *returned = self._run(self._program.whole, sent, [("F", stages), *self._returned], begins=True)
+        return outputs, returned[0] if returned else []
 
     def take_gradients(self, stage: int, *, keep: bool = False) -> list[Tensor | None]:
         """The gradients of `parameters(stage)`; the caller's current stream may use them.
