@@ -54,26 +54,29 @@ class InnerLoss:
             TypeError: that is no tensor.
             ValueError: that is no 0-dimensional one.
         """
-        source = "the last layer" if self.function is None else f"loss_fn ({self.description})"
-        if not isinstance(value, Tensor):
-            hint = "; give the pipe a loss_fn, or let its last layer take the target and return the loss"
-            raise TypeError(
-                f"{source} returned {type(value).__name__}, wanted the loss as a 0-dimensional tensor{hint}"
-            )
-        if value.is_complex():
-            raise TypeError(
-                f"{source} returned a complex loss ({value.dtype}), wanted a real one: take .abs() or .real"
-            )
-        if value.dim():
-            raise ValueError(
-                f"{source} returned a tensor of shape {tuple(value.shape)}, wanted a 0-dimensional loss: reduce it, "
-                "for example with reduction='mean', or with .mean()"
-            )
+        if not isinstance(value, Tensor) or value.dim() or value.is_complex():
+            raise self._no_loss(value)
         if self.weights is None:
             return value
         weight = self.weights[micro_batch]
         # What counts nothing must not spoil the rest: the mean over no element is NaN, and so is 0 x NaN.
         return value * weight if weight else value.new_zeros(())
+
+    def _no_loss(self, value: Any) -> TypeError | ValueError:
+        source = "the last layer" if self.function is None else f"loss_fn ({self.description})"
+        if not isinstance(value, Tensor):
+            hint = "; give the pipe a loss_fn, or let its last layer take the target and return the loss"
+            return TypeError(
+                f"{source} returned {type(value).__name__}, wanted the loss as a 0-dimensional tensor{hint}"
+            )
+        if value.is_complex():
+            return TypeError(
+                f"{source} returned a complex loss ({value.dtype}), wanted a real one: take .abs() or .real"
+            )
+        return ValueError(
+            f"{source} returned a tensor of shape {tuple(value.shape)}, wanted a 0-dimensional loss: reduce it, "
+            "for example with reduction='mean', or with .mean()"
+        )
 
     def outputs(self, output: Any, part: Tensor) -> tuple[tuple[Tensor, ...], Structure | None]:
         """What leaves the last stage: the loss first, then the output without its graph if it is wanted."""

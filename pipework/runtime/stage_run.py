@@ -401,9 +401,10 @@ def _differentiable(
 
 def _edge(output: Root) -> Root:
     """The output's edge into the graph, from which a backward can start without keeping the output's memory alive."""
-    if isinstance(output, Tensor) and output.grad_fn is not None:
-        return GradientEdge(output.grad_fn, output.output_nr)
-    return output
+    if not isinstance(output, Tensor):
+        return output
+    node = output.grad_fn
+    return output if node is None else GradientEdge(node, output.output_nr)
 
 
 def _private_copy(leaf: Tensor) -> Tensor:
