@@ -248,7 +248,8 @@ class StageRun:
         versions = [leaf._version for leaf in own]
         with checkpointing():
             outputs, structure_out = self._compute(own, structure, micro_batch)
-            self._inspect(own, outputs)
+            if not self._inspected:
+                self._inspect(own, outputs)
         target, _ = self._targets.get(micro_batch, ((), None))
         if any(not tensor.is_inference() and tensor._version for tensor in target):
             raise RuntimeError(
@@ -367,12 +368,13 @@ class StageRun:
 
     def _keep_graph(self, micro_batch: int, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         """Keeps what B needs: where the graph begins and ends, but not the outputs' memory."""
-        self._inspect(leaves, outputs)
-        roots: tuple[Root, ...] = tuple([output if output.requires_grad else None for output in outputs])
-        self._graphs[micro_batch] = leaves, roots if self._stage.shares_output else tuple(map(_edge, roots))
+        if not self._inspected:
+            self._inspect(leaves, outputs)
+        root = _itself if self._stage.shares_output else _edge
+        self._graphs[micro_batch] = leaves, tuple([root(output) if output.requires_grad else None for output in outputs])
 
     def _inspect(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
-        if self._inspected or not any(output.requires_grad for output in outputs):
+        if not any(output.requires_grad for output in outputs):
             return
         # Once for each situation in which another graph may come out.
         situation = (self._loss is None, self._stage.training, len(self.aliases.leaves))
@@ -399,10 +401,12 @@ def _differentiable(
     return tuple([root for root, _ in present]), tuple([gradient for _, gradient in present])
 
 
-def _edge(output: Root) -> Root:
+def _itself(output: Tensor) -> Root:
+    return output
+
+
+def _edge(output: Tensor) -> Root:
     """The output's edge into the graph, from which a backward can start without keeping the output's memory alive."""
-    if not isinstance(output, Tensor):
-        return output
     node = output.grad_fn
     return output if node is None else GradientEdge(node, output.output_nr)
 
