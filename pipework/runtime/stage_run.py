@@ -13,6 +13,7 @@ Parameter gradients gather in the alias leaves (see `parameters`), in the order 
 from __future__ import annotations
 
 import contextlib
+import operator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     Root: TypeAlias = Tensor | GradientEdge | None  # where a backward starts; None: there is nothing to differentiate
     # What makes a value of tensors: a Structure, None for a single tensor, a Bundle if the stage has skips.
     Around: TypeAlias = Any
+
+
+_gradient = operator.attrgetter("grad")
 
 
 class StageRun:
@@ -145,7 +149,7 @@ class StageRun:
         if self._check_finite:
             refuse_non_finite(outputs, f"an output of stage {self._index}")
         # The references to the graph end here: what is sent has none, and this frame must not keep it either.
-        outputs = tuple([boundary.cut(output) for output in outputs])
+        outputs = tuple(map(boundary.cut, outputs))
         if self._loss is not None:
             if micro_batch not in self._checkpointed:
                 del self._targets[micro_batch]
@@ -203,7 +207,7 @@ class StageRun:
                     engine.run_backward(starts, seeds, self._retain_graph)
             else:
                 engine.run_backward(starts, seeds, self._retain_graph)
-        of_leaves = tuple([leaf.grad for leaf in leaves])
+        of_leaves = tuple(map(_gradient, leaves))
         if self._check_finite:
             refuse_non_finite(of_leaves, f"the gradient of an input of stage {self._index}")
             for name, alias in self.aliases.named(self._layers):
@@ -370,8 +374,7 @@ class StageRun:
         """Keeps what B needs: where the graph begins and ends, but not the outputs' memory."""
         if not self._inspected:
             self._inspect(leaves, outputs)
-        root = _itself if self._stage.shares_output else _edge
-        self._graphs[micro_batch] = leaves, tuple([root(output) if output.requires_grad else None for output in outputs])
+        self._graphs[micro_batch] = leaves, tuple(map(_itself if self._stage.shares_output else _edge, outputs))
 
     def _inspect(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         if not any(output.requires_grad for output in outputs):
@@ -402,13 +405,13 @@ def _differentiable(
 
 
 def _itself(output: Tensor) -> Root:
-    return output
+    return output if output.requires_grad else None
 
 
 def _edge(output: Tensor) -> Root:
     """The output's edge into the graph, from which a backward can start without keeping the output's memory alive."""
     node = output.grad_fn
-    return output if node is None else GradientEdge(node, output.output_nr)
+    return _itself(output) if node is None else GradientEdge(node, output.output_nr)
 
 
 def _private_copy(leaf: Tensor) -> Tensor:

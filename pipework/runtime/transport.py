@@ -105,8 +105,9 @@ class LocalEndpoint:
     def receive(self, address: Address) -> Message:
         """See `Endpoint.receive`. What arrives for later actions meanwhile is kept."""
         pending = self._pending
-        if address in pending:
-            message, arrive = pending.pop(address)
+        early = pending.pop(address, None)
+        if early is not None:
+            message, arrive = early
         else:
             while True:
                 letter = self.inbox.get()
