@@ -155,7 +155,7 @@ def refuse_own_behaviour(module: nn.Sequential) -> None:
             ("a forward of its own", type(module).forward not in (nn.Sequential.forward, PipeSequential.forward)),
             ("parameters of its own", any(parameter is not None for parameter in module._parameters.values())),
             ("buffers of its own", any(buffer is not None for buffer in module._buffers.values())),
-            ("hooks", bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)),
+            ("hooks", has_hooks(module)),
         )
         if there
     ]
@@ -164,6 +164,19 @@ def refuse_own_behaviour(module: nn.Sequential) -> None:
             f"{type(module).__name__} has {' and '.join(own)}, which a pipe of its layers would leave out; "
             "wrap it as one layer, nn.Sequential(module), or give a plain nn.Sequential of its layers"
         )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something happens when the module itself is called, beside its forward.
+
+    Example:
+        >>> module = nn.Sequential(nn.ReLU())
+        >>> handle = module[0].register_full_backward_pre_hook(print)
+        >>> has_hooks(module), has_hooks(module[0])
+        (False, True)
+    """
+    backward = module._backward_hooks or module._backward_pre_hooks
+    return bool(module._forward_hooks or module._forward_pre_hooks or backward)
 
 
 def _refuse_to_move() -> NoReturn:

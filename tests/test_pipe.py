@@ -45,6 +45,43 @@ def test_balance_must_fit(balance: list[int]) -> None:
         Pipe(layers(), balance=balance, devices=["cpu"] * 2)
 
 
+class Doubled(nn.Sequential):
+    def forward(self, x):
+        return super().forward(2 * x)
+
+
+def with_own(kind: str) -> nn.Sequential:
+    """Layers in a module that does more than run them."""
+    module = Doubled(*layers()) if kind == "a forward of its own" else layers()
+    if kind == "parameters of its own":
+        module.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    elif kind == "buffers of its own":
+        module.register_buffer("scale", torch.ones(1))
+    elif kind.startswith("hooks"):
+        getattr(module, f"register_{kind.removeprefix('hooks ')}_hook")(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a forward of its own",
+        "parameters of its own",
+        "buffers of its own",
+        "hooks forward",
+        "hooks forward_pre",
+        "hooks full_backward",
+        "hooks full_backward_pre",
+    ],
+)
+def test_a_sequence_that_does_more_than_run_its_layers_is_refused(kind: str) -> None:
+    what = "hooks" if kind.startswith("hooks") else kind
+    with pytest.raises(
+        TypeError, match=rf"has {what}, which a pipe of its layers would leave out; wrap it as one layer"
+    ):
+        Pipe(with_own(kind))
+
+
 def test_too_few_devices() -> None:
     message = r"^too few devices to hold given partitions \(devices: 1, partitions: 2\): give 2 devices"
     with pytest.raises(IndexError, match=message):
