@@ -1,0 +1,1 @@
+"""Stands for those parts of `fairscale` that have to do with its `Pipe`."""
