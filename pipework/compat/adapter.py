@@ -93,6 +93,21 @@ class Adapter(nn.Module):
         """Refused: the pipe manages where its layers are."""
         self._refuse_to_move()
 
+    def _run(self, *inputs: Any) -> Any:
+        """What the layers make of the inputs, also those that have replaced others in their partition."""
+        if len(self) != len(self._engine):
+            raise ValueError(
+                f"{type(self).__name__} was made with {len(self._engine)} layers, and its partitions have {len(self)} "
+                "now: a layer can be replaced, but make a new one to add or remove layers"
+            )
+        known = list(self._engine._modules.items())
+        places = [(partition, place) for partition in self._groups() for place in partition._modules]
+        for number, ((name, layer), (partition, place)) in enumerate(zip(known, places, strict=True)):
+            if partition._modules[place] is not layer:
+                setattr(self._engine, name, partition._modules[place])
+                partition._modules[place] = self._engine[number]  # moved, and perhaps converted
+        return self._engine(*inputs)
+
     def _refuse_to_move(self) -> NoReturn:
         name = type(self).__name__
         raise TypeError(f"denied to move parameters and buffers, because {name} should manage device placement")

@@ -92,7 +92,7 @@ class BalancedPipe(Adapter):
             TypeError: the input is neither a tensor nor a tuple of tensors.
         """
         _check(input)
-        return self._engine(input) if self.partitions else input
+        return self._run(input) if self.partitions else input
 
     @classmethod
     def _recommending(cls, message: str) -> str:

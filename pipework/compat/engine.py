@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from pipework import microbatch
@@ -29,6 +30,13 @@ class Engine(Pipe):
         self._chunks = chunks
         self._checkpoint = checkpoint
 
+    def forward(self, *inputs: Any, **keyword_inputs: Any) -> Any:
+        """As `Pipe.forward`; outputs are laid out in memory as if they had been concatenated, also a single one."""
+        output = super().forward(*inputs, **keyword_inputs)
+        if type(output) is tuple:
+            return tuple([_as_concatenated(each) for each in output])
+        return _as_concatenated(output)
+
     def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> microbatch.Split:
         tensors, structure, is_split = microbatch.flattened((inputs, keyword_inputs))
         sizes = tuple(
@@ -40,6 +48,16 @@ class Engine(Pipe):
         if len(counts) > 1:
             raise RuntimeError(f"Found different number of chunks produced for inputs: {counts[0]} and {counts[1]}")
         return microbatch.Split.of(tensors, sizes, structure)
+
+
+def _as_concatenated(value: Any) -> Any:
+    """Old code may call `view` on an output that a layer has transposed."""
+    if not isinstance(value, Tensor) or value.is_contiguous():
+        return value
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if value.dim() in formats and value.is_contiguous(memory_format=formats[value.dim()]):
+        return value
+    return torch.cat([value])
 
 
 def _sizes(tensor: Tensor, chunks: int) -> list[int]:

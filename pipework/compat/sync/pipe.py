@@ -104,7 +104,7 @@ class Pipe(Adapter):
             raise ValueError("All inputs should be on the same device as the first partition")
         if not self.partitions:
             return rpc.RRef(*inputs)
-        return rpc.RRef(self._engine(*map(_only_itself_split, inputs)))
+        return rpc.RRef(self._run(*map(_only_itself_split, inputs)))
 
 
 def _flat(module: nn.Sequential, layers: list[nn.Module]) -> PipeSequential:
