@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from pipework.partition import WithDevice
+from pipework.partition import Machine, WithDevice, checked_devices
 from pipework.sequential import PipeSequential
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ class Group:
         device: where they lie.
         told: whether the user has said so, by parameters or by `WithDevice`.
         grouped: whether they stood in a nested `nn.Sequential`.
+        wrapped: whether they stood in `WithDevice`.
     """
 
     layers: tuple[nn.Module, ...]
@@ -88,7 +89,7 @@ def _joined(left: Group, right: Group) -> Group:
 def _group_of(child: nn.Module) -> Group:
     wrapped = isinstance(child, WithDevice)
     if isinstance(child, WithDevice):
-        device = torch.device(child.device)
+        (device,) = checked_devices([child.device], Machine.here())  # "cuda" as "cuda:0", which parameters say
         child = child.module.to(device)
     else:
         device = _device_of(child)
@@ -106,7 +107,8 @@ def _flat(child: nn.Module) -> Iterable[nn.Module]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    backward = module._backward_hooks or module._backward_pre_hooks
+    return bool(module._forward_hooks or module._forward_pre_hooks or backward)
 
 
 def _device_of(module: nn.Module) -> torch.device:

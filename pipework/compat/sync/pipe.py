@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.utils import _pytree as pytree
 
+from pipework import partition
 from pipework.compat.adapter import (
     Adapter,
     checked_chunks,
@@ -19,7 +21,6 @@ from pipework.compat.adapter import (
 from pipework.compat.engine import Engine
 from pipework.compat.sync.partitions import group, merged
 from pipework.microbatch import NoChunk
-from pipework.partition import WithDevice
 from pipework.sequential import PipeSequential
 from pipework.skip.verify import verify_skippables
 
@@ -31,6 +32,20 @@ __all__ = ["BalanceError", "Pipe", "PipeSequential", "WithDevice"]
 
 class BalanceError(ValueError):
     """Kept because old code may catch it; a balance is given to `partition_model`, which raises ValueError."""
+
+
+class WithDevice(partition.WithDevice):
+    """Says on which device a layer runs; see `pipework.WithDevice`.
+
+    Args:
+        module: the layer.
+        device: where it runs.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """The device."""
+        return torch.device(self._device)
 
 
 class Pipe(Adapter):
