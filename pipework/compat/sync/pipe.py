@@ -76,7 +76,8 @@ class Pipe(Adapter):
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
     ) -> None:
-        if not rpc.api._is_current_rpc_agent_set():  # type: ignore[attr-defined]  # there is no public way to ask
+        # There is no public way to ask. Some builds of PyTorch have no RPC at all.
+        if not (rpc.is_available() and rpc.api._is_current_rpc_agent_set()):  # type: ignore[attr-defined]
             raise RuntimeError("Please initialize RPC framework for Pipe using torch.distributed.rpc.init_rpc")
         chunks, checkpoint = checked_chunks(chunks), checked_mode(checkpoint)
         refuse_duplicate_children(module)
