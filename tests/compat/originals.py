@@ -1,7 +1,7 @@
 """torchgpipe and fairscale as they were: they run in a process of their own, which answers questions.
 
-Both wait for ever when a layer raises SystemExit, and fairscale also when Python exits. Such a process is killed, or ends
-by itself if nobody is there any more who would.
+Both wait for ever when a layer raises SystemExit, and fairscale also when Python exits. Such a process is killed, or
+ends by itself if nobody is there any more who would.
 
 A question is a *scenario*: a function of a test file, called with a `Library` and further arguments, which returns what
 can be pickled. The test calls the same function with the adapter in the place of the library, and compares.
@@ -61,10 +61,11 @@ class Library:
         return getattr(self.module(), {"torchgpipe": "GPipe", "fairscale": "Pipe"}[self.name])
 
     def pipe(
-        self, module: nn.Module, balance: list[int], chunks: int = 1, checkpoint: str = "never", **more: Any
+        self, module: nn.Module, balance: Sequence[int], chunks: int = 1, checkpoint: str = "never", **options: Any
     ) -> Any:
         """A pipe on the CPU."""
-        return self.Pipe(module, balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=checkpoint, **more)
+        devices = ["cpu"] * len(balance)
+        return self.Pipe(module, balance, devices=devices, chunks=chunks, checkpoint=checkpoint, **options)
 
 
 HANGS = "waits for ever"
@@ -101,7 +102,11 @@ class Originals:
         if not self._connection.poll(patience):
             self.close()
             return HANGS
-        return pickle.loads(self._connection.recv_bytes())
+        try:
+            return pickle.loads(self._connection.recv_bytes())
+        except EOFError:  # it crashed; the next question starts another
+            self.close()
+            raise
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
