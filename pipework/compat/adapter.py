@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipework.checkpoint import MODES
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from pipework.compat.engine import Engine
 
     Device = torch.device | int | str
+
+
+_PLACES = (torch.device, int, str, Tensor)
 
 
 class Adapter(nn.Module):
@@ -80,8 +83,7 @@ class Adapter(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Changes the dtype, as `nn.Module.to` does. Moving to a device is refused."""
-        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        if device is not None:
+        if "device" in kwargs or "tensor" in kwargs or isinstance(next(iter(args), None), _PLACES):
             self._refuse_to_move()
         return super().to(*args, **kwargs)
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 
 from pipework import balance
+from pipework.balance.minimax import minimax_partition
 from pipework.compat.engine import TupleKeeping
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
 
 Device = torch.device | int | str
@@ -64,6 +68,24 @@ def balance_by_size(
     return balance.balance_by_size(
         partitions, _kept(module), input, chunks=chunks, param_scale=param_scale, device=device
     )
+
+
+def solve(sequence: Sequence[float], partitions: int = 1) -> list[list[float]]:
+    """Cuts costs into consecutive blocks whose largest sum is as small as possible.
+
+    Args:
+        sequence: the costs.
+        partitions: the number of blocks.
+
+    Raises:
+        ValueError: the number of blocks is out of range.
+
+    Example:
+        >>> solve([1, 2, 3, 4, 5, 6], 2)
+        [[1, 2, 3, 4], [5, 6]]
+    """
+    costs = iter(sequence)
+    return [list(islice(costs, count)) for count in minimax_partition(sequence, partitions)]
 
 
 def _kept(module: nn.Sequential) -> nn.Sequential:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipework import microbatch
 from pipework.pipe import Pipe
@@ -31,11 +32,15 @@ class Engine(Pipe):
         self._checkpoint = checkpoint
 
     def forward(self, *inputs: Any, **keyword_inputs: Any) -> Any:
-        """As `Pipe.forward`; outputs are laid out in memory as if they had been concatenated, also a single one."""
+        """As `Pipe.forward`; but outputs never share memory with what the layers hold.
+
+        The outputs of several micro-batches are concatenated. The old libraries did so with a single one, too: it could
+        be overwritten, and viewed in another shape.
+        """
         output = super().forward(*inputs, **keyword_inputs)
-        if type(output) is tuple:
-            return tuple([_as_concatenated(each) for each in output])
-        return _as_concatenated(output)
+        if self._chunks == 1 or any(isinstance(each, Tensor) and len(each) == 1 for each in pytree.tree_leaves(inputs)):
+            return pytree.tree_map_only(Tensor, _concatenated, output)
+        return output
 
     def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> microbatch.Split:
         tensors, structure, is_split = microbatch.flattened((inputs, keyword_inputs))
@@ -50,14 +55,8 @@ class Engine(Pipe):
         return microbatch.Split.of(tensors, sizes, structure)
 
 
-def _as_concatenated(value: Any) -> Any:
-    """Old code may call `view` on an output that a layer has transposed."""
-    if not isinstance(value, Tensor) or value.is_contiguous():
-        return value
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if value.dim() in formats and value.is_contiguous(memory_format=formats[value.dim()]):
-        return value
-    return torch.cat([value])
+def _concatenated(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor]) if tensor.dim() else tensor.clone()
 
 
 def _sizes(tensor: Tensor, chunks: int) -> list[int]:

@@ -4,3 +4,5 @@ from pipework.compat.torchgpipe.checkpoint import is_checkpointing, is_recomputi
 from pipework.compat.torchgpipe.gpipe import GPipe
 
 __all__ = ["GPipe", "is_checkpointing", "is_recomputing"]
+
+__version__ = "0.0.7"  # which it stands for
