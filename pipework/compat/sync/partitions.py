@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from pipework.partition import Machine, WithDevice, checked_devices
+from pipework.partition import Machine, WithDevice, checked_devices, default_devices
 from pipework.sequential import PipeSequential
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def group(module: nn.Sequential) -> list[Group]:
 
 
 def merged(groups: Iterable[Group]) -> list[Group] | None:
-    """What each worker gets; None if nobody has said anything, and layers may be spread freely.
+    """What each worker gets; None if all is on the CPU, nobody has said more, and layers may be spread freely there.
 
     Layers that lie nowhere join their neighbour, instead of going to the CPU and back.
     """
@@ -80,6 +80,16 @@ def merged(groups: Iterable[Group]) -> list[Group] | None:
         else:
             workers.append(each)
     return workers or None
+
+
+def cpu_workers(layers: int) -> list[torch.device]:
+    """The devices of layers that are spread freely: they stay on the CPU, also where there are accelerators.
+
+    Example:
+        >>> cpu_workers(1)
+        [device(type='cpu')]
+    """
+    return default_devices(layers, False, Machine(cores=Machine.here().cores))
 
 
 def _joined(left: Group, right: Group) -> Group:

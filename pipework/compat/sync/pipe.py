@@ -19,7 +19,7 @@ from pipework.compat.adapter import (
     refuse_shared_parameters,
 )
 from pipework.compat.engine import Engine
-from pipework.compat.sync.partitions import group, merged
+from pipework.compat.sync.partitions import cpu_workers, group, merged
 from pipework.microbatch import NoChunk
 from pipework.sequential import PipeSequential
 from pipework.skip.verify import verify_skippables
@@ -83,19 +83,17 @@ class Pipe(Adapter):
         refuse_duplicate_children(module)
         verify_skippables(module, exclusive=True)
         groups = group(module)
+        devices = [each.device for each in groups]
+        refuse_shared_parameters([nn.ModuleList(each.layers) for each in groups], devices)
+        layers = _flat(module, [layer for each in groups for layer in each.layers])
         workers = merged(groups)
-        engine = Engine(
-            _flat(module, [layer for each in groups for layer in each.layers]),
-            chunks,
-            checkpoint,
-            deferred_batch_norm,
-            balance=None if workers is None else [len(each.layers) for each in workers],
-            devices=None if workers is None else [each.device for each in workers],
-        )
+        if workers is None:
+            balance, places = None, cpu_workers(len(layers))
+        else:
+            balance, places = [len(each.layers) for each in workers], [each.device for each in workers]
+        engine = Engine(layers, chunks, checkpoint, deferred_batch_norm, balance=balance, devices=places)
         remaining = iter(engine)
         partitions = [PipeSequential(*(next(remaining) for _ in each.layers)) for each in groups]
-        devices = [each.device for each in groups]
-        refuse_shared_parameters(partitions, devices)
         super().__init__(engine, partitions, devices)
 
     def forward(self, *inputs: Any) -> RRef[Any]:

@@ -10,6 +10,7 @@ from pipework import PipeSequential, WithDevice
 from pipework.compat.adapter import refuse_shared_parameters
 from pipework.compat.sync import Pipe
 from pipework.compat.sync.partitions import Group, group, merged
+from pipework.partition import Machine
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -152,6 +153,14 @@ def test_hooks_and_own_forwards_of_nested_sequences_run() -> None:
     output = pipe(x).local_value()
     assert len(calls) == 2
     torch.testing.assert_close(output, backwards(sequence(x)))
+
+
+@pytest.mark.usefixtures("rpc")
+def test_what_lies_on_the_cpu_stays_there_on_a_machine_with_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machine, "here", staticmethod(lambda: Machine((META, META), cores=8)))
+    pipe = Pipe(nn.Sequential(*(Linear() for _ in range(6))))
+    assert pipe(torch.randn(4, 2)).local_value().device == CPU
+    assert {parameter.device for parameter in pipe.parameters()} == {CPU}
 
 
 @pytest.mark.usefixtures("rpc")
