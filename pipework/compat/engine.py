@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from pipework import microbatch
 from pipework.pipe import Pipe
+from pipework.runtime import values
 from pipework.runtime.tuples import TupleRule
 
 
@@ -17,6 +19,13 @@ class TupleKeeping(nn.Sequential):
     """Layers of which each gets a tuple as one argument, as in torchgpipe and fairscale."""
 
     tuples: ClassVar[TupleRule] = TupleRule.WHOLE
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An input of which no tensor is cut, in however deep a structure."""
+
+    value: Any
 
 
 class Engine(Pipe):
@@ -43,9 +52,15 @@ class Engine(Pipe):
         return output
 
     def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> microbatch.Split:
-        tensors, structure, is_split = microbatch.flattened((inputs, keyword_inputs))
+        whole: list[Tensor] = []
+        unwrapped = tuple([_unwrapped(each, whole) for each in inputs])
+        tensors, structure, is_split = microbatch.flattened((unwrapped, keyword_inputs))
+        kept = {id(tensor) for tensor in whole}
         sizes = tuple(
-            [_sizes(tensor, self._chunks) if split else None for tensor, split in zip(tensors, is_split, strict=True)]
+            [
+                _sizes(tensor, self._chunks) if split and id(tensor) not in kept else None
+                for tensor, split in zip(tensors, is_split, strict=True)
+            ]
         )
         counts = list(dict.fromkeys(len(each) for each in sizes if each is not None))
         if not counts:
@@ -53,6 +68,16 @@ class Engine(Pipe):
         if len(counts) > 1:
             raise RuntimeError(f"Found different number of chunks produced for inputs: {counts[0]} and {counts[1]}")
         return microbatch.Split.of(tensors, sizes, structure)
+
+
+def _unwrapped(value: Any, whole: list[Tensor]) -> Any:
+    """The input itself; adds the tensors that are not to be cut to the list."""
+    if not isinstance(value, Whole):
+        return value
+    tensors, structure = values.flatten(value.value)
+    views = tuple([tensor.view_as(tensor) for tensor in tensors])  # another input may be the same tensor
+    whole += views
+    return values.unflatten(views, structure) if views else value.value
 
 
 def _concatenated(tensor: Tensor) -> Tensor:

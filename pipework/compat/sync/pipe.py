@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
-from torch.utils import _pytree as pytree
 
 from pipework import partition
 from pipework.compat.adapter import (
@@ -18,7 +17,7 @@ from pipework.compat.adapter import (
     refuse_duplicate_children,
     refuse_shared_parameters,
 )
-from pipework.compat.engine import Engine
+from pipework.compat.engine import Engine, Whole
 from pipework.compat.sync.partitions import cpu_workers, group, merged
 from pipework.microbatch import NoChunk
 from pipework.sequential import PipeSequential
@@ -130,6 +129,4 @@ def _flat(module: nn.Sequential, layers: list[nn.Module]) -> PipeSequential:
 
 def _only_itself_split(value: Any) -> Any:
     """Tensors within other values go to every micro-batch whole."""
-    if isinstance(value, (Tensor, NoChunk)):
-        return value
-    return pytree.tree_map(lambda leaf: NoChunk(leaf) if isinstance(leaf, Tensor) else leaf, value)
+    return value if isinstance(value, (Tensor, NoChunk)) else Whole(value)

@@ -5,6 +5,7 @@ import io
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -263,6 +264,21 @@ def test_what_is_no_tensor_goes_to_every_micro_batch() -> None:
         assert mapping.keys() == inside.keys()
         assert torch.equal(mapping["mask"], mask)
         assert torch.equal(listed[0], mask)
+
+
+@dataclass
+class Box:
+    tensor: Tensor
+
+
+def test_tensors_within_other_values_are_not_cut() -> None:
+    layer = Say(lambda x, pair, box, again: x * pair[0]["tensor"].sum() * box.tensor.sum() + again[0].sum())
+    x, inner = torch.ones(4, requires_grad=True), torch.ones(3, requires_grad=True)
+    output = Pipe(nn.Sequential(layer), chunks=2)(x, ({"tensor": inner}, None), Box(inner), [x]).local_value()
+    assert output.tolist() == [13.0] * 4  # 1 * 3 * 3 + 4
+    output.sum().backward()
+    assert x.grad.tolist() == [13.0] * 4  # 3 * 3, and 1 for each row
+    assert inner.grad.tolist() == [24.0] * 3  # (3 + 3) for each row
 
 
 def test_several_inputs_are_cut_alike() -> None:

@@ -9,7 +9,6 @@ from torch.distributed import autograd, rpc
 
 from pipework.compat.sync import Pipe
 
-torch.set_num_threads(1)
 held: list[Pipe] = []
 
 
@@ -73,6 +72,7 @@ def reader() -> None:
 
 
 def main(rank: int, rendezvous: str) -> None:
+    torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "You are using a Backend .* as a ProcessGroup", UserWarning)
     options = rpc.TensorPipeRpcBackendOptions(init_method=rendezvous, rpc_timeout=60)
     rpc.init_rpc(["holder", "reader"][rank], rank=rank, world_size=2, rpc_backend_options=options)
