@@ -6,12 +6,18 @@ import re
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from pipework.batchnorm import COLLECTED
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from torch import nn
 
-_PARTITION = re.compile(r"^partitions\.(\d+)\.")
+_PARTITION = re.compile(r"^(?:module\.)?partitions\.(\d+)\.")  # `DistributedDataParallel` adds "module."
+
+_MEAN = "running_mean"
 
 _Layer = dict[str, str]  # from the name of an entry within the layer to its name in the state dict
 
@@ -21,7 +27,13 @@ def convert_state_dict(state_dict: Mapping[str, Any], to: nn.Module) -> OrderedD
 
     Old pipes call a layer `partitions.<partition>.<layer>`, with the layer's name (torchgpipe, fairscale) or its index
     within the partition (`torch.distributed.pipeline.sync`); `pipework.Pipe` and the un-partitioned module call it by
-    its name alone. Layers are matched in their order, so balances may differ.
+    its name alone. Where names do not tell which layer is meant, layers are matched in their order; so balances may
+    differ, and nested sequences may be flat on one side. Indices may stand in any order in the state dict, as in a file
+    that was sorted.
+
+    What the deferred batch norms of old libraries have collected is left out, and zero where it is wanted.
+
+    A state dict of an optimizer needs no conversion: it numbers the parameters, whose order is the same in all pipes.
 
     Args:
         state_dict: of a pipe of any kind, or of the un-partitioned module.
@@ -31,7 +43,8 @@ def convert_state_dict(state_dict: Mapping[str, Any], to: nn.Module) -> OrderedD
         The same tensors under the names that `to` has.
 
     Raises:
-        ValueError: the state dict has entries for another number of layers, or other entries in a layer.
+        ValueError: the state dict has entries for another number of layers, or other entries in a layer; or the order
+            of its layers has been lost.
 
     Example:
         >>> import torch
@@ -45,62 +58,108 @@ def convert_state_dict(state_dict: Mapping[str, Any], to: nn.Module) -> OrderedD
         ...
         ValueError: layer 0 has the entries 'bias' in the state dict, and 'weight' in Sequential
     """
-    names = _same_names(state_dict, to.state_dict())
+    own = to.state_dict()
+    given, wanted = _without_collected(state_dict), _without_collected(own)
+    names = _same_names(given, wanted)
     if names is None:
-        names = _same_order(_layers(state_dict), _layers(to.state_dict()), type(to).__name__)
-    return OrderedDict((new, state_dict[old]) for new, old in names.items())
+        names = _same_order(given, wanted, type(to).__name__)
+    entries = (
+        (name, state_dict[names[name]] if name in names else _collected(name, names, state_dict)) for name in own
+    )
+    return OrderedDict(entries)
 
 
-def _same_names(given: Iterable[str], wanted: Iterable[str]) -> dict[str, str] | None:
-    """For each wanted name the given one, if layers are called the same on both sides but for the partition."""
-    by_name = {_without_partition(name): name for name in given}
-    names = {name: by_name.get(_without_partition(name)) for name in wanted}
-    # Indices within partitions begin anew in each: some would occur twice, or not at all.
-    complete = {new: old for new, old in names.items() if old is not None}
-    return complete if len(complete) == len(names) == len(by_name) == len(list(given)) else None
+def _without_collected(names: Iterable[str]) -> list[str]:
+    """All names but those of what deferred batch norms collect during a mini-batch."""
+    names = list(names)
+    batch_norms = [name.removesuffix(_MEAN) for name in names if name.split(".")[-1] == _MEAN]
+    collected = {prefix + name for prefix in batch_norms for name in COLLECTED}
+    return [name for name in names if name not in collected]
+
+
+def _collected(name: str, names: Mapping[str, str], state_dict: Mapping[str, Any]) -> Any:
+    """What a deferred batch norm has collected: nothing, if the state dict does not know."""
+    last = name.split(".")[-1]
+    mean = names[name.removesuffix(last) + _MEAN]
+    old = mean.removesuffix(_MEAN) + last
+    return state_dict[old] if old in state_dict else torch.zeros_like(state_dict[mean])
+
+
+def _same_names(given: Collection[str], wanted: Collection[str]) -> dict[str, str] | None:
+    """For each wanted name the given one, if layers are called the same on both sides but for the partition.
+
+    Indices within partitions, which begin anew in each, are no such names.
+    """
+    old, new = ({_without_partition(name): name for name in names} for names in (given, wanted))
+    if old.keys() != new.keys() or len(old) < len(given) or len(new) < len(wanted):
+        return None
+    return {new[name]: old[name] for name in new}
 
 
 def _without_partition(name: str) -> str:
     return _PARTITION.sub("", name)
 
 
-def _same_order(given: list[_Layer], wanted: list[_Layer], target: str) -> dict[str, str]:
+def _same_order(names: Iterable[str], wanted_names: Iterable[str], target: str) -> dict[str, str]:
     """For each wanted name the given one, by the order of the layers.
 
     A nested `nn.Sequential` is one layer on one side and may be several on the other.
     """
-    names: dict[str, str] = {}
-    given, wanted = given[::-1], wanted[::-1]  # stacks, with the first layer on top
-    number = 0
+    pairs: list[tuple[_Layer, _Layer]] = []
+    given, wanted = _layers(names)[::-1], _layers(wanted_names)[::-1]  # stacks, with the first layer on top
     while given and wanted:
         old, new = given[-1], wanted[-1]
         if old.keys() == new.keys():
-            names.update({new[entry]: old[entry] for entry in new})
-            given.pop()
-            wanted.pop()
-            number += 1
+            pairs.append((given.pop(), wanted.pop()))
         elif not _opened(given if _depth(old) > _depth(new) else wanted):
             raise ValueError(
-                f"layer {number} has the entries {_listed(old)} in the state dict, and {_listed(new)} in {target}"
+                f"layer {len(pairs)} has the entries {_listed(old)} in the state dict, and {_listed(new)} in {target}"
             )
     if given or wanted:
         raise ValueError(
-            f"the state dict has {number + len(given)} layers with entries, and {target} has {number + len(wanted)}"
+            f"the state dict has {len(pairs) + len(given)} layers with entries, and {target} has "
+            f"{len(pairs) + len(wanted)}"
         )
-    return names
+    if _is_order_needed(names) and any(list(old) != list(new) for old, new in pairs):
+        raise ValueError(
+            "the entries of the state dict are not in the order of the layers (perhaps a file was sorted by name), and "
+            f"the layers are called otherwise in {target}: load it into a module with the old names first, and convert "
+            "that module's state dict"
+        )
+    return {new[entry]: old[entry] for old, new in pairs for entry in new}
 
 
 def _layers(names: Iterable[str]) -> list[_Layer]:
     """The entries of each layer, in the order of the layers."""
-    layers: dict[tuple[str, ...], _Layer] = {}
+    layers: dict[tuple[str, str], _Layer] = {}
     for name in names:
-        old = _PARTITION.match(name)
-        partition, rest = ((old[1],), name[old.end() :]) if old else ((), name)
-        layer, _, entry = rest.partition(".")
-        layers.setdefault((*partition, layer), {})[entry] = name
-    if all(part.isdecimal() for path in layers for part in path):  # files may have brought them into another order
-        return [layers[path] for path in sorted(layers, key=lambda path: tuple(map(int, path)))]
-    return list(layers.values())
+        partition, layer, entry = _parts(name)
+        layers.setdefault((partition, layer), {})[entry] = name
+    ordered = _ordered_by_names(layers)  # files may have brought indices into another order
+    places = sorted(layers, key=lambda place: (int(place[0]), int(place[1]) if place[0] in ordered else 0))
+    return [layers[place] for place in places]
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """Partition, layer and entry; a name without a partition is in partition 0."""
+    old = _PARTITION.match(name)
+    layer, _, entry = (name[old.end() :] if old else name).partition(".")
+    return old[1] if old else "0", layer, entry
+
+
+def _ordered_by_names(places: Iterable[tuple[str, str]]) -> set[str]:
+    """The partitions whose layers are called by their indices."""
+    partitions: dict[str, list[str]] = {}
+    for partition, layer in places:
+        partitions.setdefault(partition, []).append(layer)
+    return {partition for partition, layers in partitions.items() if all(layer.isdecimal() for layer in layers)}
+
+
+def _is_order_needed(names: Iterable[str]) -> bool:
+    """Whether a partition has several layers whose names say nothing about their order."""
+    places = {_parts(name)[:2] for name in names}
+    partitions = [partition for partition, _ in places]
+    return any(partitions.count(partition) > 1 for partition in set(partitions) - _ordered_by_names(places))
 
 
 def _opened(stack: list[_Layer]) -> bool:
