@@ -27,8 +27,8 @@ class Adapter(nn.Module):
     engine's layers, which does not count as a child of this module.
 
     Attributes:
-        partitions: the layers in groups, which tell the names. A layer in them may be replaced. Layers are called one by
-            one: hooks of a group itself are not.
+        partitions: the layers in groups, which tell the names. A layer in them may be replaced. Layers are called one
+            by one: hooks of a group itself are not.
         devices: of each partition.
 
     Args:
