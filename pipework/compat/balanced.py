@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsInt
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,8 @@ class BalancedPipe(Adapter):
         )
 
     def _checked_balance(self, balance: Iterable[int], layers: int) -> list[int]:
-        counts = list(balance)
+        # As tensors and NumPy have them, too; what is no whole number is left for the messages.
+        counts = [int(each) if isinstance(each, SupportsInt) and each == int(each) else each for each in balance]
         if sum(counts) != layers:
             raise ValueError(
                 self._recommending(

@@ -66,6 +66,13 @@ def test_a_wrong_balance_is_told_with_a_way_to_a_right_one(adapter: Any, balance
     assert "balance = balance_by_time(" in str(caught.value)
 
 
+@pytest.mark.parametrize("balance", [(1, 2), torch.tensor([1, 2]), [1.0, 2.0]], ids=repr)
+def test_a_balance_is_any_row_of_whole_numbers(adapter: Any, balance: Any) -> None:
+    pipe = adapter.Pipe(layers(), balance, devices=["cpu"] * 2)
+    assert pipe.balance == [1, 2]
+    assert [type(count) for count in pipe.balance] == [int, int]
+
+
 @pytest.mark.parametrize("devices", [[], ["cpu"]])
 def test_too_few_devices(adapter: Any, devices: list[str]) -> None:
     message = rf"^too few devices to hold given partitions \(devices: {len(devices)}, partitions: 2\)$"

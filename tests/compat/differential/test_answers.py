@@ -92,6 +92,8 @@ CONSTRUCTED = {
         lambda: library.Pipe(layers(), [1, 1, 2], devices=["cpu"])
     ),
     "a number as balance": lambda library: library.Pipe(layers(), 3, devices=["cpu"]),
+    "a balance of floats": lambda library: library.Pipe(layers(), [1.0, 2.0], devices=["cpu"] * 2).balance,
+    "a balance of halves": lambda library: first_line(lambda: library.Pipe(layers(), [0.5, 2], devices=["cpu"] * 2)),
     "text as balance": lambda library: library.Pipe(layers(), "12", devices=["cpu"]),
     "too few devices": lambda library: library.Pipe(layers(), [1, 1, 1], devices=["cpu"]),
     "an empty list of devices": lambda library: library.Pipe(layers(), [1, 1, 1], devices=[]),

@@ -192,7 +192,7 @@ def test_random_models(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("first", range(24, 1024, 50))
+@pytest.mark.parametrize("first", range(24, 524, 50))
 def test_many_random_models(
     ask: Callable[..., Any], both: Callable[..., tuple[Any, Any]], first: int, checkpoint: str
 ) -> None:
@@ -224,7 +224,7 @@ def test_every_kind_of_layers_wherever_it_is_cut(
     ask: Callable[..., Any], both: Callable[..., tuple[Any, Any]], kind: str, checkpoint: str
 ) -> None:
     """The last cut is behind all layers, and then each is a partition."""
-    for cut, rows, chunks in itertools.product((1, 2, 3, 99), (1, 2, 5, 8, 9), (1, 2, 4, 8)):
+    for cut, rows, chunks in itertools.product((1, 2, 3, 99), (1, 2, 8, 9), (1, 2, 4)):
         print("cut", cut, "rows", rows, "chunks", chunks)
         original, mine = both(training, kind, cut, rows, chunks, checkpoint)
         assert_alike(mine, original, ask(training, kind, cut, rows, chunks, "never"))
