@@ -1,4 +1,4 @@
-"""Each difference between the original libraries and their adapters, on both sides: the rows of `docs/compat_differences.md`.
+"""Each difference between the original libraries and their adapters, on both sides: rows of `docs/compat_differences.md`.
 
 A row is called as its test. Those of `torch.distributed.pipeline.sync`, which no longer runs, show the adapter alone.
 """
