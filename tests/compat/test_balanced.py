@@ -445,3 +445,16 @@ def test_it_is_a_pipe_inside(adapter: Any) -> None:
         each(x).square().sum().backward()
     for mine, expected in zip(pipe.parameters(), native.parameters(), strict=True):
         assert torch.equal(mine.grad, expected.grad)
+
+
+@pytest.mark.gpu
+def test_on_an_accelerator(adapter: Any) -> None:
+    device = torch.accelerator.current_accelerator()
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).to(device)
+    pipe = adapter.Pipe(copy.deepcopy(plain).cpu(), [1, 2], devices=[device, device], chunks=2, checkpoint="always")
+    assert [parameter.device.type for parameter in pipe.parameters()] == [device.type] * 4
+    x = torch.randn(4, 2, device=device)
+    plain(x).square().sum().backward()
+    pipe(x).square().sum().backward()
+    for mine, expected in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad)

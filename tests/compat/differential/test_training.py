@@ -40,6 +40,14 @@ class Both(nn.Module):
         return torch.tanh(self.left(pair[0])), pair[1]
 
 
+class Cross(nn.Module):
+    """Lets a pair know of each other."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        left, right = pair
+        return left + right.sum(2), right * left[:, :, None]
+
+
 class Tied(nn.Module):
     """A layer whose weight is that of another."""
 
@@ -228,6 +236,56 @@ def test_every_kind_of_layers_wherever_it_is_cut(
         print("cut", cut, "rows", rows, "chunks", chunks)
         original, mine = both(training, kind, cut, rows, chunks, checkpoint)
         assert_alike(mine, original, ask(training, kind, cut, rows, chunks, "never"))
+
+
+def pair_training(library: Any, rows: int, chunks: int, checkpoint: str) -> list[Tensor]:
+    """A pair goes in, and another comes out; a tensor of the one has more dimensions."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Both(4), Cross(), Both(4)).double()
+    pipe = library.pipe(model, [1, 2], chunks, checkpoint)
+    inputs = [torch.randn(rows, *shape, dtype=torch.float64, requires_grad=True) for shape in ((4,), (4, 2))]
+    left, right = pipe(tuple(inputs))
+    (left.square().sum() + (3 * right).sum()).backward()
+    return [tensor.detach() for tensor in (left, right)] + [tensor.grad for tensor in (*inputs, *pipe.parameters())]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize(("rows", "chunks"), [(8, 2), (7, 4), (1, 3), (2, 4)])
+def test_pairs_of_inputs_and_outputs(
+    both: Callable[..., tuple[Any, Any]], rows: int, chunks: int, checkpoint: str
+) -> None:
+    original, mine = both(pair_training, rows, chunks, checkpoint)
+    for number, (actual, expected) in enumerate(zip(mine, original, strict=True)):
+        exact = number < 4 or min(rows, chunks) <= 2
+        torch.testing.assert_close(actual, expected, **({"rtol": 0, "atol": 0} if exact else {}))
+
+
+def deferred_training(library: Any, checkpoint: str, momentum: float | None) -> list[dict[str, Tensor]]:
+    """The statistics of deferred batch norms after each of three steps, in sizes that the originals count, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=momentum), nn.Tanh(), nn.BatchNorm1d(4)).double()
+    pipe = library.pipe(model, [2, 2], 3, checkpoint, deferred_batch_norm=True)
+    seen = []
+    for batch in [torch.randn(rows, 4, dtype=torch.float64) for rows in (6, 12, 9)]:
+        pipe(batch).square().sum().backward()
+        seen.append({name: buffer.clone() for name, buffer in pipe.named_buffers() if "sum" not in name})
+    return seen
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_deferred_batch_norms(both: Callable[..., tuple[Any, Any]], checkpoint: str, momentum: float | None) -> None:
+    """The originals' variance is that of all rows divided by their number, n; here it is divided by n - 1."""
+    original, mine = both(deferred_training, checkpoint, momentum)
+    assert [list(buffers) for buffers in mine] == [list(buffers) for buffers in original]
+    for step in range(3):
+        for name, expected in original[step].items():
+            if not name.endswith("running_var"):
+                torch.testing.assert_close(mine[step][name], expected)
+    for name in ("partitions.0.1.running_var", "partitions.1.3.running_var"):
+        weight = 1.0 if momentum is None and "0.1" in name else 0.1  # of the first mini-batch; before it there was a 1
+        biased = (original[0][name] - (1 - weight)) / weight
+        torch.testing.assert_close(mine[0][name], (1 - weight) + weight * biased * 6 / 5)
 
 
 def exact_training(library: Any, chunks: int, checkpoint: str) -> dict[str, Tensor]:
