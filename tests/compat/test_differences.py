@@ -539,6 +539,39 @@ def test_grad_mode(both: Both) -> None:
     assert both(grad_mode) == (False, True)
 
 
+def recomputed_partitions(library: Any, evaluating: int) -> list[bool]:
+    """Which of two partitions are computed again if one is in evaluation mode."""
+    seen = [False, False]
+    is_recomputing = library.module().is_recomputing
+
+    def see(partition: int) -> nn.Module:
+        return Say(lambda x: (seen.__setitem__(partition, seen[partition] or is_recomputing()), x * 1)[1])
+
+    pipe = library.pipe(nn.Sequential(see(0), see(1)), [1, 1], 2, "always")
+    pipe.partitions[evaluating].eval()
+    pipe(torch.ones(4, requires_grad=True)).sum().backward()
+    return seen
+
+
+def test_evaluating_partitions(both: Both, name: str) -> None:
+    """There the flag of the whole pipe counted (t), or that of its first partition (f)."""
+    assert both(recomputed_partitions, 0) == ([name == "torchgpipe"] * 2, [False, True])
+    assert both(recomputed_partitions, 1) == ([True, True], [True, False])
+
+
+def without_gradients(library: Any) -> bool:
+    seen: list[bool] = []
+    is_checkpointing = library.module().is_checkpointing
+    pipe = library.pipe(nn.Sequential(Say(lambda x: (seen.append(is_checkpointing()), x)[1])), [1], 2, "always")
+    with torch.no_grad():
+        pipe(torch.ones(4))
+    return any(seen)
+
+
+def test_no_grad(both: Both) -> None:
+    assert both(without_gradients) == (True, False)
+
+
 def settings(library: Any) -> list[Any]:
     seen: list[str] = []
     pipe = library.pipe(nn.Sequential(nn.Linear(2, 2)), [1], 2)

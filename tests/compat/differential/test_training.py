@@ -260,6 +260,33 @@ def test_pairs_of_inputs_and_outputs(
         torch.testing.assert_close(actual, expected, **({"rtol": 0, "atol": 0} if exact else {}))
 
 
+def token_training(library: Any, checkpoint: str) -> list[Tensor]:
+    """Whole numbers go in, of which some rows of a weight get no gradient; the layers are in a subclass with a head."""
+
+    class WithHead(library.Pipe):
+        def __init__(self, layers: nn.Sequential) -> None:
+            super().__init__(layers, [1, 3], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+            self.head = nn.Linear(4, 2).double()
+
+        def forward(self, input: Tensor) -> Tensor:
+            return self.head(super().forward(input))
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 4)).double()
+    pipe = WithHead(layers)
+    output = pipe(torch.arange(12).view(4, 3) % 7)
+    output.square().sum().backward()
+    assert list(pipe.state_dict())[-2:] == ["head.weight", "head.bias"]
+    return [output.detach(), *(parameter.grad for parameter in pipe.parameters())]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_tokens_through_a_subclass(both: Callable[..., tuple[Any, Any]], checkpoint: str) -> None:
+    original, mine = both(token_training, checkpoint)
+    assert len(mine) == 8
+    assert all(map(torch.equal, mine, original))
+
+
 def deferred_training(library: Any, checkpoint: str, momentum: float | None) -> list[dict[str, Tensor]]:
     """The statistics of deferred batch norms after each of three steps, in sizes that the originals count, too."""
     torch.manual_seed(0)
