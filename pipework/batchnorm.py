@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+COLLECTED = ("sum", "sum_squares")
+"""Buffers of the deferred batch norms of older libraries, which are no state of a model."""
+
+
 @dataclass(frozen=True, eq=False)
 class Moments:
     """Statistics of some values, for each channel.
@@ -151,6 +155,11 @@ class DeferredBatchNorm(_BatchNorm):
             self._collect(Moments(count, mean, variance * (count - 1)))
         return output
 
+    @classmethod
+    def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
+        """Replaces all batch norms in a module; see the function of the same name."""
+        return convert_deferred_batch_norm(module, chunks)
+
     def begin_mini_batch(self) -> None:
         """Forgets what a mini-batch that failed has left. From here to `commit` nothing is committed by itself."""
         with self._collected.lock:
@@ -209,6 +218,12 @@ class DeferredBatchNorm(_BatchNorm):
             cast("Any", self._replaces)._check_input_dim(self, input)
         elif input.dim() < 2:
             raise ValueError(f"expected an input of 2 dimensions or more, (N, C, ...), got shape {tuple(input.shape)}")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        # torchgpipe and its descendants saved what they had collected, too: zeros, but in the middle of a mini-batch.
+        for name in COLLECTED:
+            state_dict.pop(prefix + name, None)
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def extra_repr(self) -> str:
         """What `repr` shows."""

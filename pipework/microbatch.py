@@ -54,22 +54,43 @@ class Split:
 
     Attributes:
         tensors: the tensors among the inputs, whole.
-        is_split: for each of them whether it is split; otherwise every micro-batch gets all of it.
+        sizes: for each of them its rows in each micro-batch; None: every micro-batch gets all of it.
         micro_batches: for each micro-batch what stage 0 gets: a leaf for each of `tensors`, and what stands around
             them.
         rows: of each micro-batch.
     """
 
     tensors: tuple[Tensor, ...]
-    is_split: tuple[bool, ...]
+    sizes: tuple[Sequence[int] | None, ...]
     micro_batches: list[Message]
-    rows: list[int]
+    rows: Sequence[int]
+
+    @classmethod
+    def of(
+        cls,
+        tensors: tuple[Tensor, ...],
+        sizes: tuple[Sequence[int] | None, ...],
+        structure: Structure | None,
+        device: torch.device | None = None,
+    ) -> Split:
+        """Cuts tensors.
+
+        Args:
+            tensors: whole.
+            sizes: see above; at least one is not None, and all others have the same length.
+            structure: what stands around the tensors.
+            device: where the tensors are moved to first; None: they stay.
+        """
+        rows = next(each for each in sizes if each is not None)
+        if device is not None:
+            tensors = tuple([tensor.to(device, non_blocking=True) for tensor in tensors])
+        pieces = [_leaves(tensor, each, len(rows)) for tensor, each in zip(tensors, sizes, strict=True)]
+        return cls(tensors, sizes, [(leaves, structure) for leaves in zip(*pieces, strict=True)], rows)
 
     @property
     def seams(self) -> InputSeams:
         """Where the inputs were split."""
-        shapes = [tensor.shape if split else None for tensor, split in zip(self.tensors, self.is_split, strict=True)]
-        return InputSeams(tuple(shapes), tuple(self.rows))
+        return InputSeams(tuple([tensor.shape for tensor in self.tensors]), self.sizes)
 
 
 def split(
@@ -99,15 +120,10 @@ def split(
         tensors, structure = values.flatten(arguments[0])
         is_split: tuple[bool, ...] = (True,)
     else:
-        tensors, structure, is_split = _flattened((arguments, keywords))
+        tensors, structure, is_split = flattened((arguments, keywords))
     rows = _common_rows([tensor for tensor, split in zip(tensors, is_split, strict=True) if split], arguments, keywords)
-    if device is not None:
-        tensors = tuple([tensor.to(device, non_blocking=True) for tensor in tensors])
     sizes = _sizes(rows, max(1, min(chunks, rows)))
-    pieces = [
-        _leaves(tensor, sizes if split else None, len(sizes)) for tensor, split in zip(tensors, is_split, strict=True)
-    ]
-    return Split(tensors, is_split, [(leaves, structure) for leaves in zip(*pieces, strict=True)], sizes)
+    return Split.of(tensors, tuple([sizes if split else None for split in is_split]), structure, device)
 
 
 def split_target(target: Any, rows: Sequence[int], device: torch.device) -> list[Message]:
@@ -125,7 +141,7 @@ def split_target(target: Any, rows: Sequence[int], device: torch.device) -> list
         >>> [tensors[0].tolist() for tensors, _ in split_target(torch.arange(3), [2, 1], torch.device("cpu"))]
         [[0, 1], [2]]
     """
-    tensors, structure, is_split = _flattened(target)
+    tensors, structure, is_split = flattened(target)
     total = sum(rows)
     for tensor, split in zip(tensors, is_split, strict=True):
         if tensor.requires_grad:
@@ -237,38 +253,22 @@ class InputSeams:
     """Where inputs were split: the gradients of the micro-batches become those of the whole tensors.
 
     Attributes:
-        shapes: of the whole input tensors; None: every micro-batch got all of it.
-        rows: of each micro-batch.
+        shapes: of the whole input tensors.
+        sizes: for each of them its rows in each micro-batch; None: every micro-batch got all of it.
     """
 
-    shapes: tuple[torch.Size | None, ...]
-    rows: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
+    sizes: tuple[Sequence[int] | None, ...]
 
     def join(self, gradients: Sequence[Message]) -> list[Tensor | None]:
         """For each input tensor its gradient; None where no micro-batch has one, or if nothing was sent back."""
         if not gradients:
             return [None] * len(self.shapes)
         columns = zip(*(tensors for tensors, _ in gradients), strict=True)
-        return [self._joined(shape, column) for shape, column in zip(self.shapes, columns, strict=True)]
-
-    def _joined(self, shape: torch.Size | None, column: Sequence[Tensor | None]) -> Tensor | None:
-        present = [gradient for gradient in column if gradient is not None]
-        if not present:
-            return None
-        like, *others = present
-        if shape is None:
-            for gradient in others:
-                like = like + gradient
-            return like
-        return torch.cat(
-            [
-                like.new_zeros((rows, *shape[1:])) if gradient is None else gradient
-                for rows, gradient in zip(self.rows, column, strict=True)
-            ]
-        )
+        return [_joined_gradient(*each) for each in zip(self.shapes, self.sizes, columns, strict=True)]
 
 
-def _flattened(value: Any) -> tuple[tuple[Tensor, ...], Structure | None, tuple[bool, ...]]:
+def flattened(value: Any) -> tuple[tuple[Tensor, ...], Structure | None, tuple[bool, ...]]:
     """The tensors of a value, what stands around them, and for each tensor whether it is to be split."""
     if type(value) is Tensor:  # the usual case; subclasses, too, go the way of all other values
         return (value,), None, (True,)
@@ -314,12 +314,30 @@ def _sizes(rows: int, count: int) -> list[int]:
     return [least + 1] * more + [least] * (count - more)
 
 
-def _leaves(tensor: Tensor, sizes: list[int] | None, count: int) -> Sequence[Tensor]:
+def _leaves(tensor: Tensor, sizes: Sequence[int] | None, count: int) -> Sequence[Tensor]:
     """The tensor's part in each micro-batch; without sizes all of it in each."""
     whole = tensor.detach()
     pieces: Sequence[Tensor] = [whole] * count if sizes is None else whole.split_with_sizes(sizes)
     # A view is no leaf that could require a gradient: each is taken out of its base.
     return [piece.detach().requires_grad_() for piece in pieces] if tensor.requires_grad else pieces
+
+
+def _joined_gradient(shape: torch.Size, sizes: Sequence[int] | None, column: Sequence[Tensor | None]) -> Tensor | None:
+    """The gradient of one input tensor."""
+    present = [gradient for gradient in column if gradient is not None]
+    if not present:
+        return None
+    like, *others = present
+    if sizes is None:
+        for gradient in others:
+            like = like + gradient
+        return like
+    return torch.cat(
+        [
+            like.new_zeros((rows, *shape[1:])) if gradient is None else gradient
+            for rows, gradient in zip(sizes, column, strict=True)
+        ]
+    )
 
 
 def _joined(column: Sequence[Tensor], shares: Sequence[float]) -> Tensor:

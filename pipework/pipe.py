@@ -29,7 +29,7 @@ from pipework.runtime.skips import Skip
 from pipework.runtime.step import Step, Wanted
 from pipework.runtime.views import refuse_shared_statistics
 from pipework.schedule import with_recompute
-from pipework.sequential import PipeSequential
+from pipework.sequential import tuple_rule
 from pipework.skip.layout import skip_edges
 from pipework.skip.verify import verify_skippables
 from pipework.summary import table
@@ -108,7 +108,7 @@ class Pipe(Layers):
         "_plan",
         "_programs",
         "_recording",
-        "_spreads_tuples",
+        "_tuples",
         "_steps",
     }
 
@@ -148,7 +148,7 @@ class Pipe(Layers):
         self._check_finite = bool(check_finite)
         self._plan = plan
         self._loss = loss
-        self._spreads_tuples = isinstance(module, PipeSequential)
+        self._tuples = tuple_rule(module)
         self._defers = bool(deferred_batch_norm)
         self._deferred: list[DeferredBatchNorm] = []
         self._house: House | None = None
@@ -216,7 +216,7 @@ class Pipe(Layers):
             if target is not None:
                 raise ValueError("a pipe without layers has no loss: leave the target out")
             return nn.Sequential()(*inputs, **keyword_inputs)
-        split = microbatch.split(inputs, keyword_inputs, self._chunks, self.input_device)
+        split = self._split(inputs, keyword_inputs)
         targets = None if target is None else microbatch.split_target(target, split.rows, self.output_device)
         house = self._house_in_use()
         context = CallerContext.capture({"cpu", *(device.type for device in self._plan.devices)})
@@ -312,10 +312,10 @@ class Pipe(Layers):
         """
         if not self._modules:
             raise ValueError("a pipe without layers does nothing that could be predicted")
-        split = microbatch.split(inputs, keyword_inputs, self._chunks, self.input_device)
+        split = self._split(inputs, keyword_inputs)
         count = len(split.micro_batches)
         arguments, keywords = microbatch.arguments_of(split.micro_batches[0])
-        sample = Sample(arguments, keywords, spread_tuples=self._spreads_tuples)
+        sample = Sample(arguments, keywords, tuples=self._tuples)
         plain = Program(self._plan.schedule(len(split.micro_batches)))
         if target is None and not plain.loss_may_be_outside:
             raise self._loss.missing_target(plain.schedule.name, len(inputs), keyword_inputs, call="pipe.predict")
@@ -365,6 +365,10 @@ class Pipe(Layers):
         self._opening = threading.Lock()
         self._deferring = threading.Lock()
 
+    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> microbatch.Split:
+        """The mini-batch in micro-batches."""
+        return microbatch.split(inputs, keyword_inputs, self._chunks, self.input_device)
+
     @contextlib.contextmanager
     def _mini_batch_of_batch_norms(self) -> Iterator[None]:
         """Deferred batch norms collect what passes inside, and commit it unless that fails."""
@@ -409,7 +413,7 @@ class Pipe(Layers):
                 self._plan.partitioning.devices,
                 self._plan.placement,
                 skips,
-                spread_tuples=self._spreads_tuples,
+                tuples=self._tuples,
                 loss=self._loss.function if isinstance(self._loss.function, nn.Module) else None,
             )
         return self._house

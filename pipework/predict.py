@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipework.balance.sandbox import call, cut, now, tensors_of, threads_of_a_worker, traceless
+from pipework.balance.sandbox import cut, now, tensors_of, threads_of_a_worker, traceless
 from pipework.runtime import skip_tracker
 from pipework.runtime.buffers import MutableBuffers
 from pipework.runtime.memory import MemoryMeter
+from pipework.runtime.tuples import TupleRule
 from pipework.schedule import Costs, simulate
 from pipework.schedule.aligned import aligned
 from pipework.summary import readable_bytes
@@ -104,14 +105,14 @@ class Sample:
         keywords: of the first layer.
         loss: computed by the last stage; None: the loss is outside.
         target: for the loss.
-        spread_tuples: a tuple is spread into the next layer's arguments in any case, as in `PipeSequential`.
+        tuples: how a tuple reaches a layer.
     """
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     loss: InnerLoss | None = None
     target: Any = None
-    spread_tuples: bool = False
+    tuples: TupleRule = TupleRule.BY_SIGNATURE
 
 
 def predict_step(
@@ -143,7 +144,7 @@ def predict_step(
     for number, (partition, device) in enumerate(zip(partitions, devices, strict=True)):
         with traceless(device), threads_of_a_worker(cpu_workers if device.type == "cpu" else 1):
             last = number == len(partitions) - 1
-            stage = _Stage(partition, device, tracker, sample if last else None, spread_tuples=sample.spread_tuples)
+            stage = _Stage(partition, device, tracker, sample if last else None, tuples=sample.tuples)
             one, value = stage.measure(value, timeout)
         measured.append(one)
         report(
@@ -186,9 +187,9 @@ class _Stage:
         tracker: _Tracker,
         sample: Sample | None,
         *,
-        spread_tuples: bool,
+        tuples: TupleRule,
     ) -> None:
-        self._spread_tuples = spread_tuples
+        self._tuples = tuples
         self._layers = list(copy.deepcopy(partition))
         for layer in self._layers:
             layer.zero_grad(set_to_none=True)
@@ -253,7 +254,7 @@ class _Stage:
             if isinstance(value, Sample):
                 value = layer(*value.arguments, *target, **value.keywords)
             else:
-                value = call(layer, value, *target, spread_tuples=self._spread_tuples)
+                value = layer(*self._tuples.arguments(value, layer, len(target)), *target)
         if self._sample is not None and self._sample.loss is not None:
             loss = self._sample.loss
             return loss.part(value if loss.function is None else loss.function(value, self._sample.target), 0)

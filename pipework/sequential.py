@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
+
+from pipework.runtime.tuples import TupleRule
 
 
 class PipeSequential(nn.Sequential):
@@ -28,6 +30,8 @@ class PipeSequential(nn.Sequential):
         tensor([31, 42])
     """
 
+    tuples: ClassVar[TupleRule] = TupleRule.SPREAD
+
     def forward(self, *inputs: Any) -> Any:
         """Runs the layers one after the other.
 
@@ -41,3 +45,14 @@ class PipeSequential(nn.Sequential):
         for layer in self:
             value = layer(*value) if type(value) is tuple else layer(value)
         return value
+
+
+def tuple_rule(module: nn.Module) -> TupleRule:
+    """How a tuple gets from one layer of the module to the next if a pipe runs them: its class attribute `tuples`.
+
+    Example:
+        >>> tuple_rule(PipeSequential()), tuple_rule(nn.Sequential())
+        (<TupleRule.SPREAD: 'spread'>, <TupleRule.BY_SIGNATURE: 'by signature'>)
+    """
+    rule: TupleRule = getattr(type(module), "tuples", TupleRule.BY_SIGNATURE)
+    return rule

@@ -285,6 +285,16 @@ class TestWhatIsCollected:
         assert list(deferred.state_dict()) == list(nn.BatchNorm1d(3).state_dict())
         nn.BatchNorm1d(3).load_state_dict(deferred.state_dict())
 
+    def test_of_older_libraries_is_left_out_of_what_is_loaded(self):
+        deferred, state = DeferredBatchNorm(3), DeferredBatchNorm(3).state_dict()
+        old = {"0." + name: tensor + 1 for name, tensor in state.items()}
+        old |= {"0.sum": torch.zeros(3), "0.sum_squares": torch.zeros(3)}
+        nn.Sequential(deferred).load_state_dict(old)
+        assert all(torch.equal(deferred.state_dict()[name], state[name] + 1) for name in state)
+        assert len(old) == len(state) + 2
+        with pytest.raises(RuntimeError, match=r"Unexpected key.*0\.total"):
+            nn.Sequential(deferred).load_state_dict(old | {"0.total": torch.zeros(3)})
+
     @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
     def test_survives_copies(self, duplicate):
         ordinary = nn.BatchNorm2d(3, dtype=torch.float64)
@@ -375,6 +385,11 @@ class TestConvert:
         assert type(model["a"][1]) is type(model["b"]) is DeferredBatchNorm
         assert type(convert_deferred_batch_norm(nn.BatchNorm1d(2), 2)) is DeferredBatchNorm
         assert convert_deferred_batch_norm(relu := nn.ReLU(), 2) is relu
+
+    def test_as_a_method_of_the_class(self):
+        model = DeferredBatchNorm.convert_deferred_batch_norm(nn.Sequential(nn.BatchNorm1d(2)), 3)
+        assert (type(model[0]), model[0].chunks) == (DeferredBatchNorm, 3)
+        assert DeferredBatchNorm.convert_deferred_batch_norm(nn.BatchNorm1d(2)).chunks == 1
 
     def test_one_instance_at_two_places_stays_one(self):
         shared = nn.BatchNorm1d(2)

@@ -9,8 +9,9 @@ from torch.utils import _pytree as pytree
 
 from pipework.balance.checks import check_partitions
 from pipework.balance.minimax import minimax_partition
-from pipework.balance.sandbox import call, copies, cut, measuring_device, tensors_of, traceless
-from pipework.sequential import PipeSequential
+from pipework.balance.sandbox import copies, cut, measuring_device, tensors_of, traceless
+from pipework.runtime.tuples import TupleRule
+from pipework.sequential import tuple_rule
 
 
 def balance_by_size(
@@ -62,7 +63,7 @@ def balance_by_size(
         value = cut(_first_micro_batch(input, chunks), where)
         before: list[Tensor] = []  # the input of the first layer belongs to it, later ones to the layer before
         for layer in copies(module, where):
-            output, activations = _run(layer, value, before, isinstance(module, PipeSequential))
+            output, activations = _run(layer, value, before, tuple_rule(module))
             parameters = sum(parameter.nbytes for parameter in layer.parameters())
             sizes.append(parameters * param_scale + activations)
             value = cut(output, where)
@@ -79,7 +80,7 @@ def _first_micro_batch(input: Any, chunks: int) -> Any:
     return pytree.tree_map(first, input)
 
 
-def _run(layer: nn.Module, value: Any, before: list[Tensor], spread_tuples: bool) -> tuple[Any, int]:
+def _run(layer: nn.Module, value: Any, before: list[Tensor], tuples: TupleRule) -> tuple[Any, int]:
     """Runs a layer forward. Returns its output and the bytes that it adds to the memory held until backward."""
     saved: list[Tensor] = []
 
@@ -88,7 +89,7 @@ def _run(layer: nn.Module, value: Any, before: list[Tensor], spread_tuples: bool
         return saved[-1]  # not the tensor itself: an output that its own node saves would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is):
-        output = call(layer, value, spread_tuples=spread_tuples)
+        output = layer(*tuples.arguments(value, layer))
     ours = _memory([*saved, *tensors_of(output)])
     others = _memory([*before, *layer.parameters(), *layer.buffers()])
     return output, sum(size for place, size in ours.items() if place not in others)

@@ -12,7 +12,6 @@ from pipework.balance.checks import check_partitions, not_a_list, too_few_device
 from pipework.balance.minimax import minimax_partition
 from pipework.balance.mixed import minimax_on_devices
 from pipework.balance.sandbox import (
-    call,
     copies,
     cut,
     measuring_device,
@@ -21,7 +20,7 @@ from pipework.balance.sandbox import (
     threads_of_a_worker,
     traceless,
 )
-from pipework.sequential import PipeSequential
+from pipework.sequential import tuple_rule
 
 Device = torch.device | str | int
 
@@ -120,7 +119,7 @@ def _pass(module: nn.Sequential, value: Any, device: torch.device) -> list[float
     times = []
     for layer in copies(module, device):
         start = now(device)
-        output = call(layer, value, spread_tuples=isinstance(module, PipeSequential))
+        output = layer(*tuple_rule(module).arguments(value, layer))
         _backward(layer, value, output)
         times.append(now(device) - start)
         value = cut(output, device)

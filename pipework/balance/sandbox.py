@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from pipework.runtime import values
-from pipework.runtime.stage import takes_tuple_whole
 
 
 def measuring_device(device: torch.device | str | int | None) -> torch.device:
@@ -29,19 +28,6 @@ def copies(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
         clone = copy.deepcopy(layer)
         clone.zero_grad(set_to_none=True)
         yield (clone if module.training else clone.train()).to(device)
-
-
-def call(layer: nn.Module, value: Any, *others: Any, spread_tuples: bool = False) -> Any:
-    """Calls a layer with the previous layer's result, as a stage does.
-
-    Args:
-        layer: the layer.
-        value: the result.
-        others: further positional arguments.
-        spread_tuples: a tuple is spread also if the layer takes only one argument, as in `PipeSequential`.
-    """
-    whole = type(value) is not tuple or (not spread_tuples and takes_tuple_whole(layer, others=len(others)))
-    return layer(value, *others) if whole else layer(*value, *others)
 
 
 def cut(value: Any, device: torch.device) -> Any:

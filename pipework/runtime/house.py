@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from pipework.runtime.device import Link
     from pipework.runtime.skips import Skip
+    from pipework.runtime.tuples import TupleRule
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def open_house(
     placement: tuple[int, ...],
     skips: Sequence[Skip],
     *,
-    spread_tuples: bool,
+    tuples: TupleRule,
     loss: nn.Module | None = None,
 ) -> House:
     """Makes a stage of each partition, and a worker for each number in the placement.
@@ -61,7 +62,7 @@ def open_house(
         devices: one for each partition.
         placement: the worker of each partition, as the schedule has it.
         skips: the skip connections between the layers.
-        spread_tuples: a tuple is spread into a layer's arguments also if the layer takes only one.
+        tuples: how a tuple reaches a layer.
         loss: computed by the last stage, if it is a module; its buffers are treated like those of the layers.
     """
     workers = tuple(WorkerDevice(devices[placement.index(worker)]) for worker in range(max(placement) + 1))
@@ -77,7 +78,7 @@ def open_house(
             device=workers[placement[index]],
             shared=shared,
             skips=skips,
-            spread_tuples=spread_tuples,
+            tuples=tuples,
             loss=loss if index + 1 == len(named_layers) else None,
             shares_output=index + 1 < len(devices) and devices[index] == devices[index + 1],
         )

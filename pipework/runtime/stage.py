@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
 
     from pipework.runtime.device import WorkerDevice
     from pipework.runtime.skips import Skip
+    from pipework.runtime.tuples import TupleRule
 
 
 class Layer(NamedTuple):
@@ -37,7 +37,7 @@ class Stage:
         shared: ids of the modules that other stages run, too.
         shares_output: the next stage uses the memory of this one's outputs, until after its own backward.
         skips: all skip connections of the pipe.
-        spread_tuples: a tuple is spread into a layer's arguments also if the layer takes only one.
+        tuples: how a tuple reaches a layer.
         loss: computed behind the layers, if it is a module.
     """
 
@@ -51,7 +51,7 @@ class Stage:
         shared: set[int],
         shares_output: bool,
         skips: Sequence[Skip],
-        spread_tuples: bool,
+        tuples: TupleRule,
         loss: nn.Module | None = None,
     ) -> None:
         self.index = index
@@ -61,12 +61,12 @@ class Stage:
         names = [name for name, _ in layers]
         runnable, self._views = execution_layers([layer for _, layer in layers], shared)
         self.layers = [
-            Layer(module, number, name, not spread_tuples and takes_tuple_whole(module))
+            Layer(module, number, name, tuples.keeps_whole(module))
             for number, (name, module) in enumerate(zip(names, runnable, strict=True), start=first_number)
         ]
         # If it takes the target, too, that does not count.
         last = self.layers[-1]
-        whole = not spread_tuples and takes_tuple_whole(last.module, others=1)
+        whole = tuples.keeps_whole(last.module, others=1)
         self.layers_with_target = [*self.layers[:-1], last._replace(takes_tuple_whole=whole)]
         # The situations in which a graph of this stage has been searched for hidden parameters.
         self.inspected: set[tuple[bool, bool, int]] = set()
@@ -91,25 +91,3 @@ class Stage:
     def training(self) -> bool:
         """Whether any of the layers is in training mode: a stage in evaluation mode is not checkpointed."""
         return any(layer.module.training for layer in self.layers)
-
-
-def takes_tuple_whole(module: nn.Module, others: int = 0) -> bool:
-    """Whether a tuple reaches the layer as one argument, as in nn.Sequential: its forward can take no more.
-
-    Every other layer gets a tuple spread into its positional arguments.
-
-    Args:
-        module: the layer.
-        others: how many positional arguments it gets beside the tuple.
-
-    Example:
-        >>> takes_tuple_whole(nn.Linear(1, 1)), takes_tuple_whole(nn.Bilinear(1, 1, 1))
-        (True, False)
-    """
-    module = getattr(module, "_orig_mod", module)  # torch.compile wraps a module in one that takes anything
-    try:
-        parameters = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) == 1 + others and all(p.kind is not p.VAR_POSITIONAL for p in parameters)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipework.runtime.stage import takes_tuple_whole
+from pipework.sequential import tuple_rule
 from pipework.testing.random import micro_batch_random
 from pipework.testing.reference import Reference, gradients_added, micro_batches
 
@@ -95,9 +95,7 @@ def _loss(
     value: Any = inputs if len(inputs) > 1 else inputs[0]
     if len(model) > 1:
         value = model[:-1](*inputs)
-    # As in a pipe, a tuple is spread, unless the layer has a single argument beside the target.
-    whole = not isinstance(value, tuple) or (type(model) is nn.Sequential and takes_tuple_whole(model[-1], others=1))
-    return model[-1](*((value,) if whole else value), target), None
+    return model[-1](*tuple_rule(model).arguments(value, model[-1], 1), target), None
 
 
 def _split(target: Any, count: int) -> Iterator[Any]:

@@ -3,7 +3,9 @@
 * A `python` block is run; the blocks of a page share their names. A `text` block right below is what it prints, or the
   error that it raises if it begins with "Traceback". What a block prints must be shown. `...` stands for anything;
   after the comment `<!-- numbers vary -->` the numbers are those of one run and are not compared.
-* A `sh` block: commands of `python -m pipework` are run, targets of make and scripts must exist.
+* A `python` block that begins with a comment like `# train.py` is a script: it is written to that file, not run.
+* A `sh` block: commands of `python -m pipework` and `python -m pipework.compat` are run, and so are the page's scripts;
+  targets of make and other scripts must exist.
 """
 
 import contextlib
@@ -29,6 +31,7 @@ PAGES = [
     *sorted((ROOT / "benchmarks").glob("**/*.md")),
 ]
 OUTPUT = re.compile(r"\s*(?P<varies><!-- numbers vary -->\s*)?```text\n(?P<text>.*?)^```", re.DOTALL | re.MULTILINE)
+SCRIPT = re.compile(r"# (?P<file>\w+\.py)\n")
 NUMBER = re.compile(r"\d+([.,]\d+)*")
 TRACEBACK = "Traceback (most recent call last):\n"
 
@@ -50,6 +53,9 @@ class Python(CodeBlockParser):
     language = "python"
 
     def evaluate(self, example: Example) -> None:
+        if script := SCRIPT.match(example.parsed):
+            Path(script["file"]).write_text(example.parsed, encoding="utf-8")
+            return
         shown = shown_below(example)
         padding = "\n" * (example.line + example.parsed.line_offset)  # tracebacks then name the page's own line
         code = compile(padding + example.parsed, example.path, "exec", dont_inherit=True)
@@ -64,6 +70,13 @@ class Python(CodeBlockParser):
         compare(printed.getvalue(), shown)
 
 
+def output_of(command: list[str]) -> str:
+    """What a command of Python's prints."""
+    ran = subprocess.run([sys.executable, *command[1:]], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, f"{shlex.join(command)}\n{ran.stderr}"
+    return ran.stdout
+
+
 class Shell(CodeBlockParser):
     language = "sh"
 
@@ -75,11 +88,10 @@ class Shell(CodeBlockParser):
                     pass
                 case ["make", target, *_]:
                     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
-                case ["python", "-m", "pipework", *words]:
-                    command = [sys.executable, "-m", "pipework", *words]
-                    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-                    assert ran.returncode == 0, f"{line}\n{ran.stderr}"
-                    printed += ran.stdout
+                case ["python", "-m", "pipework" | "pipework.compat", *_] as command:
+                    printed += output_of(command)
+                case ["python", script, *_] as command if Path(script).is_file():  # the page has it
+                    printed += output_of(command)
                 case ["python", script, *_]:
                     assert (ROOT / script).is_file(), line
                 case _:
@@ -88,6 +100,7 @@ class Shell(CodeBlockParser):
             compare(printed, shown)
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")  # PyTorch's tracer, about itself
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_run_and_print_what_is_shown(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

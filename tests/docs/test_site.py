@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 
 import pipework
+import pipework.compat
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 
-@pytest.mark.parametrize("name", pipework.__all__)
+COMPAT = [*pipework.compat.__all__, "sync.Pipe", "torchgpipe.GPipe", "fairscale.nn.Pipe"]
+
+
+@pytest.mark.parametrize("name", [*pipework.__all__, *(f"compat.{name}" for name in COMPAT)])
 def test_the_reference_has_every_public_name(name: str) -> None:
     reference = (DOCS / "reference.md").read_text(encoding="utf-8")
     assert re.search(rf"^\.\. auto\w+:: pipework\.{re.escape(name)}$", reference, re.MULTILINE)

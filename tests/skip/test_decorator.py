@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipework.runtime import skip_tracker
-from pipework.runtime.stage import takes_tuple_whole
+from pipework.runtime.tuples import TupleRule
 from pipework.runtime.views import View
 from pipework.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
 
@@ -414,7 +414,7 @@ class TestTheClass:
 
     def test_shows_the_signature_of_the_users_forward(self):
         assert list(inspect.signature(Fork().forward).parameters) == ["x"]
-        assert takes_tuple_whole(Fork())
+        assert TupleRule.BY_SIGNATURE.keeps_whole(Fork())
 
     def test_names_in_the_order_in_which_they_were_declared(self):
         class Layer(nn.Module):

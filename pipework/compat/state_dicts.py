@@ -1,0 +1,180 @@
+"""State dicts of old pipes and new ones: the same tensors under other names."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipework.batchnorm import COLLECTED
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from torch import nn
+
+_PARTITION = re.compile(r"^(?:module\.)?partitions\.(\d+)\.")  # `DistributedDataParallel` adds "module."
+
+_MEAN = "running_mean"
+
+_Layer = dict[str, str]  # from the name of an entry within the layer to its name in the state dict
+
+
+def convert_state_dict(state_dict: Mapping[str, Any], to: nn.Module) -> OrderedDict[str, Any]:
+    """Renames the entries of a state dict, so that another kind of pipe (or the un-partitioned module) can load it.
+
+    Old pipes call a layer `partitions.<partition>.<layer>`, with the layer's name (torchgpipe, fairscale) or its index
+    within the partition (`torch.distributed.pipeline.sync`); `pipework.Pipe` and the un-partitioned module call it by
+    its name alone. Where names do not tell which layer is meant, layers are matched in their order; so balances may
+    differ, and nested sequences may be flat on one side. Indices may stand in any order in the state dict, as in a file
+    that was sorted.
+
+    What the deferred batch norms of old libraries have collected is left out, and zero where it is wanted.
+
+    A state dict of an optimizer needs no conversion: it numbers the parameters, whose order is the same in all pipes.
+
+    Args:
+        state_dict: of a pipe of any kind, or of the un-partitioned module.
+        to: what is to load it: a `pipework.Pipe`, one of the adapters, or an `nn.Sequential`.
+
+    Returns:
+        The same tensors under the names that `to` has.
+
+    Raises:
+        ValueError: the state dict has entries for another number of layers, or other entries in a layer; or the order
+            of its layers has been lost.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> old = {"partitions.0.0.bias": torch.zeros(2), "partitions.1.1.bias": torch.ones(2)}
+        >>> model = nn.Sequential(nn.RMSNorm(2), nn.ReLU(), nn.RMSNorm(2))
+        >>> list(convert_state_dict(model.state_dict(), model))
+        ['0.weight', '2.weight']
+        >>> convert_state_dict(old, model)
+        Traceback (most recent call last):
+        ...
+        ValueError: layer 0 has the entries 'bias' in the state dict, and 'weight' in Sequential
+    """
+    own = to.state_dict()
+    given, wanted = _without_collected(state_dict), _without_collected(own)
+    names = _same_names(given, wanted)
+    if names is None:
+        names = _same_order(given, wanted, type(to).__name__)
+    entries = (
+        (name, state_dict[names[name]] if name in names else _collected(name, names, state_dict)) for name in own
+    )
+    return OrderedDict(entries)
+
+
+def _without_collected(names: Iterable[str]) -> list[str]:
+    """All names but those of what deferred batch norms collect during a mini-batch."""
+    names = list(names)
+    batch_norms = [name.removesuffix(_MEAN) for name in names if name.split(".")[-1] == _MEAN]
+    collected = {prefix + name for prefix in batch_norms for name in COLLECTED}
+    return [name for name in names if name not in collected]
+
+
+def _collected(name: str, names: Mapping[str, str], state_dict: Mapping[str, Any]) -> Any:
+    """What a deferred batch norm has collected: nothing, if the state dict does not know."""
+    last = name.split(".")[-1]
+    mean = names[name.removesuffix(last) + _MEAN]
+    old = mean.removesuffix(_MEAN) + last
+    return state_dict[old] if old in state_dict else torch.zeros_like(state_dict[mean])
+
+
+def _same_names(given: Collection[str], wanted: Collection[str]) -> dict[str, str] | None:
+    """For each wanted name the given one, if layers are called the same on both sides but for the partition.
+
+    Indices within partitions, which begin anew in each, are no such names.
+    """
+    old, new = ({_without_partition(name): name for name in names} for names in (given, wanted))
+    if old.keys() != new.keys() or len(old) < len(given) or len(new) < len(wanted):
+        return None
+    return {new[name]: old[name] for name in new}
+
+
+def _without_partition(name: str) -> str:
+    return _PARTITION.sub("", name)
+
+
+def _same_order(names: Iterable[str], wanted_names: Iterable[str], target: str) -> dict[str, str]:
+    """For each wanted name the given one, by the order of the layers.
+
+    A nested `nn.Sequential` is one layer on one side and may be several on the other.
+    """
+    pairs: list[tuple[_Layer, _Layer]] = []
+    given, wanted = _layers(names)[::-1], _layers(wanted_names)[::-1]  # stacks, with the first layer on top
+    while given and wanted:
+        old, new = given[-1], wanted[-1]
+        if old.keys() == new.keys():
+            pairs.append((given.pop(), wanted.pop()))
+        elif not _opened(given if _depth(old) > _depth(new) else wanted):
+            raise ValueError(
+                f"layer {len(pairs)} has the entries {_listed(old)} in the state dict, and {_listed(new)} in {target}"
+            )
+    if given or wanted:
+        raise ValueError(
+            f"the state dict has {len(pairs) + len(given)} layers with entries, and {target} has "
+            f"{len(pairs) + len(wanted)}"
+        )
+    if _is_order_needed(names) and any(list(old) != list(new) for old, new in pairs):
+        raise ValueError(
+            "the entries of the state dict are not in the order of the layers (perhaps a file was sorted by name), and "
+            f"the layers are called otherwise in {target}: load it into a module with the old names first, and convert "
+            "that module's state dict"
+        )
+    return {new[entry]: old[entry] for old, new in pairs for entry in new}
+
+
+def _layers(names: Iterable[str]) -> list[_Layer]:
+    """The entries of each layer, in the order of the layers."""
+    layers: dict[tuple[str, str], _Layer] = {}
+    for name in names:
+        partition, layer, entry = _parts(name)
+        layers.setdefault((partition, layer), {})[entry] = name
+    ordered = _ordered_by_names(layers)  # files may have brought indices into another order
+    places = sorted(layers, key=lambda place: (int(place[0]), int(place[1]) if place[0] in ordered else 0))
+    return [layers[place] for place in places]
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """Partition, layer and entry; a name without a partition is in partition 0."""
+    old = _PARTITION.match(name)
+    layer, _, entry = (name[old.end() :] if old else name).partition(".")
+    return old[1] if old else "0", layer, entry
+
+
+def _ordered_by_names(places: Iterable[tuple[str, str]]) -> set[str]:
+    """The partitions whose layers are called by their indices."""
+    partitions: dict[str, list[str]] = {}
+    for partition, layer in places:
+        partitions.setdefault(partition, []).append(layer)
+    return {partition for partition, layers in partitions.items() if all(layer.isdecimal() for layer in layers)}
+
+
+def _is_order_needed(names: Iterable[str]) -> bool:
+    """Whether a partition has several layers whose names say nothing about their order."""
+    places = {_parts(name)[:2] for name in names}
+    partitions = [partition for partition, _ in places]
+    return any(partitions.count(partition) > 1 for partition in set(partitions) - _ordered_by_names(places))
+
+
+def _opened(stack: list[_Layer]) -> bool:
+    """Puts the layers of the sequence on top of the stack in its place; False if it is no sequence."""
+    inner = _layers(stack[-1])
+    if any("" in layer for layer in inner):
+        return False
+    whole = stack.pop()
+    stack.extend({entry: whole[name] for entry, name in layer.items()} for layer in reversed(inner))
+    return True
+
+
+def _depth(layer: _Layer) -> int:
+    return sum(entry.count(".") for entry in layer)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

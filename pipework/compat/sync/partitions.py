@@ -1,0 +1,131 @@
+"""Which layers form a partition in `torch.distributed.pipeline.sync`, and which run together here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from pipework.partition import Machine, WithDevice, checked_devices, default_devices
+from pipework.sequential import PipeSequential
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive layers.
+
+    Attributes:
+        layers: the layers; those of a nested `nn.Sequential` one by one.
+        device: where they lie.
+        told: whether the user has said so, by parameters or by `WithDevice`.
+        grouped: whether they stood in a nested `nn.Sequential`.
+        wrapped: whether they stood in `WithDevice`.
+    """
+
+    layers: tuple[nn.Module, ...]
+    device: torch.device
+    told: bool
+    grouped: bool = False
+    wrapped: bool = False
+
+
+def group(module: nn.Sequential) -> list[Group]:
+    """The partitions that give layers their old names.
+
+    Raises:
+        ValueError: the parameters of a layer lie on several devices.
+
+    Example:
+        >>> [len(each.layers) for each in group(nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU(), nn.Tanh())))]
+        [1, 2]
+    """
+    groups: list[Group] = []
+    for child in module:
+        one = _group_of(child)
+        last = groups[-1] if groups else None
+        if last is None or last.device != one.device or one.device.type == "cpu":
+            groups.append(one)
+        else:
+            groups[-1] = _joined(last, one)
+    return groups
+
+
+def merged(groups: Iterable[Group]) -> list[Group] | None:
+    """What each worker gets; None if all is on the CPU, nobody has said more, and layers may be spread freely there.
+
+    Layers that lie nowhere join their neighbour, instead of going to the CPU and back.
+    """
+    groups = list(groups)
+    devices = {each.device for each in groups if each.told}
+    freely = devices <= {torch.device("cpu")} and not any(each.wrapped for each in groups)
+    if freely and not all(each.grouped for each in groups):
+        return None
+    workers: list[Group] = []
+    waiting: Group | None = None
+    for each in groups:
+        if not each.told and workers:
+            workers[-1] = _joined(workers[-1], each)
+        elif not each.told:
+            waiting = each if waiting is None else _joined(waiting, each)
+        elif waiting is not None:
+            workers.append(replace(_joined(waiting, each), device=each.device))
+            waiting = None
+        elif workers and workers[-1].device == each.device and each.device.type != "cpu":
+            workers[-1] = _joined(workers[-1], each)
+        else:
+            workers.append(each)
+    return workers or None
+
+
+def cpu_workers(layers: int) -> list[torch.device]:
+    """The devices of layers that are spread freely: they stay on the CPU, also where there are accelerators.
+
+    Example:
+        >>> cpu_workers(1)
+        [device(type='cpu')]
+    """
+    return default_devices(layers, False, Machine(cores=Machine.here().cores))
+
+
+def _joined(left: Group, right: Group) -> Group:
+    return replace(left, layers=left.layers + right.layers, told=left.told or right.told)
+
+
+def _group_of(child: nn.Module) -> Group:
+    wrapped = isinstance(child, WithDevice)
+    if isinstance(child, WithDevice):
+        (device,) = checked_devices([child.device], Machine.here())  # "cuda" as "cuda:0", which parameters say
+        child = child.module.to(device)
+    else:
+        device = _device_of(child)
+    told = wrapped or next(child.parameters(), None) is not None
+    grouped = isinstance(child, nn.Sequential)
+    return Group(tuple(_flat(child)), device, told, grouped, wrapped)
+
+
+def _flat(child: nn.Module) -> Iterable[nn.Module]:
+    """The layers of a nested sequence, if it does nothing but run them."""
+    plain = type(child).forward in (nn.Sequential.forward, PipeSequential.forward)
+    if not isinstance(child, nn.Sequential) or not plain or _has_hooks(child):
+        return (child,)
+    return tuple(child)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    backward = module._backward_hooks or module._backward_pre_hooks
+    return bool(module._forward_hooks or module._forward_pre_hooks or backward)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    devices = {parameter.device for parameter in module.parameters()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"nn.Module: {module}, should have all parameters on a single device, please use .to() to place the module "
+            "on a single device"
+        )
+    return devices.pop() if devices else torch.device("cpu")

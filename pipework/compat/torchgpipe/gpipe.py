@@ -1,0 +1,29 @@
+"""`GPipe`, which stands here for `pipework.Pipe`."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from pipework.compat.balanced import BalancedPipe
+
+__all__ = ["GPipe"]
+
+
+class GPipe(BalancedPipe):
+    """Cuts an `nn.Sequential` into partitions, as `balance` says, and each mini-batch into micro-batches.
+
+    See `pipework.compat.balanced.BalancedPipe`.
+    """
+
+    _balance_package: ClassVar[str] = "torchgpipe.balance"
+    _import_line: ClassVar[str] = "from torchgpipe import GPipe"
+
+    def _verify(self, module: Any) -> None:
+        super()._verify(module)
+        if len(list(module.parameters())) != sum(len(list(child.parameters())) for child in module.children()):
+            raise ValueError("module with duplicate parameters in distinct children is not supported")
+
+    def _verify_split(self, module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> None:
+        """No layers share parameters."""

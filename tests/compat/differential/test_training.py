@@ -1,0 +1,339 @@
+"""Models trained by torchgpipe and fairscale themselves, and by the adapters: everything that comes out is equal.
+
+Outputs and the gradients of inputs are equal to the last bit, and so is everything if there are two micro-batches at
+most. Of more the originals add the gradients from the last to the first, and pipework from the first to the last.
+
+Running statistics are those that the originals have without checkpointing: with it they count recomputations, too.
+"""
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+CHECKPOINT_MODES = ("never", "except_last", "always")
+
+
+class Fork(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, 2 * x
+
+
+class Join(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        a, b = pair
+        return a + b
+
+
+class Both(nn.Module):
+    """A layer for each tensor of a pair."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.left = nn.Linear(width, width)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.left(pair[0])), pair[1]
+
+
+class Cross(nn.Module):
+    """Lets a pair know of each other."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        left, right = pair
+        return left + right.sum(2), right * left[:, :, None]
+
+
+class Tied(nn.Module):
+    """A layer whose weight is that of another."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight = layer.weight
+        self.bias = nn.Parameter(torch.zeros(len(layer.weight)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def skippables(library: Any) -> tuple[Callable[[str], nn.Module], Callable[[str], nn.Module]]:
+    """Layers that stash their input under a name, and that add what was stashed."""
+
+    def stash(name: str) -> nn.Module:
+        skip = library.module("skip")
+
+        class Stash(nn.Module):
+            def forward(self, x: Tensor) -> Any:
+                yield skip.stash(name, x)
+                return -x
+
+        return skip.skippable(stash=[name])(Stash)()
+
+    def pop(name: str) -> nn.Module:
+        skip = library.module("skip")
+
+        class Pop(nn.Module):
+            def forward(self, x: Tensor) -> Any:
+                return x + (yield skip.pop(name))
+
+        return skip.skippable(pop=[name])(Pop)()
+
+    return stash, pop
+
+
+def blocks(library: Any, width: int) -> dict[str, Callable[[], list[nn.Module]]]:
+    """What a model is made of: rows of layers from `width` numbers to `width` numbers."""
+    stash, pop = skippables(library)
+    names = map(str, itertools.count())
+
+    def skip(*between: nn.Module) -> list[nn.Module]:
+        name = next(names)
+        return [stash(name), *between, pop(name)]
+
+    def tied() -> list[nn.Module]:
+        layer = nn.Linear(width, width)
+        return [layer, nn.Tanh(), Tied(layer)]
+
+    return {
+        "linear": lambda: [nn.Linear(width, width)],
+        "convolution": lambda: [
+            nn.Unflatten(1, (1, width)),
+            nn.Conv1d(1, 2, 3, padding=1),
+            nn.AvgPool1d(2),
+            nn.Flatten(),
+        ],
+        "batch norm": lambda: [nn.Linear(width, width), nn.BatchNorm1d(width)],
+        "cumulative batch norm": lambda: [nn.BatchNorm1d(width, momentum=None)],
+        "in place": lambda: [nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True))],
+        "no parameters": lambda: [nn.Identity(), nn.Tanh(), nn.GELU()],
+        "no dropout": lambda: [nn.Dropout(0.0)],
+        "dropout in evaluation mode": lambda: [nn.Dropout(0.5).eval()],
+        "frozen": lambda: [nn.Linear(width, width).requires_grad_(False)],
+        "skip": lambda: skip(nn.Linear(width, width)),
+        "nested skips": lambda: skip(nn.Tanh(), *skip(nn.Linear(width, width)), nn.Tanh()),
+        "tuple": lambda: [Fork(), Both(width), Join()],
+        "tied": tied,
+    }
+
+
+def random_model(library: Any, dice: random.Random) -> tuple[nn.Sequential, list[int]]:
+    """A model, and how it is cut."""
+    width = dice.choice([4, 6])
+    kinds = blocks(library, width)
+    rows = [kinds[dice.choice(list(kinds))]() for _ in range(dice.randint(1, 4))]
+    model = nn.Sequential(*itertools.chain(*rows), nn.Linear(width, 3))
+    cuts = sorted(dice.sample(range(1, len(model)), dice.randint(0, min(3, len(model) - 1))))
+    return model, [end - start for start, end in itertools.pairwise([0, *cuts, len(model)])]
+
+
+def random_training(library: Any, seed: int, checkpoint: str) -> dict[str, Any]:
+    """Two steps of training of a random model on batches of random sizes."""
+    dice = random.Random(seed)
+    torch.manual_seed(seed)
+    model, balance = random_model(library, dice)
+    chunks = dice.randint(1, 5)
+    batches = [torch.randn(dice.choice([1, 2, 3, 6, 7, 8, 12]), model[-1].in_features) for _ in range(2)]
+    return trained(library.pipe(model.double(), balance, chunks, checkpoint), batches)
+
+
+def trained(pipe: Any, batches: list[Tensor]) -> dict[str, Any]:
+    """Trains a pipe for a step with each batch, and returns all that can be seen of it."""
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    seen: dict[str, Any] = {}
+    for step, batch in enumerate(batches):
+        x = batch.double().requires_grad_()
+        optimizer.zero_grad()
+        output = pipe(x)
+        output.square().mean().backward()
+        seen |= {f"output {step}": output.detach(), f"input gradient {step}": x.grad}
+        for name, parameter in pipe.named_parameters():
+            seen[f"gradient {step} of {name}"] = None if parameter.grad is None else parameter.grad.clone()
+        optimizer.step()
+    uses = sum(len(list(layer.parameters())) for layer in pipe)
+    return {
+        "seen": seen,
+        "parameters": {name: parameter.detach() for name, parameter in pipe.named_parameters()},
+        "buffers": dict(pipe.named_buffers()),
+        "names": list(pipe.state_dict()),
+        "pieces": max(len(batch.chunk(pipe.chunks)) for batch in batches),
+        "tied": uses > len(list(pipe.parameters())),
+        "optimizer": optimizer.state_dict()["param_groups"],
+    }
+
+
+def assert_alike(mine: Any, original: Any, without_recomputation: Any) -> None:
+    """See the top of the file."""
+    if not isinstance(original, dict):  # both have failed
+        assert mine == original
+        return
+    assert isinstance(mine, dict), mine
+    for what in ("names", "pieces", "tied", "optimizer"):
+        assert mine[what] == original[what]
+    # With a weight in two layers, two micro-batches make four gradients, which may be added in another order.
+    all_exact = original["pieces"] <= 2 and not original["tied"]
+    for what, expected in (
+        ("seen", original["seen"]),
+        ("parameters", original["parameters"]),
+        ("buffers", without_recomputation["buffers"]),
+    ):
+        assert list(mine[what]) == list(expected)
+        for name, tensor in expected.items():
+            exact = all_exact or name in ("output 0", "input gradient 0")
+            tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-9, "atol": 1e-12}
+            torch.testing.assert_close(
+                mine[what][name], tensor, **tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("seed", range(24))
+def test_random_models(
+    ask: Callable[..., Any], both: Callable[..., tuple[Any, Any]], seed: int, checkpoint: str
+) -> None:
+    original, mine = both(random_training, seed, checkpoint)
+    assert_alike(mine, original, ask(random_training, seed, "never"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("first", range(24, 524, 50))
+def test_many_random_models(
+    ask: Callable[..., Any], both: Callable[..., tuple[Any, Any]], first: int, checkpoint: str
+) -> None:
+    for seed in range(first, first + 50):
+        print("seed", seed)
+        test_random_models(ask, both, seed, checkpoint)
+
+
+def test_most_of_the_random_models_can_be_trained(both: Callable[..., tuple[Any, Any]]) -> None:
+    """The others fail in both, as a batch norm does that sees a single row."""
+    assert sum(isinstance(both(random_training, seed, "never")[1], dict) for seed in range(24)) >= 16
+
+
+def training(library: Any, kind: str, cut: int, rows: int, chunks: int, checkpoint: str) -> dict[str, Any]:
+    """Two steps of a model that has one kind of layers in the middle, cut before its layer of a number."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), *blocks(library, 4)[kind](), nn.Linear(4, 2)).double()
+    balance = [cut, len(model) - cut] if cut < len(model) else [1] * len(model)
+    return trained(library.pipe(model, balance, chunks, checkpoint), [torch.randn(rows, 4) for _ in range(2)])
+
+
+KINDS = tuple(blocks(None, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_layers_wherever_it_is_cut(
+    ask: Callable[..., Any], both: Callable[..., tuple[Any, Any]], kind: str, checkpoint: str
+) -> None:
+    """The last cut is behind all layers, and then each is a partition."""
+    for cut, rows, chunks in itertools.product((1, 2, 3, 99), (1, 2, 8, 9), (1, 2, 4)):
+        print("cut", cut, "rows", rows, "chunks", chunks)
+        original, mine = both(training, kind, cut, rows, chunks, checkpoint)
+        assert_alike(mine, original, ask(training, kind, cut, rows, chunks, "never"))
+
+
+def pair_training(library: Any, rows: int, chunks: int, checkpoint: str) -> list[Tensor]:
+    """A pair goes in, and another comes out; a tensor of the one has more dimensions."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Both(4), Cross(), Both(4)).double()
+    pipe = library.pipe(model, [1, 2], chunks, checkpoint)
+    inputs = [torch.randn(rows, *shape, dtype=torch.float64, requires_grad=True) for shape in ((4,), (4, 2))]
+    left, right = pipe(tuple(inputs))
+    (left.square().sum() + (3 * right).sum()).backward()
+    return [tensor.detach() for tensor in (left, right)] + [tensor.grad for tensor in (*inputs, *pipe.parameters())]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize(("rows", "chunks"), [(8, 2), (7, 4), (1, 3), (2, 4)])
+def test_pairs_of_inputs_and_outputs(
+    both: Callable[..., tuple[Any, Any]], rows: int, chunks: int, checkpoint: str
+) -> None:
+    original, mine = both(pair_training, rows, chunks, checkpoint)
+    for number, (actual, expected) in enumerate(zip(mine, original, strict=True)):
+        exact = number < 4 or min(rows, chunks) <= 2
+        torch.testing.assert_close(actual, expected, **({"rtol": 0, "atol": 0} if exact else {}))
+
+
+def token_training(library: Any, checkpoint: str) -> list[Tensor]:
+    """Whole numbers go in, of which some rows of a weight get no gradient; the layers are in a subclass with a head."""
+
+    class WithHead(library.Pipe):
+        def __init__(self, layers: nn.Sequential) -> None:
+            super().__init__(layers, [1, 3], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+            self.head = nn.Linear(4, 2).double()
+
+        def forward(self, input: Tensor) -> Tensor:
+            return self.head(super().forward(input))
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 4)).double()
+    pipe = WithHead(layers)
+    output = pipe(torch.arange(12).view(4, 3) % 7)
+    output.square().sum().backward()
+    assert list(pipe.state_dict())[-2:] == ["head.weight", "head.bias"]
+    return [output.detach(), *(parameter.grad for parameter in pipe.parameters())]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_tokens_through_a_subclass(both: Callable[..., tuple[Any, Any]], checkpoint: str) -> None:
+    original, mine = both(token_training, checkpoint)
+    assert len(mine) == 8
+    assert all(map(torch.equal, mine, original))
+
+
+def deferred_training(library: Any, checkpoint: str, momentum: float | None) -> list[dict[str, Tensor]]:
+    """The statistics of deferred batch norms after each of three steps, in sizes that the originals count, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=momentum), nn.Tanh(), nn.BatchNorm1d(4)).double()
+    pipe = library.pipe(model, [2, 2], 3, checkpoint, deferred_batch_norm=True)
+    seen = []
+    for batch in [torch.randn(rows, 4, dtype=torch.float64) for rows in (6, 12, 9)]:
+        pipe(batch).square().sum().backward()
+        seen.append({name: buffer.clone() for name, buffer in pipe.named_buffers() if "sum" not in name})
+    return seen
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_deferred_batch_norms(both: Callable[..., tuple[Any, Any]], checkpoint: str, momentum: float | None) -> None:
+    """The originals' variance is that of all rows divided by their number, n; here it is divided by n - 1."""
+    original, mine = both(deferred_training, checkpoint, momentum)
+    assert [list(buffers) for buffers in mine] == [list(buffers) for buffers in original]
+    for step in range(3):
+        for name, expected in original[step].items():
+            if not name.endswith("running_var"):
+                torch.testing.assert_close(mine[step][name], expected)
+    for name in ("partitions.0.1.running_var", "partitions.1.3.running_var"):
+        weight = 1.0 if momentum is None and "0.1" in name else 0.1  # of the first mini-batch; before it there was a 1
+        biased = (original[0][name] - (1 - weight)) / weight
+        torch.testing.assert_close(mine[0][name], (1 - weight) + weight * biased * 6 / 5)
+
+
+def exact_training(library: Any, chunks: int, checkpoint: str) -> dict[str, Tensor]:
+    """Whole numbers, whose sums do not depend on their order."""
+    stash, pop = skippables(library)
+    torch.manual_seed(chunks)
+    model = nn.Sequential(nn.Linear(4, 4), stash("x"), Fork(), Join(), nn.ReLU(), pop("x"), nn.Linear(4, 2)).double()
+    for parameter in model.parameters():
+        parameter.data = torch.randint(-3, 4, parameter.shape).double()
+    pipe = library.pipe(model, [1, 2, 1, 3], chunks, checkpoint)
+    x = torch.randint(-3, 4, (11, 4)).double().requires_grad_()
+    for _ in range(2):  # gradients are added to those that are there
+        pipe(x).square().sum().backward()
+    return {"x": x.grad} | {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 11])
+def test_whole_numbers_are_equal_to_the_last_bit(
+    both: Callable[..., tuple[Any, Any]], chunks: int, checkpoint: str
+) -> None:
+    original, mine = both(exact_training, chunks, checkpoint)
+    assert list(mine) == list(original)
+    assert all(torch.equal(mine[name], original[name]) for name in original)

@@ -1,0 +1,143 @@
+"""Gradients are those of the un-pipelined model, micro-batch by micro-batch and to the last bit."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipework.compat.sync import NoChunk, Pipe
+from pipework.compat.sync.pipe import PipeSequential
+from pipework.compat.sync.skip import Namespace, pop, skippable, stash
+from pipework.testing import draw_key, reference, reference_backward
+
+pytestmark = pytest.mark.usefixtures("rpc")
+WIDTH = 6
+
+
+@skippable(stash=["skip"])
+class Down(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        x = torch.tanh(self.linear(x))
+        yield stash("skip", x)
+        return x * 2
+
+
+@skippable(pop=["skip"])
+class Up(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return torch.tanh(self.linear(torch.cat([x, skip], dim=1)))
+
+
+class Fork(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x.sin()
+
+
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bilinear = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.bilinear(x, y)
+
+
+def u_net() -> nn.Sequential:
+    outer, inner = Namespace(), Namespace()
+    return nn.Sequential(
+        Down().isolate(outer), Down().isolate(inner), nn.Dropout(0.2), Up().isolate(inner), Up().isolate(outer)
+    )
+
+
+def drawing() -> nn.Sequential:
+    norm = nn.Unflatten(1, (2, WIDTH // 2)), nn.BatchNorm1d(2), nn.Flatten()
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), *norm, nn.Dropout(0.3))
+
+
+def spreading() -> nn.Sequential:
+    return PipeSequential(nn.Linear(WIDTH, WIDTH), Fork(), Join(), nn.GELU(), nn.Linear(WIDTH, 2))
+
+
+def flat(module: nn.Sequential) -> nn.Sequential:
+    """Every layer for itself."""
+    return module
+
+
+def nested(module: nn.Sequential) -> nn.Sequential:
+    """The same layers in two nested sequences, which are a worker each."""
+    return nn.Sequential(PipeSequential(*module[:2]), PipeSequential(*module[2:]))
+
+
+@pytest.fixture(autouse=True)
+def cut_as_torch_chunk_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the reference, which otherwise cuts into pieces of more equal size."""
+
+    def micro_batches(inputs: Any, chunks: int) -> list[tuple[Tensor, ...]]:
+        tensors = inputs if isinstance(inputs, tuple) else (inputs,)
+        return list(zip(*(tensor.chunk(chunks) for tensor in tensors), strict=True))
+
+    monkeypatch.setattr(reference, "micro_batches", micro_batches)
+
+
+def square_mean(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+@pytest.mark.parametrize("rows", [8, 9, 2])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("arrange", [flat, nested])
+@pytest.mark.parametrize("model", [u_net, drawing, spreading])
+def test_three_steps_are_bitwise_equal(model: Any, arrange: Any, checkpoint: str, rows: int) -> None:
+    plain = model()
+    pipe = Pipe(arrange(copy.deepcopy(plain)), 8 if rows == 9 else 4, checkpoint)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, pipe)]
+    for step in range(3):
+        x = torch.randn(rows, WIDTH, requires_grad=True)
+        of_pipe = x.detach().clone().requires_grad_()
+        torch.manual_seed(step)
+        expected = reference_backward(plain, x, square_mean, pipe.chunks, draw_key())
+        torch.manual_seed(step)
+        output = pipe(of_pipe).local_value()
+        square_mean(output).backward()
+        assert torch.equal(output, expected.output)
+        assert torch.equal(of_pipe.grad, x.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for one, other in zip(plain.parameters(), pipe.parameters(), strict=True):
+            assert torch.equal(other, one)
+    for one, other in zip(plain.buffers(), pipe.buffers(), strict=True):
+        assert torch.equal(other, one)
+
+
+def test_an_input_that_is_not_cut_gets_the_sum_of_its_gradients() -> None:
+    layer = nn.Bilinear(2, 2, 2)
+    x, whole = torch.randn(4, 2), torch.randn(1, 2, requires_grad=True)
+
+    class Spread(nn.Module):
+        def forward(self, x: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+            return x, whole.expand_as(x)
+
+    Pipe(nn.Sequential(Spread(), layer), 2)(x, NoChunk(whole)).local_value().sum().backward()
+    (expected,) = torch.autograd.grad(layer(x, whole.expand_as(x)).sum(), whole)
+    torch.testing.assert_close(whole.grad, expected)
+
+
+def test_a_loss_of_several_mini_batches() -> None:
+    plain, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double(), torch.randn(2, 4, 2, dtype=torch.float64)
+    pipe = Pipe(copy.deepcopy(plain), 2)
+    (pipe(x[0]).local_value() * pipe(x[1]).local_value()).sum().backward()
+    (plain(x[0]) * plain(x[1])).sum().backward()
+    for one, other in zip(plain.parameters(), pipe.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad)

@@ -1,0 +1,193 @@
+"""Which layers form a partition, what that calls them, and which of them work together here."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from pipework import PipeSequential, WithDevice
+from pipework.compat.adapter import refuse_shared_parameters
+from pipework.compat.sync import Pipe
+from pipework.compat.sync.partitions import Group, group, merged
+from pipework.partition import Machine
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+class Linear(nn.Linear):
+    """On a device of one's choice; the meta device stands for an accelerator, since it is there on every machine."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        super().__init__(2, 2, device=device)
+
+
+class Backwards(nn.Sequential):
+    """Has a forward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self):
+            x = layer(x)
+        return x
+
+
+def hooked(where: str) -> nn.Sequential:
+    sequence = nn.Sequential(Linear(), nn.ReLU())
+    getattr(sequence, where)(lambda *_: None)
+    return sequence
+
+
+def sizes(groups: Sequence[Group] | None) -> list[tuple[int, torch.device]] | None:
+    """The number of layers of each group, and its device."""
+    return None if groups is None else [(len(each.layers), each.device) for each in groups]
+
+
+def worker_sizes(*layers: nn.Module) -> list[tuple[int, torch.device]] | None:
+    return sizes(merged(group(nn.Sequential(*layers))))
+
+
+# Partitions, as the old names tell them
+
+
+def test_every_layer_on_the_cpu_is_a_partition() -> None:
+    module = nn.Sequential(Linear(), nn.ReLU(), nn.Sequential(Linear(), Linear()), Linear())
+    assert sizes(group(module)) == [(1, CPU), (1, CPU), (2, CPU), (1, CPU)]
+
+
+def test_consecutive_layers_on_the_same_accelerator_are_one_partition() -> None:
+    module = nn.Sequential(Linear(META), nn.Sequential(Linear(META), nn.ReLU()), Linear(), Linear(META), Linear(META))
+    assert sizes(group(module)) == [(3, META), (1, CPU), (2, META)]
+
+
+def test_layers_without_parameters_count_as_on_the_cpu() -> None:
+    assert sizes(group(nn.Sequential(Linear(META), nn.ReLU(), Linear(META)))) == [(1, META), (1, CPU), (1, META)]
+
+
+def test_with_device_moves_a_layer_and_groups_it() -> None:
+    layer = Linear()
+    groups = group(nn.Sequential(Linear(META), WithDevice(nn.ReLU(), "meta"), WithDevice(layer, META)))
+    assert sizes(groups) == [(3, META)]
+    assert groups[0].layers[2] is layer
+    assert layer.weight.device == META
+
+
+def test_a_nested_sequence_is_flattened_once() -> None:
+    inner = nn.Sequential(Linear(), nn.ReLU())
+    (only,) = group(nn.Sequential(nn.Sequential(inner, nn.ReLU())))
+    assert only.layers[0] is inner
+    (spread,) = group(nn.Sequential(PipeSequential(Linear(), nn.ReLU())))
+    assert len(spread.layers) == 2
+
+
+@pytest.mark.parametrize(
+    "sequence",
+    [
+        Backwards(Linear(), nn.ReLU()),
+        hooked("register_forward_hook"),
+        hooked("register_forward_pre_hook"),
+        hooked("register_full_backward_hook"),
+        hooked("register_full_backward_pre_hook"),
+    ],
+    ids=["own forward", "forward hook", "forward pre-hook", "backward hook", "backward pre-hook"],
+)
+def test_a_nested_sequence_that_does_more_is_kept_whole(sequence: nn.Sequential) -> None:
+    (only,) = group(nn.Sequential(sequence))
+    assert only.layers == (sequence,)
+
+
+# Workers
+
+
+def test_if_nobody_said_anything_layers_are_spread_freely() -> None:
+    assert worker_sizes(Linear(), nn.ReLU(), Linear()) is None
+    assert worker_sizes(nn.Sequential(Linear(), nn.ReLU()), Linear()) is None
+    assert worker_sizes() is None
+
+
+def test_nested_sequences_on_the_cpu_are_a_worker_each() -> None:
+    assert worker_sizes(nn.Sequential(Linear(), nn.ReLU()), nn.Sequential(Linear())) == [(2, CPU), (1, CPU)]
+
+
+def test_layers_without_parameters_stay_with_their_neighbour() -> None:
+    assert worker_sizes(nn.ReLU(), nn.Tanh(), Linear(META), nn.ReLU(), Linear(META)) == [(5, META)]
+    assert worker_sizes(Linear(META), nn.ReLU(), Linear(), nn.ReLU()) == [(2, META), (2, CPU)]
+
+
+def test_with_device_has_the_last_word() -> None:
+    assert worker_sizes(Linear(META), WithDevice(nn.ReLU(), "cpu"), Linear(META)) == [(1, META), (1, CPU), (1, META)]
+    assert worker_sizes(WithDevice(Linear(), "cpu"), Linear(), WithDevice(Linear(), "cpu")) == [(1, CPU)] * 3
+
+
+# Under Pipe
+
+
+@pytest.mark.usefixtures("rpc")
+def test_names_of_parameters_and_buffers() -> None:
+    module = nn.Sequential(
+        nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.BatchNorm1d(2, affine=False)),
+        nn.Tanh(),
+        nn.Sequential(nn.Sequential(nn.RMSNorm(2))),
+        Backwards(nn.Tanh(), nn.RMSNorm(2)),
+    )
+    pipe = Pipe(module, chunks=2)
+    assert list(pipe.state_dict()) == [
+        "partitions.0.0.weight",
+        "partitions.0.0.bias",
+        "partitions.0.2.running_mean",
+        "partitions.0.2.running_var",
+        "partitions.0.2.num_batches_tracked",
+        "partitions.2.0.0.weight",
+        "partitions.3.0.1.weight",
+    ]
+    assert pipe.devices == [CPU] * 4
+    x = torch.randn(6, 2)
+    expected = nn.Sequential(*module).eval()(x)
+    torch.testing.assert_close(pipe.eval()(x).local_value(), expected)
+
+
+@pytest.mark.usefixtures("rpc")
+def test_hooks_and_own_forwards_of_nested_sequences_run() -> None:
+    sequence, backwards, calls = nn.Sequential(Linear(), nn.ReLU()), Backwards(Linear(), nn.Tanh()), []
+    sequence.register_forward_hook(lambda *_: calls.append(1))
+    pipe, x = Pipe(nn.Sequential(sequence, backwards), chunks=2), torch.randn(4, 2)
+    output = pipe(x).local_value()
+    assert len(calls) == 2
+    torch.testing.assert_close(output, backwards(sequence(x)))
+
+
+@pytest.mark.usefixtures("rpc")
+def test_what_lies_on_the_cpu_stays_there_on_a_machine_with_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machine, "here", staticmethod(lambda: Machine((META, META), cores=8)))
+    pipe = Pipe(nn.Sequential(*(Linear() for _ in range(6))))
+    assert pipe(torch.randn(4, 2)).local_value().device == CPU
+    assert {parameter.device for parameter in pipe.parameters()} == {CPU}
+
+
+@pytest.mark.usefixtures("rpc")
+def test_a_state_dict_goes_round() -> None:
+    first, second = (Pipe(nn.Sequential(nn.Sequential(Linear(), nn.ReLU()), Linear())) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    x = torch.randn(4, 2)
+    assert torch.equal(first(x).local_value(), second(x).local_value())
+
+
+def test_a_parameter_on_two_devices_is_refused() -> None:
+    a, b = Linear(), Linear()
+    b.weight = a.weight
+    refuse_shared_parameters([a, b], [CPU, CPU])
+    refuse_shared_parameters([a, Linear()], [CPU, META])
+    message = r"^module with duplicate parameters on distinct devices is not supported$"
+    with pytest.raises(ValueError, match=message):
+        refuse_shared_parameters([a, b], [CPU, META])
+
+
+@pytest.mark.usefixtures("rpc")
+def test_a_parameter_of_two_layers_on_one_device_is_trained_once() -> None:
+    a, b = Linear(), Linear()
+    b.weight = a.weight
+    pipe, x = Pipe(nn.Sequential(a, b), chunks=2), torch.randn(4, 2)
+    assert len(list(pipe.parameters())) == 3
+    pipe(x).local_value().sum().backward()
+    gradient, a.weight.grad = a.weight.grad, None
+    b(a(x)).sum().backward()
+    torch.testing.assert_close(gradient, a.weight.grad)

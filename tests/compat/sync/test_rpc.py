@@ -1,0 +1,62 @@
+"""The old `Pipe` asks for RPC, and what it returns can be fetched by another RPC worker."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pipework.compat.sync import Pipe
+
+SCRIPT = Path(__file__).with_name("two_workers.py")
+
+
+@pytest.mark.parametrize("arguments", [(nn.Sequential(nn.Linear(2, 2)),), (None, 0, "INVALID")])
+def test_without_rpc_nothing_goes(arguments: tuple[object, ...]) -> None:
+    message = r"^Please initialize RPC framework for Pipe using torch\.distributed\.rpc\.init_rpc$"
+    with pytest.raises(RuntimeError, match=message):
+        Pipe(*arguments)
+
+
+def test_with_rpc_it_goes(start_rpc: Callable[[], None]) -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError):
+        Pipe(module)
+    start_rpc()
+    assert Pipe(module)(torch.randn(4, 2)).local_value().shape == (4, 2)
+
+
+@pytest.mark.usefixtures("rpc")
+def test_references_to_several_mini_batches() -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), chunks=2)
+    batches = [torch.randn(4, 2) for _ in range(3)]
+    references = [pipe(x) for x in batches]
+    for x, reference in zip(batches, references, strict=True):
+        torch.testing.assert_close(reference.local_value(), pipe[1](pipe[0](x)))
+
+
+def test_another_worker_fetches_the_output_and_sends_gradients_back(tmp_path: Path) -> None:
+    if not torch.distributed.rpc.is_available():
+        pytest.skip("this build of torch has no RPC")
+    path = os.pathsep.join(filter(None, [str(SCRIPT.parents[3]), *sys.path]))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", str(SCRIPT), str(rank), (tmp_path / "rendezvous").as_uri()],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [process.communicate(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], told
+    assert told[0][0] == "all is well\n"

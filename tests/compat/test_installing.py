@@ -1,0 +1,210 @@
+"""`install` puts the adapters where old code imports them from; each test in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipework.compat import install
+
+ROOT = Path(__file__).parents[2]
+
+HIDE = """
+import sys
+from importlib.machinery import PathFinder
+
+class Others:
+    def find_spec(self, name, path=None, target=None):
+        return None if name.split(".")[0] in ("fairscale", "torchgpipe") else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Others() if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+"""Neither library is there, whatever is installed where the tests run."""
+
+FAIRSCALE = {
+    "__init__": "from . import nn",
+    "nn/__init__": "from .pipe import Pipe, Wrapper\nfrom .other import Other",
+    "nn/other": "class Other: pass",
+    "nn/pipe/__init__": "from .pipe import Pipe\nfrom .microbatch import Batch\nclass Wrapper: pass",
+    "nn/pipe/pipe": "class Pipe: pass",
+    "nn/pipe/microbatch": "class Batch: pass",
+}
+"""What fairscale is like, in few words."""
+
+
+def python(code: str, folder: Path) -> str:
+    """What some code prints; warnings are errors."""
+    path = os.pathsep.join([str(folder), str(ROOT), *filter(None, sys.path)])
+    command = [sys.executable, "-W", "error", "-c", code]
+    ended = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.fixture
+def fairscale(tmp_path: Path) -> Path:
+    """The folder of a package that is found as fairscale."""
+    for name, code in FAIRSCALE.items():
+        file = tmp_path / "fairscale" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(code)
+    return tmp_path
+
+
+def test_without_install_nothing_of_others_is_touched(tmp_path: Path) -> None:
+    code = """
+import sys, torch
+before = set(sys.modules), set(dir(torch.distributed)), list(sys.meta_path)
+import pipework, pipework.compat, pipework.compat.sync, pipework.compat.torchgpipe, pipework.compat.fairscale
+from pipework import Pipe
+new = set(sys.modules) - before[0]
+print([name for name in new if "pipeline.sync" in name or name.startswith(("fairscale", "torchgpipe"))])
+print("pipeline" in set(dir(torch.distributed)) - before[1], list(sys.meta_path) == before[2])
+"""
+    assert python(HIDE + code, tmp_path) == "[]\nFalse True\n"
+
+
+OLD_IMPORTS = """
+from torch.distributed.pipeline.sync import NoChunk, Pipe, WithDevice, is_checkpointing, is_recomputing
+from torch.distributed.pipeline.sync.pipe import BalanceError, PipeSequential
+from torch.distributed.pipeline.sync.batchnorm import DeferredBatchNorm
+from torch.distributed.pipeline.sync.checkpoint import is_checkpointing
+from torch.distributed.pipeline.sync.microbatch import NoChunk
+from torch.distributed.pipeline.sync.skip import Namespace, pop, skippable, stash, verify_skippables
+from torch.distributed.pipeline.sync.skip.namespace import Namespace
+from torch.distributed.pipeline.sync.skip.skippable import Skippable, pop, skippable, stash, verify_skippables
+from torch.distributed.pipeline.sync.utils import partition_model
+from torch.distributed.pipeline.sync._balance import balance_by_size, balance_by_time
+import torch.distributed.pipeline.sync as sync
+import torch
+print(sync.Pipe.__module__, torch.distributed.pipeline.sync.skip.skippable is skippable)
+
+import torchgpipe.balance
+from torchgpipe import GPipe, is_checkpointing, is_recomputing
+from torchgpipe.balance import balance_by_size, balance_by_time
+from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.checkpoint import is_checkpointing
+from torchgpipe.gpipe import GPipe
+from torchgpipe.skip import Namespace, pop, skippable, stash, verify_skippables
+from torchgpipe.skip.skippable import skippable
+print(torchgpipe.GPipe.__module__, torchgpipe.balance.balance_by_time is balance_by_time)
+
+import fairscale.nn.pipe
+from fairscale.nn import Pipe
+from fairscale.nn.pipe import Pipe
+from fairscale.nn.pipe.balance import balance_by_size, balance_by_time
+from fairscale.nn.pipe.skip import Namespace, pop, skippable, stash, verify_skippables
+from fairscale.nn.pipe.skip.skippable import skippable
+print(fairscale.nn.Pipe.__module__, fairscale.nn.pipe.Pipe is Pipe)
+"""
+
+
+def test_every_old_import_line_works(tmp_path: Path) -> None:
+    told = python(f"{HIDE}\nfrom pipework.compat import install\ninstall()\n{OLD_IMPORTS}", tmp_path)
+    assert told.splitlines() == [
+        "pipework.compat.sync.pipe True",
+        "pipework.compat.torchgpipe.gpipe True",
+        "pipework.compat.fairscale.nn.pipe.pipe True",
+    ]
+
+
+def test_installing_twice_changes_nothing(tmp_path: Path) -> None:
+    code = """
+import importlib.util, pickle, sys
+from pipework.compat import install, sync
+install()
+before = dict(sys.modules), list(sys.meta_path)
+install()
+install("fairscale", "sync", "torchgpipe")
+print((dict(sys.modules), list(sys.meta_path)) == before)
+
+import torch.distributed.pipeline.sync as old
+print(old is sync, pickle.loads(pickle.dumps(old.Pipe)) is sync.Pipe)
+print(importlib.util.find_spec("torch.distributed.pipeline").name, importlib.util.find_spec(old.__name__) is not None)
+"""
+    assert python(HIDE + code, tmp_path).splitlines() == ["True", "True True", "torch.distributed.pipeline True"]
+
+
+def test_one_library_alone(fairscale: Path) -> None:
+    code = """
+from pipework.compat import install
+install("torchgpipe")
+from torchgpipe import GPipe
+from fairscale.nn import Pipe
+print(GPipe.__module__, Pipe.__module__)
+try:
+    import torch.distributed.pipeline
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    told = python(code, fairscale)
+    assert told.splitlines() == [
+        "pipework.compat.torchgpipe.gpipe fairscale.nn.pipe.pipe",
+        "No module named 'torch.distributed.pipeline'",
+    ]
+
+
+@pytest.mark.parametrize("libraries", [("pippy",), ("sync", "Sync"), ("torch.distributed.pipeline.sync",)])
+def test_an_unknown_library_is_refused_before_anything_is_done(libraries: tuple[str, ...]) -> None:
+    before = dict(sys.modules), list(sys.meta_path)
+    told = f"^no adapter for '{libraries[-1]}': there are 'sync', 'torchgpipe', 'fairscale'$"
+    with pytest.raises(ValueError, match=told):
+        install(*libraries)
+    assert (dict(sys.modules), list(sys.meta_path)) == before
+
+
+def test_a_library_that_was_imported_before_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "torchgpipe.py").write_text("GPipe = 'the old one'")
+    code = """
+import torchgpipe
+from pipework.compat import install
+earlier = torchgpipe.GPipe
+install()
+from torchgpipe import GPipe
+print(earlier, GPipe.__module__, sep=", ")
+"""
+    assert python(code, tmp_path) == "the old one, pipework.compat.torchgpipe.gpipe\n"
+
+
+# fairscale has much more than its Pipe
+
+
+@pytest.mark.parametrize("earlier", ["", "import fairscale", "import fairscale.nn.pipe.pipe"])
+def test_of_a_real_fairscale_only_the_pipe_is_replaced(earlier: str, fairscale: Path) -> None:
+    code = f"""
+{earlier}
+import sys
+from pipework.compat import install
+install()
+install()
+print("fairscale" in sys.modules)
+from fairscale.nn import Other, Pipe, Wrapper
+import fairscale.nn.pipe
+from fairscale.nn.pipe.balance import balance_by_time
+from fairscale.nn.pipe.microbatch import Batch
+from fairscale.nn.pipe.pipe import Pipe as same
+print(Pipe.__module__, fairscale.nn.Pipe is fairscale.nn.pipe.Pipe is same is Pipe)
+print(Other.__module__, Wrapper.__module__, Batch.__module__)
+print(len([finder for finder in sys.meta_path if type(finder).__module__.startswith("pipework")]) <= 1)
+"""
+    assert python(code, fairscale).splitlines() == [
+        str(bool(earlier)),  # it is not imported before somebody wants it
+        "pipework.compat.fairscale.nn.pipe.pipe True",
+        "fairscale.nn.other fairscale.nn.pipe fairscale.nn.pipe.microbatch",
+        "True",
+    ]
+
+
+def test_a_folder_called_fairscale_is_not_fairscale(tmp_path: Path) -> None:
+    (tmp_path / "fairscale").mkdir()
+    code = """
+from pipework.compat import install
+install()
+from fairscale.nn import Pipe
+print(Pipe.__module__)
+"""
+    assert python(code, tmp_path) == "pipework.compat.fairscale.nn.pipe.pipe\n"

@@ -1,0 +1,192 @@
+"""`python -m pipework.compat script.py` runs a script as `python script.py` would, with the old modules there."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+
+
+def run(
+    script: Path, *arguments: str, python: list[str] | None = None, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script in the folder of this checkout, which is not on the import path otherwise."""
+    path = [folder for folder in sys.path if folder and Path(folder).resolve() != ROOT]
+    return subprocess.run(
+        [*(python or [sys.executable]), "-m", "pipework.compat", str(script), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONWARNINGS": "error"},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def write(path: Path, code: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(textwrap.dedent(code))
+    return path
+
+
+def test_a_script_finds_itself_as_usual(tmp_path: Path) -> None:
+    write(tmp_path / "real" / "neighbour.py", "NAME = 'next door'")
+    code = '''
+        """What it is."""
+        import json, sys, typing
+        import __main__, neighbour
+        from torch.distributed.pipeline.sync import Pipe
+
+        class Annotated:
+            number: int
+
+        print(json.dumps({
+            "name": __name__,
+            "doc": __doc__,
+            "file": __file__,
+            "arguments": sys.argv,
+            "folder": sys.path[0],
+            "neighbour": neighbour.NAME,
+            "main": __main__.Annotated is Annotated,
+            "annotations": Annotated.__annotations__["number"] is int,
+            "pipe": Pipe.__module__,
+        }))
+    '''
+    write(tmp_path / "real" / "script.py", code)
+    (tmp_path / "link").mkdir()
+    link = tmp_path / "link" / "train.py"
+    link.symlink_to(tmp_path / "real" / "script.py")
+    given = os.path.relpath(link, ROOT)
+    arguments = ["--help", "--", "-m", "x y", "--", "--chunks=8"]
+    ended = run(Path(given), *arguments)
+    assert ended.stderr == ""
+    assert json.loads(ended.stdout) == {
+        "name": "__main__",
+        "doc": "What it is.",
+        "file": str(ROOT / given),
+        "arguments": [given, *arguments],
+        "folder": str(tmp_path / "real"),
+        "neighbour": "next door",
+        "main": True,
+        "annotations": True,
+        "pipe": "pipework.compat.sync.pipe",
+    }
+    assert ended.returncode == 0
+
+
+def test_a_safe_path_stays_safe(tmp_path: Path) -> None:
+    script = write(tmp_path / "script.py", "import sys; print(sys.path)")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    command = [sys.executable, "-P"]
+    plain, ours = (
+        subprocess.run([*command, *module, script], env=environment, capture_output=True, text=True, check=True)
+        for module in ([], ["-m", "pipework.compat"])
+    )
+    assert ours.stdout == plain.stdout
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "told"),
+    [("", 0, ""), ("sys.exit(3)", 3, ""), ("sys.exit('no data')", 1, "no data\n")],
+)
+def test_the_status_is_that_of_the_script(tmp_path: Path, ending: str, status: int, told: str) -> None:
+    ended = run(write(tmp_path / "script.py", f"import sys\n{ending}\n"))
+    assert (ended.returncode, ended.stderr, ended.stdout) == (status, told, "")
+
+
+def test_a_traceback_leads_to_the_line_of_the_script(tmp_path: Path) -> None:
+    code = """
+        def train(epochs):
+            return 1 / epochs
+
+        train(0)
+    """
+    script = write(tmp_path / "script.py", code)
+    ended = run(script)
+    assert ended.returncode == 1
+    *_, call, its_code, line, code_of_line, marks, error = ended.stderr.splitlines()
+    assert call == f'  File "{script}", line 5, in <module>'
+    assert its_code == "    train(0)"
+    assert line == f'  File "{script}", line 3, in train'
+    assert code_of_line == "    return 1 / epochs"
+    assert marks.strip("~^ ") == ""
+    assert error == "ZeroDivisionError: division by zero"
+
+
+def test_a_syntax_error_is_one_of_the_script(tmp_path: Path) -> None:
+    script = write(tmp_path / "script.py", "x = 1\nprint(x\n")
+    ended = run(script)
+    assert ended.returncode == 1
+    assert f'  File "{script}", line 2' in ended.stderr
+    assert ended.stderr.splitlines()[-1] == "SyntaxError: '(' was never closed"
+
+
+@pytest.mark.parametrize("arguments", [[], ["missing.py"], ["."]])
+def test_without_a_script_there_is_a_usage(arguments: list[str]) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "pipework.compat", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("usage: python -m pipework.compat [-h] script ...")
+
+
+SPAWNING = """
+    import os, sys
+    import torch
+    from torch import multiprocessing, nn
+    from torch.distributed.pipeline.sync import Pipe
+    from torchgpipe import GPipe
+
+    import neighbour
+
+    def replica(rank, folder):
+        pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), [1, 1], devices=["cpu"] * 2, chunks=2)
+        pipe(torch.randn(4, 2)).sum().backward()
+        with open(os.path.join(folder, str(rank)), "w") as file:
+            print(__name__, __file__, Pipe.__module__, type(pipe).__module__, neighbour.NAME, file=file)
+
+    if __name__ == "__main__":
+        folder = os.getcwd()
+        os.chdir("/")
+        sys.argv = ['something else']
+        multiprocessing.spawn(replica, (sys.path[0],), nprocs=2)
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no distributed")
+def test_spawned_processes_find_the_old_modules_too(tmp_path: Path) -> None:
+    write(tmp_path / "neighbour.py", "NAME = 'next door'")
+    script = write(tmp_path / "script.py", SPAWNING)
+    ended = run(Path(os.path.relpath(script, ROOT)))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    for rank in range(2):
+        assert (tmp_path / str(rank)).read_text().split(" ", 1)[1] == (
+            f"{ROOT / os.path.relpath(script, ROOT)} pipework.compat.sync.pipe "
+            "pipework.compat.torchgpipe.gpipe next door\n"
+        )
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no distributed")
+def test_torchrun(tmp_path: Path) -> None:
+    code = """
+        import os, sys
+        import torch.distributed as dist
+        from torchgpipe import GPipe
+
+        dist.init_process_group("gloo")
+        print(sys.argv[1:], os.environ["WORLD_SIZE"], dist.get_rank(), GPipe.__module__)
+        dist.destroy_process_group()
+        sys.exit(len(sys.argv) - 2)
+    """
+    script = write(tmp_path / "script.py", code)
+    for arguments, status in ((["--epochs=2"], 0), (["--epochs", "2"], 1)):
+        ended = run(script, *arguments, python=TORCHRUN)
+        assert ended.stdout == f"{arguments} 1 0 pipework.compat.torchgpipe.gpipe\n"
+        assert ended.returncode == status
