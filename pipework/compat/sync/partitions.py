@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from pipework.layers import has_hooks
 from pipework.partition import Machine, WithDevice, checked_devices, default_devices
 from pipework.sequential import PipeSequential
 
@@ -111,14 +112,9 @@ def _group_of(child: nn.Module) -> Group:
 def _flat(child: nn.Module) -> Iterable[nn.Module]:
     """The layers of a nested sequence, if it does nothing but run them."""
     plain = type(child).forward in (nn.Sequential.forward, PipeSequential.forward)
-    if not isinstance(child, nn.Sequential) or not plain or _has_hooks(child):
+    if not isinstance(child, nn.Sequential) or not plain or has_hooks(child):
         return (child,)
     return tuple(child)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    backward = module._backward_hooks or module._backward_pre_hooks
-    return bool(module._forward_hooks or module._forward_pre_hooks or backward)
 
 
 def _device_of(module: nn.Module) -> torch.device:
