@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipework import Pipe
@@ -203,6 +205,31 @@ def test_names_of_sync_become_those_of_named_layers() -> None:
     module = model("named", 1)
     old = from_sync(module.state_dict(), flat(module), [3, 3])
     target = native("named", 2)
+    target.load_state_dict(convert_state_dict(old, target))
+    same(target, module.state_dict())
+
+
+LAYERS = st.sampled_from(
+    [
+        linear,
+        nn.Tanh,
+        lambda: nn.BatchNorm1d(4),
+        lambda: nn.Sequential(linear(), nn.Tanh()),
+        lambda: nn.Sequential(nn.Tanh(), linear(), nn.Sequential(linear(), nn.BatchNorm1d(4))),
+    ]
+)
+
+
+@given(kinds=st.lists(LAYERS, min_size=1, max_size=16), data=st.data())
+def test_any_model_in_any_partitions_in_any_order(kinds: list[Callable[[], nn.Module]], data: st.DataObject) -> None:
+    module = nn.Sequential(*(kind() for kind in kinds))
+    layers = flat(module)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(layers) - 1)))) if len(layers) > 1 else []
+    old = from_sync(
+        module.state_dict(), layers, [end - start for start, end in itertools.pairwise([0, *cuts, len(layers)])]
+    )
+    old = {name: old[name] for name in data.draw(st.permutations(list(old)))}
+    target = nn.Sequential(*(kind() for kind in kinds))
     target.load_state_dict(convert_state_dict(old, target))
     same(target, module.state_dict())
 
