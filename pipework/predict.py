@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipework.balance.sandbox import cut, now, tensors_of, threads_of_a_worker, traceless
+from pipework.balance.sandbox import cut, entered, now, tensors_of, threads_of_a_worker, traceless
 from pipework.runtime import skip_tracker
 from pipework.runtime.buffers import MutableBuffers
 from pipework.runtime.memory import MemoryMeter
@@ -244,7 +244,10 @@ class _Stage:
 
     def _run(self, value: Any) -> Any:
         with skip_tracker.using(self._tracker):
-            return self._run_layers(value)
+            if isinstance(value, Sample):
+                arguments, keywords = entered((value.arguments, value.keywords))
+                return self._run_layers(Sample(arguments, keywords))
+            return self._run_layers(entered(value))
 
     def _run_layers(self, value: Any) -> Any:
         takes_target = self._sample is not None and self._sample.loss is not None and self._sample.loss.function is None

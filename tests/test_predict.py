@@ -102,6 +102,15 @@ def test_nothing_changes() -> None:
     assert x.grad is None
 
 
+def test_layers_that_overwrite_their_input() -> None:
+    """Whole stages begin with one; neither the batch nor what the stage before has handed on is changed."""
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
+    pipe = Pipe(module, chunks=2, balance=[2, 2], devices=["cpu", "cpu"])
+    batch = torch.tensor([[-1.0, 1.0], [1.0, -1.0]])
+    pipe.predict(batch, timeout=0.01)
+    assert batch.tolist() == [[-1, 1], [1, -1]]
+
+
 def test_a_last_layer_that_returns_the_loss_and_keyword_inputs() -> None:
     class First(nn.Module):
         def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

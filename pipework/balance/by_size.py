@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from pipework.balance.checks import check_partitions
 from pipework.balance.minimax import minimax_partition
-from pipework.balance.sandbox import copies, cut, measuring_device, tensors_of, traceless
+from pipework.balance.sandbox import copies, cut, entered, measuring_device, tensors_of, traceless
 from pipework.runtime.tuples import TupleRule
 from pipework.sequential import tuple_rule
 
@@ -89,7 +89,7 @@ def _run(layer: nn.Module, value: Any, before: list[Tensor], tuples: TupleRule) 
         return saved[-1]  # not the tensor itself: an output that its own node saves would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is):
-        output = layer(*tuples.arguments(value, layer))
+        output = layer(*tuples.arguments(entered(value), layer))
     ours = _memory([*saved, *tensors_of(output)])
     others = _memory([*before, *layer.parameters(), *layer.buffers()])
     return output, sum(size for place, size in ours.items() if place not in others)

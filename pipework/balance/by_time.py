@@ -14,6 +14,7 @@ from pipework.balance.mixed import minimax_on_devices
 from pipework.balance.sandbox import (
     copies,
     cut,
+    entered,
     measuring_device,
     now,
     tensors_of,
@@ -105,21 +106,21 @@ def _kind(place: torch.device) -> tuple[str, str]:
 def _layer_times(module: nn.Sequential, sample: Any, device: torch.device, timeout: float) -> list[float]:
     """The median seconds that each layer takes on a device."""
     with traceless(device):
-        value = cut(sample, device)
-        _pass(module, value, device)  # the first use of a layer allocates, compiles, chooses algorithms
+        _pass(module, sample, device)  # the first use of a layer allocates, compiles, chooses algorithms
         end = time.perf_counter() + timeout
-        passes = [_pass(module, value, device)]
+        passes = [_pass(module, sample, device)]
         while time.perf_counter() < end:
-            passes.append(_pass(module, value, device))
+            passes.append(_pass(module, sample, device))
     return [statistics.median(times) for times in zip(*passes, strict=True)]
 
 
-def _pass(module: nn.Sequential, value: Any, device: torch.device) -> list[float]:
+def _pass(module: nn.Sequential, sample: Any, device: torch.device) -> list[float]:
     """The seconds that each layer takes. Whole passes, so that what one layer stashes is there for another to pop."""
     times = []
+    value = cut(sample, device)
     for layer in copies(module, device):
         start = now(device)
-        output = layer(*tuple_rule(module).arguments(value, layer))
+        output = layer(*tuple_rule(module).arguments(entered(value), layer))
         _backward(layer, value, output)
         times.append(now(device) - start)
         value = cut(output, device)

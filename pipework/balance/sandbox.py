@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipework.runtime import values
+from pipework.runtime import boundary, values
 
 
 def measuring_device(device: torch.device | str | int | None) -> torch.device:
@@ -31,10 +31,17 @@ def copies(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
 
 
 def cut(value: Any, device: torch.device) -> Any:
-    """The same value with leaves in place of its tensors: no graph leads out of them."""
+    """The same value with leaves in place of its tensors: no graph leads out of them, and their memory is their own."""
     tensors, structure = values.flatten(value)
-    leaves = tuple([tensor.detach().to(device).requires_grad_(tensor.requires_grad) for tensor in tensors])
+    copies = [tensor.detach().to(device, copy=True) for tensor in tensors]
+    leaves = tuple([made.requires_grad_(tensor.requires_grad) for made, tensor in zip(copies, tensors, strict=True)])
     return values.unflatten(leaves, structure)
+
+
+def entered(value: Any) -> Any:
+    """What a layer gets of a value that was cut: it may begin with an in-place operation, which a leaf refuses."""
+    tensors, structure = values.flatten(value)
+    return values.unflatten(tuple(map(boundary.enter, tensors)), structure)
 
 
 def tensors_of(value: Any) -> list[Tensor]:

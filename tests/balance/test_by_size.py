@@ -77,6 +77,14 @@ def test_leaves_no_trace(delicate, untouched):
     assert x.grad is None
 
 
+def test_layers_that_overwrite_their_input_add_nothing_and_the_input_stays_as_it_is(monkeypatch):
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(inplace=True), nn.ReLU(inplace=True))
+    input = torch.tensor([[-1.0, 1.0]])
+    assert sizes(module, input, monkeypatch, param_scale=0, device="cpu") == [8 + 8, 0, 0]
+    sizes(module[1:], input, monkeypatch, device="cpu")
+    assert input.tolist() == [[-1, 1]]
+
+
 def test_lazy_layers_count_with_the_shape_that_the_input_gives_them(monkeypatch):
     module = nn.Sequential(nn.LazyLinear(8, bias=False))
     assert sizes(module, torch.zeros(3, 4), monkeypatch, device="cpu") == [256 + 48 + 96]

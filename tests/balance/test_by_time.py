@@ -110,6 +110,14 @@ def test_runs_on_an_accelerator_and_leaves_the_module_where_it_is(delicate, unto
     assert torch.equal(torch.get_device_module().get_rng_state(), state)
 
 
+def test_layers_that_overwrite_their_input_are_fine_and_the_sample_stays_as_it_is():
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
+    for requires_grad in (False, True):
+        sample = torch.tensor([[-1.0, 1.0]], requires_grad=requires_grad)
+        assert sum(balance_by_time(2, module, sample, timeout=0)) == 4
+        assert sample.tolist() == [[-1, 1]]
+
+
 def test_refuses_a_module_with_gradients():
     module = nn.Sequential(nn.Linear(1, 1))
     module(torch.rand(1, 1)).sum().backward()
