@@ -54,11 +54,11 @@ class Skippable(nn.Module):
     def __repr__(self) -> str:
         return f"@skippable({self.module})"
 
-    def isolate(self, namespace: Namespace, *, only: Iterable[str] | None = None) -> Self:
+    def isolate(self, ns: Namespace, *, only: Iterable[str] | None = None) -> Self:
         """Puts this layer's skip connections into a namespace.
 
         Args:
-            namespace: where they are set apart from those of the same name.
+            ns: the namespace, where they are set apart from those of the same name.
             only: the names that are meant; None: all that the layer declares.
 
         Returns:
@@ -84,7 +84,7 @@ class Skippable(nn.Module):
             raise ValueError(
                 f"cannot isolate {_quoted(undeclared)}: this layer declares {_quoted(declared) or 'no names'}"
             )
-        self._namespaces.update(dict.fromkeys(names, namespace))
+        self._namespaces.update(dict.fromkeys(names, ns))
         self._poppers = None
         return self
 

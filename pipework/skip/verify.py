@@ -62,14 +62,14 @@ def _faults(skippables: list[tuple[str, Skippable]], pops: Counter[SkipKey], exc
             if key in both:
                 faults.append(f"'{name}' declared '{key[1]}' both as stashable and as poppable")
             elif key in stashed:
-                faults.append(f"'{name}' redeclared '{key[1]}' as stashable")
+                faults.append(f"'{name}' redeclared '{key[1]}' as stashable but not isolated by namespace")
             else:
                 stashed[key] = None
         for key in layer.popped_keys():
             if key in both:
                 continue
             if exclusive and key in pops:
-                faults.append(f"'{name}' redeclared '{key[1]}' as poppable")
+                faults.append(f"'{name}' redeclared '{key[1]}' as poppable but not isolated by namespace")
             elif key not in stashed:
                 faults.append(f"'{name}' declared '{key[1]}' as poppable but it was not stashed")
             else:

@@ -774,18 +774,6 @@ def skippable(
     return skip.skippable(stash=stash, pop=pop)(Layer)()
 
 
-def verified(library: Any, layers: list[tuple[list[str], list[str]]]) -> Any:
-    module = nn.Sequential(*(skippable(library, stash, pop) for stash, pop in layers))
-    return library.module("skip").verify_skippables(module)
-
-
-def test_skip_messages(both: Both) -> None:
-    there, here = both(verified, [(["a"], []), (["a"], []), ([], ["a"]), ([], ["a"])])
-    assert there[:2] == here[:2] == ("raises", "TypeError")
-    assert there[2].replace(" but not isolated by namespace", "") == here[2]
-    assert there[2] != here[2]
-
-
 def nested(library: Any) -> Any:
     return library.module("skip").verify_skippables(nn.Sequential(nn.Sequential(skippable(library, ["a"]))))
 
@@ -864,17 +852,9 @@ def attributes(library: Any) -> set[str]:
     return {name for name in dir(skippable(library, ["a"])) if not name.startswith("_")} - set(dir(nn.Module()))
 
 
-def by_keyword(library: Any) -> bool:
-    layer = skippable(library, ["a"])
-    return layer.isolate(ns=library.module("skip").Namespace()) is layer
-
-
 def test_skippable_attributes(both: Both) -> None:
     there, here = both(attributes)
     assert there - here == {"dispatch", "module_cls", "namespaced", "namespaces", "poppable", "stashable"}
-    there, here = both(by_keyword)
-    assert there is True
-    assert fails(here, "TypeError")
 
 
 def namespaces(library: Any) -> list[Any]:

@@ -221,14 +221,14 @@ FAILURES = [
             nn.Sequential(Layer1(), Layer2(), Layer3(), Layer3())
             #               └───────────────────┘       ^^^^^^
         """,
-        "'3' redeclared '1to3' as poppable",
+        "'3' redeclared '1to3' as poppable but not isolated by namespace",
     ),
     (
         """
             nn.Sequential(Layer1(), Layer1(), Layer2(), Layer3())
             #             ^^^^^^      └───────────────────┘
         """,
-        "'1' redeclared '1to3' as stashable",
+        "'1' redeclared '1to3' as stashable but not isolated by namespace",
     ),
 ]
 # fmt: on

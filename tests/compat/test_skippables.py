@@ -62,8 +62,8 @@ def test_namespaces_keep_equal_names_apart(adapter: Any) -> None:
         ("s", "no module declared 'skip' as poppable but stashed"),
         ("p", "'0' declared 'skip' as poppable but it was not stashed"),
         ("ps", "'0' declared 'skip' as poppable but it was not stashed"),
-        ("ssp", "'1' redeclared 'skip' as stashable"),
-        ("spp", "'2' redeclared 'skip' as poppable"),
+        ("ssp", "'1' redeclared 'skip' as stashable but not isolated by namespace"),
+        ("spp", "'2' redeclared 'skip' as poppable but not isolated by namespace"),
     ],
 )
 def test_each_stash_has_one_pop_and_each_pop_one_stash(adapter: Any, order: str, bullet: str) -> None:

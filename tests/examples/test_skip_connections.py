@@ -27,7 +27,7 @@ def test_a_user_sees_equality_and_what_is_said_about_mistakes(environment: dict[
         "* '1' declared '1to3' as poppable but it was not stashed",
         "* '0' declared '1to3' as poppable but it was not stashed",
         "* no module declared '1to3' as poppable but stashed",
-        "* '1' redeclared '1to3' as stashable",
+        "* '1' redeclared '1to3' as stashable but not isolated by namespace",
     ]
     assert "Layer1 Layer3 Layer3\n    nothing to complain about" in ended.stdout
 

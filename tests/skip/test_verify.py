@@ -64,14 +64,15 @@ def test_popped_twice():
     #             Layer1    Layer2    Layer3    Layer3
     #               └───────────────────┘       ^^^^^^
     layers = [Layer1(), Layer2(), Layer3(), Layer3()]
-    assert verdict(*layers, exclusive=True) == ["'3' redeclared '1to3' as poppable"]
+    assert verdict(*layers, exclusive=True) == ["'3' redeclared '1to3' as poppable but not isolated by namespace"]
     verify_skippables(nn.Sequential(*layers))
 
 
 def test_stashed_twice():
     #             Layer1    Layer1    Layer2    Layer3
     #             ^^^^^^      └───────────────────┘
-    assert verdict(Layer1(), Layer1(), Layer2(), Layer3()) == ["'1' redeclared '1to3' as stashable"]
+    redeclared = "'1' redeclared '1to3' as stashable but not isolated by namespace"
+    assert verdict(Layer1(), Layer1(), Layer2(), Layer3()) == [redeclared]
 # fmt: on
 
 
@@ -125,7 +126,7 @@ def test_nested_ones_are_found_and_named_by_dotted_names(depth):
     path = "0.1" if depth == 1 else "0.block.1"
     verify_skippables(nn.Sequential(outer, popping("foo")))
     assert verdict(nn.Sequential(stashing("foo")), popping("foo"), outer) == [
-        f"'2{path[1:]}' redeclared 'foo' as stashable"
+        f"'2{path[1:]}' redeclared 'foo' as stashable but not isolated by namespace"
     ]
 
 
@@ -137,8 +138,10 @@ def test_a_layer_used_twice_pops_twice():
     join = popping("foo")
     fork = stashing("foo")
     verify_skippables(nn.Sequential(fork, join, join))
-    assert verdict(fork, join, join, exclusive=True) == ["'2' redeclared 'foo' as poppable"]
-    assert verdict(fork, fork, join) == ["'1' redeclared 'foo' as stashable"]
+    assert verdict(fork, join, join, exclusive=True) == [
+        "'2' redeclared 'foo' as poppable but not isolated by namespace"
+    ]
+    assert verdict(fork, fork, join) == ["'1' redeclared 'foo' as stashable but not isolated by namespace"]
 
 
 def test_missing_children_and_models_without_skips():

@@ -86,8 +86,8 @@ def test_namespaces_keep_equal_names_apart() -> None:
     [
         ([Stash()], ["no module declared 'skip' as poppable but stashed"]),
         ([Pop()], ["'0' declared 'skip' as poppable but it was not stashed"]),
-        ([Stash(), Stash(), Pop()], ["'1' redeclared 'skip' as stashable"]),
-        ([Stash(), Pop(), Pop()], ["'2' redeclared 'skip' as poppable"]),
+        ([Stash(), Stash(), Pop()], ["'1' redeclared 'skip' as stashable but not isolated by namespace"]),
+        ([Stash(), Pop(), Pop()], ["'2' redeclared 'skip' as poppable but not isolated by namespace"]),
         ([Both()], ["'0' declared 'skip' both as stashable and as poppable"]),
         (
             [Pop(), Stash()],
