@@ -44,7 +44,7 @@ def convert_state_dict(state_dict: Mapping[str, Any], to: nn.Module) -> OrderedD
 
     Raises:
         ValueError: the state dict has entries for another number of layers, or other entries in a layer; or the order
-            of its layers has been lost.
+            of its layers has been lost, as far as that shows: layers of one entry each do not show it.
 
     Example:
         >>> import torch
@@ -90,10 +90,21 @@ def _same_names(given: Collection[str], wanted: Collection[str]) -> dict[str, st
 
     Indices within partitions, which begin anew in each, are no such names.
     """
+    if _begins_anew(given) or _begins_anew(wanted):
+        return None
     old, new = ({_without_partition(name): name for name in names} for names in (given, wanted))
     if old.keys() != new.keys() or len(old) < len(given) or len(new) < len(wanted):
         return None
     return {new[name]: old[name] for name in new}
+
+
+def _begins_anew(names: Iterable[str]) -> bool:
+    """Whether layers are called by their indices within the partitions, as far as can be seen."""
+    places = {_parts(name)[:2] for name in names}
+    if not all(layer.isdecimal() for _, layer in places):
+        return False
+    indices = [layer for _, layer in sorted((int(partition), int(layer)) for partition, layer in places)]
+    return indices != sorted(set(indices))
 
 
 def _without_partition(name: str) -> str:

@@ -234,6 +234,31 @@ def test_any_model_in_any_partitions_in_any_order(kinds: list[Callable[[], nn.Mo
     same(target, module.state_dict())
 
 
+def balances(layers: int) -> list[list[int]]:
+    """All of them."""
+    return [[first, *rest] for first in range(1, layers) for rest in balances(layers - first)] + [[layers]]
+
+
+class InPartitions(nn.Module):
+    """Has the names of sync."""
+
+    def __init__(self, layers: list[nn.Module], balance: list[int]) -> None:
+        super().__init__()
+        rest = iter(layers)
+        self.partitions = nn.ModuleList(nn.Sequential(*itertools.islice(rest, count)) for count in balance)
+
+
+@pytest.mark.parametrize("has_parameters", list(itertools.product([True, False], repeat=4)), ids=str)
+def test_from_any_partitions_into_any_others(has_parameters: tuple[bool, ...]) -> None:
+    """Indices begin anew in each partition, so that the same names may be those of other layers."""
+    layers = [nn.PReLU(init=float(place)) if has else nn.Tanh() for place, has in enumerate(has_parameters)]
+    wanted = [layer.weight.item() for layer in layers if isinstance(layer, nn.PReLU)]
+    for old, new in itertools.product(balances(4), balances(4)):
+        given = InPartitions(layers, old).state_dict()
+        for target in (InPartitions(layers, new), nn.Sequential(*layers)):
+            assert [value.item() for value in convert_state_dict(given, target).values()] == wanted, (old, new)
+
+
 @pytest.mark.usefixtures("rpc")
 @pytest.mark.parametrize("name_of_model", MODELS)
 def test_the_sync_adapter_takes_and_gives(name_of_model: str) -> None:
