@@ -196,14 +196,15 @@ class _Stage:
         self._device = device
         self._tracker = tracker
         self._sample = sample
+        self._target: Any = None
 
     def measure(self, value: Any, timeout: float) -> tuple[_Measured, Any]:
         """Runs the stage again and again; also returns what the next stage gets."""
         end = time.perf_counter() + timeout
-        held, kept, output = self._count(self._cut(value))  # counting slows a pass down, and the first one warms up
-        times = [self._time(self._cut(value))]
+        held, kept, output = self._count(self._fresh(value))  # counting slows a pass down, and the first one warms up
+        times = [self._time(self._fresh(value))]
         while time.perf_counter() < end:
-            times.append(self._time(self._cut(value)))
+            times.append(self._time(self._fresh(value)))
         self._tracker.next_stage()
         forward, backward = (statistics.median(column) for column in zip(*times, strict=True))
         sent = sum(tensor.nbytes for tensor in tensors_of(output))
@@ -216,7 +217,7 @@ class _Stage:
         before = buffers.snapshot()
         inputs = tensors_of((given.arguments, given.keywords) if isinstance(given, Sample) else given)
         # What other stages have stashed is an input, too, but it is only known when it is popped.
-        with meter.measuring(0, 0, inputs, self._target_tensors()):
+        with meter.measuring(0, 0, inputs, tensors_of(self._target)):
             output = self._run(given)
         kept = (*inputs, *self._tracker.popped, *buffers.learn(before).tensors)
         self._backward(output)
@@ -233,14 +234,13 @@ class _Stage:
         self._end_pass()
         return middle - begin, end - middle
 
-    def _cut(self, value: Any) -> Any:
+    def _fresh(self, value: Any) -> Any:
+        """Copies for one pass, which may overwrite them, of what the stage gets."""
+        self._target = None if self._sample is None else cut(self._sample.target, self._device)
         if isinstance(value, Sample):
             arguments, keywords = cut((value.arguments, value.keywords), self._device)
             return Sample(arguments, keywords)
         return cut(value, self._device)
-
-    def _target_tensors(self) -> list[Tensor]:
-        return [] if self._sample is None else tensors_of(self._sample.target)
 
     def _run(self, value: Any) -> Any:
         with skip_tracker.using(self._tracker):
@@ -253,14 +253,14 @@ class _Stage:
         takes_target = self._sample is not None and self._sample.loss is not None and self._sample.loss.function is None
         for number, layer in enumerate(self._layers):
             last = takes_target and number == len(self._layers) - 1
-            target = (self._sample.target,) if last and self._sample is not None else ()
+            target = (self._target,) if last else ()
             if isinstance(value, Sample):
                 value = layer(*value.arguments, *target, **value.keywords)
             else:
                 value = layer(*self._tuples.arguments(value, layer, len(target)), *target)
         if self._sample is not None and self._sample.loss is not None:
             loss = self._sample.loss
-            return loss.part(value if loss.function is None else loss.function(value, self._sample.target), 0)
+            return loss.part(value if loss.function is None else loss.function(value, self._target), 0)
         return value
 
     def _backward(self, output: Any) -> None:
@@ -297,10 +297,11 @@ class _Tracker:
         if key in self._of_this_stage:
             return self._of_this_stage[key]
         tensor = self._from_before[key]
-        if tensor is not None:
-            tensor = tensor.detach().requires_grad_(tensor.requires_grad)
-            self.popped.append(tensor)
-        return tensor
+        if tensor is None:
+            return None
+        leaf = cut(tensor, tensor.device)
+        self.popped.append(leaf)
+        return entered(leaf)  # type: ignore[no-any-return]
 
     def next_pass(self) -> None:
         """The same stage runs again."""

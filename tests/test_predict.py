@@ -111,6 +111,40 @@ def test_layers_that_overwrite_their_input() -> None:
     assert batch.tolist() == [[-1, 1], [1, -1]]
 
 
+def test_a_target_that_is_overwritten_stays_as_it_is() -> None:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        target.mul_(0.5)
+        return (output - target).square().mean()
+
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), 2, "never", balance=[1], devices=["cpu"], loss_fn=loss)
+    target = torch.ones(4, 2)
+    pipe.predict(torch.ones(4, 2), target=target, timeout=0.01)
+    assert torch.equal(target, torch.ones(4, 2))
+
+
+def test_a_skip_may_be_overwritten() -> None:
+    seen = []
+
+    @skippable(stash=["a"])
+    class Fork(nn.Linear):
+        def forward(self, x):
+            yield stash("a", x * self.weight.sum())
+            return x
+
+    @skippable(pop=["a"])
+    class Join(nn.Module):
+        def forward(self, x):
+            a = yield pop("a")
+            a += x
+            seen.append(a.detach().clone())
+            return a
+
+    pipe = Pipe(nn.Sequential(Fork(2, 2), Join()), 2, balance=[1, 1], devices=["cpu"] * 2)
+    pipe.predict(torch.ones(4, 2), timeout=0.01)
+    assert len(seen) > 1
+    assert all(torch.equal(other, seen[0]) for other in seen)
+
+
 def test_a_last_layer_that_returns_the_loss_and_keyword_inputs() -> None:
     class First(nn.Module):
         def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
