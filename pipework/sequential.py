@@ -30,7 +30,7 @@ class PipeSequential(nn.Sequential):
         tensor([31, 42])
     """
 
-    tuples: ClassVar[TupleRule] = TupleRule.SPREAD
+    _tuple_rule: ClassVar[TupleRule] = TupleRule.SPREAD
 
     def forward(self, *inputs: Any) -> Any:
         """Runs the layers one after the other.
@@ -48,11 +48,11 @@ class PipeSequential(nn.Sequential):
 
 
 def tuple_rule(module: nn.Module) -> TupleRule:
-    """How a tuple gets from one layer of the module to the next if a pipe runs them: its class attribute `tuples`.
+    """How a tuple gets from one layer of the module to the next if a pipe runs them.
 
     Example:
         >>> tuple_rule(PipeSequential()), tuple_rule(nn.Sequential())
         (<TupleRule.SPREAD: 'spread'>, <TupleRule.BY_SIGNATURE: 'by signature'>)
     """
-    rule: TupleRule = getattr(type(module), "tuples", TupleRule.BY_SIGNATURE)
+    rule: TupleRule = getattr(type(module), "_tuple_rule", TupleRule.BY_SIGNATURE)
     return rule

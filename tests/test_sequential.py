@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipework import PipeSequential
+from pipework import Pipe, PipeSequential
 
 
 class Call(nn.Module):
@@ -77,3 +77,12 @@ def test_names_slices_and_copies_are_those_of_sequential():
     assert type(model[:2]) is PipeSequential
     assert model[:2](torch.tensor(1)) == 11
     assert copy.deepcopy(model)[:2](torch.tensor(2)) == 22
+
+
+def test_layers_may_have_any_name_and_classes_any_attribute() -> None:
+    class Mine(nn.Sequential):
+        tuples = (1, 2)
+
+    for kind in (PipeSequential, Mine):
+        module = kind(OrderedDict(tuples=nn.Identity()) if kind is PipeSequential else OrderedDict(a=nn.Identity()))
+        assert Pipe(module, devices=["cpu"])(torch.ones(1)) == 1

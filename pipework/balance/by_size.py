@@ -75,7 +75,7 @@ def _first_micro_batch(input: Any, chunks: int) -> Any:
     def first(item: Any) -> Any:
         if not isinstance(item, Tensor) or item.dim() == 0 or len(item) == 0:
             return item
-        return item.tensor_split(min(chunks, len(item)))[0].clone()  # a view would count as the whole mini-batch
+        return item.tensor_split(min(chunks, len(item)))[0]
 
     return pytree.tree_map(first, input)
 

@@ -33,8 +33,7 @@ def copies(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
 def cut(value: Any, device: torch.device) -> Any:
     """The same value with leaves in place of its tensors: no graph leads out of them, and their memory is their own."""
     tensors, structure = values.flatten(value)
-    copies = [tensor.detach().to(device, copy=True) for tensor in tensors]
-    leaves = tuple([made.requires_grad_(tensor.requires_grad) for made, tensor in zip(copies, tensors, strict=True)])
+    leaves = tuple([tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad) for tensor in tensors])
     return values.unflatten(leaves, structure)
 
 

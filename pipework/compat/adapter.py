@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework.checkpoint import MODES
+from pipework.layers import refuse_own_behaviour
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,7 +47,8 @@ class Adapter(nn.Module):
         self.__dict__["_engine"] = engine
         self.partitions = nn.ModuleList(partitions)
         self.devices = list(devices)
-        self.training = engine.training
+        for container in (self, self.partitions, *self.partitions):
+            container.training = engine.training
 
     @property
     def chunks(self) -> int:
@@ -140,17 +142,18 @@ def checked_mode(checkpoint: Any) -> str:
     return mode
 
 
-def refuse_duplicate_children(module: Any) -> None:
+def refuse_unfit(module: Any) -> None:
     """What an old pipe can wrap.
 
     Raises:
-        TypeError: the module is no `nn.Sequential`.
+        TypeError: the module is no `nn.Sequential`, or does more than run its layers, which would be left out.
         ValueError: a layer occurs in it twice.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError("module must be nn.Sequential to be partitioned")
     if len(list(module.named_children())) != len(module):
         raise ValueError("module with duplicate children is not supported")
+    refuse_own_behaviour(module)
 
 
 def refuse_shared_parameters(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsInt
 
 import torch
@@ -13,10 +12,10 @@ from pipework.compat.adapter import (
     Adapter,
     checked_chunks,
     checked_mode,
-    refuse_duplicate_children,
     refuse_shared_parameters,
+    refuse_unfit,
 )
-from pipework.compat.engine import Engine, TupleKeeping
+from pipework.compat.engine import Engine, TupleKeeping, sequence
 from pipework.skip.verify import verify_skippables
 
 if TYPE_CHECKING:
@@ -73,9 +72,7 @@ class BalancedPipe(Adapter):
         self._verify_split(module, counts, places)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)
-        layers = TupleKeeping(OrderedDict(module.named_children()))
-        layers.training = module.training
-        engine = Engine(layers, chunks, checkpoint, balance=counts, devices=places)
+        engine = Engine(sequence(TupleKeeping, module), chunks, checkpoint, balance=counts, devices=places)
         super().__init__(engine, engine.partitions, places)
         self.balance = counts
 
@@ -119,7 +116,7 @@ class BalancedPipe(Adapter):
 
     def _verify(self, module: Any) -> None:
         """Refuses modules that this library refuses."""
-        refuse_duplicate_children(module)
+        refuse_unfit(module)
 
     def _verify_split(self, module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> None:
         """Refuses a split that this library refuses."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import torch
 
 from pipework import balance
 from pipework.balance.minimax import minimax_partition
-from pipework.compat.engine import TupleKeeping
+from pipework.compat.engine import TupleKeeping, sequence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +39,7 @@ def balance_by_time(
     Raises:
         ValueError: the number of partitions is out of range, or a parameter has a gradient.
     """
-    return balance.balance_by_time(partitions, _kept(module), sample, timeout=timeout, device=device)
+    return balance.balance_by_time(partitions, sequence(TupleKeeping, module), sample, timeout=timeout, device=device)
 
 
 def balance_by_size(
@@ -66,7 +65,7 @@ def balance_by_size(
         ValueError: an argument is out of range.
     """
     return balance.balance_by_size(
-        partitions, _kept(module), input, chunks=chunks, param_scale=param_scale, device=device
+        partitions, sequence(TupleKeeping, module), input, chunks=chunks, param_scale=param_scale, device=device
     )
 
 
@@ -86,9 +85,3 @@ def solve(sequence: Sequence[float], partitions: int = 1) -> list[list[float]]:
     """
     costs = iter(sequence)
     return [list(islice(costs, count)) for count in minimax_partition(sequence, partitions)]
-
-
-def _kept(module: nn.Sequential) -> nn.Sequential:
-    layers = TupleKeeping(OrderedDict(module.named_children()))
-    layers.training = module.training
-    return layers

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +15,20 @@ from pipework.pipe import Pipe
 from pipework.runtime import values
 from pipework.runtime.tuples import TupleRule
 
+Sequence = TypeVar("Sequence", bound=nn.Sequential)
+
 
 class TupleKeeping(nn.Sequential):
     """Layers of which each gets a tuple as one argument, as in torchgpipe and fairscale."""
 
-    tuples: ClassVar[TupleRule] = TupleRule.WHOLE
+    _tuple_rule: ClassVar[TupleRule] = TupleRule.WHOLE
+
+
+def sequence(kind: type[Sequence], module: nn.Sequential) -> Sequence:
+    """The layers of a module in a sequence of another kind."""
+    layers = kind(OrderedDict((name, layer) for name, layer in module._modules.items() if layer is not None))
+    layers.training = module.training
+    return layers
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,8 @@ class Engine(Pipe):
         """
         output = super().forward(*inputs, **keyword_inputs)
         if self._chunks == 1 or any(isinstance(each, Tensor) and len(each) == 1 for each in pytree.tree_leaves(inputs)):
-            return pytree.tree_map_only(Tensor, _concatenated, output)
+            tensors, structure = values.flatten(output)
+            return values.unflatten(tuple(map(_concatenated, tensors)), structure)
         return output
 
     def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> microbatch.Split:

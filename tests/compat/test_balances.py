@@ -44,6 +44,13 @@ def test_a_tuple_reaches_a_layer_as_one_argument(adapter: Any, by: str) -> None:
     assert balance(2, nn.Sequential(Pair(), Pair()), pair, **quickly(by)) == [1, 1]
 
 
+@pytest.mark.parametrize("by", ["balance_by_time", "balance_by_size"])
+def test_a_layer_that_occurs_twice_counts_twice(adapter: Any, by: str) -> None:
+    relu = nn.ReLU()
+    module = nn.Sequential(nn.Linear(2, 2), relu, nn.Linear(2, 2), relu)
+    assert sum(getattr(adapter.module("balance"), by)(2, module, torch.ones(4, 2), **quickly(by))) == 4
+
+
 def quickly(by: str) -> dict[str, float]:
     return {"timeout": 0.05} if by == "balance_by_time" else {}
 

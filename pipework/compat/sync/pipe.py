@@ -14,8 +14,8 @@ from pipework.compat.adapter import (
     Adapter,
     checked_chunks,
     checked_mode,
-    refuse_duplicate_children,
     refuse_shared_parameters,
+    refuse_unfit,
 )
 from pipework.compat.engine import Engine, Whole
 from pipework.compat.sync.partitions import cpu_workers, group, merged
@@ -79,7 +79,7 @@ class Pipe(Adapter):
         if not (rpc.is_available() and rpc.api._is_current_rpc_agent_set()):  # type: ignore[attr-defined]
             raise RuntimeError("Please initialize RPC framework for Pipe using torch.distributed.rpc.init_rpc")
         chunks, checkpoint = checked_chunks(chunks), checked_mode(checkpoint)
-        refuse_duplicate_children(module)
+        refuse_unfit(module)
         verify_skippables(module, exclusive=True)
         groups = group(module)
         devices = [each.device for each in groups]
@@ -116,7 +116,7 @@ class Pipe(Adapter):
         if self.devices and any(tensor.device != self.devices[0] for tensor in tensors):
             raise ValueError("All inputs should be on the same device as the first partition")
         if not self.partitions:
-            return rpc.RRef(*inputs)
+            return rpc.RRef(inputs[0] if len(inputs) == 1 else inputs)
         return rpc.RRef(self._run(*map(_only_itself_split, inputs)))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from pipework import balance
+from pipework.compat.engine import sequence
 from pipework.sequential import PipeSequential
 
 if TYPE_CHECKING:
@@ -38,7 +38,9 @@ def balance_by_time(
     Raises:
         ValueError: the number of partitions is out of range, or a parameter has a gradient.
     """
-    return balance.balance_by_time(partitions, _spread(module), _inputs(sample), timeout=timeout, device=device)
+    return balance.balance_by_time(
+        partitions, sequence(PipeSequential, module), _inputs(sample), timeout=timeout, device=device
+    )
 
 
 def balance_by_size(
@@ -64,14 +66,13 @@ def balance_by_size(
         ValueError: an argument is out of range.
     """
     return balance.balance_by_size(
-        partitions, _spread(module), _inputs(input), chunks=chunks, param_scale=param_scale, device=device
+        partitions,
+        sequence(PipeSequential, module),
+        _inputs(input),
+        chunks=chunks,
+        param_scale=param_scale,
+        device=device,
     )
-
-
-def _spread(module: nn.Sequential) -> PipeSequential:
-    layers = PipeSequential(OrderedDict(module.named_children()))
-    layers.training = module.training
-    return layers
 
 
 def _inputs(sample: Any) -> Any:
