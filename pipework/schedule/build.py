@@ -32,20 +32,116 @@ class Recipe:
     """How a schedule is made.
 
     Attributes:
-        generator: a function of the numbers of workers and of micro-batches, if `several` of stages per worker, and if
-            `timed` of costs by keyword.
-        several: whether the user may choose how many stages a worker holds.
-        stages_per_worker: how many stages a worker has unless told otherwise; None: 2 if `several`, else 1.
-        placement: from the numbers of workers and of stages per worker, the worker of each stage.
-        timed: whether costs decide about the order.
+        generator: a function of the numbers of workers and of micro-batches, if `several` of stages per worker too, and
+            if `timed` of costs, by keyword.
+        stages_per_worker: how many stages a worker has unless told otherwise.
+        several: whether one may tell otherwise.
+        placement: the worker of each stage, from the numbers of workers and of stages per worker.
+        timed: whether costs decide about the orders.
     """
 
     generator: Callable[..., Schedule]
+    stages_per_worker: int = 1
     several: bool = False
-    stages_per_worker: int = 0
     placement: Callable[[int, int], tuple[int, ...]] = loop_placement
     timed: bool = False
 
-    def __post_init__(self) -> None:
-        if not self.stages_per_worker:
-            object.__setattr__(self, "stages_per_worker", 2 if self.several else 1)
+
+SCHEDULES: Final[Mapping[str, Recipe]] = MappingProxyType(
+    {
+        "gpipe": Recipe(fill_drain),
+        "fill-drain": Recipe(fill_drain),
+        "1f1b": Recipe(one_forward_one_backward),
+        "eager-1f1b": Recipe(eager_1f1b),
+        "interleaved-1f1b": Recipe(interleaved_1f1b, 2, several=True),
+        "looped-bfs": Recipe(looped_bfs, 2, several=True),
+        "hanayo": Recipe(hanayo, 2, several=True, placement=wave_placement, timed=True),
+        "zb-h1": Recipe(zb_h1),
+        "zb-h2": Recipe(zb_h2),
+        "interleaved-zb": Recipe(interleaved_zb, 2, several=True, timed=True),
+        "zb-v": Recipe(zb_v, 2, placement=wave_placement, timed=True),
+        "v-half": Recipe(v_half, 2, placement=wave_placement, timed=True),
+        "v-min": Recipe(v_min, 2, placement=wave_placement, timed=True),
+        "dualpipe-v": Recipe(dualpipe_v, 2, placement=wave_placement),
+        "forward-only": Recipe(forward_only, several=True),
+    }
+)
+"""Name to recipe. To add one's own, give :func:`build` a larger mapping."""
+
+# What is left of a class's name in torch.distributed.pipelining, where it is not the name above.
+_OTHERWISE: Final[Mapping[str, str]] = MappingProxyType(
+    {"interleavedzerobubble": "interleaved-zb", "zbvzerobubble": "zb-v"}
+)
+
+
+def recipe(name: str, schedules: Mapping[str, Recipe] = SCHEDULES) -> Recipe:
+    """Look a schedule up by its name, or by that of its class in `torch.distributed.pipelining`, in any case.
+
+    Args:
+        name: a key of ``schedules``, or the name of a class.
+        schedules: name to recipe.
+
+    Raises:
+        ValueError: no such schedule.
+
+    Example:
+        >>> recipe("ScheduleInterleaved1F1B") is SCHEDULES["interleaved-1f1b"]
+        True
+    """
+    found = None
+    if isinstance(name, str):
+        plain = {_plain(known): known for known in schedules}
+        found = plain.get(_plain(name), _OTHERWISE.get(_plain(name)))
+    if found is None or found not in schedules:
+        raise ValueError(f"no schedule is called {name!r}: choose one of {', '.join(map(repr, schedules))}")
+    return schedules[found]
+
+
+def build(
+    name: str,
+    *,
+    workers: int,
+    micro_batches: int,
+    stages_per_worker: int | None = None,
+    costs: Costs | None = None,
+    schedules: Mapping[str, Recipe] = SCHEDULES,
+) -> Schedule:
+    """Make a schedule by its name.
+
+    Args:
+        name: a key of ``schedules``, or a name that :func:`recipe` understands.
+        workers: number of workers.
+        micro_batches: number of micro-batches.
+        stages_per_worker: None: as many as the recipe says.
+        costs: what to make the orders for, in those schedules that look at costs; unit costs if None.
+        schedules: name to recipe; ``SCHEDULES | {"mine": Recipe(my_generator)}`` has one's own as well.
+
+    Raises:
+        TypeError: a number is not an int.
+        ValueError: no such schedule, a number less than 1, a number of stages per worker that the schedule cannot have,
+            or costs for another number of stages.
+
+    Example:
+        >>> build("fill-drain", workers=4, micro_batches=8).name
+        'gpipe'
+        >>> build("zb-v", workers=2, micro_batches=4, stages_per_worker=3)
+        Traceback (most recent call last):
+        ValueError: schedule 'zb-v' has two stages per worker, got stages_per_worker=3: choose one of \
+'interleaved-1f1b', 'looped-bfs', 'hanayo', 'interleaved-zb', 'forward-only'
+    """
+    known = recipe(name, schedules)
+    count = known.stages_per_worker if stages_per_worker is None else stages_per_worker
+    positive_integer("stages_per_worker", count)
+    if not known.several and count != known.stages_per_worker:
+        several = ", ".join(repr(other) for other, its in schedules.items() if its.several)
+        wanted = {1: "one stage", 2: "two stages"}.get(known.stages_per_worker, f"{known.stages_per_worker} stages")
+        raise ValueError(
+            f"schedule {name!r} has {wanted} per worker, got stages_per_worker={count}: choose one of {several}"
+        )
+    sizes = (workers, micro_batches, count) if known.several else (workers, micro_batches)
+    return known.generator(*sizes, costs=costs) if known.timed else known.generator(*sizes)
+
+
+def _plain(name: str) -> str:
+    """The name without what people write differently."""
+    return name.lower().replace("-", "").replace("_", "").removeprefix("schedule")

@@ -19,20 +19,21 @@ def dualpipe_v(workers: int, micro_batches: int) -> Schedule:
         worker 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1---- 3F2 0B0---- 3B2---- 3F3  .  0B1---- 3B3---- 0B2---- 0I3 0W3
         worker 1   .  1F0 2F0 1F1 2F1 1F2 2B0---- 2F2 1B0---- 1F3 2B1---- 2F3 1B1---- 2B2---- 1B2---- 2I3 1I3 2W3 1W3
 
-    Worker d fills the pipe with 2(p - d - 1) forwards of its first stage and d + 1 of either stage in turn. Then come
-    p - d - 1 backwards of its second stage, in halves since nobody waits for the weights, and then the pairs: ``F`` of
-    its first stage with ``B`` of its second, ``F`` of its second with ``B`` of its first. While the pipe drains, backwards
-    are whole at first and in halves in the end.
+    Worker d fills the pipe with 2(p - d - 1) forwards of its first stage and d + 1 of either stage in turn. Then come p
+    - d - 1 backwards of its second stage, in halves since nobody waits for the weights, and then the pairs: ``F`` of
+    its first stage with ``B`` of its second, ``F`` of its second with ``B`` of its first. While the pipe drains,
+    backwards are whole at first and in halves in the end.
 
-    The actions of a pair run one after the other here; a machine that runs them at the same time gains what the pair
-    leaves idle by itself. Without that it has no advantage over ZB-V.
+    The actions of a pair run one after the other here, and what the first one makes is sent before the second ends. A
+    machine that runs them at the same time gains what each by itself leaves idle; without that, ZB-V is better.
 
     Of p workers and m micro-batches, with F, I and W the time of a forward and the halves of a backward of a worker's
-    whole share: where F = I = W and m is at least 2p, the bubble is (p - 1)F, that of ZB-H1. A worker holds up to p + 1/2
-    micro-batches of the activations of its share, and not more than m.
+    whole share: where F = I = W, m is at least p and p is at least 3, the bubble is pF/2; with pairs that start and end
+    as one it is (p - 1)F, that of ZB-H1. A worker holds up to min(m, p + 1/2) micro-batches of the activations of its
+    share.
 
-    Source: DeepSeek-AI, DeepSeek-V3 Technical Report, arXiv 2412.19437, and the DualPipe repository, where the V is Qi et
-    al.'s cut in half.
+    Source: DeepSeek-AI, DeepSeek-V3 Technical Report, arXiv 2412.19437, whose DualPipe this is half of; and the
+    DualPipe repository.
 
     Args:
         workers: number of workers p; worker d has the stages d and 2p - 1 - d.

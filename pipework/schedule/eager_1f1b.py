@@ -19,8 +19,8 @@ def eager_1f1b(workers: int, micro_batches: int) -> Schedule:
         worker 2   .   .  2F0 2B0---- 2F1 2B1---- 2F2 2B2---- 2F3 2B3---- 2F4 2B4----  .   .   .   .
 
     Where a transfer takes time, a worker of 1F1B waits in every turn: what it sends comes back two transfers later than
-    its next turn needs. Here another micro-batch is in flight on each boundary meanwhile. A step of p = 8 and m = 32 takes
-    14 transfers longer than without any, as a micro-batch must; a step of 1F1B 68.
+    its next turn needs. Here another micro-batch is in flight on each boundary meanwhile. A step of p = 8 and m = 32
+    takes 14 transfers longer than without any, as a micro-batch must; a step of 1F1B 68.
 
     Of p workers and m micro-batches, with F and B the time of a forward and a backward of one stage: without transfers
     the bubble is that of 1F1B, (p - 1)(F + B); worker d holds min(m, 2(p - d) - 1) micro-batches of activations.

@@ -20,8 +20,8 @@ def forward_only(workers: int, micro_batches: int, stages_per_worker: int = 1) -
     With several stages per worker, micro-batches go in rounds of p, or of some more where p does not divide m.
 
     Of p workers, v stages per worker and m micro-batches, with F the time of a forward of a worker's whole share: the
-    makespan is (m + (p - 1)/v)F where m is at least p, of which a worker idles the bubble (p - 1)F/v. A worker holds the
-    activations of one micro-batch on one stage, and only while it computes them.
+    makespan is (m + (p - 1)/v)F where m is at least p, of which a worker idles the bubble (p - 1)F/v. A worker holds
+    the activations of one micro-batch on one stage, and only while it computes them.
 
     Source: the first half of fill-drain, arXiv 1811.06965.
 

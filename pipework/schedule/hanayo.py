@@ -25,15 +25,16 @@ def hanayo(workers: int, micro_batches: int, stages_per_worker: int = 2, *, cost
         worker 1   .  1F0 2F0 1F1 2F1  .  2B0---- 1F2 1B0---- 2F2 2B1---- 1B1---- 2B2---- 1B2----  .   .
 
     With two stages per worker, forwards run ahead as far as the memory goes that is named below, and backwards come as
-    soon as they can, those of earlier micro-batches first. With more, micro-batches go in rounds of p (of some more where p
-    does not divide m), each of which makes v/2 waves: a worker gets a forward on the way there in every other unit of
-    time, and one on the way back in the others.
+    soon as they can, those of earlier micro-batches first. With more, micro-batches go in rounds of p (of some more
+    where p does not divide m), each of which makes v/2 waves: a worker gets a forward on the way there in every other
+    unit of time, and one on the way back in the others.
 
     Of p workers, v stages per worker and m micro-batches, with F and B the time of a forward and a backward of a
-    worker's whole share: where B = 2F and m is greater than p or so, the bubble is (p - 1)(F + B)/v for v = 2 (and F/2
-    more for even p), and about (p - 1)(2F + B)/v for greater v. A worker holds up to p + (p - 1)/v micro-batches of the
-    activations of its share if v = 2 or p divides m, and not more than r + (p - 1)/v for rounds of up to r. With p
-    alone, as the authors have it, no order has a smaller bubble than 2(p - 1)B/v.
+    worker's whole share: where B = 2F, the bubble is (p - 1)(F + B)/v for v = 2 (F/2 more for even p) if m is a little
+    more than p, and from there up to (4p + 1)F/v for greater v if p divides m and m is at least 2p. A worker holds up
+    to p + (p - 1)/v micro-batches of the activations of its share, or r + (p - 1)/v if rounds are of r. With p alone no
+    order has a smaller bubble than 2(p - 1)B/v, since the last worker cannot begin enough forwards before its first
+    backward.
 
     Source: Liu et al., Hanayo: Harnessing Wave-like Pipeline Parallelism, arXiv 2308.15762.
 

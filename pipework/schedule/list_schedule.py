@@ -42,11 +42,11 @@ def list_schedule(
     * ``"backwards"``: a backward may come before its turn. It needs no memory, and somebody waits for it.
     * ``"all"``: forwards run ahead, too, as far as memory goes. The wishes are mere preferences.
 
-    No worker waits for ever, whatever the costs. If forwards keep their turn, that is up to the wishes: in some order of
-    all workers' wishes together, data comes before its use, and the limit is kept even if each ``W`` follows at once.
-    Of the wishes that are left, the first in that order can always be taken. If they do not keep it, it is up to the
-    banker's algorithm: a forward is taken only if there is room left for one more on each later stage of its worker,
-    so that what has begun can go through.
+    No worker waits for ever, whatever the costs. If forwards keep their turn, that is up to the wishes: in some order
+    of all workers' wishes together, data comes before its use, and the limit is kept even if each ``W`` follows at
+    once. Of the wishes that are left, the first in that order can always be taken. If they do not keep it, it is up to
+    the banker's algorithm: a forward is taken only if there is room left for one more on each later stage of its
+    worker, so that what has begun can go through.
 
     Args:
         placement: the worker of each stage.
@@ -93,9 +93,7 @@ def list_schedule(
 class _Ready:
     """When the data of forwards and backwards arrives: infinity as long as nobody knows."""
 
-    def __init__(
-        self, placement: Sequence[int], wishes: Sequence[Sequence[Action]], transfer: Sequence[float]
-    ) -> None:
+    def __init__(self, placement: Sequence[int], wishes: Sequence[Sequence[Action]], transfer: Sequence[float]) -> None:
         self._placement = placement
         self._transfer = transfer
         last = max(micro_batch for each in wishes for _, _, micro_batch in each)

@@ -20,10 +20,10 @@ def v_half(workers: int, micro_batches: int, *, costs: Costs | None = None) -> S
         worker 2   .   .  2F0 2F1  .  5F0  .   .  2F2 5F1 5I0 5F2 5W0 2I0 5I1 2W0 5I2 2I1 5W1 2I2 5W2 2W1 2W2
         worker 3   .   .   .  3F0 4F0 3F1 4F1  .   .  3F2 4F2 4I0 3I0 4W0 3W0 4I1 3I1 4I2 3I2 4W1 3W1 4W2 3W2
 
-    All micro-batches have the same pattern, at the pace at which workers are always busy. On the way down a forward, and
-    on its way back a backward, takes two units from worker to worker, on the other ways one: a worker then holds its
-    first stage's activations for long and its second's shortly, or both for a while, which is the same for all. Input
-    halves come earlier than the pattern says where they can, forwards never; weight halves fill the gaps.
+    All micro-batches have the same pattern, at the pace at which workers are always busy. On the way down a forward,
+    and on its way back a backward, takes two units from worker to worker, on the other ways one: a worker then holds
+    its first stage's activations for long and its second's shortly, or both for a while, which is the same for all.
+    Input halves come earlier than the pattern says where they can, forwards never; weight halves fill the gaps.
 
     Of p workers and m micro-batches, with F, I and W the time of a forward and the halves of a backward of a worker's
     whole share: where F = I = W and m is large enough, the bubble is (3p - 7)F/2 for even p from 4 on and (3p - 4)F/2
@@ -51,8 +51,8 @@ def v_half(workers: int, micro_batches: int, *, costs: Costs | None = None) -> S
     """
     positive_integer("workers", workers)
     positive_integer("micro_batches", micro_batches)
-    # The two forwards of a worker are 3(p - 1) + turn - 3d apart, and must not start in the same of the six units that a
-    # micro-batch takes; nor may its backwards, nor one with the other. Whether they would, depends on p.
+    # The two forwards of a worker are 3(p - 1) + turn - 3d apart, and must not start in the same of the six units that
+    # a micro-batch takes; nor may its backwards, nor one with the other. Whether they would, depends on p.
     hops = Hops(down=2, back=2) if workers % 2 else Hops(down=2, turn=3, loss=4, back=2)
     placement = wave_placement(workers, 2)
     limit = 2 * ((workers + 2) // 2)

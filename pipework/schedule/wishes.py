@@ -31,12 +31,12 @@ def numbered(steps: Iterable[tuple[str, int]], micro_batches: int) -> list[Actio
 
 
 class Hops(NamedTuple):
-    """By how much each action of a micro-batch on its way through a V placement starts later than the one before.
+    r"""By how much each action of a micro-batch on its way through a V placement starts later than the one before.
 
     ::
 
         worker 0      F                 F I                 I
-                       \\ down       up / loss\\ back    home /
+                       \ down       up / loss\ back    home /
         worker p - 1     F - turn - F          I - again - I
 
     Attributes:
@@ -58,9 +58,7 @@ class Hops(NamedTuple):
     home: int = 1
 
 
-def repeated(
-    workers: int, micro_batches: int, hops: Hops, *, backward: Literal["B", "I"] = "I"
-) -> list[list[Action]]:
+def repeated(workers: int, micro_batches: int, hops: Hops, *, backward: Literal["B", "I"] = "I") -> list[list[Action]]:
     """The wishes of each worker if every micro-batch goes the same way, six units after the one before it.
 
     Six is what a worker needs for a micro-batch: a forward and a backward of two forwards' time, on two stages.

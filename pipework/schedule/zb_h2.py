@@ -22,8 +22,8 @@ def zb_h2(workers: int, micro_batches: int) -> Schedule:
     Of p workers and m micro-batches, with F, I and W the time of a forward and the halves of a backward of one stage:
     where F = I = W and m is at least 2p - 1, no worker waits in its busy window, as one would like it if the next step
     could begin at once (for unequal times the rest is (p - 1)(F + I - 2W)). But worker d begins d forwards after
-    worker 0 and ends as much later, so a step that ends with a barrier, such as the clipping of gradients, takes as long
-    as with ZB-H1. A worker holds up to min(m, 2p - 1) micro-batches of activations.
+    worker 0 and ends as much later, so a step that ends with a barrier, such as the clipping of gradients, takes as
+    long as with ZB-H1. A worker holds up to min(m, 2p - 1) micro-batches of activations.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
 
