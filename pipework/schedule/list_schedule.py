@@ -79,10 +79,12 @@ def list_schedule(
         action = worker.take(time)
         if action is None:
             continue
-        worker.free = time + spread.duration[action.kind][action.stage]
+        kind, stage, _ = action
+        worker.free = time + spread.duration[kind][stage]
         heappush(events, (worker.free, number))
         arrival = ready.tell(action, worker.free)
-        if arrival is not None:
+        # A worker that is busy will look by itself.
+        if arrival is not None and workers[arrival[1]].free < arrival[0]:
             heappush(events, arrival)
     left = sum(map(len, wishes)) - sum(action.kind != "W" for worker in workers for action in worker.order)
     if left:
@@ -153,9 +155,13 @@ class _Worker:
             if not self._weights:
                 return None
             action = self._weights.popleft()
-        elif action.kind == "I":
-            self._weights.append(Action("W", action.stage, action.micro_batch))
-        self._held += {"F": 1, "I": 0}.get(action.kind, -1)
+        kind, stage, micro_batch = action
+        if kind == "F":
+            self._held += 1
+        elif kind == "I":
+            self._weights.append(Action("W", stage, micro_batch))
+        else:
+            self._held -= 1
         self.order.append(action)
         return action
 
@@ -163,9 +169,10 @@ class _Worker:
         for position, (_, number) in enumerate(self._heads):
             ranked, arrivals, room = self._lanes[number]
             _, action = ranked[0]
-            if position and action.kind in self._waits:
+            kind, _, micro_batch = action
+            if position and kind in self._waits:
                 continue
-            if self._held <= room and arrivals[action.micro_batch] <= time:
+            if arrivals[micro_batch] <= time and self._held <= room:
                 ranked.popleft()
                 del self._heads[position]
                 if ranked:
