@@ -104,8 +104,8 @@ def make_plan(
 
 
 def _refuse_unrunnable(schedule: str) -> None:
-    """Raises a ValueError if no schedule of that name can be run, which its smallest one tells."""
-    Program.of(build(schedule, workers=1, micro_batches=1))
+    """Raises a ValueError if schedules of that name cannot be run, which a small one tells."""
+    Program.of(build(schedule, workers=2, micro_batches=2))
 
 
 def _refuse_unfit(schedule: Schedule, chunks: int) -> None:

@@ -16,8 +16,8 @@ from pipework.schedule import (
 SIZES = [(1, 1), (1, 4), (2, 8), (4, 8), (4, 16), (8, 8), (8, 16), (8, 32), (16, 64)]
 
 # fmt: off
-# Of workers and micro-batches, where F = I = W and transfers take no time: the bubble in percent of the makespan, where
-# it differs in percent of the longest busy window after a slash, and the peak memory in activations of a worker's share.
+# Of workers and micro-batches, where F = I = W and transfers take no time: the bubble in percent of the makespan, and
+# after a slash of the longest busy window if that differs; the peak memory in activations of a worker's share.
 NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min")
 TABLE = {
     (2, 8):   "11.1 @8,  11.1 @2,  5.9 @2.5,   4.0 @2,   4.0/0.0 @3,    2.0 @2,  2.0/0.0 @2,  2.0 @2,  5.9 @2",
