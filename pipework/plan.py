@@ -19,7 +19,6 @@ from pipework.partition import (
 )
 from pipework.runtime.program import Program
 from pipework.schedule import Schedule, build, recipe, restricted
-from pipework.schedule.placement import loop_placement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,9 +88,12 @@ def make_plan(
         raise not_sequential(module)
     if not isinstance(schedule, str | Schedule):
         raise TypeError(f"schedule is {schedule!r}: wanted a name such as '1f1b', or a Schedule")
-    if isinstance(schedule, str) and not recipe(schedule).several:
-        partitioning = choose_partitioning(module, balance, devices)
-        return Plan(schedule, partitioning, tuple(range(len(partitioning.balance))))
+    if isinstance(schedule, str):
+        _refuse_unrunnable(schedule)
+        known = recipe(schedule)
+        if not known.several and known.stages_per_worker == 1:
+            partitioning = choose_partitioning(module, balance, devices)
+            return Plan(schedule, partitioning, tuple(range(len(partitioning.balance))))
     machine = Machine.here()
     counts = None if balance is None else checked_balance(balance, len(module))
     places = None if devices is None else checked_devices(devices, machine)
@@ -99,6 +101,11 @@ def make_plan(
         _refuse_unfit(schedule, chunks)
         return _placed(module, schedule, schedule.placement, counts, places, machine)
     return _several_stages(module, schedule, counts, places, machine)
+
+
+def _refuse_unrunnable(schedule: str) -> None:
+    """Raises a ValueError if schedules of that name cannot be run, which a small one tells."""
+    Program.of(build(schedule, workers=2, micro_batches=2))
 
 
 def _refuse_unfit(schedule: Schedule, chunks: int) -> None:
@@ -122,13 +129,14 @@ def _several_stages(
     machine: Machine,
 ) -> Plan:
     """The plan for a schedule by name whose workers hold several stages each."""
-    per_worker = recipe(schedule).stages_per_worker
+    known = recipe(schedule)
+    per_worker = known.stages_per_worker
     if balance is None and devices is None:
         if is_placed(module):
             partitioning = choose_partitioning(module, None, None, machine=machine)
             return _as_it_lies(schedule, partitioning, per_worker)
         workers = len(default_devices(max(1, len(module) // per_worker), False, machine))
-        plan = _placed(module, schedule, loop_placement(workers, per_worker), None, None, machine)
+        plan = _placed(module, schedule, known.placement(workers, per_worker), None, None, machine)
         log_choice(plan.partitioning, machine)
         return plan
     workers = len(devices) if devices is not None else _workers(len(balance or ()), per_worker)
@@ -143,7 +151,7 @@ def _several_stages(
                 "holds the same number of them, so give a multiple of the number of devices"
             )
         per_worker = len(balance) // workers
-    return _placed(module, schedule, loop_placement(workers, per_worker), balance, devices, machine)
+    return _placed(module, schedule, known.placement(workers, per_worker), balance, devices, machine)
 
 
 def _workers(stages: int, per_worker: int) -> int:
@@ -157,7 +165,7 @@ def _as_it_lies(schedule: str, partitioning: Partitioning, per_worker: int) -> P
     kinds = len(set(partitioning.devices))
     # Several CPU workers have one device; how many there are, nobody has said.
     workers = kinds if kinds > 1 else _workers(stages, per_worker)
-    placement = loop_placement(workers, max(1, stages // workers))
+    placement = recipe(schedule).placement(workers, max(1, stages // workers))
     plan = Plan(schedule, partitioning, placement)
     if len(placement) != stages or any(
         plan.devices[worker] != device for worker, device in zip(placement, partitioning.devices, strict=True)

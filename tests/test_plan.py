@@ -1,5 +1,6 @@
 """Which stages, workers and devices a schedule gets."""
 
+import copy
 import logging
 from typing import Any
 
@@ -19,6 +20,9 @@ def layers(count: int = 8) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
 
 
+SPLIT = ("zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v", "ScheduleZBVZeroBubble")
+
+
 def plan(schedule: Any, count: int = 8, chunks: int = 4, **options: Any) -> Any:
     return make_plan(layers(count), schedule, chunks, options.get("balance"), options.get("devices"))
 
@@ -34,6 +38,9 @@ def plan(schedule: Any, count: int = 8, chunks: int = 4, **options: Any) -> Any:
         ("interleaved-1f1b", {"balance": [1, 1, 2, 2, 1, 1], "devices": ["cpu"] * 2}, (1, 1, 2, 2, 1, 1), (0, 1) * 3),
         ("interleaved-1f1b", {"balance": [2, 2, 2, 2], "devices": ["cpu"] * 4}, (2, 2, 2, 2), (0, 1, 2, 3)),
         ("INTERLEAVED1F1B", {"devices": ["cpu"] * 2}, (2, 2, 2, 2), (0, 1, 0, 1)),
+        ("hanayo", {"devices": ["cpu"] * 2}, (2, 2, 2, 2), (0, 1, 1, 0)),
+        ("hanayo", {"balance": [1] * 8, "devices": ["cpu"] * 2}, (1,) * 8, (0, 1, 1, 0, 0, 1, 1, 0)),
+        ("eager-1f1b", {"balance": [4, 4]}, (4, 4), (0, 1)),
         ("looped-bfs", {"balance": [8], "devices": ["cpu"]}, (8,), (0,)),
         ("looped-bfs", {"balance": [8]}, (8,), (0,)),
         ("schedulelooped_bfs", {"balance": [4, 4], "devices": ["cpu"]}, (4, 4), (0, 0)),
@@ -88,6 +95,9 @@ def test_a_module_without_layers_has_no_stages(schedule: Any, balance: list[int]
     [
         (5, {}, TypeError, "schedule is 5: wanted a name such as '1f1b', or a Schedule"),
         (None, {}, TypeError, "schedule is None"),
+        *((name, {"balance": [8]}, ValueError, r"splits backwards in two .*cannot be run yet") for name in SPLIT),
+        ("forward-only", {}, ValueError, "'forward-only' has no backwards: give one that trains"),
+        ("hanayo", {"balance": [3, 3, 2], "devices": ["cpu"]}, ValueError, "stages_per_worker is 3: .*an even number"),
         ("2f2b", {}, ValueError, "no schedule is called '2f2b': choose one of 'gpipe'"),
         ("interleaved-1f1b", {"balance": [3, 3, 2], "devices": ["cpu"] * 2}, ValueError, "3 partitions for 2 workers"),
         ("looped-bfs", {"balance": [4, 4], "devices": ["cpu"] * 3}, ValueError, "2 partitions for 3 workers"),
@@ -197,3 +207,20 @@ def test_a_pipe_has_one_device_per_worker_and_one_entry_of_balance_per_stage() -
     assert [line.split()[2:4] for line in str(pipe).splitlines()[2:6]] == [
         ["(worker", f"{worker})"] for worker in (0, 1, 0, 1)
     ]
+
+
+@pytest.mark.parametrize(("schedule", "balance"), [("eager-1f1b", [2, 3, 3]), ("hanayo", [2, 1, 3, 2])])
+def test_any_placement_gives_the_same_bits(schedule: str, balance: list[int]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(3, 3) for _ in range(8)))
+    x, y = torch.randn(8, 3), torch.randn(8, 3)
+    results = []
+    for name, split in (("gpipe", [8]), (schedule, balance)):
+        module = copy.deepcopy(plain)
+        workers = 2 if name == "hanayo" else len(split)
+        mse = nn.functional.mse_loss
+        pipe = Pipe(module, 4, schedule=name, loss_fn=mse, balance=split, devices=["cpu"] * workers)
+        loss = pipe(x, target=y)
+        loss.backward()
+        results.append([loss.detach(), *(weight.grad for weight in module.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

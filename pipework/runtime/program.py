@@ -26,10 +26,15 @@ class Program:
 
         Raises:
             ScheduleError: it cannot run.
-            ValueError: it splits backwards, or forms gradients out of order.
+            ValueError: it has no backwards, splits them, or forms gradients out of order.
         """
         validation = schedule.validate()
         validation.raise_if_invalid()
+        if schedule.inference:
+            raise ValueError(
+                f"schedule {schedule.name!r} has no backwards: give one that trains; under torch.no_grad() a pipe runs "
+                "the forwards of any schedule alone"
+            )
         half = next((action for order in schedule.orders for action in order if action.kind in "IW"), None)
         if half is not None:
             raise ValueError(

@@ -3,9 +3,15 @@
 from pipework.schedule.action import KINDS, Action
 from pipework.schedule.build import SCHEDULES, Recipe, build, recipe
 from pipework.schedule.costs import Costs
+from pipework.schedule.dualpipe_v import dualpipe_v
+from pipework.schedule.eager_1f1b import eager_1f1b
 from pipework.schedule.fill_drain import fill_drain
+from pipework.schedule.forward_only import forward_only
 from pipework.schedule.grid import grid
+from pipework.schedule.hanayo import hanayo
 from pipework.schedule.interleaved import interleaved_1f1b
+from pipework.schedule.interleaved_zb import interleaved_zb
+from pipework.schedule.list_schedule import list_schedule
 from pipework.schedule.looped_bfs import looped_bfs
 from pipework.schedule.one_forward_one_backward import one_forward_one_backward
 from pipework.schedule.phases import split_at_loss
@@ -15,7 +21,12 @@ from pipework.schedule.schedule import Schedule
 from pipework.schedule.simulate import Simulation, simulate
 from pipework.schedule.svg import svg
 from pipework.schedule.timeline import Interval, Timeline
+from pipework.schedule.v_half import v_half
+from pipework.schedule.v_min import v_min
 from pipework.schedule.validate import ScheduleError, Validation, Violation, check, validate
+from pipework.schedule.zb_h1 import zb_h1
+from pipework.schedule.zb_h2 import zb_h2
+from pipework.schedule.zb_v import zb_v
 
 __all__ = [
     "KINDS",
@@ -32,9 +43,15 @@ __all__ = [
     "Violation",
     "build",
     "check",
+    "dualpipe_v",
+    "eager_1f1b",
     "fill_drain",
+    "forward_only",
     "grid",
+    "hanayo",
     "interleaved_1f1b",
+    "interleaved_zb",
+    "list_schedule",
     "looped_bfs",
     "one_forward_one_backward",
     "recipe",
@@ -42,6 +59,11 @@ __all__ = [
     "simulate",
     "split_at_loss",
     "svg",
+    "v_half",
+    "v_min",
     "validate",
     "with_recompute",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
 ]

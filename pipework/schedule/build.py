@@ -8,11 +8,23 @@ from types import MappingProxyType
 from typing import Final
 
 from pipework.schedule.checks import positive_integer
+from pipework.schedule.costs import Costs
+from pipework.schedule.dualpipe_v import dualpipe_v
+from pipework.schedule.eager_1f1b import eager_1f1b
 from pipework.schedule.fill_drain import fill_drain
+from pipework.schedule.forward_only import forward_only
+from pipework.schedule.hanayo import hanayo
 from pipework.schedule.interleaved import interleaved_1f1b
+from pipework.schedule.interleaved_zb import interleaved_zb
 from pipework.schedule.looped_bfs import looped_bfs
 from pipework.schedule.one_forward_one_backward import one_forward_one_backward
+from pipework.schedule.placement import loop_placement, wave_placement
 from pipework.schedule.schedule import Schedule
+from pipework.schedule.v_half import v_half
+from pipework.schedule.v_min import v_min
+from pipework.schedule.zb_h1 import zb_h1
+from pipework.schedule.zb_h2 import zb_h2
+from pipework.schedule.zb_v import zb_v
 
 
 @dataclass(frozen=True)
@@ -20,17 +32,19 @@ class Recipe:
     """How a schedule is made.
 
     Attributes:
-        generator: a function of the numbers of workers and of micro-batches, and if `several` of stages per worker.
-        several: whether a worker may hold several stages.
+        generator: a function of the numbers of workers and of micro-batches, if `several` of stages per worker too, and
+            if `timed` of costs, by keyword.
+        stages_per_worker: how many stages a worker has unless told otherwise.
+        several: whether one may tell otherwise.
+        placement: the worker of each stage, from the numbers of workers and of stages per worker.
+        timed: whether costs decide about the orders.
     """
 
     generator: Callable[..., Schedule]
+    stages_per_worker: int = 1
     several: bool = False
-
-    @property
-    def stages_per_worker(self) -> int:
-        """How many stages a worker has unless told otherwise."""
-        return 2 if self.several else 1
+    placement: Callable[[int, int], tuple[int, ...]] = loop_placement
+    timed: bool = False
 
 
 SCHEDULES: Final[Mapping[str, Recipe]] = MappingProxyType(
@@ -38,15 +52,34 @@ SCHEDULES: Final[Mapping[str, Recipe]] = MappingProxyType(
         "gpipe": Recipe(fill_drain),
         "fill-drain": Recipe(fill_drain),
         "1f1b": Recipe(one_forward_one_backward),
-        "interleaved-1f1b": Recipe(interleaved_1f1b, several=True),
-        "looped-bfs": Recipe(looped_bfs, several=True),
+        "eager-1f1b": Recipe(eager_1f1b),
+        "interleaved-1f1b": Recipe(interleaved_1f1b, 2, several=True),
+        "looped-bfs": Recipe(looped_bfs, 2, several=True),
+        "hanayo": Recipe(hanayo, 2, several=True, placement=wave_placement, timed=True),
+        "zb-h1": Recipe(zb_h1),
+        "zb-h2": Recipe(zb_h2),
+        "interleaved-zb": Recipe(interleaved_zb, 2, several=True, timed=True),
+        "zb-v": Recipe(zb_v, 2, placement=wave_placement, timed=True),
+        "v-half": Recipe(v_half, 2, placement=wave_placement, timed=True),
+        "v-min": Recipe(v_min, 2, placement=wave_placement, timed=True),
+        "dualpipe-v": Recipe(dualpipe_v, 2, placement=wave_placement),
+        "forward-only": Recipe(forward_only, several=True),
     }
 )
-"""Name to recipe."""
+"""Name to recipe. To add one's own, give :func:`build` a larger mapping."""
+
+# What is left of a class's name in torch.distributed.pipelining, where it is not the name above.
+_OTHERWISE: Final[Mapping[str, str]] = MappingProxyType(
+    {"interleavedzerobubble": "interleaved-zb", "zbvzerobubble": "zb-v"}
+)
 
 
-def recipe(name: str) -> Recipe:
+def recipe(name: str, schedules: Mapping[str, Recipe] = SCHEDULES) -> Recipe:
     """Look a schedule up by its name, or by that of its class in `torch.distributed.pipelining`, in any case.
+
+    Args:
+        name: a key of ``schedules``, or the name of a class.
+        schedules: name to recipe.
 
     Raises:
         ValueError: no such schedule.
@@ -55,44 +88,58 @@ def recipe(name: str) -> Recipe:
         >>> recipe("ScheduleInterleaved1F1B") is SCHEDULES["interleaved-1f1b"]
         True
     """
-    found = {_plain(known): known for known in SCHEDULES}.get(_plain(name)) if isinstance(name, str) else None
-    if found is None:
-        raise ValueError(f"no schedule is called {name!r}: choose one of {', '.join(map(repr, SCHEDULES))}")
-    return SCHEDULES[found]
+    found = None
+    if isinstance(name, str):
+        plain = {_plain(known): known for known in schedules}
+        found = plain.get(_plain(name), _OTHERWISE.get(_plain(name)))
+    if found is None or found not in schedules:
+        raise ValueError(f"no schedule is called {name!r}: choose one of {', '.join(map(repr, schedules))}")
+    return schedules[found]
 
 
-def build(name: str, *, workers: int, micro_batches: int, stages_per_worker: int | None = None) -> Schedule:
+def build(
+    name: str,
+    *,
+    workers: int,
+    micro_batches: int,
+    stages_per_worker: int | None = None,
+    costs: Costs | None = None,
+    schedules: Mapping[str, Recipe] = SCHEDULES,
+) -> Schedule:
     """Make a schedule by its name.
 
     Args:
-        name: a key of :data:`SCHEDULES`, or a name that :func:`recipe` understands.
+        name: a key of ``schedules``, or a name that :func:`recipe` understands.
         workers: number of workers.
         micro_batches: number of micro-batches.
-        stages_per_worker: None: 2 if the schedule is one of several stages per worker, else 1.
+        stages_per_worker: None: as many as the recipe says.
+        costs: what to make the orders for, in those schedules that look at costs; unit costs if None.
+        schedules: name to recipe; ``SCHEDULES | {"mine": Recipe(my_generator)}`` has one's own as well.
 
     Raises:
         TypeError: a number is not an int.
-        ValueError: no such schedule, a number less than 1, or several stages per worker where one is all there can be.
+        ValueError: no such schedule, a number less than 1, a number of stages per worker that the schedule cannot have,
+            or costs for another number of stages.
 
     Example:
         >>> build("fill-drain", workers=4, micro_batches=8).name
         'gpipe'
-        >>> build("gpip", workers=4, micro_batches=8)
+        >>> build("zb-v", workers=2, micro_batches=4, stages_per_worker=3)
         Traceback (most recent call last):
-        ValueError: no schedule is called 'gpip': choose one of 'gpipe', 'fill-drain', '1f1b', 'interleaved-1f1b', \
-'looped-bfs'
+        ValueError: schedule 'zb-v' has two stages per worker, got stages_per_worker=3: choose one of \
+'interleaved-1f1b', 'looped-bfs', 'hanayo', 'interleaved-zb', 'forward-only'
     """
-    known = recipe(name)
+    known = recipe(name, schedules)
     count = known.stages_per_worker if stages_per_worker is None else stages_per_worker
     positive_integer("stages_per_worker", count)
-    if known.several:
-        return known.generator(workers, micro_batches, count)
-    if count > 1:
-        several = ", ".join(repr(other) for other, its in SCHEDULES.items() if its.several)
+    if not known.several and count != known.stages_per_worker:
+        several = ", ".join(repr(other) for other, its in schedules.items() if its.several)
+        wanted = {1: "one stage", 2: "two stages"}.get(known.stages_per_worker, f"{known.stages_per_worker} stages")
         raise ValueError(
-            f"schedule {name!r} has one stage per worker, got stages_per_worker={count}: choose one of {several}"
+            f"schedule {name!r} has {wanted} per worker, got stages_per_worker={count}: choose one of {several}"
         )
-    return known.generator(workers, micro_batches)
+    sizes = (workers, micro_batches, count) if known.several else (workers, micro_batches)
+    return known.generator(*sizes, costs=costs) if known.timed else known.generator(*sizes)
 
 
 def _plain(name: str) -> str:

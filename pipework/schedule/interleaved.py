@@ -50,26 +50,36 @@ def interleaved_1f1b(workers: int, micro_batches: int, stages_per_worker: int = 
     positive_integer("workers", workers)
     positive_integer("micro_batches", micro_batches)
     positive_integer("stages_per_worker", stages_per_worker)
-    rounds = _rounds(micro_batches, max(1, micro_batches // workers))
+    rounds = nearly_equal_rounds(micro_batches, max(1, micro_batches // workers))
     orders = []
     for worker in range(workers):
         stages = range(worker, workers * stages_per_worker, workers)
-        forwards = _in_rounds("F", stages, rounds)
-        backwards = _in_rounds("B", stages[::-1], rounds)
+        forwards = in_rounds("F", stages, rounds)
+        backwards = in_rounds("B", stages[::-1], rounds)
         warm_up = 2 * (workers - worker - 1) + (stages_per_worker - 1) * len(rounds[0])
         orders.append(warm_up_then_alternate(forwards, backwards, warm_up))
     return Schedule("interleaved-1f1b", loop_placement(workers, stages_per_worker), tuple(orders))
 
 
-def _rounds(micro_batches: int, count: int) -> list[range]:
+def nearly_equal_rounds(micro_batches: int, count: int) -> list[range]:
     """That many consecutive ranges of micro-batches, whose lengths differ by one at most.
 
     The longer ones come first: the first round decides how long the warm-up is, and no later one may need more.
+
+    Example:
+        >>> nearly_equal_rounds(5, 2)
+        [range(0, 3), range(3, 5)]
     """
     least, more = divmod(micro_batches, count)
     starts = [number * least + min(number, more) for number in range(count + 1)]
     return list(itertools.starmap(range, itertools.pairwise(starts)))
 
 
-def _in_rounds(kind: str, stages: Iterable[int], rounds: Iterable[range]) -> list[Action]:
+def in_rounds(kind: str, stages: Iterable[int], rounds: Iterable[range]) -> list[Action]:
+    """The actions of one kind, of which each round passes all stages.
+
+    Example:
+        >>> [str(action) for action in in_rounds("F", [0, 2], [range(0, 2), range(2, 3)])]
+        ['0F0', '0F1', '2F0', '2F1', '0F2', '2F2']
+    """
     return [Action(kind, stage, micro_batch) for part in rounds for stage in stages for micro_batch in part]

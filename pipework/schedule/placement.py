@@ -11,3 +11,25 @@ def loop_placement(workers: int, stages_per_worker: int) -> tuple[int, ...]:
         (0, 1, 0, 1, 0, 1)
     """
     return tuple(range(workers)) * stages_per_worker
+
+
+def wave_placement(workers: int, stages_per_worker: int) -> tuple[int, ...]:
+    """Stages go through the workers and back again: worker d holds the stages d, 2p - 1 - d, 2p + d, 4p - 1 - d, ...
+
+    With two stages per worker it is called V placement. The last worker holds both stages at the turn, and worker 0 the
+    first stage and the last one, where each loss is made.
+
+    Raises:
+        ValueError: an odd number of stages per worker, with which the way back would lead nowhere.
+
+    Example:
+        >>> wave_placement(3, 2)
+        (0, 1, 2, 2, 1, 0)
+    """
+    if stages_per_worker % 2:
+        raise ValueError(
+            f"stages_per_worker is {stages_per_worker}: stages go through the workers and back again, so each worker "
+            "holds an even number of them; choose 2, 4, ..."
+        )
+    there = tuple(range(workers))
+    return (there + there[::-1]) * (stages_per_worker // 2)

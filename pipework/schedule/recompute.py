@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pipework.schedule.action import Action
 from pipework.schedule.schedule import Schedule
@@ -45,7 +46,7 @@ def with_recompute(schedule: Schedule, checkpointed: int, *, loss_outside: bool 
     if not checkpointed:
         return schedule
     orders = tuple(tuple(_recomputed(order, checkpointed, loss_outside)) for order in schedule.orders)
-    return Schedule(schedule.name, schedule.placement, orders)
+    return replace(schedule, orders=orders)
 
 
 def _recomputed(order: tuple[Action, ...], checkpointed: int, loss_outside: bool) -> Iterator[Action]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipework.schedule.schedule import Schedule
 
 
@@ -33,4 +35,4 @@ def restricted(schedule: Schedule, micro_batches: int) -> Schedule:
     if micro_batches == schedule.micro_batches:
         return schedule
     orders = tuple(tuple(action for action in order if action.micro_batch < micro_batches) for order in schedule.orders)
-    return Schedule(schedule.name, schedule.placement, orders)
+    return replace(schedule, orders=orders)

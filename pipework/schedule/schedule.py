@@ -27,6 +27,7 @@ class Schedule:
         name: what people call it, such as ``"gpipe"``.
         placement: the worker of each stage.
         orders: the actions of each worker, in the order in which it runs them.
+        inference: whether nothing goes back, so that there are forwards only.
 
     Raises:
         TypeError: a name, worker, stage or micro-batch of a wrong type.
@@ -41,6 +42,7 @@ class Schedule:
     name: str
     placement: tuple[int, ...]
     orders: tuple[tuple[Action, ...], ...]
+    inference: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -50,7 +52,7 @@ class Schedule:
         object.__setattr__(self, "orders", tuple(tuple(order) for order in self.orders))
         _check_placement(self.placement, len(self.orders))
         for worker, order in enumerate(self.orders):
-            _check_order(worker, order, len(self.placement))
+            _check_order(worker, order, len(self.placement), "F" if self.inference else KINDS)
         if not any(self.orders):
             raise ValueError("the schedule has no action at all: give every worker its actions in `orders`")
 
@@ -196,7 +198,7 @@ def _check_placement(placement: Sequence[int], workers: int) -> None:
         raise ValueError(f"worker {idle[0]} holds no stage: place a stage on it, or leave its order out")
 
 
-def _check_order(worker: int, order: Sequence[Action], stages: int) -> None:
+def _check_order(worker: int, order: Sequence[Action], stages: int, kinds: Sequence[str]) -> None:
     for position, action in enumerate(order):
         if not isinstance(action, Action):
             raise TypeError(
@@ -209,8 +211,9 @@ def _check_order(worker: int, order: Sequence[Action], stages: int) -> None:
                 f"{action!r} in worker {worker}'s order: wanted an int for stage and micro_batch, got "
                 f"{type(stage).__name__} and {type(micro_batch).__name__}"
             )
-        if kind not in KINDS:
-            raise ValueError(f"{action!r} in worker {worker}'s order: kind must be one of {', '.join(KINDS)}")
+        if kind not in kinds:
+            which = f"one of {', '.join(kinds)}" if len(kinds) > 1 else "F, since the schedule is one of inference"
+            raise ValueError(f"{action!r} in worker {worker}'s order: kind must be {which}")
         if not 0 <= stage < stages:
             raise ValueError(f"{action} in worker {worker}'s order: placement has the stages 0 to {stages - 1}")
         if micro_batch < 0:

@@ -74,7 +74,8 @@ class Simulation:
         for order in self.schedule.orders:
             for action in order:
                 own[action.stage].append(action)
-        return tuple(max((most for most, _ in _held(order, costs, checkpointed)), default=0.0) for order in own)
+        held = (_held(order, costs, checkpointed, inference=self.schedule.inference) for order in own)
+        return tuple(max((most for most, _ in each), default=0.0) for each in held)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, *, loss_outside: bool = False) -> Simulation:
@@ -116,10 +117,12 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, loss_outside: bo
 def _memory(schedule: Schedule, costs: StageCosts) -> list[list[tuple[float, float]]]:
     """The most that each worker holds during each of its actions, and what the micro-batch holds afterwards."""
     checkpointed = recomputed(schedule)
-    return [_held(order, costs, checkpointed) for order in schedule.orders]
+    return [_held(order, costs, checkpointed, inference=schedule.inference) for order in schedule.orders]
 
 
-def _held(order: Iterable[Action], costs: StageCosts, checkpointed: Set[tuple[int, int]]) -> list[tuple[float, float]]:
+def _held(
+    order: Iterable[Action], costs: StageCosts, checkpointed: Set[tuple[int, int]], *, inference: bool
+) -> list[tuple[float, float]]:
     """The same for the actions of one worker, or of one stage alone."""
     held: dict[tuple[int, int], float] = {}
     total = 0.0
@@ -134,7 +137,7 @@ def _held(order: Iterable[Action], costs: StageCosts, checkpointed: Set[tuple[in
             # A first pass is computed with its graph, which it drops at its end.
             most = total - before + max(held[key], costs.activation[stage])
             total += held[key] - before
-        if kind in ("B", "W"):
+        if kind in ("B", "W") or inference:  # without a graph, activations do not outlive the forward
             total -= held.pop(key)
             # Sums of fractions drift; a worker that holds nothing holds nothing.
             total = total if held else 0.0

@@ -15,6 +15,8 @@ def to_orders_text(schedule: Schedule) -> str:
         ['schedule gpipe', 'placement 0', 'worker 0 0F0 0B0']
     """
     lines = [f"schedule {schedule.name}", "placement " + " ".join(map(str, schedule.placement))]
+    if schedule.inference:
+        lines.append("inference")
     for worker, order in enumerate(schedule.orders):
         lines.append(" ".join(["worker", str(worker), *map(str, order)]))
     return "\n".join(lines)
@@ -33,6 +35,7 @@ def from_orders_text(text: str) -> Schedule:
     name: str | None = None
     placement: tuple[int, ...] | None = None
     orders: list[tuple[Action, ...]] = []
+    inference = False
     for number, line in enumerate(text.splitlines(), start=1):
         head, _, rest = line.strip().partition(" ")
         if not head or head.startswith("#"):
@@ -42,6 +45,8 @@ def from_orders_text(text: str) -> Schedule:
                 name = rest
             elif head == "placement" and placement is None:
                 placement = tuple(int(word) for word in rest.split())
+            elif head == "inference" and not rest:
+                inference = True
             elif head == "worker" and rest.split()[:1] == [str(len(orders))]:
                 orders.append(tuple(Action.parse(word) for word in rest.split()[1:]))
             else:
@@ -51,4 +56,4 @@ def from_orders_text(text: str) -> Schedule:
     if name is None or placement is None:
         missing = "schedule" if name is None else "placement"
         raise ValueError(f"the text has no line that begins with '{missing}': it is not a whole schedule")
-    return Schedule(name, placement, tuple(orders))
+    return Schedule(name, placement, tuple(orders), inference)

@@ -75,7 +75,7 @@ def validate(schedule: Schedule, *, loss_outside: bool = False) -> Validation:
     """Check that a schedule can be executed.
 
     1. Every forward and every backward (``B``, or ``I`` and ``W``) of every stage and micro-batch stands exactly once,
-       on the worker that holds the stage; a recompute stands at most once.
+       on the worker that holds the stage; a recompute stands at most once. A schedule of inference has no backwards.
     2. Workers that run their orders, each waiting for the data it needs, all come to the end.
 
     The second is tried only if the first holds.
@@ -155,6 +155,8 @@ def _miscounted(schedule: Schedule) -> Iterator[Violation]:
             forward, full, inputs, weights = (Action(kind, stage, micro_batch) for kind in "FBIW")
             if not count[forward]:
                 yield Violation(worker, forward, f"{forward} {missing}")
+            if schedule.inference:
+                continue
             halves = [half for half in (inputs, weights) if count[half]]
             if count[full] and halves:
                 both = f"worker {worker} has {full} and {halves[0]} too: wanted B, or I and W, but not both"

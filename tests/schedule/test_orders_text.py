@@ -2,12 +2,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.schedule import Schedule, fill_drain, with_recompute
+from pipework.schedule import Schedule, fill_drain, forward_only, with_recompute
 
 
 @given(workers=st.integers(1, 5), micro_batches=st.integers(1, 6), data=st.data())
 def test_round_trip(workers, micro_batches, data):
     schedule = with_recompute(fill_drain(workers, micro_batches), data.draw(st.integers(0, micro_batches)))
+    assert Schedule.from_orders_text(schedule.to_orders_text()) == schedule
+
+
+def test_inference_round_trip():
+    schedule = forward_only(2, 3)
+    assert "inference" in schedule.to_orders_text().splitlines()
     assert Schedule.from_orders_text(schedule.to_orders_text()) == schedule
 
 

@@ -5,7 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.schedule import Action, Costs, Schedule, ScheduleError, build, fill_drain, simulate, with_recompute
+from pipework.schedule import (
+    Action,
+    Costs,
+    Schedule,
+    ScheduleError,
+    build,
+    fill_drain,
+    forward_only,
+    simulate,
+    with_recompute,
+)
 
 times = st.floats(0.125, 8)
 
@@ -116,6 +126,13 @@ def test_split_backward_holds_memory_until_the_weight_half():
     result = simulate(Schedule("split", (0,), (order,)))
     assert [each.memory for each in result.timeline.intervals] == [1, 1, 2, 2, 1]
     assert result.makespan == 6
+
+
+def test_inference_holds_nothing_after_a_forward():
+    result = simulate(forward_only(2, 5, 2), Costs(activation=[1, 2, 3, 4]))
+    assert result.peak_memory == (3, 4)
+    assert result.stage_peak_memory == (1, 2, 3, 4)
+    assert {each.held for each in result.timeline.intervals} == {0}
 
 
 def test_timeline_starts_at_zero_and_says_what_it_is():

@@ -2,7 +2,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipework.schedule import Action, Schedule, ScheduleError, check, fill_drain, simulate, validate, with_recompute
+from pipework.schedule import (
+    Action,
+    Schedule,
+    ScheduleError,
+    check,
+    fill_drain,
+    forward_only,
+    simulate,
+    validate,
+    with_recompute,
+)
 
 
 def schedule_of(text, placement=None):
@@ -149,6 +159,17 @@ def test_a_gradient_may_come_from_an_input_gradient_half():
 def test_several_stages_on_a_worker():
     assert validate(schedule_of("0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0", placement=(0, 1, 1, 0))).ok
     assert not validate(schedule_of("3F0 0F0 3B0 0B0\n1F0 2F0 2B0 1B0", placement=(0, 1, 1, 0))).ok
+
+
+def test_inference_has_no_backwards():
+    assert validate(forward_only(3, 4)).ok
+    short = Schedule("short", (0, 1), ((Action("F", 0, 0),), (Action("F", 1, 1),)), inference=True)
+    assert messages(short) == [
+        "0F1 is missing in the order of worker 0",
+        "1F0 is missing in the order of worker 1",
+    ]
+    with pytest.raises(ValueError, match="kind must be F, since the schedule is one of inference"):
+        Schedule("both", (0,), ((Action("F", 0, 0), Action("B", 0, 0)),), inference=True)
 
 
 def test_loss_outside_needs_all_forwards_first():

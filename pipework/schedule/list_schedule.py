@@ -1,0 +1,181 @@
+"""List scheduling: from wishes to orders, within a limit of memory, and with weight halves in the gaps."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from math import inf
+from typing import Literal, NamedTuple
+
+from pipework.schedule.action import Action
+from pipework.schedule.costs import Costs
+from pipework.schedule.phases import Orders
+
+Overtaking = Literal["none", "backwards", "all"]
+"""Which wishes may be taken before others that come first."""
+
+
+def list_schedule(
+    placement: Sequence[int],
+    wishes: Sequence[Sequence[Action]],
+    limit: int,
+    costs: Costs | None = None,
+    *,
+    overtaking: Overtaking = "none",
+) -> Orders:
+    """Let every worker take, whenever it is free, the first of its wishes that it can.
+
+    ::
+
+        wishes of worker 0    F0 F1 F2 I0 F3 I1 ...       F2 has its data, but the limit is 2:
+        its order             F0 F1 .  .  I0 W0 F2 ...    it waits for W0, which frees a micro-batch
+
+    A wish can be taken if its data is there and, for a forward, if memory is left. Failing that, the worker runs
+    the weight half of the oldest backward that was split, and failing that, it waits. So weight halves fill the gaps,
+    and come by force where memory is full.
+
+    Who may overtake decides how faithful the orders are to the wishes:
+
+    * ``"none"``: only the first of all wishes that are left is ever taken. The wishes are the order, but for ``W``.
+    * ``"backwards"``: a backward may come before its turn. It needs no memory, and somebody waits for it.
+    * ``"all"``: forwards run ahead, too, as far as memory goes. The wishes are mere preferences.
+
+    No worker waits for ever, whatever the costs. If forwards keep their turn, that is up to the wishes: in some order
+    of all workers' wishes together, data comes before its use, and the limit is kept even if each ``W`` follows at
+    once. Of the wishes that are left, the first in that order can always be taken. If they do not keep it, it is up to
+    the banker's algorithm: a forward is taken only if there is room left for one more on each later stage of its
+    worker, so that what has begun can go through.
+
+    Args:
+        placement: the worker of each stage.
+        wishes: of each worker, its ``F``, and ``B`` or ``I``, in the order of preference; in that order, those of one
+            stage and one kind must have ascending micro-batches.
+        limit: how many activations, of one micro-batch on one stage each, a worker may hold.
+        costs: times, which decide what can be taken when; unit costs if None.
+        overtaking: what may be taken though an earlier wish is left.
+
+    Returns:
+        The orders; every ``I`` has its ``W`` somewhere behind it.
+
+    Raises:
+        ValueError: with so small a limit, the wishes cannot all be fulfilled; or the costs are for other stages.
+
+    Example:
+        >>> wishes = [[Action(kind, 0, i) for i in range(3) for kind in "FI"]]
+        >>> [str(action) for action in list_schedule([0], wishes, limit=2)[0]]
+        ['0F0', '0I0', '0F1', '0I1', '0W0', '0F2', '0I2', '0W1', '0W2']
+    """
+    spread = (Costs() if costs is None else costs).spread(len(placement))
+    ready = _Ready(placement, wishes, spread.transfer)
+    workers = [_Worker(each, limit, overtaking, ready) for each in wishes]
+    events = [(0.0, number) for number in range(len(workers))]  # when to look at which worker; a heap
+    while events:
+        time, number = heappop(events)
+        worker = workers[number]
+        if worker.free > time:
+            continue
+        action = worker.take(time)
+        if action is None:
+            continue
+        kind, stage, _ = action
+        worker.free = time + spread.duration[kind][stage]
+        heappush(events, (worker.free, number))
+        arrival = ready.tell(action, worker.free)
+        # A worker that is busy will look by itself.
+        if arrival is not None and workers[arrival[1]].free < arrival[0]:
+            heappush(events, arrival)
+    left = sum(map(len, wishes)) - sum(action.kind != "W" for worker in workers for action in worker.order)
+    if left:
+        raise ValueError(f"{left} actions wait for ever if a worker may hold {limit} activations: raise the limit")
+    return tuple(tuple(worker.order) for worker in workers)
+
+
+class _Ready:
+    """When the data of forwards and backwards arrives: infinity as long as nobody knows."""
+
+    def __init__(self, placement: Sequence[int], wishes: Sequence[Sequence[Action]], transfer: Sequence[float]) -> None:
+        self._placement = placement
+        self._transfer = transfer
+        last = max(micro_batch for each in wishes for _, _, micro_batch in each)
+        self.forward = [[inf if stage else 0.0] * (last + 1) for stage in range(len(placement))]
+        self.backward = [[inf] * (last + 1) for _ in placement]
+
+    def tell(self, action: Action, end: float) -> tuple[float, int] | None:
+        """Notes what an action makes; returns when it arrives at which other worker, if at any."""
+        kind, stage, micro_batch = action
+        if kind == "W":
+            return None
+        step, at = (1, self.forward) if kind == "F" else (-1, self.backward)
+        receiver = stage + step
+        if receiver == len(self._placement):
+            self.backward[stage][micro_batch] = end  # the loss
+        if not 0 <= receiver < len(self._placement):
+            return None
+        if self._placement[receiver] == self._placement[stage]:
+            at[receiver][micro_batch] = end
+            return None
+        at[receiver][micro_batch] = arrival = end + self._transfer[min(stage, receiver)]
+        return arrival, self._placement[receiver]
+
+
+class _Lane(NamedTuple):
+    """The wishes of one stage in one direction: only the first of them can be next."""
+
+    ranked: deque[tuple[int, Action]]
+    arrivals: Sequence[float]
+    room: float  # the worker may hold so many activations before the next wish
+
+
+class _Worker:
+    """A worker's wishes that are left, and what it has done."""
+
+    def __init__(self, wishes: Sequence[Action], limit: int, overtaking: Overtaking, ready: _Ready) -> None:
+        self.free = 0.0
+        self.order: list[Action] = []
+        self._waits = {"none": "FBI", "backwards": "F", "all": ""}[overtaking]
+        self._held = 0
+        self._weights: deque[Action] = deque()
+        lanes: dict[tuple[int, bool], _Lane] = {}
+        stages = sorted({action.stage for action in wishes})
+        for position, stage in enumerate(stages):
+            reserve = len(stages) - position - 1 if overtaking == "all" else 0
+            lanes[stage, True] = _Lane(deque(), ready.forward[stage], limit - reserve - 1)
+            lanes[stage, False] = _Lane(deque(), ready.backward[stage], inf)
+        for rank, action in enumerate(wishes):
+            lanes[action.stage, action.kind == "F"].ranked.append((rank, action))
+        self._lanes = tuple(lanes.values())
+        self._heads = sorted((lane.ranked[0][0], number) for number, lane in enumerate(self._lanes))
+
+    def take(self, time: float) -> Action | None:
+        """Takes the action that this worker starts now, if there is one."""
+        action = self._wish(time)
+        if action is None:
+            if not self._weights:
+                return None
+            action = self._weights.popleft()
+        kind, stage, micro_batch = action
+        if kind == "F":
+            self._held += 1
+        elif kind == "I":
+            self._weights.append(Action("W", stage, micro_batch))
+        else:
+            self._held -= 1
+        self.order.append(action)
+        return action
+
+    def _wish(self, time: float) -> Action | None:
+        for position, (_, number) in enumerate(self._heads):
+            ranked, arrivals, room = self._lanes[number]
+            _, action = ranked[0]
+            kind, _, micro_batch = action
+            if position and kind in self._waits:
+                continue
+            if arrivals[micro_batch] <= time and self._held <= room:
+                ranked.popleft()
+                del self._heads[position]
+                if ranked:
+                    insort(self._heads, (ranked[0][0], number))
+                return action
+        return None
