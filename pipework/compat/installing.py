@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
+import warnings
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING, Any
@@ -25,14 +26,16 @@ OLD_NAMES = {
 def install(*libraries: str) -> None:
     """From now on, old import lines give the adapters of `pipework.compat`.
 
-    To be called before the old modules are imported, best in the first lines of a script. A library that is really
-    there, such as torchgpipe itself, is no longer found; of fairscale only what has to do with its `Pipe` is replaced.
+    To be called before the old modules are imported, best in the first lines of a script; a warning says if it is too
+    late. A library that is really there, such as torchgpipe itself, is no longer found; of fairscale only what has to
+    do with its `Pipe` is replaced.
 
     Args:
-        libraries: some of "sync" (for `torch.distributed.pipeline.sync`), "torchgpipe" and "fairscale"; none given
-            means all.
+        libraries: some of "sync", "torchgpipe" and "fairscale", or what the import lines say, such as
+            "torch.distributed.pipeline.sync"; none given means all.
 
     Raises:
+        TypeError: a library is no text.
         ValueError: there is no adapter for a library.
 
     Example:
@@ -41,14 +44,21 @@ def install(*libraries: str) -> None:
         >>> Pipe.__module__
         'pipework.compat.sync.pipe'
     """
-    unknown = [library for library in libraries if library not in OLD_NAMES]
-    if unknown:
-        raise ValueError(f"no adapter for {unknown[0]!r}: there are {', '.join(map(repr, OLD_NAMES))}")
-    for library in libraries or OLD_NAMES:
+    for library in [_known(library) for library in libraries] or OLD_NAMES:
         if library == "fairscale" and _is_there("fairscale"):
             _replace_pipe_of_fairscale()
         else:
             _register_all(_modules(library))
+
+
+def _known(library: str) -> str:
+    """The key of a library in `OLD_NAMES`."""
+    if not isinstance(library, str):
+        raise TypeError(f'install takes names, such as install("sync", "torchgpipe"), got {library!r}')
+    for known, old in OLD_NAMES.items():
+        if library == known or f"{library}.".startswith(f"{old}."):
+            return known
+    raise ValueError(f"no adapter for {library!r}: there are {', '.join(map(repr, OLD_NAMES))}")
 
 
 def _modules(library: str) -> dict[str, ModuleType]:
@@ -60,6 +70,13 @@ def _modules(library: str) -> dict[str, ModuleType]:
 
 
 def _register_all(modules: dict[str, ModuleType]) -> None:
+    first, adapter = next(iter(modules.items()))
+    if sys.modules.get(first, adapter) is not adapter and first.startswith("torchgpipe"):
+        warnings.warn(
+            f"{first} itself has been imported before: what was imported from it remains the old library's. Call "
+            "install() before",
+            stacklevel=3,
+        )
     for name, module in modules.items():
         _register(name, module)
 

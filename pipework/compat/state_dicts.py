@@ -7,6 +7,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from pipework.batchnorm import COLLECTED
 
@@ -43,8 +44,9 @@ def convert_state_dict(state_dict: Mapping[str, Any], to: nn.Module) -> OrderedD
         The same tensors under the names that `to` has.
 
     Raises:
-        ValueError: the state dict has entries for another number of layers, or other entries in a layer; or the order
-            of its layers has been lost, as far as that shows: layers of one entry each do not show it.
+        ValueError: it is no state dict of a model; or it has entries for another number of layers, or other entries in
+            a layer; or the order of its layers has been lost, as far as that shows: layers of one entry each do not
+            show it.
 
     Example:
         >>> import torch
@@ -58,6 +60,11 @@ def convert_state_dict(state_dict: Mapping[str, Any], to: nn.Module) -> OrderedD
         ...
         ValueError: layer 0 has the entries 'bias' in the state dict, and 'weight' in Sequential
     """
+    if state_dict and not any(isinstance(value, Tensor) for value in state_dict.values()):
+        raise ValueError(
+            "there is no tensor in it, so this is no state dict of a model; it has the keys "
+            f"{_listed(state_dict)}: give the entry that the model's state was saved under"
+        )
     own = to.state_dict()
     given, wanted = _without_collected(state_dict), _without_collected(own)
     names = _same_names(given, wanted)

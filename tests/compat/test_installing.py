@@ -148,7 +148,7 @@ except ModuleNotFoundError as error:
     ]
 
 
-@pytest.mark.parametrize("libraries", [("pippy",), ("sync", "Sync"), ("torch.distributed.pipeline.sync",)])
+@pytest.mark.parametrize("libraries", [("pippy",), ("sync", "Sync"), ("torch.distributed.pipeline",)])
 def test_an_unknown_library_is_refused_before_anything_is_done(libraries: tuple[str, ...]) -> None:
     before = dict(sys.modules), list(sys.meta_path)
     told = f"^no adapter for '{libraries[-1]}': there are 'sync', 'torchgpipe', 'fairscale'$"
@@ -160,14 +160,34 @@ def test_an_unknown_library_is_refused_before_anything_is_done(libraries: tuple[
 def test_a_library_that_was_imported_before_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "torchgpipe.py").write_text("GPipe = 'the old one'")
     code = """
+import warnings
 import torchgpipe
 from pipework.compat import install
 earlier = torchgpipe.GPipe
-install()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    install()
 from torchgpipe import GPipe
-print(earlier, GPipe.__module__, sep=", ")
+print(earlier, GPipe.__module__, *(warning.message for warning in caught), sep=", ")
 """
-    assert python(code, tmp_path) == "the old one, pipework.compat.torchgpipe.gpipe\n"
+    told = "torchgpipe itself has been imported before: what was imported from it remains the old library's."
+    assert python(code, tmp_path).startswith(f"the old one, pipework.compat.torchgpipe.gpipe, {told}")
+
+
+@pytest.mark.parametrize("library", ["torch.distributed.pipeline.sync", "fairscale.nn", "torchgpipe.skip"])
+def test_a_library_may_be_called_as_in_import_lines(library: str, tmp_path: Path) -> None:
+    code = f"""
+from pipework.compat import install
+install({library!r})
+import {library}
+print({library}.__name__)
+"""
+    assert python(code, tmp_path).startswith(("pipework.compat.", "fairscale.nn"))
+
+
+def test_a_list_of_libraries_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^install takes names, such as install\("):
+        install(["sync"])
 
 
 # fairscale has much more than its Pipe

@@ -371,6 +371,13 @@ def test_tensors_of_another_shape_are_refused_when_they_are_loaded() -> None:
         target.load_state_dict(convert_state_dict(nn.Sequential(nn.Linear(5, 4)).state_dict(), target))
 
 
+@pytest.mark.parametrize("given", [{"model": {"0.weight": torch.ones(1)}, "epoch": 3}, {"state": {}}])
+def test_what_is_no_state_dict_of_a_model_is_said_to_be_none(given: dict[str, Any]) -> None:
+    told = ", ".join(map(repr, given))
+    with pytest.raises(ValueError, match=f"no state dict of a model; it has the keys {told}: give the entry"):
+        convert_state_dict(given, nn.Sequential(nn.Linear(1, 1)))
+
+
 def test_nothing_is_copied() -> None:
     old = {"partitions.0.0.weight": torch.zeros(4, 4), "partitions.0.0.bias": torch.zeros(4)}
     converted = convert_state_dict(old, nn.Sequential(linear()))
