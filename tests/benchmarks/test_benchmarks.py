@@ -24,6 +24,10 @@ TINY = {
         *("--rows", "1", "--chunks", "2", "--balance", "21", "18"),
     ],
     "memory": ["--stages", "2", "--chunks", "2", "--width", "16", "--tokens", "8", "--size", "16"],
+    "migration_speed": [
+        *("--rounds", "1", "--modes", "never", "--rows", "1", "--chunks", "2", "--width", "16", "--tokens", "4"),
+        *("--channels", "4", "--size", "16", "--balance", "28", "27"),
+    ],
     "grain": ["--seconds", "0.01", "--milliseconds", "0.1", "1", "--micro-batches", "2"],
 }
 
