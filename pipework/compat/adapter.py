@@ -61,7 +61,7 @@ class Adapter(nn.Module):
 
     @property
     def checkpoint(self) -> str:
-        """Which micro-batches are computed again: 'always', 'except_last' or 'never'; may be changed."""
+        """Which micro-batches are computed again, as `Pipe` says it; may be changed between mini-batches."""
         return self._engine.checkpoint
 
     @checkpoint.setter
