@@ -993,13 +993,16 @@ def test_distributed_data_parallel() -> None:
     """It was documented for checkpoint='never' only; `tests/compat/sync/test_ddp.py` has two replicas in every mode."""
     from torch.distributed import HashStore, destroy_process_group, init_process_group, is_initialized
 
+    def trained(module: nn.Sequential) -> Tensor | None:
+        replica = nn.parallel.DistributedDataParallel(sync_pipe(*module, checkpoint="always"))
+        replica(torch.ones(4, 2)).local_value().sum().backward()
+        return module[0].weight.grad
+
     assert not is_initialized()
     init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        module = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-        replica = nn.parallel.DistributedDataParallel(sync_pipe(*module, checkpoint="always"))
-        replica(torch.ones(4, 2)).local_value().sum().backward()
-        assert module[0].weight.grad is not None
+        # The replica must be gone before its group: the last one to hold a group may wait for ever as it lets go.
+        assert trained(nn.Sequential(nn.Linear(2, 2), nn.Tanh())) is not None
     finally:
         destroy_process_group()
 
