@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from pipework.checkpoint import MODES
-from pipework.layers import refuse_own_behaviour
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -146,14 +145,13 @@ def refuse_unfit(module: Any) -> None:
     """What an old pipe can wrap.
 
     Raises:
-        TypeError: the module is no `nn.Sequential`, or does more than run its layers, which would be left out.
+        TypeError: the module is no `nn.Sequential`.
         ValueError: a layer occurs in it twice.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError("module must be nn.Sequential to be partitioned")
     if len(list(module.named_children())) != len(module):
         raise ValueError("module with duplicate children is not supported")
-    refuse_own_behaviour(module)
 
 
 def refuse_shared_parameters(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:

@@ -97,30 +97,6 @@ def test_class_attributes(both: Both) -> None:
     assert here == [None] * 4
 
 
-class Doubled(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-def own_behaviour(library: Any) -> list[Any]:
-    hooked, called = nn.Sequential(nn.Identity()), []
-    hooked.register_forward_hook(lambda *_: called.append("hook"))
-    answers = [
-        attempt(lambda module=module: library.pipe(module, [1])(torch.ones(2, 2)))
-        for module in (Doubled(nn.Identity()), hooked)
-    ]
-    return [*answers, called]
-
-
-def test_own_behaviour(both: Both) -> None:
-    there, here = both(own_behaviour)
-    assert torch.equal(there[0], torch.ones(2, 2))
-    assert torch.equal(there[1], torch.ones(2, 2))
-    assert there[2] == here[2] == []
-    assert [answer[0] for answer in here[:2]] == ["TypeError"] * 2
-    assert "wrap it as one layer" in here[0][1]
-
-
 def training_flag(library: Any) -> list[bool]:
     pipe = library.pipe(layers().eval(), [1, 2])
     return [pipe.training, pipe.partitions.training, pipe.partitions[0].training, pipe[0].training]
