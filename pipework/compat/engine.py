@@ -15,7 +15,7 @@ from pipework.pipe import Pipe
 from pipework.runtime import values
 from pipework.runtime.tuples import TupleRule
 
-Sequence = TypeVar("Sequence", bound=nn.Sequential)
+Kind = TypeVar("Kind", bound=nn.Sequential)
 
 
 class TupleKeeping(nn.Sequential):
@@ -24,7 +24,7 @@ class TupleKeeping(nn.Sequential):
     _tuple_rule: ClassVar[TupleRule] = TupleRule.WHOLE
 
 
-def sequence(kind: type[Sequence], module: nn.Sequential) -> Sequence:
+def sequence(kind: type[Kind], module: nn.Sequential) -> Kind:
     """The layers of a module in a sequence of another kind."""
     layers = kind(OrderedDict((name, layer) for name, layer in module._modules.items() if layer is not None))
     layers.training = module.training

@@ -388,7 +388,7 @@ class StageRun:
 
 
 def _spread(value: Any, takes_tuple_whole: bool) -> tuple[Any, ...]:
-    """The positional arguments that a value of the layer before becomes."""
+    """As `TupleRule.arguments`, whose answer was asked for once: it looks at the layer's signature."""
     return value if type(value) is tuple and not takes_tuple_whole else (value,)
 
 

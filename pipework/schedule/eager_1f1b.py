@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pipework.schedule.action import Action
-from pipework.schedule.checks import positive_integer
-from pipework.schedule.one_forward_one_backward import warm_up_then_alternate
-from pipework.schedule.placement import loop_placement
+from pipework.schedule.one_forward_one_backward import alternating
 from pipework.schedule.schedule import Schedule
 
 
@@ -42,11 +39,4 @@ def eager_1f1b(workers: int, micro_batches: int) -> Schedule:
         >>> [str(action) for action in eager_1f1b(2, 4).orders[0]]
         ['0F0', '0F1', '0F2', '0B0', '0F3', '0B1', '0B2', '0B3']
     """
-    positive_integer("workers", workers)
-    positive_integer("micro_batches", micro_batches)
-    orders = []
-    for stage in range(workers):
-        forwards = [Action("F", stage, micro_batch) for micro_batch in range(micro_batches)]
-        backwards = [Action("B", stage, micro_batch) for micro_batch in range(micro_batches)]
-        orders.append(warm_up_then_alternate(forwards, backwards, 2 * (workers - stage - 1)))
-    return Schedule("eager-1f1b", loop_placement(workers, 1), tuple(orders))
+    return alternating("eager-1f1b", workers, micro_batches, ahead=2)

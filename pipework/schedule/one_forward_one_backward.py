@@ -6,6 +6,7 @@ from itertools import chain
 
 from pipework.schedule.action import Action
 from pipework.schedule.checks import positive_integer
+from pipework.schedule.placement import loop_placement
 from pipework.schedule.schedule import Schedule
 
 
@@ -40,14 +41,34 @@ def one_forward_one_backward(workers: int, micro_batches: int) -> Schedule:
         >>> [str(action) for action in one_forward_one_backward(2, 3).orders[0]]
         ['0F0', '0F1', '0B0', '0F2', '0B1', '0B2']
     """
+    return alternating("1f1b", workers, micro_batches, ahead=1)
+
+
+def alternating(name: str, workers: int, micro_batches: int, *, ahead: int) -> Schedule:
+    """One stage per worker, whose warm-up is `ahead` forwards for each worker behind it.
+
+    Args:
+        name: of the schedule.
+        workers: number of workers.
+        micro_batches: number of micro-batches.
+        ahead: 1 is what keeps the workers behind busy, more hides transfers.
+
+    Raises:
+        TypeError: a number is not an int.
+        ValueError: a number is less than 1.
+
+    Example:
+        >>> [str(action) for action in alternating("eager", 2, 3, ahead=2).orders[0]]
+        ['0F0', '0F1', '0F2', '0B0', '0B1', '0B2']
+    """
     positive_integer("workers", workers)
     positive_integer("micro_batches", micro_batches)
     orders = []
     for stage in range(workers):
         forwards = [Action("F", stage, micro_batch) for micro_batch in range(micro_batches)]
         backwards = [Action("B", stage, micro_batch) for micro_batch in range(micro_batches)]
-        orders.append(warm_up_then_alternate(forwards, backwards, workers - stage - 1))
-    return Schedule("1f1b", placement=tuple(range(workers)), orders=tuple(orders))
+        orders.append(warm_up_then_alternate(forwards, backwards, ahead * (workers - stage - 1)))
+    return Schedule(name, loop_placement(workers, 1), tuple(orders))
 
 
 def warm_up_then_alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
