@@ -61,9 +61,7 @@ class Plan:
         if isinstance(self.source, Schedule):
             return restricted(self.source, micro_batches)
         stages_per_worker = len(self.placement) // max(1, self.workers)
-        return build(
-            self.source, workers=self.workers, micro_batches=micro_batches, stages_per_worker=stages_per_worker
-        )
+        return build(self.source, workers=self.workers, chunks=micro_batches, stages_per_worker=stages_per_worker)
 
 
 def make_plan(
@@ -105,7 +103,7 @@ def make_plan(
 
 def _refuse_unrunnable(schedule: str) -> None:
     """Raises a ValueError if schedules of that name cannot be run, which a small one tells."""
-    Program.of(build(schedule, workers=2, micro_batches=2))
+    Program.of(build(schedule, workers=2, chunks=2))
 
 
 def _refuse_unfit(schedule: Schedule, chunks: int) -> None:

@@ -74,7 +74,7 @@ class Point:
 
 def ideal_actions(schedule: str, workers: int, micro_batches: int) -> float:
     """How many actions follow each other in the schedule's step if nothing else takes time."""
-    return build(schedule, workers=workers, micro_batches=micro_batches).simulate(Costs(1.0, 1.0)).makespan
+    return build(schedule, workers=workers, chunks=micro_batches).simulate(Costs(1.0, 1.0)).makespan
 
 
 def loss_of(output: Tensor, _: Tensor) -> Tensor:

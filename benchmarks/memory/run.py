@@ -154,7 +154,7 @@ def recorded_costs(subject: Subject, stages: int) -> Costs:
 
 def predicted_peaks(costs: Costs, stages: int, chunks: int, mode: str) -> tuple[float, ...]:
     """The peak of each stage's activations, without running anything."""
-    schedule = build("gpipe", workers=stages, micro_batches=chunks)
+    schedule = build("gpipe", workers=stages, chunks=chunks)
     checkpointed = checkpointed_micro_batches(mode, chunks)
     if checkpointed:
         schedule = with_recompute(schedule, checkpointed)

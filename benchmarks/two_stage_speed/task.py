@@ -42,7 +42,7 @@ class Task:
 
     def ideal(self, schedule: str) -> float:
         """The simulated step, as a share of the one-core time: equal stages, backwards twice as long as forwards."""
-        order = build(schedule, workers=WORKERS, micro_batches=self.chunks)
+        order = build(schedule, workers=WORKERS, chunks=self.chunks)
         costs = Costs(forward=1 / order.stages, backward=2 / order.stages)
         return order.simulate(costs).makespan / (3 * self.chunks)
 

@@ -151,7 +151,7 @@ def checkpoint() -> None:
     shades = ("#d9d0ee", "#c2b4e2", "#a794d4", "#8b74c4")
     picture = Picture(772, 3 * row + 74, "Memory of activations over time for never, except_last and always")
     for index, (mode, count) in enumerate((("never", 0), ("except_last", 3), ("always", 4))):
-        schedule = with_recompute(build("gpipe", workers=2, micro_batches=micro_batches), count)
+        schedule = with_recompute(build("gpipe", workers=2, chunks=micro_batches), count)
         result = simulate(schedule, Costs(checkpoint_activation=kept), loss_outside=True)
         line = result.timeline
         top = 20 + index * row
@@ -200,7 +200,7 @@ def checkpoint() -> None:
 
 def simulated(name: str, micro_batches: int) -> Timeline:
     """Four workers. Whatever the stages per worker are, its whole share of the model takes 1 forward, 2 backward."""
-    schedule = build(name, workers=4, micro_batches=micro_batches)
+    schedule = build(name, workers=4, chunks=micro_batches)
     share = schedule.workers / schedule.stages
     return simulate(schedule, Costs(forward=share, backward=2 * share, activation=share)).timeline
 

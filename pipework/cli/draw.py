@@ -97,7 +97,7 @@ def _schedule(arguments: argparse.Namespace) -> Schedule:
     schedule = build(
         arguments.schedule,
         workers=arguments.workers,
-        micro_batches=arguments.chunks,
+        chunks=arguments.chunks,
         stages_per_worker=arguments.stages_per_worker,
     )
     count = schedule.micro_batches

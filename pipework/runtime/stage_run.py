@@ -130,7 +130,7 @@ class StageRun:
     def forward(self, action: Action) -> None:
         """F: computes the stage's output for one micro-batch and sends it on."""
         micro_batch = action.micro_batch
-        leaves, structure = self._receive(action)
+        leaves, structure = self._receive(action[:3])
         if self._skips is not None:
             leaves, structure = self._skips.receive(micro_batch, leaves, structure)
         if self._loss is not None:
@@ -225,7 +225,7 @@ class StageRun:
     def _received_gradients(self, action: Action) -> tuple[Tensor | None, ...]:
         """The gradients of the stage's outputs; a loss inside has that of its own scale, and begins here."""
         if self._loss is None:
-            gradients, _ = self._receive(action)
+            gradients, _ = self._receive(action[:3])
             return gradients
         _, roots = self._graphs[action.micro_batch]
         return self._seed, *[None] * (len(roots) - 1)

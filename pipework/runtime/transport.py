@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Put into an inbox it wakes a worker that waits for a value which will never come.
 WAKE_UP = None
 
-Address = tuple[str, int, int]  # an action's kind, stage and micro-batch; an Action is one
+Address = tuple[str, int, int]  # an action's kind, stage and micro-batch
 
 
 class Endpoint(Protocol):

@@ -1,6 +1,6 @@
 """Schedules: what every worker does in which order, as data; checked, simulated and drawn. Needs no torch."""
 
-from pipework.schedule.action import KINDS, Action
+from pipework.schedule.action import KINDS, OF_STAGES, TRANSFERS, Action
 from pipework.schedule.build import SCHEDULES, Recipe, build, recipe
 from pipework.schedule.costs import Costs
 from pipework.schedule.dualpipe_v import dualpipe_v
@@ -30,7 +30,9 @@ from pipework.schedule.zb_v import zb_v
 
 __all__ = [
     "KINDS",
+    "OF_STAGES",
     "SCHEDULES",
+    "TRANSFERS",
     "Action",
     "Costs",
     "Interval",

@@ -8,7 +8,18 @@ from typing import Final, NamedTuple
 KINDS: Final = ("F", "B", "I", "W", "R")
 """Forward, full backward, input-gradient half, weight-gradient half, recompute."""
 
-_TEXT: Final = re.compile(r"([0-9]+)([FBIWR])([0-9]+)")
+TRANSFERS: Final = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+"""What goes between workers: values of forwards, and gradients of backwards."""
+
+OF_STAGES: Final = ("REDUCE_GRAD", "UNSHARD", "RESHARD")
+"""What is done once for a stage and not for a micro-batch: the names, and their meaning, are PyTorch's."""
+
+NONE: Final = -1
+"""In place of a micro-batch or a peer, for actions that have none."""
+
+_TEXT: Final = re.compile(rf"([0-9]+)({'|'.join((*TRANSFERS, *OF_STAGES, *KINDS))})([0-9]*)(?:@([0-9]+))?")
+# How far away the other end of a transfer is, if not said otherwise.
+_NEIGHBOUR: Final = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}
 
 
 class Action(NamedTuple):
@@ -18,9 +29,12 @@ class Action(NamedTuple):
 
     Attributes:
         kind: ``"F"`` forward, ``"B"`` full backward, ``"I"`` input-gradient half of a backward, ``"W"``
-            weight-gradient half, ``"R"`` recompute the forward of a checkpointed micro-batch.
+            weight-gradient half, ``"R"`` recompute the forward of a checkpointed micro-batch. A schedule that has been
+            lowered has ``"SEND_F"``, ``"RECV_F"`` (values), ``"SEND_B"``, ``"RECV_B"`` (gradients) and
+            ``"REDUCE_GRAD"`` as well, and one that was made for sharded weights ``"UNSHARD"`` and ``"RESHARD"``.
         stage: which stage, from 0.
-        micro_batch: which piece of the mini-batch, from 0.
+        micro_batch: which piece of the mini-batch, from 0; -1 if the action is for all of them.
+        peer: the stage at the other end of a transfer; -1 if the action is none.
 
     Example:
         >>> str(Action("F", 2, 3))
@@ -31,17 +45,29 @@ class Action(NamedTuple):
 
     kind: str
     stage: int
-    micro_batch: int
+    micro_batch: int = NONE
+    peer: int = NONE
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.micro_batch}"
+        kind, stage, micro_batch, peer = self
+        number = "" if micro_batch == NONE else micro_batch
+        # PyTorch's form knows the next stage only; what goes further, says whither.
+        far = "" if peer == NONE or peer == neighbour(kind, stage) else f"@{peer}"
+        return f"{stage}{kind}{number}{far}"
+
+    def __repr__(self) -> str:
+        there = zip(self._fields, self, strict=True)
+        return f"Action({', '.join(f'{name}={value!r}' for name, value in there if value != NONE)})"
 
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read the text form ``{stage}{kind}{micro_batch}``.
 
+        A transfer goes to, or comes from, the next stage in its direction unless its text ends in ``@{peer}``.
+
         Args:
-            text: such as ``"2F3"``; white space around it is ignored.
+            text: such as ``"2F3"``, ``"2SEND_F3"``, ``"0SEND_F3@4"`` or ``"2REDUCE_GRAD"``; white space around it is
+                ignored.
 
         Returns:
             The action; ``str`` of it is the text again.
@@ -52,11 +78,29 @@ class Action(NamedTuple):
         Example:
             >>> Action.parse("0B12").micro_batch
             12
+            >>> Action.parse("0SEND_F3").peer, Action.parse("0SEND_F3@4").peer
+            (1, 4)
         """
         match = _TEXT.fullmatch(text.strip())
-        if match is None:
+        wrong = (
+            match is None or bool(match[3]) == (match[2] in OF_STAGES) or bool(match[4] and match[2] not in TRANSFERS)
+        )
+        if match is None or wrong:
             raise ValueError(
                 f"{text!r} is not an action: wanted stage, kind ({', '.join(KINDS)}) and micro-batch without spaces; "
                 "write '2F3' for the forward of stage 2, micro-batch 3"
             )
-        return cls(match[2], int(match[1]), int(match[3]))
+        kind, stage = match[2], int(match[1])
+        peer = int(match[4]) if match[4] else neighbour(kind, stage)
+        return cls(kind, stage, int(match[3]) if match[3] else NONE, peer)
+
+
+def neighbour(kind: str, stage: int) -> int:
+    """The stage at the other end of a transfer between adjacent stages; -1 for what is no transfer.
+
+    Example:
+        >>> neighbour("SEND_F", 2), neighbour("SEND_B", 2), neighbour("F", 2)
+        (3, 1, -1)
+    """
+    step = _NEIGHBOUR.get(kind)
+    return NONE if step is None else stage + step

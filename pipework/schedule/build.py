@@ -101,7 +101,7 @@ def build(
     name: str,
     *,
     workers: int,
-    micro_batches: int,
+    chunks: int,
     stages_per_worker: int | None = None,
     costs: Costs | None = None,
     schedules: Mapping[str, Recipe] = SCHEDULES,
@@ -111,7 +111,7 @@ def build(
     Args:
         name: a key of ``schedules``, or a name that :func:`recipe` understands.
         workers: number of workers.
-        micro_batches: number of micro-batches.
+        chunks: number of micro-batches.
         stages_per_worker: None: as many as the recipe says.
         costs: what to make the orders for, in those schedules that look at costs; unit costs if None.
         schedules: name to recipe; ``SCHEDULES | {"mine": Recipe(my_generator)}`` has one's own as well.
@@ -122,23 +122,24 @@ def build(
             or costs for another number of stages.
 
     Example:
-        >>> build("fill-drain", workers=4, micro_batches=8).name
+        >>> build("fill-drain", workers=4, chunks=8).name
         'gpipe'
-        >>> build("zb-v", workers=2, micro_batches=4, stages_per_worker=3)
+        >>> build("zb-v", workers=2, chunks=4, stages_per_worker=3)
         Traceback (most recent call last):
         ValueError: schedule 'zb-v' has two stages per worker, got stages_per_worker=3: choose one of \
 'interleaved-1f1b', 'looped-bfs', 'hanayo', 'interleaved-zb', 'forward-only'
     """
     known = recipe(name, schedules)
     count = known.stages_per_worker if stages_per_worker is None else stages_per_worker
-    positive_integer("stages_per_worker", count)
+    for what, value in (("workers", workers), ("chunks", chunks), ("stages_per_worker", count)):
+        positive_integer(what, value)
     if not known.several and count != known.stages_per_worker:
         several = ", ".join(repr(other) for other, its in schedules.items() if its.several)
         wanted = {1: "one stage", 2: "two stages"}.get(known.stages_per_worker, f"{known.stages_per_worker} stages")
         raise ValueError(
             f"schedule {name!r} has {wanted} per worker, got stages_per_worker={count}: choose one of {several}"
         )
-    sizes = (workers, micro_batches, count) if known.several else (workers, micro_batches)
+    sizes = (workers, chunks, count) if known.several else (workers, chunks)
     return known.generator(*sizes, costs=costs) if known.timed else known.generator(*sizes)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 Cost = float | Sequence[float]
 """A number that holds for all stages, or one number for each."""
+
+# What a sequence has one number for, where it is not a stage.
+_PLACES: Final = {"transfer": "boundary", "message": "boundary", "skip_transfer": "skip"}
 
 
 class StageCosts(NamedTuple):
@@ -20,6 +23,7 @@ class StageCosts(NamedTuple):
         activation: memory of a micro-batch on each stage.
         checkpoint_activation: memory of a checkpointed micro-batch on each stage, before it is recomputed.
         message: memory of what crosses each boundary.
+        skip: time of each skip, in the order of the schedule's.
     """
 
     duration: Mapping[str, tuple[float, ...]]
@@ -27,6 +31,7 @@ class StageCosts(NamedTuple):
     activation: tuple[float, ...]
     checkpoint_activation: tuple[float, ...]
     message: tuple[float, ...]
+    skip: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -37,12 +42,14 @@ class Costs:
 
     Attributes:
         forward: time of ``F``.
-        backward: time of ``B``.
+        backward: time of ``B``; None: of both halves together.
         recompute: time of ``R``; None: as ``forward``.
-        input_gradient: time of ``I``; None: half of ``backward``.
-        weight_gradient: time of ``W``; None: half of ``backward``.
+        input_gradient: time of ``I``; None: half of ``backward``, 1 if that is None, too.
+        weight_gradient: time of ``W``; None: likewise.
+        reduce_gradient: time of ``REDUCE_GRAD``, in which a stage's gradients are added up over a model's replicas.
         transfer: time for a value, or its gradient, to cross a boundary between two workers; a sequence has one number
             for each boundary, one less than stages. Nothing crosses between stages of one worker.
+        skip_transfer: the same for a skip connection; a sequence has one number for each of the schedule's skips.
         activation: memory that a micro-batch holds on a stage from the start of ``F`` (if checkpointed, of ``R``) to
             the end of ``B`` (or ``W``); if checkpointed, also during ``F``, which is computed with its graph.
         checkpoint_activation: memory that a checkpointed micro-batch holds from the end of ``F`` to the start of
@@ -63,11 +70,13 @@ class Costs:
     """
 
     forward: Cost = 1.0
-    backward: Cost = 2.0
+    backward: Cost | None = None
     recompute: Cost | None = None
     input_gradient: Cost | None = None
     weight_gradient: Cost | None = None
+    reduce_gradient: Cost = 0.0
     transfer: Cost = 0.0
+    skip_transfer: Cost = 0.0
     activation: Cost = 1.0
     checkpoint_activation: Cost = 0.0
     message: Cost = 0.0
@@ -78,14 +87,18 @@ class Costs:
             if value is None and field.default is None:
                 continue
             if isinstance(value, Sequence) and not isinstance(value, str):
-                place = "boundary" if field.name in ("transfer", "message") else "stage"
+                place = _PLACES.get(field.name, "stage")
                 spread = tuple(_number(f"{field.name} of {place} {index}", each) for index, each in enumerate(value))
                 object.__setattr__(self, field.name, spread)
             else:
                 object.__setattr__(self, field.name, _number(field.name, value))
 
-    def spread(self, stages: int) -> StageCosts:
+    def spread(self, stages: int, skips: int = 0) -> StageCosts:
         """Spell the costs out for a number of stages.
+
+        Args:
+            stages: how many.
+            skips: how many skip connections the schedule has.
 
         Raises:
             ValueError: a sequence of another length.
@@ -98,14 +111,17 @@ class Costs:
             ValueError: Costs: forward has 2 numbers: wanted 3, one for each stage, or a single number for all
         """
         forward = self._each("forward", stages)
-        backward = self._each("backward", stages)
-        half = tuple(time / 2 for time in backward)
+        half = (1.0,) * stages if self.backward is None else tuple(time / 2 for time in self._each("backward", stages))
+        inputs = half if self.input_gradient is None else self._each("input_gradient", stages)
+        weights = half if self.weight_gradient is None else self._each("weight_gradient", stages)
+        both = tuple(map(sum, zip(inputs, weights, strict=True)))
         duration = {
             "F": forward,
-            "B": backward,
+            "B": both if self.backward is None else self._each("backward", stages),
             "R": forward if self.recompute is None else self._each("recompute", stages),
-            "I": half if self.input_gradient is None else self._each("input_gradient", stages),
-            "W": half if self.weight_gradient is None else self._each("weight_gradient", stages),
+            "I": inputs,
+            "W": weights,
+            "REDUCE_GRAD": self._each("reduce_gradient", stages),
         }
         return StageCosts(
             duration,
@@ -113,6 +129,7 @@ class Costs:
             self._each("activation", stages),
             self._each("checkpoint_activation", stages),
             self._each("message", stages - 1, "boundary"),
+            self._each("skip_transfer", skips, "skip"),
         )
 
     def _each(self, name: str, count: int, place: str = "stage") -> tuple[float, ...]:
@@ -121,8 +138,8 @@ class Costs:
             return (value,) * count
         if len(value) != count:
             raise ValueError(
-                f"Costs: {name} has {len(value)} numbers: wanted {count}, one for each {place}, "
-                "or a single number for all"
+                f"Costs: {name} has {len(value)} number{'s' if len(value) != 1 else ''}: wanted {count}, "
+                f"one for each {place}, or a single number for all"
             )
         return value
 

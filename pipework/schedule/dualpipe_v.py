@@ -69,7 +69,7 @@ def _order(worker: int, workers: int, micro_batches: int) -> tuple[Action, ...]:
     weights: deque[Action] = deque()
     backwards_left = 2 * micro_batches
     for action in numbered(steps, micro_batches):
-        kind, stage, micro_batch = action
+        kind, stage, micro_batch, _ = action
         if kind == "F":
             order.append(action)
             continue

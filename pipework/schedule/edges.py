@@ -27,7 +27,7 @@ def recomputed(schedule: Schedule) -> frozenset[tuple[int, int]]:
         [(0, 0), (1, 0)]
     """
     actions = (action for order in schedule.orders for action in order)
-    return frozenset((stage, micro_batch) for kind, stage, micro_batch in actions if kind == "R")
+    return frozenset((stage, micro_batch) for kind, stage, micro_batch, _ in actions if kind == "R")
 
 
 def product(action: Action) -> Action:
@@ -55,7 +55,7 @@ def needs(action: Action, stages: int, checkpointed: Set[tuple[int, int]] = froz
         >>> [str(needed) for needed in needs(Action("B", 0, 5), stages=2)]
         ['0F5', '1I5']
     """
-    kind, stage, micro_batch = action
+    kind, stage, micro_batch, _ = action
     if kind == "F":
         return (Action("F", stage - 1, micro_batch),) if stage else ()
     if kind == "R":

@@ -79,7 +79,7 @@ def list_schedule(
         action = worker.take(time)
         if action is None:
             continue
-        kind, stage, _ = action
+        kind, stage, _, _ = action
         worker.free = time + spread.duration[kind][stage]
         heappush(events, (worker.free, number))
         arrival = ready.tell(action, worker.free)
@@ -98,13 +98,13 @@ class _Ready:
     def __init__(self, placement: Sequence[int], wishes: Sequence[Sequence[Action]], transfer: Sequence[float]) -> None:
         self._placement = placement
         self._transfer = transfer
-        last = max(micro_batch for each in wishes for _, _, micro_batch in each)
+        last = max(micro_batch for each in wishes for _, _, micro_batch, _ in each)
         self.forward = [[inf if stage else 0.0] * (last + 1) for stage in range(len(placement))]
         self.backward = [[inf] * (last + 1) for _ in placement]
 
     def tell(self, action: Action, end: float) -> tuple[float, int] | None:
         """Notes what an action makes; returns when it arrives at which other worker, if at any."""
-        kind, stage, micro_batch = action
+        kind, stage, micro_batch, _ = action
         if kind == "W":
             return None
         step, at = (1, self.forward) if kind == "F" else (-1, self.backward)
@@ -155,7 +155,7 @@ class _Worker:
             if not self._weights:
                 return None
             action = self._weights.popleft()
-        kind, stage, micro_batch = action
+        kind, stage, micro_batch, _ = action
         if kind == "F":
             self._held += 1
         elif kind == "I":
@@ -169,7 +169,7 @@ class _Worker:
         for position, (_, number) in enumerate(self._heads):
             ranked, arrivals, room = self._lanes[number]
             _, action = ranked[0]
-            kind, _, micro_batch = action
+            kind, _, micro_batch, _ = action
             if position and kind in self._waits:
                 continue
             if arrivals[micro_batch] <= time and self._held <= room:

@@ -50,10 +50,10 @@ def with_recompute(schedule: Schedule, checkpointed: int, *, loss_outside: bool 
 
 
 def _recomputed(order: tuple[Action, ...], checkpointed: int, loss_outside: bool) -> Iterator[Action]:
-    before = None
+    before: Action | None = None
     for action in order:
-        kind, stage, micro_batch = action
-        follows_at_once = before == ("F", stage, micro_batch) and not loss_outside
+        kind, stage, micro_batch, _ = action
+        follows_at_once = before == Action("F", stage, micro_batch) and not loss_outside
         if kind in ("B", "I") and micro_batch < checkpointed and not follows_at_once:
             yield Action("R", stage, micro_batch)
         yield action

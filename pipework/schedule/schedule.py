@@ -205,7 +205,7 @@ def _check_order(worker: int, order: Sequence[Action], stages: int, kinds: Seque
                 f"position {position} of worker {worker}'s order is {action!r}: wanted an Action, "
                 "such as Action('F', 0, 0)"
             )
-        kind, stage, micro_batch = action
+        kind, stage, micro_batch, _ = action
         if type(stage) is not int or type(micro_batch) is not int:
             raise TypeError(
                 f"{action!r} in worker {worker}'s order: wanted an int for stage and micro_batch, got "

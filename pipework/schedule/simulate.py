@@ -127,7 +127,7 @@ def _held(
     held: dict[tuple[int, int], float] = {}
     total = 0.0
     row = []
-    for kind, stage, micro_batch in order:
+    for kind, stage, micro_batch, _ in order:
         key = (stage, micro_batch)
         most = total
         if kind in ("F", "R"):

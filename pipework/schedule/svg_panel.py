@@ -139,7 +139,7 @@ class Caption:
 
     def words(self, interval: Interval) -> tuple[str, str]:
         """Text and subscript of a cell."""
-        kind, stage, micro_batch = interval.action
+        kind, stage, micro_batch, _ = interval.action
         return {
             "stage": (kind, f"{stage},{micro_batch}"),
             "alone": (kind, f"{micro_batch}"),
@@ -149,7 +149,7 @@ class Caption:
 
 
 def _cell(interval: Interval, frame: Frame, caption: Caption, line: Timeline, depth: int) -> str:
-    kind, stage, micro_batch = interval.action
+    kind, stage, micro_batch, _ = interval.action
     x, y = frame.x(interval.start), frame.y(interval.worker)
     width = frame.x(interval.end) - x
     pastel = frame.look.colors == "worker"

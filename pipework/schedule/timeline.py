@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 from pipework.schedule.action import Action
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """One action on one worker.
+
+    A plain tuple, since a timeline may have some hundred thousand of them.
 
     Attributes:
         worker: who.
@@ -46,6 +48,9 @@ class Timeline:
         memory_unit: ``""`` for units of cost, ``"bytes"`` for bytes, or a word in the plural such as
             ``"micro-batches"``.
         title: for pictures.
+        communication: what the workers' channels do meanwhile, if that is known: an interval for each ``SEND`` on the
+            worker that sends, for each ``RECV`` on the one that receives, and for each ``REDUCE_GRAD``. They overlap
+            with the computation, and with each other.
 
     Raises:
         ValueError: no worker, an interval of a worker that does not exist, or one that ends before it starts.
@@ -61,15 +66,18 @@ class Timeline:
     unit: str = ""
     memory_unit: str = ""
     title: str = ""
+    communication: tuple[Interval, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "intervals", tuple(self.intervals))
+        object.__setattr__(self, "communication", tuple(self.communication))
         if self.workers < 1:
             raise ValueError(f"workers is {self.workers}: a timeline has at least one worker")
-        for interval in self.intervals:
-            if not 0 <= interval.worker < self.workers:
+        workers = range(self.workers)
+        for interval in chain(self.intervals, self.communication):
+            if interval[0] not in workers:
                 raise ValueError(f"{interval}: the timeline has the workers 0 to {self.workers - 1}")
-            if not interval.start <= interval.end:
+            if not interval[2] <= interval[3]:
                 raise ValueError(f"{interval}: it ends before it starts, or a time is no number")
 
     @cached_property
@@ -87,12 +95,12 @@ class Timeline:
 
     @cached_property
     def end(self) -> float:
-        """When the last interval ends; 0 if there is none."""
-        return max((interval.end for interval in self.intervals), default=0.0)
+        """When the last interval ends, of computation or communication; 0 if there is none."""
+        return max((interval.end for interval in chain(self.intervals, self.communication)), default=0.0)
 
     @property
     def makespan(self) -> float:
-        """From the start of the first interval to the end of the last, over all workers."""
+        """From the start of the first interval to the end of the last (or of a reduction), over all workers."""
         return self.end - self.start
 
     @property
@@ -134,6 +142,26 @@ class Timeline:
         between = (min(before.memory, after.memory) for before, after in pairwise(row))
         return (*between, 0.0) if row else ()
 
+    def memory_steps(self, worker: int) -> tuple[tuple[float, float], ...]:
+        """What a worker holds over time.
+
+        Returns:
+            (time, amount) in order of time: from that time on it holds that amount.
+
+        Example:
+            >>> from pipework.schedule import fill_drain, simulate
+            >>> simulate(fill_drain(1, 1)).timeline.memory_steps(0)
+            ((0.0, 1.0), (3.0, 0.0))
+        """
+        steps: list[tuple[float, float]] = []
+        for interval, behind in zip(self.by_worker[worker], self.idle_memory(worker), strict=True):
+            for time, amount in ((interval.start, interval.memory), (interval.end, behind)):
+                if steps and steps[-1][0] == time:
+                    steps.pop()
+                if not steps or steps[-1][1] != amount:
+                    steps.append((time, amount))
+        return tuple(steps)
+
     @property
     def knows_memory(self) -> bool:
         """Whether any interval tells its memory."""
@@ -146,8 +174,11 @@ class Timeline:
             >>> Timeline((Interval(0, Action("F", 0, 0), 1, 2),), workers=1).shifted(2).start
             3
         """
-        moved = (replace(each, start=each.start + by, end=each.end + by) for each in self.intervals)
-        return replace(self, intervals=tuple(moved))
+        moved, communication = (
+            tuple(each._replace(start=each.start + by, end=each.end + by) for each in intervals)
+            for intervals in (self.intervals, self.communication)
+        )
+        return replace(self, intervals=moved, communication=communication)
 
     def normalised(self) -> Timeline:
         """The same timeline, starting at 0."""

@@ -186,7 +186,7 @@ def _ascending(schedule: Schedule) -> bool:
     # chains (B, W) and (B, I) of a stage, micro-batches must ascend.
     latest: dict[tuple[str, int], int] = {}
     for order in schedule.orders:
-        for kind, stage, micro_batch in order:
+        for kind, stage, micro_batch, _ in order:
             for chain in {"B": "WI", "W": "W", "I": "I"}.get(kind, ""):
                 if micro_batch < latest.get((chain, stage), -1):
                     return False

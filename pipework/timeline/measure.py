@@ -35,9 +35,9 @@ def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
     times: _Samples = defaultdict(list)
     memory: _Samples = defaultdict(list)
     for line in lines:
-        checkpointed = {each.action[1:] for each in line.intervals if each.action.kind == "R"}
+        checkpointed = {each.action[1:3] for each in line.intervals if each.action.kind == "R"}
         for interval in line.intervals:
-            kind, stage, micro_batch = interval.action
+            kind, stage, micro_batch, _ = interval.action
             times[kind, stage].append(interval.end - interval.start)
             if kind == "F":
                 memory["message", stage].append(interval.sent)
@@ -70,7 +70,7 @@ def _delays(line: Timeline, stages: int) -> Iterator[tuple[int, float]]:
     for row in line.by_worker:
         free = line.start
         for interval in row:
-            kind, stage, micro_batch = interval.action
+            kind, stage, micro_batch, _ = interval.action
             before = {"F": stage - 1, "B": stage + 1, "I": stage + 1}.get(kind, -1)
             source = made.get(product(Action(kind, before, micro_batch))) if 0 <= before < stages else None
             if source is not None and source.worker != interval.worker and source.end >= free:

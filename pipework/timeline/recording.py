@@ -6,7 +6,7 @@ The runtime writes (:meth:`Recording.begin`, :meth:`Recording.add`), users read 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -85,7 +85,7 @@ class Recording:
                 raise ValueError(
                     f"worker is {interval.worker}, but the schedule of step {step} has the workers 0 to {workers - 1}"
                 )
-            record.intervals.append(replace(interval, step=step))
+            record.intervals.append(interval._replace(step=step))
 
     @property
     def workers(self) -> int:

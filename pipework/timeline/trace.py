@@ -60,7 +60,7 @@ def _names(timeline: Timeline) -> Iterator[Event]:
 def _slices(timeline: Timeline, scale: float) -> Iterator[Event]:
     for row in timeline.by_worker:
         for interval in row:
-            kind, stage, micro_batch = interval.action
+            kind, stage, micro_batch, _ = interval.action
             yield _event(
                 "X",
                 str(interval.action),
@@ -76,7 +76,7 @@ def _flows(timeline: Timeline, scale: float) -> Iterator[Event]:
     """An arrow for each value and each gradient that goes from one stage to another."""
     made: dict[tuple[int, str, int, int], Interval] = {}
     for interval in timeline.intervals:
-        kind, stage, micro_batch = interval.action
+        kind, stage, micro_batch, _ = interval.action
         if kind in ("F", "B", "I"):
             made[interval.step, "F" if kind == "F" else "B", stage, micro_batch] = interval
     number = 0

@@ -49,7 +49,7 @@ def test_costs_are_of_a_workers_whole_share(capsys):
 def test_svg_of_several_stages_per_worker_is_by_action(tmp_path):
     out = tmp_path / "pipe.svg"
     words = ("interleaved-1f1b", "--workers", "2", "--chunks", "4", "--out", str(out))
-    half = simulate(build("interleaved-1f1b", workers=2, micro_batches=4), Costs(0.5, 1.0, activation=0.5)).timeline
+    half = simulate(build("interleaved-1f1b", workers=2, chunks=4), Costs(0.5, 1.0, activation=0.5)).timeline
     half = replace(half, memory_unit="micro-batches")
     assert draw(*words) == 0
     assert out.read_text(encoding="utf-8") == svg(half, colors="action")

@@ -140,7 +140,7 @@ def test_every_schedule_gives_the_same_loss_curve(
     assert losses(folder) == losses(run)
     told = capsys.readouterr().out
     assert f"in {stages} partitions" in told
-    assert f"schedule {pipework.schedule.build(schedule, workers=1, micro_batches=1).name}, 4 chunks" in told
+    assert f"schedule {pipework.schedule.build(schedule, workers=1, chunks=1).name}, 4 chunks" in told
 
 
 def test_resuming_goes_on_as_if_nothing_had_happened(

@@ -45,7 +45,7 @@ def figure(result):
 @pytest.mark.parametrize("column", range(len(NAMES)), ids=NAMES)
 @pytest.mark.parametrize(("size", "expected"), TABLE.items())
 def test_published_figures(size, expected, column):
-    schedule = build(NAMES[column], workers=size[0], micro_batches=size[1])
+    schedule = build(NAMES[column], workers=size[0], chunks=size[1])
     assert figure(simulate(schedule, share(schedule.stages // size[0]))) == expected.split(",")[column].strip()
 
 
@@ -78,7 +78,7 @@ def test_counts_that_do_not_divide_are_never_worse_than_with_one_stage_per_worke
 
 def bubble(name, p, m, v=1):
     """The idle time of each worker, in forwards of a worker's whole share."""
-    result = simulate(build(name, workers=p, micro_batches=m, stages_per_worker=v), share(v))
+    result = simulate(build(name, workers=p, chunks=m, stages_per_worker=v), share(v))
     return result.makespan - (m if name == "forward-only" else 3 * m)
 
 
@@ -113,8 +113,8 @@ def test_hanayo_of_several_waves(p):
 @pytest.mark.parametrize("p", range(1, 9))
 def test_no_worker_waits_in_its_busy_window(p):
     for m in (2 * p, 2 * p + 3, 4 * p):
-        assert simulate(build("zb-h2", workers=p, micro_batches=m)).span == 3 * m
-        assert simulate(build("zb-v", workers=p, micro_batches=m), share(2)).span == 3 * m
+        assert simulate(build("zb-h2", workers=p, chunks=m)).span == 3 * m
+        assert simulate(build("zb-v", workers=p, chunks=m), share(2)).span == 3 * m
 
 
 def test_transfers_are_hidden_by_eager_1f1b():

@@ -29,48 +29,48 @@ from pipework.schedule import (
 )
 def test_names(names, expected):
     for name in names:
-        assert build(name, workers=3, micro_batches=5) == expected
+        assert build(name, workers=3, chunks=5) == expected
 
 
 @pytest.mark.parametrize("name", ["gpip", "", None, ["gpipe"]])
 def test_unknown_name_lists_the_known(name):
     with pytest.raises(ValueError, match="choose one of 'gpipe', 'fill-drain', '1f1b'"):
-        build(name, workers=3, micro_batches=5)
+        build(name, workers=3, chunks=5)
 
 
 def test_stages_per_worker():
-    assert build("interleaved-1f1b", workers=3, micro_batches=5, stages_per_worker=4).stages == 12
-    assert build("1f1b", workers=3, micro_batches=5, stages_per_worker=1).stages == 3
+    assert build("interleaved-1f1b", workers=3, chunks=5, stages_per_worker=4).stages == 12
+    assert build("1f1b", workers=3, chunks=5, stages_per_worker=1).stages == 3
     with pytest.raises(ValueError, match=r"one stage per worker, got stages_per_worker=2: choose one of 'interleaved"):
-        build("1f1b", workers=3, micro_batches=5, stages_per_worker=2)
+        build("1f1b", workers=3, chunks=5, stages_per_worker=2)
     with pytest.raises(ValueError, match="stages_per_worker is 0"):
-        build("looped-bfs", workers=3, micro_batches=5, stages_per_worker=0)
+        build("looped-bfs", workers=3, chunks=5, stages_per_worker=0)
 
 
 def test_one_has_exactly_two_stages_per_worker():
-    assert build("zb-v", workers=3, micro_batches=5, stages_per_worker=2).placement == (0, 1, 2, 2, 1, 0)
+    assert build("zb-v", workers=3, chunks=5, stages_per_worker=2).placement == (0, 1, 2, 2, 1, 0)
     with pytest.raises(ValueError, match=r"'zb-v' has two stages per worker, got stages_per_worker=1: choose one of"):
-        build("zb-v", workers=3, micro_batches=5, stages_per_worker=1)
+        build("zb-v", workers=3, chunks=5, stages_per_worker=1)
 
 
 def test_waves_need_an_even_number_of_stages_per_worker():
     with pytest.raises(ValueError, match=r"stages_per_worker is 3: .* an even number of them; choose 2, 4"):
-        build("hanayo", workers=3, micro_batches=5, stages_per_worker=3)
+        build("hanayo", workers=3, chunks=5, stages_per_worker=3)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_numbers_are_checked(name):
     with pytest.raises(ValueError, match=r"^workers is 0: wanted an integer of at least 1"):
-        build(name, workers=0, micro_batches=5)
-    with pytest.raises(ValueError, match=r"^micro_batches is -1: wanted an integer of at least 1"):
-        build(name, workers=3, micro_batches=-1)
+        build(name, workers=0, chunks=5)
+    with pytest.raises(ValueError, match=r"^chunks is -1: wanted an integer of at least 1"):
+        build(name, workers=3, chunks=-1)
     with pytest.raises(TypeError, match=r"^workers is 2\.0"):
-        build(name, workers=2.0, micro_batches=1)
+        build(name, workers=2.0, chunks=1)
 
 
 def test_costs_decide_about_orders():
     heavy = Costs(forward=1, input_gradient=3, weight_gradient=0.25)
-    sizes = {"workers": 4, "micro_batches": 8}
+    sizes = {"workers": 4, "chunks": 8}
     plain, made = build("zb-v", **sizes), build("zb-v", **sizes, costs=heavy)
     assert plain != made
     assert made.simulate(heavy).makespan <= plain.simulate(heavy).makespan
@@ -86,7 +86,7 @@ def test_registry_is_immutable():
 
 def test_a_larger_registry_has_ones_own():
     mine = SCHEDULES | {"mine": Recipe(fill_drain)}
-    assert build("Mine", workers=2, micro_batches=3, schedules=mine) == fill_drain(2, 3)
-    assert build("1f1b", workers=2, micro_batches=3, schedules=mine) == one_forward_one_backward(2, 3)
+    assert build("Mine", workers=2, chunks=3, schedules=mine) == fill_drain(2, 3)
+    assert build("1f1b", workers=2, chunks=3, schedules=mine) == one_forward_one_backward(2, 3)
     with pytest.raises(ValueError, match=r"choose one of 'mine'$"):
-        build("zb-v", workers=2, micro_batches=3, schedules={"mine": Recipe(fill_drain)})
+        build("zb-v", workers=2, chunks=3, schedules={"mine": Recipe(fill_drain)})

@@ -7,7 +7,7 @@ from pipework.schedule import Costs, fill_drain, simulate
 
 def test_defaults_are_unit_costs():
     costs = Costs().spread(stages=2)
-    assert costs.duration == {"F": (1, 1), "B": (2, 2), "R": (1, 1), "I": (1, 1), "W": (1, 1)}
+    assert costs.duration == {"F": (1, 1), "B": (2, 2), "R": (1, 1), "I": (1, 1), "W": (1, 1), "REDUCE_GRAD": (0, 0)}
     assert (costs.transfer, costs.activation, costs.checkpoint_activation) == ((0,), (1, 1), (0, 0))
 
 
@@ -30,7 +30,7 @@ def test_is_a_hashable_value():
 def test_impossible_numbers_are_named(field, value):
     with pytest.raises(ValueError, match=f"Costs: {field} is {value}: wanted a finite number of at least 0"):
         Costs(**{field: value})
-    place = "boundary" if field in ("transfer", "message") else "stage"
+    place = {"transfer": "boundary", "message": "boundary", "skip_transfer": "skip"}.get(field, "stage")
     with pytest.raises(ValueError, match=f"Costs: {field} of {place} 1 is {value}"):
         Costs(**{field: [1, value]})
 
@@ -50,3 +50,15 @@ def test_wrong_length_is_named_before_any_work():
         simulate(fill_drain(3, 2), Costs(transfer=[1, 2, 3]))
     with pytest.raises(ValueError, match="message has 3 numbers: wanted 2, one for each boundary"):
         simulate(fill_drain(3, 2), Costs(message=[1, 2, 3]))
+
+
+def test_an_undivided_backward_costs_both_halves():
+    assert Costs(input_gradient=1.5, weight_gradient=[1, 2]).spread(2).duration["B"] == (2.5, 3.5)
+    assert Costs(weight_gradient=3).spread(1).duration["B"] == (4,)
+    assert Costs(4, 5, input_gradient=1, weight_gradient=1).spread(1).duration["B"] == (5,)
+
+
+def test_skips_have_costs_of_their_own():
+    assert Costs(skip_transfer=0.5).spread(stages=4, skips=2).skip == (0.5, 0.5)
+    with pytest.raises(ValueError, match="skip_transfer has 1 number: wanted 2, one for each skip"):
+        Costs(skip_transfer=[1]).spread(stages=4, skips=2)

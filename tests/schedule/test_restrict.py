@@ -26,7 +26,7 @@ def test_all_of_them_are_the_same_schedule():
     data=st.data(),
 )
 def test_a_part_of_a_valid_schedule_is_valid(name, workers, micro_batches, data):
-    schedule = build(name, workers=workers, micro_batches=micro_batches)
+    schedule = build(name, workers=workers, chunks=micro_batches)
     left = data.draw(st.integers(1, micro_batches))
     part = restricted(schedule, left)
     validation = part.validate()

@@ -61,12 +61,12 @@ def test_physics(workers, micro_batches, data):
     assert result.makespan >= max(result.busy) - 1e-9
     assert result.makespan >= result.span
     assert 0 <= result.bubble < 1
-    end = {each.action: each.end for each in result.timeline.intervals}
+    end = {each.action[:3]: each.end for each in result.timeline.intervals}
     for row in result.timeline.by_worker:
         assert tuple(each.action for each in row) == schedule.orders[row[0].worker]
         for before, after in pairwise(row):
             assert after.start >= before.end
-        for (kind, stage, micro_batch), start in ((each.action, each.start) for each in row):
+        for (kind, stage, micro_batch, _), start in ((each.action, each.start) for each in row):
             if kind == "F" and stage:
                 assert start >= end["F", stage - 1, micro_batch] + costs.transfer[stage - 1] - 1e-9
             if kind == "B" and stage + 1 < workers:
@@ -115,7 +115,7 @@ def test_checkpointed_micro_batches_hold_less():
 
 def test_peaks_of_stages_that_share_a_worker():
     """By themselves: added up they are no less than what their worker holds at once."""
-    result = simulate(build("interleaved-1f1b", workers=2, micro_batches=4, stages_per_worker=2))
+    result = simulate(build("interleaved-1f1b", workers=2, chunks=4, stages_per_worker=2))
     by_worker = [result.stage_peak_memory[worker] + result.stage_peak_memory[worker + 2] for worker in range(2)]
     assert result.stage_peak_memory == (4, 3, 2, 1)
     assert all(most <= total for most, total in zip(result.peak_memory, by_worker, strict=True))

@@ -32,7 +32,7 @@ def brute_force_runs(schedule):
         return False
     if len(everything) != len(set(everything)):
         return False
-    of = {kind: {(s, m) for k, s, m in everything if k == kind} for kind in "FBIWR"}
+    of = {kind: {(s, m) for k, s, m, _ in everything if k == kind} for kind in "FBIWR"}
     if of["F"] != wanted or of["I"] != of["W"] or of["B"] & of["I"] or of["B"] | of["I"] != wanted:
         return False
     done = set()
@@ -43,7 +43,7 @@ def brute_force_runs(schedule):
         for worker, order in enumerate(schedule.orders):
             if at[worker] == len(order):
                 continue
-            kind, s, m = order[at[worker]]
+            kind, s, m, _ = order[at[worker]]
             last = s == schedule.stages - 1
             free = {
                 "F": s == 0 or ("F", s - 1, m) in done,
@@ -72,7 +72,7 @@ def mutated_schedules(draw):
         orders = [
             [
                 part
-                for k, s, m in order
+                for k, s, m, _ in order
                 for part in ([Action("I", s, m), Action("W", s, m)] if k == "B" and m < chosen else [Action(k, s, m)])
             ]
             for order in orders

@@ -65,7 +65,7 @@ def check_whole(schedule, name, p, v, m):
 
 
 def check(name, p, v, m, costs=None):
-    schedule = build(name, workers=p, micro_batches=m, stages_per_worker=v, costs=costs)
+    schedule = build(name, workers=p, chunks=m, stages_per_worker=v, costs=costs)
     check_whole(schedule, name, p, v, m)
     validation = schedule.validate()
     assert validation.ok
@@ -105,7 +105,7 @@ def golden():
     for name in SCHEDULES:
         for p, m in ((1, 1), (2, 3), (2, 8), (3, 7), (4, 4), (4, 8), (4, 18), (8, 6), (8, 20)):
             for v in counts(name):
-                schedule = build(name, workers=p, micro_batches=m, stages_per_worker=v)
+                schedule = build(name, workers=p, chunks=m, stages_per_worker=v)
                 digest = sha256(schedule.to_orders_text().encode()).hexdigest()[:12]
                 yield f"{name:16} p={p} v={v} m={m:<2} {sum(map(len, schedule.orders)):5} actions  {digest}"
 

@@ -17,7 +17,7 @@ COSTS = Costs(
 @pytest.mark.parametrize(("name", "workers"), [("gpipe", 4), ("1f1b", 4), ("interleaved-1f1b", 2), ("looped-bfs", 2)])
 def test_costs_of_a_simulation_are_found_again(name, workers, checkpointed):
     line = simulate(
-        with_recompute(build(name, workers=workers, micro_batches=3), checkpointed, loss_outside=True), COSTS
+        with_recompute(build(name, workers=workers, chunks=3), checkpointed, loss_outside=True), COSTS
     ).timeline
     costs = measured_costs([line], stages=4)
     assert (costs.forward, costs.backward) == (COSTS.forward, COSTS.backward)

@@ -1,6 +1,5 @@
 import json
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
 
 import pytest
 
@@ -21,7 +20,7 @@ def play(recording, step, schedule, costs=COSTS, *, at=100.0, slower=1.0, loss_o
             recording.add(
                 step,
                 [
-                    replace(each, start=at + slower * each.start, end=at + slower * each.end)
+                    each._replace(start=at + slower * each.start, end=at + slower * each.end)
                     for each in row
                     if each.action.kind in phase
                 ],
@@ -33,7 +32,7 @@ def test_what_was_measured_comes_back():
     recording = Recording()
     line = play(recording, 3, fill_drain(2, 4))
     measured = recording.timeline()
-    assert set(measured.by_worker[1]) == {replace(each, step=3) for each in line.by_worker[1]}
+    assert set(measured.by_worker[1]) == {each._replace(step=3) for each in line.by_worker[1]}
     assert (measured.unit, measured.memory_unit, measured.start) == ("s", "bytes", 0)
     assert measured.title == "measured: gpipe, 2 workers, 4 micro-batches, step 3"
     assert recording.bubble() == pytest.approx(line.bubble)
