@@ -2,6 +2,8 @@
 
 from pipework.schedule.action import KINDS, OF_STAGES, TRANSFERS, Action
 from pipework.schedule.build import SCHEDULES, Recipe, build, recipe
+from pipework.schedule.channels import Channel
+from pipework.schedule.communication import with_communication, with_gradient_reduction, with_skips
 from pipework.schedule.costs import Costs
 from pipework.schedule.dualpipe_v import dualpipe_v
 from pipework.schedule.eager_1f1b import eager_1f1b
@@ -17,13 +19,14 @@ from pipework.schedule.one_forward_one_backward import one_forward_one_backward
 from pipework.schedule.phases import split_at_loss
 from pipework.schedule.recompute import with_recompute
 from pipework.schedule.restrict import restricted
+from pipework.schedule.rules import Violation
 from pipework.schedule.schedule import Schedule
 from pipework.schedule.simulate import Simulation, simulate
 from pipework.schedule.svg import svg
 from pipework.schedule.timeline import Interval, Timeline
 from pipework.schedule.v_half import v_half
 from pipework.schedule.v_min import v_min
-from pipework.schedule.validate import ScheduleError, Validation, Violation, check, validate
+from pipework.schedule.validate import Conditions, ScheduleError, Validation, check, validate
 from pipework.schedule.zb_h1 import zb_h1
 from pipework.schedule.zb_h2 import zb_h2
 from pipework.schedule.zb_v import zb_v
@@ -34,6 +37,8 @@ __all__ = [
     "SCHEDULES",
     "TRANSFERS",
     "Action",
+    "Channel",
+    "Conditions",
     "Costs",
     "Interval",
     "Recipe",
@@ -64,7 +69,10 @@ __all__ = [
     "v_half",
     "v_min",
     "validate",
+    "with_communication",
+    "with_gradient_reduction",
     "with_recompute",
+    "with_skips",
     "zb_h1",
     "zb_h2",
     "zb_v",

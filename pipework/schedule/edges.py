@@ -7,15 +7,97 @@
                  v                     |          F to B: the activations of the own forward,
     stage 1      F ----------> (R) --> B                  through R if the micro-batch is checkpointed
 
-With a split backward, ``I`` stands for ``B`` and ``W`` follows its ``I``.
+With a split backward, ``I`` stands for ``B`` and ``W`` follows its ``I``. A skip connection from stage s to stage t is
+an edge from F to F of the two, and one from B to B back again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from pipework.schedule.action import Action
 from pipework.schedule.schedule import Schedule
+
+
+class Message(NamedTuple):
+    """What goes from one stage to another for a micro-batch.
+
+    Attributes:
+        kind: ``"F"`` a value, ``"B"`` a gradient.
+        source: the stage that makes it.
+        target: the stage that needs it.
+        micro_batch: of which piece of the mini-batch.
+    """
+
+    kind: str
+    source: int
+    target: int
+    micro_batch: int
+
+    @property
+    def send(self) -> Action:
+        """The action that sends it."""
+        return Action(f"SEND_{self.kind}", self.source, self.micro_batch, self.target)
+
+    @property
+    def receive(self) -> Action:
+        """The action that receives it."""
+        return Action(f"RECV_{self.kind}", self.target, self.micro_batch, self.source)
+
+
+def message_of(transfer: Action) -> Message:
+    """What a ``SEND`` or ``RECV`` is about; the same for both.
+
+    Example:
+        >>> message_of(Action.parse("0SEND_F3")) == message_of(Action.parse("1RECV_F3"))
+        True
+    """
+    kind, stage, micro_batch, peer = transfer
+    ends = (stage, peer) if kind.startswith("SEND") else (peer, stage)
+    return Message(kind[-1], *ends, micro_batch)
+
+
+class Route(NamedTuple):
+    """A way on which one stage's values, or gradients, reach another.
+
+    Attributes:
+        kind: ``"F"`` values, ``"B"`` gradients.
+        source: the stage that makes them.
+        target: the stage that needs them.
+        skip: which of the schedule's skips it is; -1 for a boundary.
+    """
+
+    kind: str
+    source: int
+    target: int
+    skip: int
+
+    def message(self, micro_batch: int) -> Message:
+        """What goes this way for a micro-batch."""
+        return Message(self.kind, self.source, self.target, micro_batch)
+
+
+def routes(schedule: Schedule) -> tuple[Route, ...]:
+    """All ways between stages, of one worker or of two.
+
+    Example:
+        >>> from pipework.schedule import fill_drain
+        >>> routes(fill_drain(2, 1))
+        (Route(kind='F', source=0, target=1, skip=-1), Route(kind='B', source=1, target=0, skip=-1))
+    """
+    pairs = [*((stage, stage + 1, -1) for stage in range(schedule.stages - 1))]
+    pairs += [(source, target, number) for number, (source, target) in enumerate(schedule.skips)]
+    there = [Route("F", source, target, skip) for source, target, skip in pairs]
+    back = [] if schedule.inference else [Route("B", target, source, skip) for source, target, skip in pairs]
+    return (*there, *back)
+
+
+def crossings(schedule: Schedule) -> Iterator[Route]:
+    """The ways that lead from one worker to another."""
+    for route in routes(schedule):
+        if schedule.placement[route.source] != schedule.placement[route.target]:
+            yield route
 
 
 def recomputed(schedule: Schedule) -> frozenset[tuple[int, int]]:
@@ -26,8 +108,7 @@ def recomputed(schedule: Schedule) -> frozenset[tuple[int, int]]:
         >>> sorted(recomputed(with_recompute(fill_drain(2, 2), 1)))
         [(0, 0), (1, 0)]
     """
-    actions = (action for order in schedule.orders for action in order)
-    return frozenset((stage, micro_batch) for kind, stage, micro_batch, _ in actions if kind == "R")
+    return frozenset([action[1:3] for order in schedule.orders for action in order if action[0] == "R"])
 
 
 def product(action: Action) -> Action:
@@ -38,29 +119,3 @@ def product(action: Action) -> Action:
         '1I0'
     """
     return Action("I", action.stage, action.micro_batch) if action.kind == "B" else action
-
-
-def needs(action: Action, stages: int, checkpointed: Set[tuple[int, int]] = frozenset()) -> tuple[Action, ...]:
-    """The products that must exist before an action may start.
-
-    Args:
-        action: which.
-        stages: how many stages there are.
-        checkpointed: the (stage, micro-batch) pairs that are recomputed; see :func:`recomputed`.
-
-    Returns:
-        Products, as :func:`product` names them.
-
-    Example:
-        >>> [str(needed) for needed in needs(Action("B", 0, 5), stages=2)]
-        ['0F5', '1I5']
-    """
-    kind, stage, micro_batch, _ = action
-    if kind == "F":
-        return (Action("F", stage - 1, micro_batch),) if stage else ()
-    if kind == "R":
-        return (Action("F", stage, micro_batch),)
-    if kind == "W":
-        return (Action("I", stage, micro_batch),)
-    own = Action("R" if (stage, micro_batch) in checkpointed else "F", stage, micro_batch)
-    return (own, Action("I", stage + 1, micro_batch)) if stage + 1 < stages else (own,)

@@ -39,6 +39,8 @@ def with_recompute(schedule: Schedule, checkpointed: int, *, loss_outside: bool 
             f"checkpointed is {checkpointed!r}: wanted how many of the {schedule.micro_batches} micro-batches are "
             f"checkpointed, an integer from 0 to {schedule.micro_batches}"
         )
+    if schedule.communicates:
+        raise ValueError(f"schedule {schedule.name!r} has transfers among its actions: recompute before they are added")
     for worker, order in enumerate(schedule.orders):
         for action in order:
             if action.kind == "R":

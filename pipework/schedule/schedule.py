@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pipework.schedule.action import KINDS, Action
+from pipework.schedule.action import KINDS, OF_STAGES, TRANSFERS, Action
 
 if TYPE_CHECKING:
+    from pipework.schedule.channels import Channel
     from pipework.schedule.costs import Costs
     from pipework.schedule.simulate import Simulation
     from pipework.schedule.svg import Colors, Labels
@@ -28,6 +29,8 @@ class Schedule:
         placement: the worker of each stage.
         orders: the actions of each worker, in the order in which it runs them.
         inference: whether nothing goes back, so that there are forwards only.
+        skips: the skip connections that pass over a stage, as (from, to) pairs of stages; see
+            :func:`pipework.schedule.with_skips`.
 
     Raises:
         TypeError: a name, worker, stage or micro-batch of a wrong type.
@@ -43,6 +46,7 @@ class Schedule:
     placement: tuple[int, ...]
     orders: tuple[tuple[Action, ...], ...]
     inference: bool = False
+    skips: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -50,10 +54,12 @@ class Schedule:
         # Lists are welcome, but what is kept is hashable.
         object.__setattr__(self, "placement", tuple(self.placement))
         object.__setattr__(self, "orders", tuple(tuple(order) for order in self.orders))
+        object.__setattr__(self, "skips", tuple(map(tuple, self.skips)))
         _check_placement(self.placement, len(self.orders))
+        _check_skips(self.skips, len(self.placement))
         for worker, order in enumerate(self.orders):
-            _check_order(worker, order, len(self.placement), "F" if self.inference else KINDS)
-        if not any(self.orders):
+            _check_order(worker, order, len(self.placement), inference=self.inference)
+        if all(action[2] < 0 for order in self.orders for action in order):
             raise ValueError("the schedule has no action at all: give every worker its actions in `orders`")
 
     def __repr__(self) -> str:
@@ -73,6 +79,11 @@ class Schedule:
     def micro_batches(self) -> int:
         """How many micro-batches there are, one more than the highest number that occurs."""
         return 1 + max(action[2] for order in self.orders for action in order)
+
+    @cached_property
+    def communicates(self) -> bool:
+        """Whether transfers between workers stand among the actions, as :func:`with_communication` adds them."""
+        return any(action[3] >= 0 for order in self.orders for action in order)
 
     @property
     def title(self) -> str:
@@ -105,17 +116,31 @@ class Schedule:
             raise ValueError(f"worker is {worker}, but this schedule has the workers 0 to {self.workers - 1}")
         return tuple(stage for stage, holder in enumerate(self.placement) if holder == worker)
 
-    def validate(self) -> Validation:
+    def validate(
+        self,
+        costs: Costs | None = None,
+        *,
+        loss_outside: bool = False,
+        channel: Channel = "unbounded",
+        memory_limit: float | Sequence[float] | None = None,
+    ) -> Validation:
         """Say whether this schedule can be executed, and if not, why; see :func:`pipework.schedule.validate`."""
         from pipework.schedule.validate import validate
 
-        return validate(self)
+        return validate(self, costs, loss_outside=loss_outside, channel=channel, memory_limit=memory_limit)
 
-    def simulate(self, costs: Costs | None = None, *, loss_outside: bool = False) -> Simulation:
+    def simulate(
+        self,
+        costs: Costs | None = None,
+        *,
+        loss_outside: bool = False,
+        channel: Channel = "unbounded",
+        memory_limit: float | Sequence[float] | None = None,
+    ) -> Simulation:
         """Predict times and memory; see :func:`pipework.schedule.simulate`."""
         from pipework.schedule.simulate import simulate
 
-        return simulate(self, costs, loss_outside=loss_outside)
+        return simulate(self, costs, loss_outside=loss_outside, channel=channel, memory_limit=memory_limit)
 
     def to_text(self, costs: Costs | None = None, *, max_width: int = 160) -> str:
         """Draw the predicted timeline for a terminal; see :func:`pipework.schedule.grid`.
@@ -198,23 +223,44 @@ def _check_placement(placement: Sequence[int], workers: int) -> None:
         raise ValueError(f"worker {idle[0]} holds no stage: place a stage on it, or leave its order out")
 
 
-def _check_order(worker: int, order: Sequence[Action], stages: int, kinds: Sequence[str]) -> None:
+def _check_skips(skips: Sequence[tuple[int, ...]], stages: int) -> None:
+    for skip in skips:
+        if len(skip) != 2 or not all(type(stage) is int for stage in skip):
+            raise TypeError(f"a skip is {skip!r}: wanted a pair of stages, from and to, such as (0, 2)")
+        source, target = skip
+        if not 0 <= source < target - 1 < stages - 1:
+            raise ValueError(
+                f"a skip goes from stage {source} to stage {target}: wanted one that passes over a stage between, "
+                f"among the stages 0 to {stages - 1}; with_skips() leaves the others out"
+            )
+    if len(set(skips)) < len(skips):
+        raise ValueError(f"skips is {skips!r}: wanted each pair once; values between the same stages go together")
+
+
+def _check_order(worker: int, order: Sequence[Action], stages: int, *, inference: bool) -> None:
+    kinds = {"F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"} if inference else {*KINDS, *TRANSFERS, *OF_STAGES}
     for position, action in enumerate(order):
         if not isinstance(action, Action):
             raise TypeError(
                 f"position {position} of worker {worker}'s order is {action!r}: wanted an Action, "
                 "such as Action('F', 0, 0)"
             )
-        kind, stage, micro_batch, _ = action
-        if type(stage) is not int or type(micro_batch) is not int:
+        kind, stage, micro_batch, peer = action
+        if type(stage) is not int or type(micro_batch) is not int or type(peer) is not int:
             raise TypeError(
                 f"{action!r} in worker {worker}'s order: wanted an int for stage and micro_batch, got "
                 f"{type(stage).__name__} and {type(micro_batch).__name__}"
             )
         if kind not in kinds:
-            which = f"one of {', '.join(kinds)}" if len(kinds) > 1 else "F, since the schedule is one of inference"
+            which = f"one of {', '.join(KINDS)}"
+            if inference:
+                which = "F, since the schedule is one of inference"
             raise ValueError(f"{action!r} in worker {worker}'s order: kind must be {which}")
         if not 0 <= stage < stages:
             raise ValueError(f"{action} in worker {worker}'s order: placement has the stages 0 to {stages - 1}")
-        if micro_batch < 0:
-            raise ValueError(f"{action!r} in worker {worker}'s order: micro-batches are counted from 0")
+        if (micro_batch < 0) != (kind in OF_STAGES):
+            which = "it is done once for all micro-batches" if micro_batch >= 0 else "micro-batches are counted from 0"
+            raise ValueError(f"{action!r} in worker {worker}'s order: {which}")
+        if (0 <= peer < stages) != (kind in TRANSFERS):
+            ends = f"wanted a peer, one of the stages 0 to {stages - 1}" if kind in TRANSFERS else "it has no peer"
+            raise ValueError(f"{action!r} in worker {worker}'s order: {ends}")

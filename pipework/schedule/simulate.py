@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from pipework.schedule.action import Action
-from pipework.schedule.costs import Costs, StageCosts
-from pipework.schedule.edges import recomputed
+from pipework.schedule import memory
+from pipework.schedule.action import KINDS
+from pipework.schedule.channels import Channel
+from pipework.schedule.costs import Costs
+from pipework.schedule.critical_path import critical_path
 from pipework.schedule.schedule import Schedule
 from pipework.schedule.timeline import Interval, Timeline
-from pipework.schedule.validate import examine, raise_first
+from pipework.schedule.validate import Conditions, examine, raise_first
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,15 @@ class Simulation:
     Attributes:
         schedule: what was simulated.
         costs: with which costs.
-        timeline: what came out, in the unit of the costs.
+        timeline: what came out, in the unit of the costs: start and end of every action, memory, and transfers if the
+            schedule has them or the channel asks for them.
+        conditions: under which: where the loss is, what channels there are, how much memory.
     """
 
     schedule: Schedule
     costs: Costs
     timeline: Timeline
+    conditions: Conditions
 
     def __repr__(self) -> str:
         return f"Simulation({self.schedule.title}: makespan {self.makespan:.4g}, bubble {100 * self.bubble:.1f} %)"
@@ -55,7 +61,7 @@ class Simulation:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The time in which each worker works."""
+        """The time in which each worker computes."""
         return tuple(map(self.timeline.busy, range(self.timeline.workers)))
 
     @property
@@ -69,30 +75,53 @@ class Simulation:
 
         The stages of one worker need not reach that at the same moment.
         """
-        costs, checkpointed = self.costs.spread(self.schedule.stages), recomputed(self.schedule)
-        own: list[list[Action]] = [[] for _ in self.schedule.placement]
-        for order in self.schedule.orders:
-            for action in order:
-                own[action.stage].append(action)
-        held = (_held(order, costs, checkpointed, inference=self.schedule.inference) for order in own)
-        return tuple(max((most for most, _ in each), default=0.0) for each in held)
+        return memory.stage_peaks(self.schedule, self.costs.spread(self.schedule.stages, len(self.schedule.skips)))
+
+    @cached_property
+    def exposed_communication(self) -> float:
+        """How much longer it takes than if all transfers and reductions took no time."""
+        free = replace(self.costs, transfer=0.0, skip_transfer=0.0, reduce_gradient=0.0)
+        return self.makespan - simulate(self.schedule, free, loss_outside=self.conditions.loss_outside).makespan
+
+    @cached_property
+    def critical_path(self) -> tuple[Interval, ...]:
+        """Actions of which each starts because the one before it has ended, from the first action to the end.
+
+        To make the step shorter, one of them has to become shorter, or to be moved. Between actions of two workers lies
+        the transfer, as an interval of its own if the timeline has transfers.
+        """
+        return critical_path(self.schedule, self.timeline)
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None, *, loss_outside: bool = False) -> Simulation:
+def simulate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    loss_outside: bool = False,
+    channel: Channel = "unbounded",
+    memory_limit: float | Sequence[float] | None = None,
+) -> Simulation:
     """Predict when each action runs and how much memory its worker holds.
 
-    Workers run their orders, each action as early as its data allows; a boundary between two workers takes
-    ``costs.transfer`` and keeps neither of them busy.
+    Workers run their orders, each action as early as its data allows; a boundary, or a skip, between two workers takes
+    ``costs.transfer`` (``costs.skip_transfer``) and keeps neither of them busy. Reductions of gradients run beside the
+    computation, one after the other on each worker.
+
+    The time that it takes grows with the number of actions, and hardly with anything else.
 
     Args:
         schedule: a valid one.
         costs: unit costs if None, see :class:`Costs`.
         loss_outside: the loss is computed outside of the pipe: no backward (or recompute) starts before the forwards of
             all workers have ended.
+        channel: what carries the transfers: see :mod:`pipework.schedule.channels`. Other than ``"unbounded"``, a
+            schedule without transfers gets them first, as :func:`with_communication` adds them.
+        memory_limit: the most that a worker may hold, or a number for each worker; None: anything.
 
     Raises:
-        ScheduleError: the schedule cannot be executed.
-        ValueError: the costs are for another number of stages.
+        ScheduleError: the schedule cannot be executed, or not within the limit.
+        TypeError: the limit is not a number.
+        ValueError: an unknown channel, an impossible limit, or costs for another number of stages.
 
     Example:
         >>> from pipework.schedule import fill_drain
@@ -101,45 +130,20 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, loss_outside: bo
         (33.0, 27.3, 8.0)
     """
     costs = Costs() if costs is None else costs
-    spread = costs.spread(schedule.stages)
-    violations, ended = examine(schedule, spread, loss_outside=loss_outside)
+    conditions = Conditions(loss_outside, channel, memory_limit)
+    spread = costs.spread(schedule.stages, len(schedule.skips))
+    violations, executed, ended = examine(schedule, spread, conditions)
     raise_first(schedule.name, violations)
     times = ended.times if ended else ()
-    memory = _memory(schedule, spread)
-    intervals = tuple(
-        Interval(worker, action, start, end, most, held=held)
-        for worker, order in enumerate(schedule.orders)
-        for action, (start, end), (most, held) in zip(order, times[worker], memory[worker], strict=True)
-    )
-    return Simulation(schedule, costs, Timeline(intervals, schedule.workers, title=schedule.title).normalised())
-
-
-def _memory(schedule: Schedule, costs: StageCosts) -> list[list[tuple[float, float]]]:
-    """The most that each worker holds during each of its actions, and what the micro-batch holds afterwards."""
-    checkpointed = recomputed(schedule)
-    return [_held(order, costs, checkpointed, inference=schedule.inference) for order in schedule.orders]
-
-
-def _held(
-    order: Iterable[Action], costs: StageCosts, checkpointed: Set[tuple[int, int]], *, inference: bool
-) -> list[tuple[float, float]]:
-    """The same for the actions of one worker, or of one stage alone."""
-    held: dict[tuple[int, int], float] = {}
-    total = 0.0
-    row = []
-    for kind, stage, micro_batch, _ in order:
-        key = (stage, micro_batch)
-        most = total
-        if kind in ("F", "R"):
-            before = held.get(key, 0.0)
-            small = kind == "F" and key in checkpointed
-            held[key] = costs.checkpoint_activation[stage] if small else costs.activation[stage]
-            # A first pass is computed with its graph, which it drops at its end.
-            most = total - before + max(held[key], costs.activation[stage])
-            total += held[key] - before
-        if kind in ("B", "W") or inference:  # without a graph, activations do not outlive the forward
-            total -= held.pop(key)
-            # Sums of fractions drift; a worker that holds nothing holds nothing.
-            total = total if held else 0.0
-        row.append((most, held.get(key, 0.0)))
-    return row
+    computing: list[Interval] = []
+    communicating: list[Interval] = []
+    for worker, (order, row, amounts) in enumerate(
+        zip(executed.orders, times, memory.rows(executed, spread), strict=True)
+    ):
+        for action, (start, end), (most, held) in zip(order, row, amounts, strict=True):
+            if action.kind in KINDS:
+                computing.append(Interval(worker, action, start, end, most, 0, held))
+            elif action.peer >= 0 or action.kind == "REDUCE_GRAD":
+                communicating.append(Interval(worker, action, start, end))
+    line = Timeline(tuple(computing), schedule.workers, title=schedule.title, communication=tuple(communicating))
+    return Simulation(schedule, costs, line.normalised(), conditions)

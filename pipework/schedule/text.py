@@ -15,6 +15,8 @@ def to_orders_text(schedule: Schedule) -> str:
         ['schedule gpipe', 'placement 0', 'worker 0 0F0 0B0']
     """
     lines = [f"schedule {schedule.name}", "placement " + " ".join(map(str, schedule.placement))]
+    if schedule.skips:
+        lines.append("skips " + " ".join(f"{source}-{target}" for source, target in schedule.skips))
     if schedule.inference:
         lines.append("inference")
     for worker, order in enumerate(schedule.orders):
@@ -36,6 +38,7 @@ def from_orders_text(text: str) -> Schedule:
     placement: tuple[int, ...] | None = None
     orders: list[tuple[Action, ...]] = []
     inference = False
+    skips: tuple[tuple[int, ...], ...] = ()
     for number, line in enumerate(text.splitlines(), start=1):
         head, _, rest = line.strip().partition(" ")
         if not head or head.startswith("#"):
@@ -45,6 +48,8 @@ def from_orders_text(text: str) -> Schedule:
                 name = rest
             elif head == "placement" and placement is None:
                 placement = tuple(int(word) for word in rest.split())
+            elif head == "skips" and not skips:
+                skips = tuple(tuple(map(int, word.split("-"))) for word in rest.split())
             elif head == "inference" and not rest:
                 inference = True
             elif head == "worker" and rest.split()[:1] == [str(len(orders))]:
@@ -56,4 +61,4 @@ def from_orders_text(text: str) -> Schedule:
     if name is None or placement is None:
         missing = "schedule" if name is None else "placement"
         raise ValueError(f"the text has no line that begins with '{missing}': it is not a whole schedule")
-    return Schedule(name, placement, tuple(orders), inference)
+    return Schedule(name, placement, tuple(orders), inference, skips)  # type: ignore[arg-type]

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pipework.schedule import memory
 from pipework.schedule.action import Action
+from pipework.schedule.channels import Channel, check_channel
 from pipework.schedule.costs import Costs, StageCosts
+from pipework.schedule.edges import message_of
 from pipework.schedule.events import LOSS, Run, Stuck, run
+from pipework.schedule.posting import posted
+from pipework.schedule.rules import Violation, ascending, broken
 from pipework.schedule.schedule import Schedule
 
 
 class ScheduleError(ValueError):
     """A schedule that cannot be executed; the message names worker, action and reason."""
-
-
-@dataclass(frozen=True)
-class Violation:
-    """One thing that is wrong with a schedule.
-
-    Attributes:
-        worker: where.
-        action: which.
-        message: what is wrong with it, a whole sentence.
-    """
-
-    worker: int
-    action: Action
-    message: str
 
 
 @dataclass(frozen=True)
@@ -60,6 +50,15 @@ class Validation:
         raise_first(self.name, self.violations)
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """Under which a schedule is to be executed; the words are those of :func:`validate`."""
+
+    loss_outside: bool = False
+    channel: Channel = "unbounded"
+    memory_limit: float | Sequence[float] | None = None
+
+
 def raise_first(name: str, violations: Sequence[Violation]) -> None:
     """Raise the first violation of the schedule called ``name``, if there is one.
 
@@ -71,33 +70,66 @@ def raise_first(name: str, violations: Sequence[Violation]) -> None:
         raise ScheduleError(f"schedule {name!r} cannot be executed: {violations[0].message}{more}")
 
 
-def validate(schedule: Schedule, *, loss_outside: bool = False) -> Validation:
+def validate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    loss_outside: bool = False,
+    channel: Channel = "unbounded",
+    memory_limit: float | Sequence[float] | None = None,
+) -> Validation:
     """Check that a schedule can be executed.
 
     1. Every forward and every backward (``B``, or ``I`` and ``W``) of every stage and micro-batch stands exactly once,
-       on the worker that holds the stage; a recompute stands at most once. A schedule of inference has no backwards.
-    2. Workers that run their orders, each waiting for the data it needs, all come to the end.
+       on the worker that holds the stage; a recompute stands at most once. A schedule of inference has no backwards. If
+       there are transfers, all that crosses from worker to worker is sent, behind what makes it, and received, before
+       what needs it. If there are reductions, each stage has one, behind all that adds to its gradient. Where weights
+       are gathered, that is before they are needed.
+    2. Workers that run their orders, each waiting for the data it needs, all come to the end, on channels that keep
+       the order in which transfers are posted.
+    3. No worker ever holds more than the limit.
 
-    The second is tried only if the first holds.
+    The others are tried only if the first holds.
 
     Args:
         schedule: any.
+        costs: how much memory activations hold; a unit for each stage and micro-batch if None. Times decide nothing.
         loss_outside: the loss is computed outside of the pipe, so that all forwards must end before the first backward.
+        channel: what carries the transfers, see :mod:`pipework.schedule.channels`. To a schedule without transfers,
+            they are added as :func:`with_communication` does.
+        memory_limit: the most that a worker may hold, or a number for each worker; None: anything.
 
     Returns:
         All violations that were found, and whether gradients are formed in ascending order.
+
+    Raises:
+        TypeError: the limit is not a number.
+        ValueError: an unknown channel, an impossible limit, or costs for other stages.
 
     Example:
         >>> from pipework.schedule import Action, Schedule
         >>> wrong = Schedule("wrong", (0,), ((Action("B", 0, 0), Action("F", 0, 0)),))
         >>> validate(wrong).violations[0].message
         'worker 0 waits for ever at 0B0: it needs 0F0, which stands later in its own order'
+        >>> validate(Schedule.from_orders_text('''
+        ...     schedule greedy
+        ...     placement 0
+        ...     worker 0 0F0 0F1 0B0 0B1'''), memory_limit=1).violations[0].message
+        'worker 0 holds 2 at 0F1, more than its limit of 1'
     """
-    violations, _ = examine(schedule, Costs().spread(schedule.stages), loss_outside=loss_outside)
-    return Validation(schedule.name, violations, _ascending(schedule))
+    spread = (Costs() if costs is None else costs).spread(schedule.stages, len(schedule.skips))
+    violations, _, _ = examine(schedule, spread, Conditions(loss_outside, channel, memory_limit))
+    return Validation(schedule.name, violations, ascending(schedule))
 
 
-def check(schedule: Schedule, *, loss_outside: bool = False) -> None:
+def check(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    loss_outside: bool = False,
+    channel: Channel = "unbounded",
+    memory_limit: float | Sequence[float] | None = None,
+) -> None:
     """Refuse a schedule that cannot be executed; see :func:`validate`.
 
     Raises:
@@ -107,71 +139,66 @@ def check(schedule: Schedule, *, loss_outside: bool = False) -> None:
         >>> from pipework.schedule import fill_drain
         >>> check(fill_drain(4, 8))
     """
-    validate(schedule, loss_outside=loss_outside).raise_if_invalid()
+    found = validate(schedule, costs, loss_outside=loss_outside, channel=channel, memory_limit=memory_limit)
+    found.raise_if_invalid()
 
 
 def examine(
-    schedule: Schedule, costs: StageCosts, *, loss_outside: bool = False
-) -> tuple[tuple[Violation, ...], Run | None]:
-    """The violations of a schedule, and the run that looked for them; None if it was not worth a run.
+    schedule: Schedule, costs: StageCosts, conditions: Conditions
+) -> tuple[tuple[Violation, ...], Schedule, Run | None]:
+    """The violations of a schedule, the schedule that was run to find them, and the run; None if it was not worth one.
 
-    For those who need the run's times as well, so that it takes place once.
+    For those who need the run's times as well, so that it takes place once. What was run has transfers if channels ask
+    for them.
 
     Example:
         >>> from pipework.schedule import fill_drain
-        >>> violations, ended = examine(fill_drain(1, 1), Costs().spread(stages=1))
+        >>> violations, _, ended = examine(fill_drain(1, 1), Costs().spread(stages=1), Conditions())
         >>> violations, ended.times
         ((), (((0.0, 1.0), (1.0, 3.0)),))
     """
-    violations = tuple(_misplaced(schedule)) + tuple(_miscounted(schedule))
+    check_channel(conditions.channel)
+    limit = conditions.memory_limit
+    limits = None if limit is None else memory.each_limit(limit, schedule.workers)
+    violations = broken(schedule)
     if violations:
-        return violations, None
-    ended = run(schedule, costs, loss_outside=loss_outside)
+        return violations, schedule, None
+    full = () if limits is None else tuple(_over(schedule, costs, limits))
+    ended = None
+    if conditions.channel != "unbounded" and not schedule.communicates:
+        ended = run(schedule, costs, loss_outside=conditions.loss_outside)
+        if not ended.stuck:
+            schedule, ended = posted(schedule, costs, conditions.channel), None
+    if ended is None:
+        ended = run(schedule, costs, loss_outside=conditions.loss_outside, channel=conditions.channel)
     # Who waits for something further on in its own order is the cause; who waits for another worker, the consequence.
-    stuck = sorted(
-        ended.stuck, key=lambda each: each.missing == LOSS or schedule.placement[each.missing.stage] != each.worker
-    )
-    return tuple(_waiting(schedule, each) for each in stuck), ended
+    stuck = sorted(ended.stuck, key=lambda each: not _own_fault(schedule, each))
+    waiting = (_waiting(schedule, ended, each, conditions.channel) for each in stuck)
+    return (*waiting, *full), schedule, ended
 
 
-def _misplaced(schedule: Schedule) -> Iterator[Violation]:
-    for worker, order in enumerate(schedule.orders):
-        for action in order:
-            home = schedule.placement[action.stage]
-            if home != worker:
-                where = f"stands in the order of worker {worker}, but stage {action.stage} is on worker {home}"
-                yield Violation(worker, action, f"{action} {where}")
+def _own_fault(schedule: Schedule, stuck: Stuck) -> bool:
+    worker, _, missing = stuck
+    return missing != LOSS and missing.peer < 0 and schedule.placement[missing.stage] == worker
 
 
-def _miscounted(schedule: Schedule) -> Iterator[Violation]:
-    count = Counter(action for order in schedule.orders for action in order)
-    for worker, order in enumerate(schedule.orders):
-        for action in dict.fromkeys(order):
-            if count[action] > 1:
-                yield Violation(worker, action, f"{action} stands {count[action]} times, wanted once")
-    for stage, worker in enumerate(schedule.placement):
-        missing = f"is missing in the order of worker {worker}"
-        for micro_batch in range(schedule.micro_batches):
-            forward, full, inputs, weights = (Action(kind, stage, micro_batch) for kind in "FBIW")
-            if not count[forward]:
-                yield Violation(worker, forward, f"{forward} {missing}")
-            if schedule.inference:
-                continue
-            halves = [half for half in (inputs, weights) if count[half]]
-            if count[full] and halves:
-                both = f"worker {worker} has {full} and {halves[0]} too: wanted B, or I and W, but not both"
-                yield Violation(worker, full, both)
-            elif not count[full] and not halves:
-                yield Violation(worker, full, f"{full} (or {inputs} and {weights}) {missing}")
-            elif len(halves) == 1:
-                lone = weights if halves == [inputs] else inputs
-                yield Violation(worker, lone, f"{lone} {missing}, which has {halves[0]}")
+def _over(schedule: Schedule, costs: StageCosts, limits: Sequence[float]) -> Iterator[Violation]:
+    """For each worker the first action at which it holds too much."""
+    for worker, (order, row) in enumerate(zip(schedule.orders, memory.rows(schedule, costs), strict=True)):
+        for action, (most, _) in zip(order, row, strict=True):
+            # Sums of fractions are a little off.
+            if most > limits[worker] * (1 + 1e-9):
+                text = f"worker {worker} holds {most:.6g} at {action}, more than its limit of {limits[worker]:.6g}"
+                yield Violation(worker, action, text)
+                break
 
 
-def _waiting(schedule: Schedule, stuck: Stuck) -> Violation:
+def _waiting(schedule: Schedule, ended: Run, stuck: Stuck, channel: Channel) -> Violation:
     worker, action, missing = stuck
     if missing == LOSS:
         why = "it needs the loss, which is computed outside of the pipe and needs every forward first"
+    elif missing.peer >= 0:
+        why = f"it needs {missing}, {_why_not_received(schedule, ended, missing, channel)}"
     else:
         home = schedule.placement[missing.stage]
         # A product of a backward is named after I; people look for what stands in the order.
@@ -181,14 +208,21 @@ def _waiting(schedule: Schedule, stuck: Stuck) -> Violation:
     return Violation(worker, action, f"worker {worker} waits for ever at {action}: {why}")
 
 
-def _ascending(schedule: Schedule) -> bool:
-    # B adds to every parameter's gradient, W to those whose part is put off, I to the others. So along each of the
-    # chains (B, W) and (B, I) of a stage, micro-batches must ascend.
-    latest: dict[tuple[str, int], int] = {}
-    for order in schedule.orders:
-        for kind, stage, micro_batch, _ in order:
-            for chain in {"B": "WI", "W": "W", "I": "I"}.get(kind, ""):
-                if micro_batch < latest.get((chain, stage), -1):
-                    return False
-                latest[chain, stage] = micro_batch
-    return True
+def _why_not_received(schedule: Schedule, ended: Run, receive: Action, channel: Channel) -> str:
+    send = message_of(receive).send
+    sender, receiver = schedule.placement[send.stage], schedule.placement[receive.stage]
+    if schedule.orders[sender].index(send) >= len(ended.times[sender]):
+        return f"but worker {sender} never comes to {send}"
+    # Both have been posted, so something is before them in a queue.
+    between = {sender, receiver} if channel == "pair" else set(range(schedule.workers))
+    heads = [_head(schedule, ended, worker, between) for worker in (sender, receiver)]
+    queue = "between them" if channel == "pair" else "of each"
+    return f"but in the channel {queue} worker {sender} is first to do {heads[0]}, worker {receiver} {heads[1]}"
+
+
+def _head(schedule: Schedule, ended: Run, worker: int, between: set[int]) -> Action | None:
+    """The first transfer with one of these workers that this one has posted and that never took place."""
+    for action, (start, _) in zip(schedule.orders[worker], ended.times[worker], strict=False):
+        if math.isnan(start) and {schedule.placement[action.stage], schedule.placement[action.peer]} <= between:
+            return action
+    return None

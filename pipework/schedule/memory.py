@@ -1,0 +1,91 @@
+"""What workers hold while they run their orders: a matter of the order alone, not of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+
+from pipework.schedule.action import Action
+from pipework.schedule.costs import StageCosts
+from pipework.schedule.edges import recomputed
+from pipework.schedule.schedule import Schedule
+
+Row = list[tuple[float, float]]
+"""For each action of an order the most that is held meanwhile, and what its micro-batch holds on its stage then."""
+
+
+def rows(schedule: Schedule, costs: StageCosts) -> list[Row]:
+    """What each worker holds during and after each of its actions.
+
+    Example:
+        >>> from pipework.schedule import Costs, fill_drain
+        >>> rows(fill_drain(1, 2), Costs().spread(1))[0]
+        [(1.0, 1.0), (2.0, 1.0), (2.0, 0.0), (1.0, 0.0)]
+    """
+    checkpointed = recomputed(schedule)
+    return [_row(order, costs, checkpointed, inference=schedule.inference) for order in schedule.orders]
+
+
+def stage_peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
+    """The most that each stage holds, by itself."""
+    own: list[list[Action]] = [[] for _ in schedule.placement]
+    for order in schedule.orders:
+        for action in order:
+            own[action.stage].append(action)
+    checkpointed = recomputed(schedule)
+    held = (_row(order, costs, checkpointed, inference=schedule.inference) for order in own)
+    return tuple(max((most for most, _ in each), default=0.0) for each in held)
+
+
+def each_limit(limit: float | Sequence[float], workers: int) -> tuple[float, ...]:
+    """A limit of memory spelt out for each worker.
+
+    Args:
+        limit: a number for all workers, or one for each.
+        workers: how many there are.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: negative or NaN, or a sequence of another length.
+
+    Example:
+        >>> each_limit(4, 2)
+        (4.0, 4.0)
+    """
+    if isinstance(limit, Sequence) and not isinstance(limit, str):
+        if len(limit) != workers:
+            raise ValueError(
+                f"memory_limit has {len(limit)} numbers: wanted {workers}, one for each worker, or one for all"
+            )
+        return tuple(_number(each) for each in limit)
+    return (_number(limit),) * workers
+
+
+def _number(limit: object) -> float:
+    if isinstance(limit, bool) or not isinstance(limit, int | float):
+        raise TypeError(f"memory_limit is {limit!r}: wanted a number, or one for each worker")
+    if not limit >= 0:
+        raise ValueError(f"memory_limit is {limit!r}: wanted a number of at least 0")
+    return float(limit)
+
+
+def _row(order: Iterable[Action], costs: StageCosts, checkpointed: Set[tuple[int, int]], *, inference: bool) -> Row:
+    held: dict[tuple[int, int], float] = {}
+    activation, small = costs.activation, costs.checkpoint_activation
+    total = 0.0
+    row: Row = []
+    for kind, stage, micro_batch, _ in order:
+        key = (stage, micro_batch)
+        most = total
+        if kind in ("F", "R"):
+            before = held.get(key, 0.0)
+            after = small[stage] if kind == "F" and key in checkpointed else activation[stage]
+            held[key] = after
+            # A first pass is computed with its graph, which it drops at its end.
+            most = total - before + max(after, activation[stage])
+            total += after - before
+        if kind in ("B", "W") or (inference and kind == "F"):  # without a graph, activations do not outlive the forward
+            total -= held.pop(key)
+            # Sums of fractions drift; a worker that holds nothing holds nothing.
+            total = total if held else 0.0
+        row.append((most, held.get(key, 0.0)))
+    return row

@@ -1,0 +1,190 @@
+"""What an order must have before it is worth a run: every action that belongs there, once, at a place of sense."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipework.schedule.action import KINDS, Action
+from pipework.schedule.edges import crossings, message_of
+from pipework.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One thing that is wrong with a schedule.
+
+    Attributes:
+        worker: where.
+        action: which.
+        message: what is wrong with it, a whole sentence.
+    """
+
+    worker: int
+    action: Action
+    message: str
+
+
+def broken(schedule: Schedule) -> tuple[Violation, ...]:
+    """All violations that a look at the orders shows.
+
+    Example:
+        >>> broken(Schedule("lone", (0,), ((Action("F", 0, 0),),)))[0].message
+        '0B0 (or 0I0 and 0W0) is missing in the order of worker 0'
+    """
+    found = () if _complete(schedule) else (*_misplaced(schedule), *_miscounted(schedule))
+    # What follows needs to know where each action stands.
+    return found or (*_transfers(schedule), *_reductions(schedule), *_shards(schedule))
+
+
+def ascending(schedule: Schedule) -> bool:
+    """Whether every stage forms its parameter gradients in the order of micro-batches 0, 1, 2, ...
+
+    Example:
+        >>> from pipework.schedule import fill_drain
+        >>> ascending(fill_drain(2, 3))
+        True
+    """
+    # B adds to every parameter's gradient, W to those whose part is put off, I to the others. So along each of the
+    # chains (B, W) and (B, I) of a stage, micro-batches must ascend.
+    latest: dict[tuple[str, int], int] = {}
+    for order in schedule.orders:
+        for kind, stage, micro_batch, _ in order:
+            for chain in {"B": "WI", "W": "W", "I": "I"}.get(kind, ""):
+                if micro_batch < latest.get((chain, stage), -1):
+                    return False
+                latest[chain, stage] = micro_batch
+    return True
+
+
+def _complete(schedule: Schedule) -> bool:
+    """Whether all compute actions are there, once, where they belong: the usual case, found out quickly."""
+    count = schedule.micro_batches
+    seen = {kind: [[0] * count for _ in schedule.placement] for kind in KINDS}
+    whole: Counter[Action] = Counter()
+    for worker, order in enumerate(schedule.orders):
+        for action in order:
+            kind, stage, micro_batch, peer = action
+            if schedule.placement[stage] != worker:
+                return False
+            if micro_batch < 0 or peer >= 0:
+                whole[action] += kind not in ("UNSHARD", "RESHARD")
+            else:
+                seen[kind][stage][micro_batch] += 1
+    if any(number > 1 for number in whole.values()):
+        return False
+    once, never = [1] * count, [0] * count
+    for stage in range(schedule.stages):
+        forward, full, inputs, weights, again = (seen[kind][stage] for kind in KINDS)
+        both = never if schedule.inference else once
+        if forward != once or inputs != weights or max(again) > 1:
+            return False
+        if [one + other for one, other in zip(full, inputs, strict=True)] != both:
+            return False
+    return True
+
+
+def _misplaced(schedule: Schedule) -> Iterator[Violation]:
+    for worker, order in enumerate(schedule.orders):
+        for action in order:
+            home = schedule.placement[action.stage]
+            if home != worker:
+                where = f"stands in the order of worker {worker}, but stage {action.stage} is on worker {home}"
+                yield Violation(worker, action, f"{action} {where}")
+
+
+def _miscounted(schedule: Schedule) -> Iterator[Violation]:
+    count = Counter(action for order in schedule.orders for action in order)
+    for worker, order in enumerate(schedule.orders):
+        for action in dict.fromkeys(order):
+            if count[action] > 1 and action.kind not in ("UNSHARD", "RESHARD"):
+                yield Violation(worker, action, f"{action} stands {count[action]} times, wanted once")
+    for stage, worker in enumerate(schedule.placement):
+        missing = f"is missing in the order of worker {worker}"
+        for micro_batch in range(schedule.micro_batches):
+            forward, full, inputs, weights = (Action(kind, stage, micro_batch) for kind in "FBIW")
+            if not count[forward]:
+                yield Violation(worker, forward, f"{forward} {missing}")
+            if schedule.inference:
+                continue
+            halves = [half for half in (inputs, weights) if count[half]]
+            if count[full] and halves:
+                both = f"worker {worker} has {full} and {halves[0]} too: wanted B, or I and W, but not both"
+                yield Violation(worker, full, both)
+            elif not count[full] and not halves:
+                yield Violation(worker, full, f"{full} (or {inputs} and {weights}) {missing}")
+            elif len(halves) == 1:
+                lone = weights if halves == [inputs] else inputs
+                yield Violation(worker, lone, f"{lone} {missing}, which has {halves[0]}")
+
+
+def _transfers(schedule: Schedule) -> Iterator[Violation]:
+    """All that crosses is sent behind what makes it, and received before what needs it; or nothing is."""
+    if not schedule.communicates:
+        return
+    place = [{action: position for position, action in enumerate(order)} for order in schedule.orders]
+    wanted = [route.message(number) for route in crossings(schedule) for number in range(schedule.micro_batches)]
+    for message in wanted:
+        sender, receiver = schedule.placement[message.source], schedule.placement[message.target]
+        made = _backward_or_forward(message.kind, message.source, message.micro_batch, place[sender])
+        used = _backward_or_forward(message.kind, message.target, message.micro_batch, place[receiver])
+        for worker, transfer, partner in ((sender, message.send, made), (receiver, message.receive, used)):
+            at = place[worker].get(transfer)
+            if at is None:
+                why = f"{transfer} is missing in the order of worker {worker}, though other transfers stand there"
+                yield Violation(worker, transfer, why)
+            elif transfer == message.send and at < place[worker][partner]:
+                yield Violation(worker, transfer, f"{transfer} stands before {partner}, which makes what it sends")
+            elif transfer == message.receive and at > place[worker][partner]:
+                yield Violation(worker, transfer, f"{transfer} stands behind {partner}, which needs what it receives")
+    known = set(wanted)
+    for worker, order in enumerate(schedule.orders):
+        for action in order:
+            if action.peer >= 0 and message_of(action) not in known:
+                why = "nothing crosses from one worker to another there"
+                yield Violation(worker, action, f"{action} is a transfer, but {why}")
+
+
+def _backward_or_forward(kind: str, stage: int, micro_batch: int, place: dict[Action, int]) -> Action:
+    """The action of a stage that makes or needs its values (F) or its gradients (B, or I)."""
+    plain = Action(kind, stage, micro_batch)
+    return plain if plain in place else Action("I", stage, micro_batch)
+
+
+def _reductions(schedule: Schedule) -> Iterator[Violation]:
+    reducing = [action.stage for order in schedule.orders for action in order if action.kind == "REDUCE_GRAD"]
+    for stage in sorted(set(range(schedule.stages)) - set(reducing)) if reducing else ():
+        worker, action = schedule.placement[stage], Action("REDUCE_GRAD", stage)
+        yield Violation(
+            worker, action, f"{action} is missing in the order of worker {worker}, though other stages have it"
+        )
+    for worker, order in enumerate(schedule.orders):
+        done: set[int] = set()
+        for action in order:
+            if action.kind == "REDUCE_GRAD":
+                done.add(action.stage)
+            elif action.kind in ("B", "I", "W") and action.stage in done:
+                early = Action("REDUCE_GRAD", action.stage)
+                yield Violation(worker, early, f"{early} stands before {action}, which adds to the gradient")
+
+
+def _shards(schedule: Schedule) -> Iterator[Violation]:
+    """Where a stage's weights are gathered and given back, it computes in between."""
+    sharded = {action.stage for order in schedule.orders for action in order if action.kind == "UNSHARD"}
+    for worker, order in enumerate(schedule.orders):
+        whole: set[int] = set()
+        for action in order:
+            kind, stage = action.kind, action.stage
+            if kind == "UNSHARD":
+                if stage in whole:
+                    yield Violation(worker, action, f"{action} stands where the weights have been gathered already")
+                whole.add(stage)
+            elif kind == "RESHARD":
+                if stage not in whole:
+                    yield Violation(worker, action, f"{action} stands where the weights have not been gathered")
+                whole.discard(stage)
+            elif kind in ("F", "B", "I", "R") and stage in sharded and stage not in whole:
+                yield Violation(
+                    worker, action, f"{action} needs the weights, which {stage}UNSHARD does not gather before"
+                )
