@@ -1,5 +1,7 @@
 """How Sphinx builds these pages: `make docs`. Nothing is fetched while it does."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -13,7 +15,8 @@ author = "the pipework authors"
 copyright = "the pipework authors, BSD-3-Clause"
 version = release = pipework.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+sys.path.insert(0, str(Path(__file__).parent))
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "schedule_picture"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 

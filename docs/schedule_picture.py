@@ -1,0 +1,144 @@
+"""The directive `schedule`: a picture of a schedule, which pipework builds, simulates and draws while Sphinx runs.
+
+````
+```{schedule} zb-v
+:alt: what the picture shows, in words
+```
+````
+
+The options:
+
+* `alt`: the text alternative, which every picture must have.
+* `workers`, `chunks`: 4 and 8 unless told otherwise.
+* `stages-per-worker`: of a schedule that lets one choose.
+* `above`: another schedule, drawn above on the same time axis, as large and with the same costs.
+* `costs`: `forward=1, transfer=0.25`, arguments of `Costs`. Times and memories of stages are those of a worker's whole
+  share, and divided by its stages; what crosses a boundary is not. A forward takes 1 and a backward 2, two halves of 1,
+  unless told otherwise.
+* `recompute`: how many micro-batches are checkpointed; those of the schedule above are not.
+* `colors`: `action` or `worker`.
+* `update`: draw the optimizer's step, too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, ClassVar
+
+from docutils import nodes
+from docutils.parsers.rst import directives
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+import pipework.schedule
+from pipework.schedule import Costs, Simulation, build, recipe, simulate, svg, with_recompute
+
+USUAL = {"forward": 1.0, "input_gradient": 1.0, "weight_gradient": 1.0, "activation": 1.0}
+OF_BOUNDARIES = ("transfer", "skip_transfer", "message")
+
+
+class SchedulePicture(SphinxDirective):
+    """A figure with the picture, and with its measures below."""
+
+    required_arguments = 1
+    option_spec: ClassVar[dict[str, Any]] = {
+        "alt": directives.unchanged,
+        "workers": directives.positive_int,
+        "chunks": directives.positive_int,
+        "stages-per-worker": directives.positive_int,
+        "above": directives.unchanged,
+        "costs": directives.unchanged,
+        "recompute": directives.nonnegative_int,
+        "colors": directives.unchanged,
+        "update": directives.flag,
+    }
+
+    def run(self) -> list[nodes.Node]:
+        """Draw the picture and put it where the page has the directive."""
+        if not self.options.get("alt"):
+            raise self.error("the picture of a schedule has no text alternative: say in :alt: what it shows")
+        try:
+            below = self.simulated(self.arguments[0], self.options.get("stages-per-worker"), **self.options)
+            results = [self.simulated(self.options["above"]), below] if "above" in self.options else [below]
+            lines = [result.timeline for result in results]
+            picture = svg(lines, colors=self.options.get("colors", "action"), update="update" in self.options)
+        except (TypeError, ValueError) as error:
+            raise self.error(f"no picture of this schedule: {error}") from error
+        # The pictures are as old as the code that draws them.
+        for module in Path(pipework.schedule.__file__).parent.glob("*.py"):
+            self.env.note_dependency(str(module))
+        width = re.search(r'width="([\d.]+)"', picture)
+        assert width
+        # With a width, Sphinx makes the picture a link to itself, where it is not scaled and its cells have tooltips.
+        image = nodes.image(uri=self.written(picture), alt=self.options["alt"], width=f"{width[1]}px")
+        return [nodes.figure("", image, nodes.caption("", caption(results)))]
+
+    def simulated(
+        self, name: str, stages_per_worker: int | None = None, *, recompute: int = 0, **_: object
+    ) -> Simulation:
+        """The schedule of that name, with the workers, micro-batches and costs of this picture."""
+        stages = stages_per_worker or recipe(name).stages_per_worker
+        costs = share(self.options.get("costs", ""), stages)
+        schedule = build(
+            name,
+            workers=self.options.get("workers", 4),
+            chunks=self.options.get("chunks", 8),
+            stages_per_worker=stages,
+            costs=costs,
+        )
+        if recompute:
+            schedule = replace(with_recompute(schedule, recompute), name=f"{schedule.name} with recomputation")
+        return simulate(schedule, costs)
+
+    def written(self, picture: str) -> str:
+        """Write the picture among what Sphinx keeps of the pages, and return its path as the page would write it.
+
+        Sphinx copies it from there to the images of the site, as it does with every image.
+        """
+        name = f"schedule-{sha256(picture.encode()).hexdigest()[:16]}.svg"
+        file = Path(self.env.doctreedir, "schedules", name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(picture, encoding="utf-8")
+        return Path(os.path.relpath(file, Path(self.env.doc2path(self.env.docname)).parent)).as_posix()
+
+
+def share(written: str, stages_per_worker: int) -> Costs:
+    """The costs of one stage, from those of a worker's whole share as the page writes them.
+
+    Raises:
+        TypeError, ValueError: they are no costs.
+    """
+    given = {}
+    for each in filter(None, map(str.strip, written.split(","))):
+        name, _, value = each.partition("=")
+        if name.strip() not in Costs.__dataclass_fields__:
+            raise ValueError(f"{name.strip()!r} is none of the costs: {', '.join(Costs.__dataclass_fields__)}")
+        given[name.strip()] = float(value)
+    # A whole backward decides about its halves, unless the page does.
+    usual = {name: value for name, value in USUAL.items() if "backward" not in given or not name.endswith("gradient")}
+    costs = usual | given
+    return Costs(
+        **{name: value if name in OF_BOUNDARIES else value / stages_per_worker for name, value in costs.items()}
+    )
+
+
+def caption(results: list[Simulation]) -> str:
+    """Names and measures, for those who look for them as text."""
+    said = []
+    for result in results:
+        memory = max(result.peak_memory)
+        facts = [f"makespan {result.makespan:g}", f"bubble {result.bubble:.1%}", f"peak memory {memory:g}"]
+        if result.span < result.makespan:
+            facts.insert(2, f"{result.span_bubble:.1%} of the span {result.span:g}")
+        said.append(f"{result.schedule.name}: {', '.join(facts)}.")
+    return " ".join([f"Above, {said[0]} Below, {said[1]}"] if len(said) > 1 else said)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Sphinx calls this."""
+    app.add_directive("schedule", SchedulePicture)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
