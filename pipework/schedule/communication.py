@@ -35,7 +35,7 @@ def with_skips(schedule: Schedule, skips: Iterable[tuple[int, int]]) -> Schedule
         ((0, 3),)
     """
     _refuse_lowered(schedule, "the skips come before")
-    pairs = sorted(set(skips))
+    pairs = sorted({(source, target) for source, target in skips})
     for source, target in pairs:
         if not 0 <= source <= target < schedule.stages:
             raise ValueError(

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import replace
 from typing import NamedTuple
 
-from pipework.schedule.action import Action
+from pipework.schedule.action import KINDS, Action
 from pipework.schedule.channels import Channel
 from pipework.schedule.costs import StageCosts
 from pipework.schedule.edges import Message, crossings
@@ -43,7 +43,11 @@ def posted(schedule: Schedule, costs: StageCosts, channel: Channel) -> Schedule:
         for worker, order in enumerate(schedule.orders)
         for position, action in enumerate(order)
     }
-    starts = [[start for start, _ in row] for row in times]
+    # Reductions have times of their own, beside the computation. Where a computation begins, transfers stand right
+    # behind the one before.
+    computing = [[n for n, action in enumerate(order) if action.kind in KINDS] for order in schedule.orders]
+    starts = [[times[worker][n][0] for n in positions] for worker, positions in enumerate(computing)]
+    begins = [[0, *(position + 1 for position in positions)] for positions in computing]
 
     def where(kind: str, stage: int, micro_batch: int) -> tuple[int, int]:
         plain = Action(kind, stage, micro_batch)
@@ -63,7 +67,7 @@ def posted(schedule: Schedule, costs: StageCosts, channel: Channel) -> Schedule:
     for time, message in sent:
         sender, made = where(message.kind, message.source, message.micro_batch)
         receiver, used = where(message.kind, message.target, message.micro_batch)
-        slot = max(0, bisect_right(starts[receiver], time) - 1)
+        slot = begins[receiver][max(0, bisect_right(starts[receiver], time) - 1)]
         slots[sender][made + 1].append(message.send)
         latest[sender] = made + 1
         if channel == "worker":
