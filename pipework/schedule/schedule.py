@@ -12,6 +12,7 @@ from pipework.schedule.action import KINDS, OF_STAGES, TRANSFERS, Action
 if TYPE_CHECKING:
     from pipework.schedule.channels import Channel
     from pipework.schedule.costs import Costs
+    from pipework.schedule.csv_form import Form
     from pipework.schedule.simulate import Simulation
     from pipework.schedule.svg import Colors, Labels
     from pipework.schedule.validate import Validation
@@ -198,6 +199,74 @@ class Schedule:
         from pipework.schedule.text import from_orders_text
 
         return from_orders_text(text)
+
+    def to_csv(self, *, form: Form = "compute_only") -> str:
+        """Write the orders for `torch.distributed.pipelining`, which loads them with `_load_csv`.
+
+        Args:
+            form: ``"compute_only"``: forwards and backwards. ``"compute_comms"``: with transfers and reductions of
+                gradients as well, which are added unless they are there.
+
+        Returns:
+            A row for each worker, a cell for each action. Name and skips are not part of it.
+
+        Raises:
+            ValueError: the schedule has actions for which PyTorch, or the form, has no word.
+
+        Example:
+            >>> from pipework.schedule import fill_drain
+            >>> print(fill_drain(2, 1).to_csv(form="compute_comms"))
+            0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD
+            1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD
+            <BLANKLINE>
+        """
+        from pipework.schedule.csv_form import to_csv
+
+        return to_csv(self, form=form)
+
+    @staticmethod
+    def from_csv(text: str, *, name: str = "csv") -> Schedule:
+        """Read what :meth:`to_csv` or `torch.distributed.pipelining` wrote, in either form.
+
+        A forward and a backward side by side (``OVERLAP_F_B``) become one after the other, as PyTorch runs them.
+
+        Args:
+            text: the CSV itself.
+            name: what to call the schedule.
+
+        Raises:
+            ValueError: a cell that is no action, a row without one, a stage in two rows, or one in none; the message
+                says where. Whether the schedule can be executed, :meth:`validate` tells.
+
+        Example:
+            >>> Schedule.from_csv("0F0,0B0").validate().ok
+            True
+        """
+        from pipework.schedule.csv_form import from_csv
+
+        return from_csv(text, name=name)
+
+    def to_json(self) -> str:
+        """Write everything that the schedule is, as JSON that :meth:`from_json` reads back."""
+        from pipework.schedule.json_form import to_json
+
+        return to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Schedule:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: no JSON, or none of a schedule.
+
+        Example:
+            >>> from pipework.schedule import zb_v
+            >>> Schedule.from_json(zb_v(2, 3).to_json()) == zb_v(2, 3)
+            True
+        """
+        from pipework.schedule.json_form import from_json
+
+        return from_json(text)
 
     def _repr_svg_(self) -> str | None:
         # A notebook asks for the picture of whatever stands last in a cell, of an invalid schedule too; None makes it

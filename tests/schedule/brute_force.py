@@ -96,7 +96,7 @@ def _comes_to_an_end(schedule, channel, random):
         return all(each in done for each in adding if each[1] == stage)  # REDUCE_GRAD
 
     def queue_of(action, worker):
-        kind, stage, micro, peer = action
+        kind, stage, _, peer = action
         if channel == "worker":
             return worker
         ends = (stage, peer) if kind.startswith("SEND") else (peer, stage)
