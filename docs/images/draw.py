@@ -229,9 +229,7 @@ def memory() -> None:
             picture.text(left - 8, y + 4, f"{count}", size=11, anchor="end", color=QUIET)
         for worker in reversed(range(line.workers)):
             path = f"M{left + unit * worker:g} {base:g}" + "".join(
-                f"H{left + time * unit:g}V{base - each * amount:g}"
-                for interval, behind in zip(line.by_worker[worker], line.idle_memory(worker), strict=True)
-                for time, amount in ((interval.start, interval.memory), (interval.end, behind))
+                f"H{left + time * unit:g}V{base - each * amount:g}" for time, amount in line.memory_steps(worker)
             )
             picture.parts.append(f'<path d="{path}" fill="none" stroke="{colors[worker]}" stroke-width="2"/>')
         peaks = f"{held[0]:g} each" if len(set(held)) == 1 else ", ".join(f"{peak:g}" for peak in held)

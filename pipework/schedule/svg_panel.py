@@ -189,9 +189,7 @@ def _strip(line: Timeline, frame: Frame, worker: int, most: float) -> str:
     base = frame.y(worker) + frame.row + frame.strip
     scale = (frame.strip - 1.5) / most if most else 0.0
     path = "".join(
-        f"H{number(frame.x(time))}V{number(base - held * scale)}"
-        for interval, behind in zip(line.by_worker[worker], line.idle_memory(worker), strict=True)
-        for time, held in ((interval.start, interval.memory), (interval.end, behind))
+        f"H{number(frame.x(time))}V{number(base - held * scale)}" for time, held in line.memory_steps(worker)
     )
     start, end = f"M{number(frame.left)} {number(base)}", f"H{number(frame.left + frame.width)}"
     ground = f'<path d="{start}{end}" stroke="{LINE}" fill="none"/>'

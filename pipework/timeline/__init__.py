@@ -1,6 +1,7 @@
 """Timelines of real steps: recorded by the pipe, drawn above what the schedule predicts, or traced."""
 
+from pipework.timeline.png import png
 from pipework.timeline.recording import Recording
 from pipework.timeline.trace import trace, trace_json
 
-__all__ = ["Recording", "trace", "trace_json"]
+__all__ = ["Recording", "png", "trace", "trace_json"]

@@ -6,12 +6,13 @@ The runtime writes (:meth:`Recording.begin`, :meth:`Recording.add`), users read 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
 from pipework.schedule import Costs, Interval, Schedule, Simulation, Timeline, simulate, svg
 from pipework.timeline.measure import measured_costs
+from pipework.timeline.png import png
 from pipework.timeline.trace import trace_json
 
 
@@ -163,31 +164,43 @@ class Recording:
         """Write a picture or a trace.
 
         Args:
-            path: ``*.svg``: the predicted above the measured timeline of the last step; ``*.json``: all steps as a
-                trace, for https://ui.perfetto.dev or chrome://tracing.
+            path: ``*.svg`` or ``*.png``: the predicted above the measured timeline of the last step; ``*.json``: all
+                steps as a trace, for https://ui.perfetto.dev or chrome://tracing.
 
         Raises:
             ValueError: another ending, or nothing was recorded.
+            ImportError: ``*.png``, and matplotlib is not installed.
             OSError: the file cannot be written.
         """
         path = Path(path)
         ending = path.suffix.lower()
-        if ending not in (".svg", ".json"):
-            raise ValueError(f"cannot save as {path.name!r}: the name must end in .svg (picture) or .json (trace)")
+        if ending not in (".svg", ".png", ".json"):
+            raise ValueError(
+                f"cannot save as {path.name!r}: the name must end in .svg or .png (picture), or .json (trace)"
+            )
         self._find(-1)
-        path.write_text(self._picture() if ending == ".svg" else trace_json(self._all()), encoding="utf-8")
+        if ending == ".png":
+            content = png(self._pictured())
+        else:
+            content = (svg(self._pictured()) if ending == ".svg" else trace_json(self._all())).encode()
+        path.write_bytes(content)
 
     def _repr_svg_(self) -> str | None:
-        return self._picture() if self._steps else None
+        return svg(self._pictured()) if self._steps else None
 
-    def _picture(self) -> str:
+    def _pictured(self) -> list[Timeline]:
         _, record = self._find(-1)
         measured = self.timeline()
         if all(interval.action.kind == "F" for interval in measured.intervals):
-            return svg(measured)  # Evaluation: there is no backward to predict.
-        predicted = self.predicted().timeline
-        title = f"predicted: {record.schedule.title}"
-        return svg([_titled(predicted, title), measured])
+            return [measured]  # Evaluation: there is no backward to predict.
+        predicted = replace(
+            self.predicted().timeline,
+            title=f"predicted: {record.schedule.title}",
+            # Of measured costs, hence in their units.
+            unit=measured.unit,
+            memory_unit=measured.memory_unit,
+        )
+        return [predicted, measured]
 
     def _all(self) -> Timeline:
         intervals = [interval for record in self._steps.values() for interval in record.intervals]
@@ -208,11 +221,6 @@ class Recording:
 
 def _timeline(intervals: Sequence[Interval], workers: int, title: str) -> Timeline:
     return Timeline(tuple(intervals), workers, unit="s", memory_unit="bytes", title=title).normalised()
-
-
-def _titled(line: Timeline, title: str) -> Timeline:
-    # Predicted from measured costs, hence in their units.
-    return Timeline(line.intervals, line.workers, unit="s", memory_unit="bytes", title=title)
 
 
 def _listed(steps: Sequence[int]) -> str:

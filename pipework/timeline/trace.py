@@ -1,20 +1,23 @@
 """A timeline as a trace, in the JSON that Perfetto and chrome://tracing read.
 
-One process for each worker with a track "compute", arrows from each forward to the next stage's and from each backward
-to the previous stage's, and a counter of memory.
+One process for each worker with a track "compute" and, where communication is known, "send", "receive" and "reduce";
+arrows along which values and gradients go from stage to stage; and a counter of memory.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pipework.schedule import Interval, Timeline
+from pipework.schedule import Timeline
+from pipework.schedule.action import NONE
+from pipework.timeline.flows import flows
+from pipework.timeline.tracks import CHANNELS, Track, tracks
 
 Event = dict[str, Any]
 
-_KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recompute"}
+_KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recompute", **CHANNELS}
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
@@ -33,7 +36,8 @@ def trace(timeline: Timeline) -> dict[str, Any]:
         ['0F0', '0B0', '1F0', '1B0']
     """
     scale = 1e6 if timeline.unit == "s" else 1e3
-    events = [*_names(timeline), *_slices(timeline, scale), *_flows(timeline, scale)]
+    rows = tracks(timeline)
+    events = [*_names(rows), *_slices(rows, scale), *_flows(timeline, rows, scale)]
     if timeline.knows_memory:
         events.extend(_memory(timeline, scale))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -50,57 +54,46 @@ def trace_json(timeline: Timeline) -> str:
     return json.dumps(trace(timeline), allow_nan=False)
 
 
-def _names(timeline: Timeline) -> Iterator[Event]:
-    for worker in range(timeline.workers):
-        yield _event("M", "process_name", worker, args={"name": f"worker {worker}"})
-        yield _event("M", "process_sort_index", worker, args={"sort_index": worker})
-        yield _event("M", "thread_name", worker, args={"name": "compute"})
+def _names(rows: Sequence[Track]) -> Iterator[Event]:
+    for worker, number, name, _ in rows:
+        if number == 0:
+            yield _event("M", "process_name", worker, args={"name": f"worker {worker}"})
+            yield _event("M", "process_sort_index", worker, args={"sort_index": worker})
+        yield _event("M", "thread_name", worker, number, args={"name": name})
+        if number > 0:
+            yield _event("M", "thread_sort_index", worker, number, args={"sort_index": number})
 
 
-def _slices(timeline: Timeline, scale: float) -> Iterator[Event]:
-    for row in timeline.by_worker:
-        for interval in row:
-            kind, stage, micro_batch, _ = interval.action
+def _slices(rows: Sequence[Track], scale: float) -> Iterator[Event]:
+    for row in rows:
+        for interval in row.intervals:
+            kind, stage, micro_batch, peer = interval.action
+            about = {"stage": stage, "micro-batch": micro_batch, "peer": peer}
             yield _event(
                 "X",
                 str(interval.action),
-                interval.worker,
+                row.worker,
+                row.number,
                 cat=_KINDS[kind],
                 ts=interval.start * scale,
                 dur=(interval.end - interval.start) * scale,
-                args={"stage": stage, "micro-batch": micro_batch, "step": interval.step},
+                args={name: value for name, value in about.items() if value != NONE} | {"step": interval.step},
             )
 
 
-def _flows(timeline: Timeline, scale: float) -> Iterator[Event]:
-    """An arrow for each value and each gradient that goes from one stage to another."""
-    made: dict[tuple[int, str, int, int], Interval] = {}
-    for interval in timeline.intervals:
-        kind, stage, micro_batch, _ = interval.action
-        if kind in ("F", "B", "I"):
-            made[interval.step, "F" if kind == "F" else "B", stage, micro_batch] = interval
-    number = 0
-    for (step, direction, stage, micro_batch), source in made.items():
-        target = made.get((step, direction, stage + (1 if direction == "F" else -1), micro_batch))
-        if target is None:
-            continue
-        name = "value" if direction == "F" else "gradient"
-        # A flow belongs to the slice that it is in: its middle leaves no doubt, even if the next follows at once.
-        middle = (source.start + source.end) / 2 * scale
-        yield _event("s", name, source.worker, cat="transfer", id=number, ts=middle)
-        middle = (target.start + target.end) / 2 * scale
-        yield _event("f", name, target.worker, cat="transfer", id=number, ts=middle, bp="e")
-        number += 1
+def _flows(timeline: Timeline, rows: Sequence[Track], scale: float) -> Iterator[Event]:
+    for number, (name, stops) in enumerate(flows(timeline, rows)):
+        for phase, (worker, track, time) in zip(["s", *"t" * (len(stops) - 2), "f"], stops, strict=True):
+            bound = {} if phase == "s" else {"bp": "e"}  # to the slice around it, not to the one that follows
+            yield _event(phase, name, worker, track, cat="transfer", id=number, ts=time * scale, **bound)
 
 
 def _memory(timeline: Timeline, scale: float) -> Iterator[Event]:
     name = "memory (bytes)" if timeline.memory_unit == "bytes" else "memory"
-    for worker, row in enumerate(timeline.by_worker):
-        for interval, behind in zip(row, timeline.idle_memory(worker), strict=True):
-            yield _event("C", name, worker, ts=interval.start * scale, args={"held": interval.memory})
-            if behind != interval.memory:
-                yield _event("C", name, worker, ts=interval.end * scale, args={"held": behind})
+    for worker in range(timeline.workers):
+        for time, held in timeline.memory_steps(worker):
+            yield _event("C", name, worker, ts=time * scale, args={"held": held})
 
 
-def _event(phase: str, name: str, worker: int, **more: Any) -> Event:
-    return {"ph": phase, "name": name, "pid": worker, "tid": 0, **more}
+def _event(phase: str, name: str, worker: int, track: int = 0, **more: Any) -> Event:
+    return {"ph": phase, "name": name, "pid": worker, "tid": track, **more}

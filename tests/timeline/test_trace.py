@@ -1,10 +1,12 @@
 import json
+from collections import Counter, defaultdict
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.schedule import Action, Costs, Interval, Schedule, Timeline, fill_drain, simulate
+from pipework.schedule import Action, Costs, Interval, Schedule, Timeline, build, fill_drain, simulate
 from pipework.timeline import trace, trace_json
 
 
@@ -71,10 +73,77 @@ def test_flows_stay_within_their_step():
     assert spans == [(500, 500), (10_500, 10_500)]
 
 
+def with_channels(schedule, skip=None):
+    """A prediction with a send and a receive between each forward or backward and the next stage's.
+
+    `skip` is a pair of stages with transfers of their own, which take longer and overlap with the others.
+    """
+    line = simulate(schedule, Costs(transfer=0.5)).timeline
+    done = {each.action: each for each in line.intervals}
+    stages = range(schedule.stages)
+    pairs = [(stage, stage + 1) for stage in stages[:-1]] + ([skip] if skip else [])
+    communication = []
+    for micro_batch in range(schedule.micro_batches):
+        for direction, source, target in [("F", *pair) for pair in pairs] + [("B", *pair[::-1]) for pair in pairs]:
+            end = done[Action(direction, source, micro_batch)].end
+            for kind, stage, peer in (("SEND", source, target), ("RECV", target, source)):
+                action = Action(f"{kind}_{direction}", stage, micro_batch, peer)
+                length = 0.5 if abs(source - target) == 1 else 2.0
+                communication.append(Interval(schedule.placement[stage], action, end, end + length))
+    reductions = [Interval(worker, Action("REDUCE_GRAD", worker), line.end, line.end + 2) for worker in range(2)]
+    return Timeline(line.intervals, line.workers, communication=(*communication, *reductions))
+
+
+def test_channels_have_tracks_of_their_own():
+    line = with_channels(fill_drain(2, 2))
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events(line, "M") if e["name"] == "thread_name"}
+    assert set(names.values()) >= {"compute", "send", "receive", "reduce"}
+    by_name = {each["name"]: each for each in events(line, "X")}
+    send = by_name["0SEND_F1"]
+    assert (names[send["pid"], send["tid"]].split()[0], send["cat"]) == ("send", "send")
+    assert send["args"] == {"stage": 0, "micro-batch": 1, "peer": 1, "step": 0}
+    assert by_name["1REDUCE_GRAD"]["args"] == {"stage": 1, "step": 0}
+    assert len(by_name) == len(line.intervals) + len(line.communication)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b"])
+def test_slices_of_a_track_are_disjoint(name):
+    rows = defaultdict(list)
+    for each in events(with_channels(build(name, workers=4, chunks=8), skip=(0, 3)), "X"):
+        rows[each["pid"], each["tid"]].append((each["ts"], each["ts"] + each["dur"]))
+    assert len(rows) > 12
+    for row in rows.values():
+        assert all(before[1] <= after[0] for before, after in pairwise(sorted(row)))
+
+
+def test_arrows_go_through_the_channels():
+    line = with_channels(fill_drain(4, 3), skip=(0, 3))
+    starts, steps, ends = (events(line, phase) for phase in "stf")
+    assert set(Counter(each["id"] for each in starts).values()) == {1}
+    assert {each["id"] for each in starts} == {each["id"] for each in ends}
+    assert len(starts) == len(ends) == 2 * 4 * 3
+    slices = events(line, "X")
+    ways = defaultdict(list)
+    for event in sorted((*starts, *steps, *ends), key=lambda event: event["ts"]):
+        (name,) = (
+            each["name"]
+            for each in slices
+            if (each["pid"], each["tid"]) == (event["pid"], event["tid"])
+            and each["ts"] <= event["ts"] < each["ts"] + each["dur"]
+        )
+        ways[event["id"]].append(name)
+    assert ["0F1", "0SEND_F1", "1RECV_F1", "1F1"] in ways.values()
+    assert ["2B1", "2SEND_B1", "1RECV_B1", "1B1"] in ways.values()
+    assert ["0F2", "0SEND_F2@3", "3RECV_F2@0", "3F2"] in ways.values(), "a skip connection's value"
+    assert ["3B2", "3SEND_B2@0", "0RECV_B2@3", "0B2"] in ways.values(), "and its gradient"
+    assert all(len(way) == 4 for way in ways.values())
+    assert json.loads(trace_json(line)) == trace(line)
+
+
 def test_memory_grows_when_an_action_starts_and_shrinks_when_one_ends():
     line = simulate(fill_drain(1, 2)).timeline
     counters = [(event["ts"], event["args"]["held"]) for event in events(line, "C")]
-    assert counters == [(0, 1), (1000, 2), (2000, 2), (4000, 1), (4000, 1), (6000, 0)]
+    assert counters == [(0, 1), (1000, 2), (4000, 1), (6000, 0)]
     assert events(simulate(fill_drain(1, 2), Costs(activation=0)).timeline, "C") == []
 
 

@@ -1,0 +1,70 @@
+"""Tracks: what a worker does and what its channels do, in rows in which nothing overlaps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pipework.schedule import Interval, Timeline
+
+CHANNELS = {
+    "SEND_F": "send",
+    "SEND_B": "send",
+    "RECV_F": "receive",
+    "RECV_B": "receive",
+    "REDUCE_GRAD": "reduce",
+}
+
+
+class Track(NamedTuple):
+    """A row of a worker.
+
+    Attributes:
+        worker: whose.
+        number: from 0, which is the computation's.
+        name: ``"compute"``, ``"send"``, ``"receive"`` or ``"reduce"``; a second row for the same is ``"send 2"``.
+        intervals: in order of time.
+    """
+
+    worker: int
+    number: int
+    name: str
+    intervals: tuple[Interval, ...]
+
+
+def tracks(timeline: Timeline) -> list[Track]:
+    """The rows of all workers; of their channels those in which something happens.
+
+    Example:
+        >>> from pipework.schedule import Action
+        >>> sends = (Interval(0, Action("SEND_F", 0, micro_batch, 1), micro_batch, 1.5) for micro_batch in (0, 1))
+        >>> [track.name for track in tracks(Timeline((), workers=1, communication=tuple(sends)))]
+        ['compute', 'send', 'send 2']
+    """
+    channels: list[dict[str, list[Interval]]] = [
+        {name: [] for name in CHANNELS.values()} for _ in range(timeline.workers)
+    ]
+    for interval in timeline.communication:
+        channels[interval.worker][CHANNELS[interval.action.kind]].append(interval)
+    found: list[Track] = []
+    for worker, row in enumerate(timeline.by_worker):
+        found.append(Track(worker, 0, "compute", row))
+        named = (
+            (name if count == 1 else f"{name} {count}", lane)
+            for name, intervals in channels[worker].items()
+            for count, lane in enumerate(_lanes(intervals), 1)
+        )
+        found.extend(Track(worker, number, name, tuple(lane)) for number, (name, lane) in enumerate(named, 1))
+    return found
+
+
+def _lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
+    """As few rows as possible in which no interval overlaps another."""
+    lanes: list[list[Interval]] = []
+    for interval in sorted(intervals, key=lambda interval: (interval.start, interval.end)):
+        lane = next((lane for lane in lanes if lane[-1].end <= interval.start), None)
+        if lane is None:
+            lane = []
+            lanes.append(lane)
+        lane.append(interval)
+    return lanes

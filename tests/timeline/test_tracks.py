@@ -1,0 +1,51 @@
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipework.schedule import Action, Interval, Timeline
+from pipework.timeline.tracks import tracks
+
+TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+
+
+def test_a_worker_has_the_tracks_in_which_something_happens():
+    line = Timeline(
+        (Interval(0, Action("F", 0, 0), 0, 1),),
+        workers=2,
+        communication=(
+            Interval(0, Action("REDUCE_GRAD", 0), 3, 4),
+            Interval(0, Action("SEND_F", 0, 0, 1), 1, 2),
+            Interval(1, Action("RECV_F", 1, 0, 0), 1, 2),
+        ),
+    )
+    found = [(track.worker, track.number, track.name, len(track.intervals)) for track in tracks(line)]
+    assert found == [
+        (0, 0, "compute", 1),
+        (0, 1, "send", 1),
+        (0, 2, "reduce", 1),
+        (1, 0, "compute", 0),
+        (1, 1, "receive", 1),
+    ]
+
+
+@given(st.lists(st.tuples(st.sampled_from(TRANSFERS), st.integers(0, 9), st.integers(0, 4)), max_size=20))
+def test_intervals_of_a_track_are_disjoint(transfers):
+    communication = tuple(
+        Interval(0, Action(kind, 1, number, 2), start, start + length)
+        for number, (kind, start, length) in enumerate(transfers)
+    )
+    found = tracks(Timeline((), workers=1, communication=communication))
+    assert [track.number for track in found] == list(range(len(found)))
+    assert len({track.name for track in found}) == len(found)
+    for track in found:
+        for before, after in pairwise(track.intervals):
+            assert before.end <= after.start
+    assert sorted(each for track in found for each in track.intervals) == sorted(communication)
+
+
+def test_only_overlapping_intervals_take_further_tracks():
+    sends = [Interval(0, Action("SEND_F", 0, m, 1), start, start + 2) for m, start in enumerate((0, 1, 2, 3))]
+    _, first, second = tracks(Timeline((), workers=1, communication=tuple(sends)))
+    assert (first.name, [each.start for each in first.intervals]) == ("send", [0, 2])
+    assert (second.name, [each.start for each in second.intervals]) == ("send 2", [1, 3])
