@@ -22,15 +22,15 @@ def dualpipe_v(workers: int, micro_batches: int) -> Schedule:
     Worker d fills the pipe with 2(p - d - 1) forwards of its first stage and d + 1 of either stage in turn. Then come p
     - d - 1 backwards of its second stage, in halves since nobody waits for the weights, and then the pairs: ``F`` of
     its first stage with ``B`` of its second, ``F`` of its second with ``B`` of its first. While the pipe drains,
-    backwards are whole at first and in halves in the end.
+    backwards are whole at first, and the last p are in halves.
 
     The actions of a pair run one after the other here, and what the first one makes is sent before the second ends. A
     machine that runs them at the same time gains what each by itself leaves idle; without that, ZB-V is better.
 
     Of p workers and m micro-batches, with F, I and W the time of a forward and the halves of a backward of a worker's
-    whole share: where F = I = W, m is at least p and p is at least 3, the bubble is pF/2; with pairs that start and end
-    as one it is (p - 1)F, that of ZB-H1. A worker holds up to min(m, p + 1/2) micro-batches of the activations of its
-    share.
+    whole share: where F = I = W and m is at least p, the bubble is (p - 1)F/2, that of ZB-V; with pairs that start and
+    end as one it is (p - 1)F, that of ZB-H1. A worker holds up to min(m, p + 1/2) micro-batches of the activations of
+    its share.
 
     Source: DeepSeek-AI, DeepSeek-V3 Technical Report, arXiv 2412.19437, whose DualPipe this is half of; and the
     DualPipe repository.
@@ -75,7 +75,7 @@ def _order(worker: int, workers: int, micro_batches: int) -> tuple[Action, ...]:
             continue
         if backwards_left <= behind and weights:
             order.append(weights.popleft())
-        drained = backwards_left <= behind + 2 * ((worker + 1) // 2)
+        drained = backwards_left <= workers
         if drained or (stage == back and micro_batch < behind):
             order.append(Action("I", stage, micro_batch))
             weights.append(Action("W", stage, micro_batch))

@@ -89,7 +89,7 @@ def test_formulas(p):
         assert bubble("zb-h1", p, m) == p - 1
         assert bubble("zb-h2", p, m) == p - 1
         assert bubble("zb-v", p, m, 2) == (p - 1) / 2
-        assert bubble("dualpipe-v", p, m, 2) == (p / 2 if p > 2 else (p - 1) / 2)
+        assert bubble("dualpipe-v", p, m, 2) == (p - 1) / 2
         assert bubble("hanayo", p, m, 2) == 3 * (p - 1) / 2 + (1 / 2 if p % 2 == 0 else 0)
         assert bubble("forward-only", p, m) == p - 1
         for v in (1, 2, 3, 4):

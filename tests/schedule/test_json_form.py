@@ -1,0 +1,40 @@
+import json
+
+import pytest
+
+from pipework.schedule import SCHEDULES, Schedule, build, fill_drain, with_communication, with_recompute, with_skips
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_round_trip(name):
+    schedule = build(name, workers=3, chunks=4)
+    assert Schedule.from_json(schedule.to_json()) == schedule
+
+
+def test_round_trip_of_everything_that_passes_add():
+    schedule = with_communication(with_skips(with_recompute(fill_drain(4, 3), 2), [(0, 3)]))
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    assert Schedule.from_orders_text(schedule.to_orders_text()) == schedule
+
+
+def change(**fields):
+    return json.dumps({**json.loads(fill_drain(2, 2).to_json()), **fields})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "the text is no JSON: "),
+        ("[]", "no schedule of pipework: it is a list, wanted an object of format 'pipework schedule 1'"),
+        ("{}", "its format is None"),
+        (change(format="pipework schedule 2"), "its format is 'pipework schedule 2', wanted"),
+        (change(orders=None), "the JSON has None for 'orders': wanted a list"),
+        (change(orders=[["0F0"], [3]]), "the JSON has 3 for an action"),
+        (change(orders=[["0F0"], ["0Y0"]]), "'0Y0' is not an action"),
+        (change(placement=[0, 5]), "stage 1 is placed on worker 5"),
+        (change(inference="no"), "the JSON has 'no' for 'inference': wanted a bool"),
+    ],
+)
+def test_errors_say_what_is_wrong(text, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule.from_json(text)
