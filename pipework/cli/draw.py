@@ -1,15 +1,32 @@
-"""`python -m pipework draw`: the picture of a schedule, in the terminal or as an SVG file."""
+"""`python -m pipework draw`: a schedule in the terminal, as a picture, or in a form that other programs read."""
 
 from __future__ import annotations
 
 import argparse
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
 
-from pipework.schedule import SCHEDULES, Costs, Schedule, build, simulate, svg, with_recompute
+from pipework.cli import arguments as shared
+from pipework.cli.report import Report
+from pipework.schedule import (
+    SCHEDULES,
+    Costs,
+    Schedule,
+    Simulation,
+    build,
+    grid,
+    recipe,
+    simulate,
+    svg,
+    with_communication,
+    with_recompute,
+)
 from pipework.schedule.units import memory_text, time_text
+from pipework.timeline import png, trace_json
 
 if TYPE_CHECKING:
     from pipework.schedule.svg import Colors
@@ -22,23 +39,18 @@ def add_to(commands: Commands) -> None:
     """Add the command to a parser."""
     parser = commands.add_parser(
         "draw",
-        help="draw a schedule, as text or as an SVG file",
-        description="Draw the predicted timeline of a schedule: as text, or with --out as an SVG picture. "
-        "Times and memory are of a worker's whole share of the model, however many stages it holds.",
-        epilog="example: python -m pipework draw gpipe --workers 4 --chunks 4 --out pipe.svg",
+        help="draw a schedule: as text, as a picture, or for other programs",
+        description="Draw the predicted timeline of a schedule as text, or with --out as a picture or a file for other "
+        "programs. Times and memory are of a worker's whole share of the model, however many stages it holds.",
+        epilog="example: python -m pipework draw zb-v --workers 4 --chunks 8 --costs forward=1,backward=2 --out zb.svg",
     )
-    whole = "through all of a worker's stages"
-    parser.add_argument("schedule", help=f"one of {', '.join(SCHEDULES)}")
-    parser.add_argument("--workers", type=_count, required=True, metavar="N", help="number of workers")
-    parser.add_argument("--chunks", type=_count, required=True, metavar="N", help="number of micro-batches")
-    parser.add_argument("--stages-per-worker", type=_count, metavar="N", help="for schedules of several (default 2)")
+    parser.add_argument("schedule", help=f"one of {', '.join(SCHEDULES)}; or a file ({shared.FILES})")
+    parser.add_argument("--workers", type=shared.count, metavar="N", help="number of workers")
+    parser.add_argument("--chunks", type=shared.count, metavar="N", help="number of micro-batches")
     parser.add_argument(
-        "--forward", type=float, default=1.0, metavar="TIME", help=f"time of a forward {whole} (default 1)"
+        "--stages-per-worker", type=shared.count, metavar="N", help="for schedules of several (default 2)"
     )
-    parser.add_argument(
-        "--backward", type=float, default=2.0, metavar="TIME", help=f"time of a backward {whole} (default 2)"
-    )
-    parser.add_argument("--transfer", type=float, default=0.0, metavar="TIME", help="time between workers (default 0)")
+    parser.add_argument("--costs", type=shared.costs, default=Costs(), metavar="COSTS", help=shared.COSTS_HELP)
     parser.add_argument(
         "--checkpoint",
         choices=("never", "except_last", "always"),
@@ -46,76 +58,135 @@ def add_to(commands: Commands) -> None:
         help="which micro-batches are recomputed (default never)",
     )
     parser.add_argument(
+        "--channel",
+        choices=("unbounded", "pair", "worker"),
+        help="add transfers, on channels that hold anything, that keep the order between two workers, or of which each "
+        "worker has but one",
+    )
+    parser.add_argument(
         "--colors",
         choices=("worker", "action"),
-        help="what SVG colours tell: the worker, with update boxes (default with one stage per worker), "
+        help="what colours of a picture tell: the worker, with update boxes (default with one stage per worker), "
         "or the kind of action, with memory (default with several)",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE.svg", help="write an SVG picture")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write a picture (.svg; .png needs matplotlib), the schedule (.csv in PyTorch's form compute_only, with "
+        "--channel in compute_comms; .json; .txt), or a trace for https://ui.perfetto.dev (.trace.json)",
+    )
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> list[str]:
+def run(arguments: argparse.Namespace) -> Report:
     """Draw.
-
-    Returns:
-        Lines for the terminal.
 
     Raises:
         ValueError: what was asked for cannot be drawn.
-        OSError: the file cannot be written.
+        OSError: a file cannot be read or written.
+        ImportError: a library for what was asked for is missing.
     """
     out: Path | None = arguments.out
-    if out is not None:
-        _check_file(out)
+    write = None if out is None else _writer(out)
     schedule = _schedule(arguments)
-    each = schedule.stages / schedule.workers
-    costs = Costs(
-        forward=arguments.forward / each,
-        backward=arguments.backward / each,
-        transfer=arguments.transfer,
-        activation=1 / each,
-    )
-    simulation = simulate(schedule, costs)
+    each = schedule.stages // schedule.workers
+    costs = arguments.costs.divided(each)
+    if arguments.channel is not None and not schedule.communicates:
+        schedule = with_communication(schedule, costs, channel=arguments.channel)
+    simulation = simulate(schedule, costs, channel=arguments.channel or "unbounded")
     line = simulation.timeline
     peak = max(simulation.peak_memory)
     facts = f"bubble {100 * line.bubble:.1f} %, makespan {time_text(line.makespan, line.unit)}, peak memory "
-    share = "stage" if each == 1 else "worker"
-    if out is None:
+    if out is None or write is None:
         # A pipe or a file has no width of its own.
         width = shutil.get_terminal_size(fallback=(160, 24)).columns
-        text = schedule.to_text(costs, max_width=max(40, width))
-        return [line.title, text, f"{facts}{memory_text(peak, '')} (in micro-batches of activations of a {share})"]
+        text = grid(line, max_width=max(40, width))
+        share = "stage" if each == 1 else "worker"
+        return Report(
+            [line.title, text, f"{facts}{memory_text(peak, '')} (in micro-batches of activations of a {share})"]
+        )
     line = replace(line, memory_unit="micro-batches")
-    colors: Colors = arguments.colors or ("worker" if each == 1 else "action")
-    picture = svg(line, colors=colors, update=colors == "worker")
-    out.write_text(picture, encoding="utf-8")
-    return [f"wrote {out}: {line.title}, {facts}{memory_text(peak, line.memory_unit)}"]
+    write(out, replace(simulation, timeline=line), arguments.colors or ("worker" if each == 1 else "action"))
+    return Report([f"wrote {out}: {line.title}, {facts}{memory_text(peak, line.memory_unit)}"])
 
 
 def _schedule(arguments: argparse.Namespace) -> Schedule:
-    schedule = build(
-        arguments.schedule,
-        workers=arguments.workers,
-        chunks=arguments.chunks,
-        stages_per_worker=arguments.stages_per_worker,
-    )
+    name, sizes = arguments.schedule, (arguments.workers, arguments.chunks, arguments.stages_per_worker)
+    if shared.is_file(name):
+        if any(size is not None for size in sizes):
+            raise ValueError(
+                f"{name} says itself how many workers, chunks and stages there are: leave these options out"
+            )
+        schedule = shared.read_schedule(Path(name))
+    else:
+        missing = [option for option, size in zip(("--workers", "--chunks"), sizes, strict=False) if size is None]
+        if missing:
+            recipe(name)  # an unknown name is the first thing to say
+            raise ValueError(f"{' and '.join(missing)} missing: say how many, such as {missing[0]} 4")
+        schedule = build(
+            name,
+            workers=arguments.workers,
+            chunks=arguments.chunks,
+            stages_per_worker=arguments.stages_per_worker,
+            costs=_share(name, arguments),
+        )
     count = schedule.micro_batches
-    return with_recompute(schedule, {"never": 0, "except_last": count - 1, "always": count}[arguments.checkpoint])
+    checkpointed = {"never": 0, "except_last": count - 1, "always": count}[arguments.checkpoint]
+    return with_recompute(schedule, checkpointed) if checkpointed else schedule
 
 
-def _check_file(out: Path) -> None:
-    if out.suffix.lower() != ".svg":
-        raise ValueError(f"--out is {str(out)!r}: the name must end in .svg")
+def _share(name: str, arguments: argparse.Namespace) -> Costs:
+    """The costs of a stage, for schedules whose order depends on them."""
+    costs: Costs = arguments.costs
+    return costs.divided(arguments.stages_per_worker or recipe(name).stages_per_worker)
+
+
+def _write_svg(out: Path, simulation: Simulation, colors: Colors) -> None:
+    out.write_text(svg(simulation.timeline, colors=colors, update=colors == "worker"), encoding="utf-8")
+
+
+def _write_png(out: Path, simulation: Simulation, colors: Colors) -> None:
+    out.write_bytes(png(simulation.timeline, colors=colors, update=colors == "worker"))
+
+
+def _write_trace(out: Path, simulation: Simulation, colors: Colors) -> None:
+    out.write_text(trace_json(simulation.timeline), encoding="utf-8")
+
+
+def _write_csv(out: Path, simulation: Simulation, colors: Colors) -> None:
+    schedule = simulation.schedule
+    text = schedule.to_csv(form="compute_comms" if schedule.communicates else "compute_only")
+    out.write_text(text, encoding="utf-8")
+
+
+def _write_json(out: Path, simulation: Simulation, colors: Colors) -> None:
+    out.write_text(simulation.schedule.to_json() + "\n", encoding="utf-8")
+
+
+def _write_text(out: Path, simulation: Simulation, colors: Colors) -> None:
+    out.write_text(simulation.schedule.to_orders_text() + "\n", encoding="utf-8")
+
+
+Writer = Callable[[Path, Simulation, "Colors"], None]
+
+# The longer endings first.
+_WRITERS: Final[Mapping[str, Writer]] = MappingProxyType(
+    {
+        ".trace.json": _write_trace,
+        ".svg": _write_svg,
+        ".png": _write_png,
+        ".csv": _write_csv,
+        ".json": _write_json,
+        ".txt": _write_text,
+    }
+)
+
+
+def _writer(out: Path) -> Writer:
+    found = next((write for ending, write in _WRITERS.items() if out.name.lower().endswith(ending)), None)
+    if found is None:
+        raise ValueError(f"--out is {str(out)!r}: the name must end in one of {', '.join(_WRITERS)}")
     if not out.parent.is_dir():
         raise ValueError(f"--out is {str(out)!r}: there is no folder {str(out.parent)!r}; make it first")
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count: wanted an integer of at least 1")
-    return value
+    return found

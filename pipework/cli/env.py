@@ -8,6 +8,8 @@ import platform
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
+from pipework.cli.report import Report
+
 if TYPE_CHECKING:
     from pipework.cli.draw import Commands
 
@@ -36,12 +38,8 @@ def version() -> str:
     return str(found) if found is not None else _installed("pipework")
 
 
-def run(arguments: argparse.Namespace) -> list[str]:
-    """Report.
-
-    Returns:
-        Lines of the form ``name: value``.
-    """
+def run(arguments: argparse.Namespace) -> Report:
+    """Report, in lines of the form ``name: value``."""
     facts = {
         "pipework": version(),
         "python": platform.python_version(),
@@ -51,7 +49,7 @@ def run(arguments: argparse.Namespace) -> list[str]:
         **{extra: _installed(extra) for extra in _EXTRAS},
     }
     width = max(map(len, facts))
-    return [f"{name + ':':<{width + 2}}{value}" for name, value in facts.items()]
+    return Report([f"{name + ':':<{width + 2}}{value}" for name, value in facts.items()])
 
 
 def _torch_facts() -> dict[str, str]:

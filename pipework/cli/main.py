@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from pipework.cli import draw, env
+from pipework.cli import check, compare, draw, env
+from pipework.cli.report import Report
 
 
 class _Parser(argparse.ArgumentParser):
@@ -23,10 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: its words, without the program's name; None: those of the process.
 
     Returns:
-        The exit status: 0, or 2 if the words make no sense; then one line on the standard error says why.
+        The exit status: 0; 1 if what was to be checked did not pass; 2 if the words make no sense, and one line on the
+        standard error says why.
 
     Example:
-        >>> main(["draw", "gpipe", "--workers", "2", "--chunks", "1", "--backward", "1"])
+        >>> main(["draw", "gpipe", "--workers", "2", "--chunks", "1", "--costs", "backward=1"])
         gpipe, 2 workers, 1 micro-batch
         worker 0  0F0  .   .  0B0
         worker 1   .  1F0 1B0  .
@@ -42,12 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        lines = arguments.run(arguments)
-    except (ValueError, OSError) as error:
+        report: Report = arguments.run(arguments)
+    except (ValueError, OSError, ImportError) as error:
         print(f"{parser.prog} {arguments.command}: error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(lines))
-    return 0
+    print("\n".join(report.lines))
+    return report.status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,5 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pipework {env.version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     draw.add_to(commands)
+    compare.add_to(commands)
+    check.add_to(commands)
     env.add_to(commands)
     return parser

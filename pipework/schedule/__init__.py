@@ -4,6 +4,7 @@ from pipework.schedule.action import KINDS, OF_STAGES, TRANSFERS, Action
 from pipework.schedule.build import SCHEDULES, Recipe, build, recipe
 from pipework.schedule.channels import Channel
 from pipework.schedule.communication import with_communication, with_gradient_reduction, with_skips
+from pipework.schedule.compare import Comparison, compare
 from pipework.schedule.costs import Costs
 from pipework.schedule.dualpipe_v import dualpipe_v
 from pipework.schedule.eager_1f1b import eager_1f1b
@@ -38,6 +39,7 @@ __all__ = [
     "TRANSFERS",
     "Action",
     "Channel",
+    "Comparison",
     "Conditions",
     "Costs",
     "Interval",
@@ -50,6 +52,7 @@ __all__ = [
     "Violation",
     "build",
     "check",
+    "compare",
     "dualpipe_v",
     "eager_1f1b",
     "fill_drain",

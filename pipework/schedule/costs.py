@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Final, NamedTuple
+
+from pipework.schedule.checks import positive_integer
 
 Cost = float | Sequence[float]
 """A number that holds for all stages, or one number for each."""
@@ -92,6 +94,34 @@ class Costs:
                 object.__setattr__(self, field.name, spread)
             else:
                 object.__setattr__(self, field.name, _number(field.name, value))
+
+    def divided(self, parts: int) -> Costs:
+        """Costs of a stage, if these are of a worker's whole share and the worker holds so many equal stages.
+
+        Numbers are divided; sequences, which have a number for each stage, stay, and so does what crosses a boundary.
+
+        Args:
+            parts: stages per worker.
+
+        Raises:
+            TypeError: not an int.
+            ValueError: less than 1.
+
+        Example:
+            >>> from pipework.schedule import build, simulate
+            >>> [simulate(build("zb-v", workers=4, chunks=8), costs).makespan for costs in (Costs(), Costs().divided(2))]
+            [51.0, 25.5]
+        """
+        positive_integer("parts", parts)
+        whole = self
+        if self.backward is None:
+            # Halves of which nobody speaks take 1, of whatever.
+            inputs = 1.0 if self.input_gradient is None else self.input_gradient
+            weights = 1.0 if self.weight_gradient is None else self.weight_gradient
+            whole = replace(self, input_gradient=inputs, weight_gradient=weights)
+        shared = (field.name for field in fields(self) if field.name not in _PLACES)
+        values = ((name, getattr(whole, name)) for name in shared)
+        return replace(whole, **{name: value / parts for name, value in values if isinstance(value, float)})
 
     def spread(self, stages: int, skips: int = 0) -> StageCosts:
         """Spell the costs out for a number of stages.

@@ -1,10 +1,11 @@
+import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import pytest
 
 from pipework.cli import main
-from pipework.schedule import Costs, build, fill_drain, simulate, svg, with_recompute
+from pipework.schedule import Costs, Schedule, build, fill_drain, simulate, svg, with_recompute
 
 
 def draw(*words):
@@ -31,7 +32,7 @@ def test_text_keeps_to_the_terminal(capsys, monkeypatch):
 
 
 def test_costs_and_checkpoints_are_heard(capsys):
-    words = ("gpipe", "--workers", "3", "--chunks", "4", "--forward", "2", "--backward", "3", "--transfer", "0.5")
+    words = ("gpipe", "--workers", "3", "--chunks", "4", "--costs", "F=2,backward=3,c=.5")
     for mode, count in [("never", 0), ("except_last", 3), ("always", 4)]:
         assert draw(*words, "--checkpoint", mode) == 0
         wanted = simulate(with_recompute(fill_drain(3, 4), count), Costs(forward=2, backward=3, transfer=0.5))
@@ -80,10 +81,16 @@ def test_svg_by_worker_unless_told_otherwise(tmp_path, capsys):
         (("gpipe", "--workers", "0", "--chunks", "2"), "argument --workers: '0' is no count"),
         (("gpipe", "--workers", "2", "--chunks", "-1"), "argument --chunks: '-1' is no count"),
         (("gpipe", "--workers", "2", "--chunks", "1.5"), "argument --chunks: '1.5' is no count"),
-        (("gpipe", "--workers", "2", "--chunks", "2", "--forward", "-1"), "forward is -1.0: wanted a finite number"),
-        (("gpipe", "--workers", "2", "--chunks", "2", "--transfer", "nan"), "transfer is nan"),
-        (("gpipe", "--workers", "2", "--chunks", "2", "--backward", "x"), "argument --backward: invalid float value"),
-        (("gpipe", "--workers", "2", "--chunks", "2", "--out", "pipe.png"), "the name must end in .svg"),
+        (("gpipe", "--chunks", "2"), "--workers missing: say how many, such as --workers 4"),
+        (("gpip",), "no schedule is called 'gpip'"),
+        (("gpipe", "--workers", "2", "--chunks", "2", "--costs", "F=-1"), "forward is -1.0: wanted a finite number"),
+        (("gpipe", "--workers", "2", "--chunks", "2", "--costs", "F=1,c=nan"), "transfer is nan"),
+        (("gpipe", "--workers", "2", "--chunks", "2", "--costs", "B=x"), "'B=x' is no cost: wanted name=number"),
+        (("gpipe", "--workers", "2", "--chunks", "2", "--costs", "G=1"), "no cost is called 'G': choose of F, B, I"),
+        (("gpipe", "--workers", "2", "--chunks", "2", "--costs", "no.json"), "No such file"),
+        (("gpipe", "--workers", "2", "--chunks", "2", "--out", "pipe.gif"), "the name must end in one of .trace.json"),
+        (("pipe.csv", "--workers", "2"), "pipe.csv says itself how many workers"),
+        (("pipe.csv",), "No such file"),
         (("gpipe", "--workers", "2", "--chunks", "2", "--out", "nowhere/pipe.svg"), "there is no folder 'nowhere'"),
     ],
 )
@@ -102,3 +109,48 @@ def test_a_folder_in_the_way(tmp_path, capsys):
     (tmp_path / "pipe.svg").mkdir()
     assert draw("gpipe", "--workers", "2", "--chunks", "2", "--out", str(tmp_path / "pipe.svg")) == 2
     assert "pipe.svg" in capsys.readouterr().err
+
+
+def test_the_schedule_for_other_programs(tmp_path, capsys):
+    words = ("zb-v", "--workers", "2", "--chunks", "4")
+    schedule = build("zb-v", workers=2, chunks=4)
+    for name, read in (
+        ("a.csv", Schedule.from_csv),
+        ("a.json", Schedule.from_json),
+        ("a.txt", Schedule.from_orders_text),
+    ):
+        assert draw(*words, "--out", str(tmp_path / name)) == 0
+        assert read((tmp_path / name).read_text()).orders == schedule.orders
+        capsys.readouterr()
+        assert draw(str(tmp_path / name)) == 0  # and back again
+        assert "makespan 12.5, peak memory 2 (" in capsys.readouterr().out
+    assert draw(*words, "--channel", "pair", "--out", str(tmp_path / "b.csv")) == 0
+    lowered = Schedule.from_csv((tmp_path / "b.csv").read_text())
+    assert lowered.communicates
+    assert lowered.validate(channel="pair").ok
+
+
+def test_a_trace_has_the_transfers_that_are_asked_for(tmp_path):
+    out = tmp_path / "a.trace.json"
+    for words, tracks in (((), {"compute"}), (("--channel", "worker"), {"compute", "send", "receive"})):
+        assert draw("1f1b", "--workers", "2", "--chunks", "3", *words, "--out", str(out)) == 0
+        events = json.loads(out.read_text())["traceEvents"]
+        assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == tracks
+
+
+def test_png(tmp_path):
+    assert draw("1f1b", "--workers", "2", "--chunks", "3", "--out", str(tmp_path / "a.png")) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_costs_from_a_file_have_numbers_for_stages(tmp_path, capsys):
+    (tmp_path / "costs.json").write_text('{"forward": [1, 2], "backward": [2, 4], "transfer": 0.5}')
+    assert draw("gpipe", "--workers", "2", "--chunks", "2", "--costs", str(tmp_path / "costs.json")) == 0
+    wanted = simulate(fill_drain(2, 2), Costs([1, 2], [2, 4], transfer=0.5)).makespan
+    assert f"makespan {wanted:g}," in capsys.readouterr().out
+    (tmp_path / "costs.json").write_text("[1, 2]")
+    assert draw("gpipe", "--workers", "2", "--chunks", "2", "--costs", str(tmp_path / "costs.json")) == 2
+    assert "holds a list: wanted an object" in capsys.readouterr().err
+    (tmp_path / "costs.json").write_text('{"forward": "1"}')
+    assert draw("gpipe", "--workers", "2", "--chunks", "2", "--costs", str(tmp_path / "costs.json")) == 2
+    assert "forward is '1': wanted a number" in capsys.readouterr().err

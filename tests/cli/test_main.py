@@ -35,7 +35,7 @@ def test_a_mistake_is_one_line_and_status_two(capsys, words):
 
 
 def test_as_a_module():
-    done = python("draw", "gpipe", "--workers", "2", "--chunks", "2", "--backward", "1")
+    done = python("draw", "gpipe", "--workers", "2", "--chunks", "2", "--costs", "backward=1")
     assert (done.returncode, done.stderr) == (0, "")
     assert "worker 1   .  1F0 1F1 1B0 1B1  .\n" in done.stdout
     failed = python("draw", "gpipe", "--workers", "0", "--chunks", "2")

@@ -62,3 +62,16 @@ def test_skips_have_costs_of_their_own():
     assert Costs(skip_transfer=0.5).spread(stages=4, skips=2).skip == (0.5, 0.5)
     with pytest.raises(ValueError, match="skip_transfer has 1 number: wanted 2, one for each skip"):
         Costs(skip_transfer=[1]).spread(stages=4, skips=2)
+
+
+def test_a_whole_share_divided_among_stages():
+    share = Costs(1, 3, recompute=2, reduce_gradient=4, transfer=5, skip_transfer=6, activation=7, message=8).divided(2)
+    assert share == Costs(0.5, 1.5, 1, reduce_gradient=2, transfer=5, skip_transfer=6, activation=3.5, message=8)
+    assert Costs().divided(4).spread(1).duration == {
+        kind: (time / 4,) for kind, (time,) in Costs().spread(1).duration.items()
+    }
+    assert Costs(input_gradient=3).divided(2).spread(1).duration["B"] == (2,)
+    assert Costs([1, 2], weight_gradient=[1, 2]).divided(2).spread(2).duration["W"] == (1, 2)
+    assert Costs([1, 2]).divided(2).forward == (1, 2)
+    with pytest.raises(ValueError, match="parts is 0: wanted an integer of at least 1"):
+        Costs().divided(0)

@@ -1,0 +1,114 @@
+"""Arguments that several commands share: counts, costs, files of schedules."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from pipework.schedule import Costs, Schedule
+
+COSTS_HELP: Final = (
+    "times and memory of a worker's whole share of the model, such as forward=1,input_gradient=1.1,transfer=0.05 "
+    "(or F, B, I, W, R, c for the transfer, A for activations), or a .json file with these names, in which a list has "
+    "a number for each stage (default forward=1,backward=2,activation=1)"
+)
+
+_SHORT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "F": "forward",
+        "B": "backward",
+        "I": "input_gradient",
+        "W": "weight_gradient",
+        "R": "recompute",
+        "c": "transfer",
+        "A": "activation",
+    }
+)
+
+_READERS: Final[Mapping[str, Callable[[str], Schedule]]] = MappingProxyType(
+    {".csv": Schedule.from_csv, ".json": Schedule.from_json, ".txt": Schedule.from_orders_text}
+)
+
+FILES: Final = ", ".join(_READERS)
+
+
+def count(text: str) -> int:
+    """A number of things, for argparse."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count: wanted an integer of at least 1")
+    return value
+
+
+def costs(text: str) -> Costs:
+    """Costs, from pairs or from a file, for argparse."""
+    try:
+        values = _file(Path(text)) if text.endswith(".json") else dict(map(_pair, text.split(",")))
+        known = {field.name for field in fields(Costs)}
+        values = {_SHORT.get(name, name): value for name, value in values.items()}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"no cost is called {unknown[0]!r}: choose of {', '.join([*_SHORT, *sorted(known)])}")
+        return Costs(**values)
+    except (OSError, ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def limit(text: str) -> float:
+    """An amount of memory, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory: wanted a number of at least 0")
+    return value
+
+
+def is_file(name: str) -> bool:
+    """Whether a word names a file of a schedule, and not a schedule."""
+    return Path(name).suffix.lower() in _READERS
+
+
+def read_schedule(file: Path) -> Schedule:
+    """The schedule in a file, in the form that the end of its name tells.
+
+    Raises:
+        ValueError: the file says no schedule, or its name no form.
+        OSError: it cannot be read.
+    """
+    reader = _READERS.get(file.suffix.lower())
+    if reader is None:
+        raise ValueError(f"{str(file)!r} is no file of a schedule: the name must end in one of {FILES}")
+    try:
+        return reader(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    try:
+        if not equals:
+            raise ValueError
+        return name.strip(), float(value)
+    except ValueError:
+        raise ValueError(f"{text!r} is no cost: wanted name=number, such as forward=1") from None
+
+
+def _file(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f'{path} holds a {type(values).__name__}: wanted an object such as {{"forward": [1, 2]}}')
+    return values

@@ -1,0 +1,73 @@
+"""`python -m pipework check`: can the schedule in a file be executed?"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipework.cli import arguments as shared
+from pipework.cli.report import Report
+from pipework.schedule import Costs, simulate, validate
+from pipework.schedule.units import memory_text, time_text
+
+if TYPE_CHECKING:
+    from pipework.cli.draw import Commands
+
+
+def add_to(commands: Commands) -> None:
+    """Add the command to a parser."""
+    parser = commands.add_parser(
+        "check",
+        help="check whether the schedule in a file can be executed",
+        description="Check whether the schedule in a file can be executed, and if not, say why. The exit status is 0 "
+        "if it can, 1 if not, and 2 if the file holds no schedule.",
+        epilog="example: python -m pipework check schedule.csv --channel pair --memory 5",
+    )
+    parser.add_argument("file", type=Path, help=f"a schedule ({shared.FILES}); CSV in either form of PyTorch's")
+    parser.add_argument(
+        "--channel",
+        choices=("unbounded", "pair", "worker"),
+        default="unbounded",
+        help="what carries transfers: channels that hold anything (default), that keep the order between two workers, "
+        "or of which each worker has but one",
+    )
+    parser.add_argument(
+        "--memory", type=shared.limit, metavar="M", help="the most that a worker may hold, in the unit of activations"
+    )
+    parser.add_argument("--costs", type=shared.costs, default=Costs(), metavar="COSTS", help=shared.COSTS_HELP)
+    parser.add_argument("--all", action="store_true", help="list all that is wrong, not only the first")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    """Check.
+
+    Raises:
+        ValueError: the file holds no schedule, or what was asked for makes no sense.
+        OSError: it cannot be read.
+    """
+    schedule = shared.read_schedule(arguments.file)
+    costs = arguments.costs.divided(max(1, schedule.stages // schedule.workers))
+    found = validate(schedule, costs, channel=arguments.channel, memory_limit=arguments.memory)
+    size = (
+        f"{schedule.workers} workers, {schedule.stages} stages, {schedule.micro_batches} micro-batches, "
+        f"{sum(map(len, schedule.orders))} actions"
+    )
+    if not found.ok:
+        shown = found.violations if arguments.all else found.violations[:1]
+        more = len(found.violations) - len(shown)
+        lines = [f"{arguments.file}: cannot be executed ({size})", *(f"  {each.message}" for each in shown)]
+        return Report([*lines, f"  and {more} more: --all lists them"] if more else lines, status=1)
+    lines = [f"{arguments.file}: can be executed ({size})"]
+    if not found.ascending:
+        lines.append(
+            "  but forms gradients in another order than that of the micro-batches, so that their sum is not, to the "
+            "last bit, that of a plain loop; a Pipe refuses it"
+        )
+    result = simulate(schedule, costs, channel=arguments.channel)
+    lines.append(
+        f"  bubble {result.bubble:.1%}, makespan {time_text(result.makespan, '')}, "
+        f"peak memory {memory_text(max(result.peak_memory), '')}"
+    )
+    return Report(lines)

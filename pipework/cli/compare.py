@@ -1,0 +1,111 @@
+"""`python -m pipework compare`: all schedules side by side, the fastest first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from pipework.cli import arguments as shared
+from pipework.cli.report import Report
+from pipework.schedule import Comparison, Costs, compare
+from pipework.schedule.aligned import aligned
+
+if TYPE_CHECKING:
+    from pipework.cli.draw import Commands
+
+
+def add_to(commands: Commands) -> None:
+    """Add the command to a parser."""
+    parser = commands.add_parser(
+        "compare",
+        help="compare all schedules for given costs and memory",
+        description="Simulate all schedules under the same conditions and list those that fit, the fastest first. "
+        "Times and memory are of a worker's whole share of the model, however many stages it holds.",
+        epilog="example: python -m pipework compare --workers 8 --chunks 32 --memory 5 --costs F=1,I=1.1,W=0.7,c=0.05",
+    )
+    parser.add_argument("--workers", type=shared.count, required=True, metavar="N", help="number of workers")
+    parser.add_argument("--chunks", type=shared.count, required=True, metavar="N", help="number of micro-batches")
+    parser.add_argument(
+        "--memory",
+        type=shared.limit,
+        metavar="M",
+        help="the most that a worker may hold, in the unit of the activations: by default, in micro-batches of a "
+        "worker's whole share",
+    )
+    parser.add_argument("--costs", type=shared.costs, default=Costs(), metavar="COSTS", help=shared.COSTS_HELP)
+    parser.add_argument(
+        "--stages-per-worker", type=shared.count, metavar="N", help="for schedules that can have several (default 2)"
+    )
+    parser.add_argument(
+        "--channel",
+        choices=("unbounded", "pair", "worker"),
+        default="unbounded",
+        help="what carries transfers: channels that hold anything (default), that keep the order between two workers, "
+        "or of which each worker has but one",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    """Compare.
+
+    Raises:
+        ValueError: what was asked for makes no sense.
+    """
+    found = compare(
+        workers=arguments.workers,
+        chunks=arguments.chunks,
+        costs=arguments.costs,
+        memory_limit=arguments.memory,
+        stages_per_worker=arguments.stages_per_worker,
+        channel=arguments.channel,
+    )
+    return Report([_json(found)] if arguments.json else _table(found))
+
+
+def _json(found: Comparison) -> str:
+    content = {
+        "workers": found.workers,
+        "chunks": found.chunks,
+        "costs": asdict(found.costs),
+        "memory_limit": found.memory_limit,
+        "channel": found.channel,
+        "schedules": found.rows(),
+        "others": dict(found.others),
+    }
+    return json.dumps(content, indent=2)
+
+
+def _table(found: Comparison) -> list[str]:
+    lines = []
+    if found.fitting:
+        cells = [("schedule", "stages", "makespan", "bubble", "span", "bubble", "memory", "transfers", "to bound")]
+        cells += [
+            (
+                row["schedule"],
+                f"{row['stages_per_worker']}",
+                f"{row['makespan']:.6g}",
+                f"{row['bubble']:.1%}",
+                f"{row['span']:.6g}",
+                f"{row['span_bubble']:.1%}",
+                f"{max(row['peak_memory']):.4g}",
+                f"{row['exposed_communication']:.4g}",
+                f"{row['gap']:.1%}",
+            )
+            for row in found.rows()
+        ]
+        lines += aligned(cells, left={0})
+        lines += [
+            "",
+            "stages: per worker; bubble: idle share of the makespan, and of the span (the longest busy window of a",
+            "worker); memory: the most that a worker holds; transfers: what they add to the makespan; to bound: how",
+            "much longer than any schedule of this placement and memory must take",
+        ]
+    else:
+        lines.append("no schedule fits")
+    if found.others:
+        lines += ["", "do not fit:", *aligned([(name, reason) for name, reason in found.others.items()], left={0, 1})]
+    return [line.rstrip() for line in lines]

@@ -1,0 +1,43 @@
+import json
+
+from pipework.cli import main
+from pipework.schedule import SCHEDULES, Costs, compare
+
+
+def run(*words):
+    return main(["compare", *words])
+
+
+def test_a_table_sorted_by_time(capsys):
+    assert run("--workers", "8", "--chunks", "32", "--memory", "5") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == "schedule stages makespan bubble span bubble memory transfers to bound".split()
+    assert [line.split()[:7] for line in lines[1:3]] == [
+        ["v-half", "2", "104.5", "8.1%", "104.5", "8.1%", "5"],
+        ["v-min", "2", "109.5", "12.3%", "109.5", "12.3%", "4"],
+    ]
+    others = lines[lines.index("do not fit:") + 1 :]
+    assert {line.split()[0] for line in others} == set(SCHEDULES) - {"v-half", "v-min", "fill-drain", "forward-only"}
+    assert "worker 0 holds 6 at 0F5, more than its limit of 5" in others[0]
+
+
+def test_json(capsys):
+    words = ("--workers", "4", "--chunks", "8", "--costs", "F=1,I=1.1,W=.7,c=.05", "--channel", "pair")
+    assert run(*words, "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    found = compare(workers=4, chunks=8, costs=Costs(1, None, None, 1.1, 0.7, transfer=0.05), channel="pair")
+    assert said["schedules"] == found.rows()
+    assert (said["workers"], said["chunks"], said["memory_limit"], said["channel"]) == (4, 8, None, "pair")
+    assert said["costs"]["transfer"] == 0.05
+    assert said["others"] == {}
+
+
+def test_nothing_fits(capsys):
+    assert run("--workers", "2", "--chunks", "4", "--memory", "0.25") == 0
+    assert capsys.readouterr().out.startswith("no schedule fits\n\ndo not fit:\n")
+
+
+def test_mistakes(capsys):
+    assert run("--workers", "8") == 2
+    assert run("--workers", "8", "--chunks", "2", "--memory", "-1") == 2
+    assert "'-1' is no amount of memory" in capsys.readouterr().err
