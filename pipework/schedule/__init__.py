@@ -1,6 +1,7 @@
 """Schedules: what every worker does in which order, as data; checked, simulated and drawn. Needs no torch."""
 
 from pipework.schedule.action import KINDS, OF_STAGES, TRANSFERS, Action
+from pipework.schedule.bounds import Bounds, lower_bounds
 from pipework.schedule.build import SCHEDULES, Recipe, build, recipe
 from pipework.schedule.channels import Channel
 from pipework.schedule.communication import with_communication, with_gradient_reduction, with_skips
@@ -38,6 +39,7 @@ __all__ = [
     "SCHEDULES",
     "TRANSFERS",
     "Action",
+    "Bounds",
     "Channel",
     "Comparison",
     "Conditions",
@@ -63,6 +65,7 @@ __all__ = [
     "interleaved_zb",
     "list_schedule",
     "looped_bfs",
+    "lower_bounds",
     "one_forward_one_backward",
     "recipe",
     "restricted",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from pipework.schedule.build import SCHEDULES, Recipe, build
-from pipework.schedule.channels import Channel
+from pipework.schedule.channels import Channel, check_channel
 from pipework.schedule.checks import positive_integer
 from pipework.schedule.costs import Costs
 from pipework.schedule.memory import each_limit
 from pipework.schedule.simulate import Simulation, simulate
-from pipework.schedule.validate import ScheduleError
+from pipework.schedule.validate import Conditions
 
 # GPipe's other name, and what does not train.
 _LEFT_OUT: Final = ("fill-drain", "forward-only")
@@ -87,16 +87,16 @@ def compare(
         ValueError: a number is less than 1, an unknown channel, or an impossible limit.
 
     Example:
-        >>> found = compare(workers=4, chunks=8, memory_limit=4)
-        >>> list(found.fitting)[:2]
-        ['zb-v', 'interleaved-zb']
+        >>> found = compare(workers=4, chunks=8, memory_limit=3)
+        >>> list(found.fitting)
+        ['v-half', 'v-min']
         >>> found.others["gpipe"]
-        "worker 0 holds 5 at 0F4, more than its limit of 4"
+        'a worker holds 8, more than the limit of 3'
     """
     for name, value in (("workers", workers), ("chunks", chunks)):
         positive_integer(name, value)
-    if memory_limit is not None:
-        each_limit(memory_limit, workers)
+    check_channel(channel)
+    each_limit(memory_limit, workers)
     costs = Costs() if costs is None else costs
     fitting: dict[str, Simulation] = {}
     others: dict[str, str] = {}
@@ -109,10 +109,15 @@ def compare(
             schedule = build(
                 name, workers=workers, chunks=chunks, stages_per_worker=count, costs=share, schedules=schedules
             )
-            fitting[name] = simulate(schedule, share, channel=channel, memory_limit=memory_limit)
-        except ScheduleError as error:
-            others[name] = str(error).partition("cannot be executed: ")[2]
+            found = simulate(schedule, share, channel=channel)
         except ValueError as error:
             others[name] = str(error)
+            continue
+        most = max(found.peak_memory)
+        # Sums of fractions are a little off.
+        if memory_limit is not None and most > memory_limit * (1 + 1e-9):
+            others[name] = f"a worker holds {most:.6g}, more than the limit of {memory_limit:.6g}"
+        else:
+            fitting[name] = replace(found, conditions=Conditions(channel=channel, memory_limit=memory_limit))
     best = sorted(fitting, key=lambda name: (fitting[name].makespan, max(fitting[name].peak_memory)))
     return Comparison(workers, chunks, costs, memory_limit, channel, {name: fitting[name] for name in best}, others)

@@ -109,7 +109,8 @@ class Costs:
 
         Example:
             >>> from pipework.schedule import build, simulate
-            >>> [simulate(build("zb-v", workers=4, chunks=8), costs).makespan for costs in (Costs(), Costs().divided(2))]
+            >>> schedule = build("zb-v", workers=4, chunks=8)
+            >>> [simulate(schedule, costs).makespan for costs in (Costs(), Costs().divided(2))]
             [51.0, 25.5]
         """
         positive_integer("parts", parts)

@@ -83,8 +83,8 @@ def list_schedule(
         worker.free = time + spread.duration[kind][stage]
         heappush(events, (worker.free, number))
         arrival = ready.tell(action, worker.free)
-        # A worker that is busy will look by itself.
-        if arrival is not None and workers[arrival[1]].free < arrival[0]:
+        # A worker that is busy will look by itself; one that is free at that very moment may have looked before.
+        if arrival is not None and workers[arrival[1]].free <= arrival[0]:
             heappush(events, arrival)
     left = sum(map(len, wishes)) - sum(action.kind != "W" for worker in workers for action in worker.order)
     if left:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
+from math import inf
 
 from pipework.schedule.action import Action
 from pipework.schedule.costs import StageCosts
@@ -36,11 +37,11 @@ def stage_peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     return tuple(max((most for most, _ in each), default=0.0) for each in held)
 
 
-def each_limit(limit: float | Sequence[float], workers: int) -> tuple[float, ...]:
+def each_limit(memory_limit: float | Sequence[float] | None, workers: int) -> tuple[float, ...]:
     """A limit of memory spelt out for each worker.
 
     Args:
-        limit: a number for all workers, or one for each.
+        memory_limit: a number for all workers, or one for each; None: infinity.
         workers: how many there are.
 
     Raises:
@@ -51,21 +52,24 @@ def each_limit(limit: float | Sequence[float], workers: int) -> tuple[float, ...
         >>> each_limit(4, 2)
         (4.0, 4.0)
     """
-    if isinstance(limit, Sequence) and not isinstance(limit, str):
-        if len(limit) != workers:
+    if memory_limit is None:
+        return (inf,) * workers
+    if not isinstance(memory_limit, Sequence) or isinstance(memory_limit, str):
+        memory_limit = (memory_limit,) * workers
+    limits = tuple(memory_limit)
+    if len(limits) != workers:
+        raise ValueError(
+            f"memory_limit has {len(limits)} number{'s' if len(limits) != 1 else ''}: wanted {workers}, "
+            "one for each worker, or a single number for all"
+        )
+    for worker, limit in enumerate(limits):
+        if isinstance(limit, bool) or not isinstance(limit, int | float):
+            raise TypeError(f"memory_limit of worker {worker} is {limit!r}: wanted a number, or None for no limit")
+        if not limit >= 0:  # NaN is not, either
             raise ValueError(
-                f"memory_limit has {len(limit)} numbers: wanted {workers}, one for each worker, or one for all"
+                f"memory_limit of worker {worker} is {limit!r}: wanted a number of at least 0, or None for no limit"
             )
-        return tuple(_number(each) for each in limit)
-    return (_number(limit),) * workers
-
-
-def _number(limit: object) -> float:
-    if isinstance(limit, bool) or not isinstance(limit, int | float):
-        raise TypeError(f"memory_limit is {limit!r}: wanted a number, or one for each worker")
-    if not limit >= 0:
-        raise ValueError(f"memory_limit is {limit!r}: wanted a number of at least 0")
-    return float(limit)
+    return tuple(map(float, limits))
 
 
 def _row(order: Iterable[Action], costs: StageCosts, checkpointed: Set[tuple[int, int]], *, inference: bool) -> Row:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipework.schedule import memory
 from pipework.schedule.action import KINDS
+from pipework.schedule.bounds import Bounds, lower_bounds
 from pipework.schedule.channels import Channel
 from pipework.schedule.costs import Costs
 from pipework.schedule.critical_path import critical_path
@@ -82,6 +84,36 @@ class Simulation:
         """How much longer it takes than if all transfers and reductions took no time."""
         free = replace(self.costs, transfer=0.0, skip_transfer=0.0, reduce_gradient=0.0)
         return self.makespan - simulate(self.schedule, free, loss_outside=self.conditions.loss_outside).makespan
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        """What any schedule takes at the least, with these costs, this placement, and this much memory.
+
+        Memory is the limit that was given, or if there was none, what each worker holds here at most. A backward may be
+        split if this schedule splits any.
+        """
+        kinds = Counter((action.kind, action.stage) for order in self.schedule.orders for action in order)
+        stages = range(self.schedule.stages)
+        limit = self.conditions.memory_limit
+        return lower_bounds(
+            self.schedule.placement,
+            self.schedule.micro_batches,
+            self.costs,
+            memory_limit=self.peak_memory if limit is None else limit,
+            split=any(kinds["I", stage] for stage in stages),
+            inference=self.schedule.inference,
+            recomputed=[kinds["R", stage] for stage in stages],
+        )
+
+    @property
+    def lower_bound(self) -> float:
+        """The makespan that no schedule beats; see :attr:`bounds`."""
+        return self.bounds.makespan
+
+    @property
+    def gap(self) -> float:
+        """By which share the makespan is above its lower bound; 0 if no schedule can be faster."""
+        return max(0.0, self.makespan / self.lower_bound - 1.0) if self.lower_bound else 0.0
 
     @cached_property
     def critical_path(self) -> tuple[Interval, ...]:

@@ -159,11 +159,11 @@ def examine(
     """
     check_channel(conditions.channel)
     limit = conditions.memory_limit
-    limits = None if limit is None else memory.each_limit(limit, schedule.workers)
+    limits = memory.each_limit(limit, schedule.workers)
     violations = broken(schedule)
     if violations:
         return violations, schedule, None
-    full = () if limits is None else tuple(_over(schedule, costs, limits))
+    full = () if limit is None else tuple(_over(schedule, costs, limits))
     ended = None
     if conditions.channel != "unbounded" and not schedule.communicates:
         ended = run(schedule, costs, loss_outside=conditions.loss_outside)
@@ -171,15 +171,26 @@ def examine(
             schedule, ended = posted(schedule, costs, conditions.channel), None
     if ended is None:
         ended = run(schedule, costs, loss_outside=conditions.loss_outside, channel=conditions.channel)
-    # Who waits for something further on in its own order is the cause; who waits for another worker, the consequence.
-    stuck = sorted(ended.stuck, key=lambda each: not _own_fault(schedule, each))
+    # Who waits for something further on in its own order, or in a queue, is the cause; who waits for another worker is
+    # the consequence.
+    stuck = sorted(ended.stuck, key=lambda each: not _is_cause(schedule, ended, each))
     waiting = (_waiting(schedule, ended, each, conditions.channel) for each in stuck)
     return (*waiting, *full), schedule, ended
 
 
-def _own_fault(schedule: Schedule, stuck: Stuck) -> bool:
+def _is_cause(schedule: Schedule, ended: Run, stuck: Stuck) -> bool:
     worker, _, missing = stuck
-    return missing != LOSS and missing.peer < 0 and schedule.placement[missing.stage] == worker
+    if missing == LOSS:
+        return False
+    if missing.peer >= 0:
+        return _has_been_sent(schedule, ended, message_of(missing).send)
+    return schedule.placement[missing.stage] == worker
+
+
+def _has_been_sent(schedule: Schedule, ended: Run, send: Action) -> bool:
+    """Whether the worker came to this action, so that the transfer waits in a queue."""
+    sender = schedule.placement[send.stage]
+    return schedule.orders[sender].index(send) < len(ended.times[sender])
 
 
 def _over(schedule: Schedule, costs: StageCosts, limits: Sequence[float]) -> Iterator[Violation]:
@@ -211,7 +222,7 @@ def _waiting(schedule: Schedule, ended: Run, stuck: Stuck, channel: Channel) -> 
 def _why_not_received(schedule: Schedule, ended: Run, receive: Action, channel: Channel) -> str:
     send = message_of(receive).send
     sender, receiver = schedule.placement[send.stage], schedule.placement[receive.stage]
-    if schedule.orders[sender].index(send) >= len(ended.times[sender]):
+    if not _has_been_sent(schedule, ended, send):
         return f"but worker {sender} never comes to {send}"
     # Both have been posted, so something is before them in a queue.
     between = {sender, receiver} if channel == "pair" else set(range(schedule.workers))

@@ -91,3 +91,11 @@ def test_two_hundred_thousand_actions_take_a_second_or_two():
     orders = list_schedule(wave_placement(64, 2), wishes, 66, overtaking="backwards")
     assert sum(map(len, orders)) == 196_608
     assert time.process_time() - begin < 8  # generous, since machines are shared
+
+
+def test_actions_that_take_no_time():
+    """Data may come at the very moment at which a worker has looked and found nothing."""
+    for name in ("zb-v", "v-half", "v-min", "hanayo", "interleaved-zb"):
+        for zero in ({"forward": 0}, {"input_gradient": 0, "weight_gradient": 0}, {"forward": 0, "backward": 0}):
+            costs = Costs(**zero)
+            assert build(name, workers=4, chunks=6, costs=costs).validate(costs).ok
