@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.schedule import Action, Costs, Schedule, list_schedule
+from pipework.schedule import Action, Costs, Schedule, build, list_schedule
 from pipework.schedule.placement import loop_placement, wave_placement
 from pipework.schedule.wishes import Hops, repeated
 
