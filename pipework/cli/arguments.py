@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -89,7 +89,9 @@ def read_schedule(file: Path) -> Schedule:
     if reader is None:
         raise ValueError(f"{str(file)!r} is no file of a schedule: the name must end in one of {FILES}")
     try:
-        return reader(file.read_text(encoding="utf-8"))
+        schedule = reader(file.read_text(encoding="utf-8"))
+        # CSV knows no name.
+        return replace(schedule, name=file.stem) if schedule.name == "csv" else schedule
     except ValueError as error:  # UnicodeDecodeError is one
         raise ValueError(f"{file}: {error}") from None
 

@@ -66,8 +66,8 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--colors",
         choices=("worker", "action"),
-        help="what colours of a picture tell: the worker, with update boxes (default with one stage per worker), "
-        "or the kind of action, with memory (default with several)",
+        help="what colours of a picture tell: the worker, with update boxes (default with one stage per worker and "
+        "undivided backwards), or the kind of action, with memory (default otherwise)",
     )
     parser.add_argument(
         "--out",
@@ -107,7 +107,9 @@ def run(arguments: argparse.Namespace) -> Report:
             [line.title, text, f"{facts}{memory_text(peak, '')} (in micro-batches of activations of a {share})"]
         )
     line = replace(line, memory_unit="micro-batches")
-    write(out, replace(simulation, timeline=line), arguments.colors or ("worker" if each == 1 else "action"))
+    # The workers' colours would hide the halves of backwards, and which stage of a worker it is.
+    plain = each == 1 and not any(interval.action.kind in "IW" for interval in line.intervals)
+    write(out, replace(simulation, timeline=line), arguments.colors or ("worker" if plain else "action"))
     return Report([f"wrote {out}: {line.title}, {facts}{memory_text(peak, line.memory_unit)}"])
 
 

@@ -28,6 +28,7 @@ TINY = {
         *("--rounds", "1", "--modes", "never", "--rows", "1", "--chunks", "2", "--width", "16", "--tokens", "4"),
         *("--channels", "4", "--size", "16", "--balance", "28", "27"),
     ],
+    "schedule_speed": ["--quick", "--rounds", "1", "--largest", "16"],
     "grain": ["--seconds", "0.01", "--milliseconds", "0.1", "1", "--micro-batches", "2"],
 }
 

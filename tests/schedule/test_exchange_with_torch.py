@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules as peer
 
-from pipework.schedule import SCHEDULES, Costs, Schedule, build, simulate
+from pipework.schedule import KINDS, SCHEDULES, Costs, Schedule, build, simulate
 
 SIZES = [(1, 4), (2, 4), (4, 8), (4, 4), (8, 16)]
 HAS_PEER = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"]
@@ -103,3 +103,19 @@ def test_better_than_pytorchs_where_it_is_said_to_be():
     share = Costs(0.5, 1)
     bubbles = [simulate(each, share).bubble for each in (Schedule.from_csv(text), build("zb-v", workers=8, chunks=8))]
     assert [f"{100 * bubble:.1f}" for bubble in bubbles] == ["22.6", "12.7"]
+
+
+@pytest.mark.parametrize("kind", [*HAS_PEER, "ScheduleDualPipeV"])
+def test_where_receives_stand_matters_on_one_channel(kind, tmp_path):
+    """PyTorch posts receives early, which in one queue per worker holds up sends; here they are posted in time."""
+    made, _ = theirs(kind, 8, 32)
+    file = tmp_path / "theirs.csv"
+    made._dump_csv(str(file), format="compute_comms")
+    lowered = Schedule.from_csv(file.read_text())
+    computing = [[action for action in order if action.kind in KINDS] for order in lowered.orders]
+    plain = Schedule("plain", lowered.placement, computing)
+    costs = Costs(transfer=0.05).divided(2)
+    ideal = simulate(plain, costs).makespan
+    assert simulate(lowered, costs, channel="worker").makespan > 1.06 * ideal
+    for channel in ("pair", "worker"):
+        assert simulate(plain, costs, channel=channel).makespan < 1.002 * ideal
