@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pipework.schedule.action import Action
 from pipework.schedule.schedule import Schedule
+from pipework.schedule.validate import check
 
 
 def with_recompute(schedule: Schedule, checkpointed: int, *, loss_outside: bool = False) -> Schedule:
@@ -27,7 +28,8 @@ def with_recompute(schedule: Schedule, checkpointed: int, *, loss_outside: bool 
         A schedule of the same name; the same object if none is checkpointed.
 
     Raises:
-        ValueError: ``checkpointed`` is out of range, or the schedule has an ``R`` already.
+        ScheduleError: the schedule cannot be executed.
+        ValueError: ``checkpointed`` is out of range, or the schedule has an ``R``, or transfers, already.
 
     Example:
         >>> from pipework.schedule import fill_drain
@@ -48,7 +50,9 @@ def with_recompute(schedule: Schedule, checkpointed: int, *, loss_outside: bool 
     if not checkpointed:
         return schedule
     orders = tuple(tuple(_recomputed(order, checkpointed, loss_outside)) for order in schedule.orders)
-    return replace(schedule, orders=orders)
+    recomputing = replace(schedule, orders=orders)
+    check(recomputing)
+    return recomputing
 
 
 def _recomputed(order: tuple[Action, ...], checkpointed: int, loss_outside: bool) -> Iterator[Action]:
