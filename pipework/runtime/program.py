@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pipework.schedule import split_at_loss
+from pipework.schedule import KINDS, split_at_loss
 from pipework.schedule.edges import recomputed
 
 if TYPE_CHECKING:
@@ -30,6 +30,12 @@ class Program:
         """
         validation = schedule.validate()
         validation.raise_if_invalid()
+        lowered = (action for order in schedule.orders for action in order if action.kind not in KINDS)
+        if (action := next(lowered, None)) is not None:
+            raise ValueError(
+                f"schedule {schedule.name!r} says what is transferred or reduced ({action}), which a pipe does by "
+                "itself: give it as it was before with_communication() and with_gradient_reduction()"
+            )
         if schedule.inference:
             raise ValueError(
                 f"schedule {schedule.name!r} has no backwards: give one that trains; under torch.no_grad() a pipe runs "

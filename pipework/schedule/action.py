@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 KINDS: Final = ("F", "B", "I", "W", "R")
@@ -19,7 +21,7 @@ NONE: Final = -1
 
 _TEXT: Final = re.compile(rf"([0-9]+)({'|'.join((*TRANSFERS, *OF_STAGES, *KINDS))})([0-9]*)(?:@([0-9]+))?")
 # How far away the other end of a transfer is, if not said otherwise.
-_NEIGHBOUR: Final = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}
+_NEIGHBOUR: Final[Mapping[str, int]] = MappingProxyType({"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1})
 
 
 class Action(NamedTuple):
@@ -88,7 +90,7 @@ class Action(NamedTuple):
         if match is None or wrong:
             raise ValueError(
                 f"{text!r} is not an action: wanted stage, kind ({', '.join(KINDS)}) and micro-batch without spaces; "
-                "write '2F3' for the forward of stage 2, micro-batch 3"
+                "write '2F3' for the forward of stage 2, micro-batch 3, '2SEND_F3' for a transfer, '2REDUCE_GRAD'"
             )
         kind, stage = match[2], int(match[1])
         peer = int(match[4]) if match[4] else neighbour(kind, stage)

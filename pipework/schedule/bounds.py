@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import floor, inf, isfinite
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from pipework.schedule.checks import positive_integer
 from pipework.schedule.costs import Costs, StageCosts
-from pipework.schedule.memory import each_limit
-
-_SLACK: Final = 1 + 1e-9
-"""Peaks of memory are sums of fractions, which drift: a limit is not missed by so little."""
+from pipework.schedule.memory import SLACK, each_limit
+from pipework.schedule.schedule_checks import check_placement, checked_tuple
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,8 @@ def lower_bounds(
         27.0
     """
     positive_integer("micro_batches", micro_batches)
-    if not placement or min(placement) < 0:
-        raise ValueError(f"placement is {placement!r}: wanted the worker of each stage, such as (0, 1) for two stages")
+    placement = checked_tuple("placement", placement, "(0, 1)")
+    check_placement(placement)
     spread = (Costs() if costs is None else costs).spread(len(placement))
     repeats = _repeats(recomputed, len(placement), micro_batches, inference=inference)
     limits = each_limit(memory_limit, 1 + max(placement))
@@ -205,7 +203,7 @@ def _of_part(pipe: _Pipe, stages: Sequence[int], limit: float) -> Bounds:
     own_last = max(0.0, max(pipe.done[stage] for stage in stages) - pipe.end[high] - in_last)
     upstream = max(0.0, pipe.upstream[low] - pipe.back[low] - pipe.step[low])
     tail = max(0.0, upstream - _most(weights, room))
-    if sum(memory * times for memory, _, times in forwards) > room * _SLACK:  # a backward precedes the last forward
+    if sum(memory * times for memory, _, times in forwards) > room * SLACK:  # a backward precedes the last forward
         idle, own_idle = first + max(tail, last), first + own_last
     else:
         idle, own_idle = max(first + tail, last), max(first, own_last)
@@ -248,8 +246,8 @@ def _whole_multiple(limit: float, sizes: set[float]) -> float:
     if len(pieces) == 1:
         (size,) = pieces
         if isfinite(limit / size):
-            return size * floor(limit / size * _SLACK)
-    return limit * _SLACK
+            return size * floor(limit / size * SLACK)
+    return limit * SLACK
 
 
 def _repeats(recomputed: bool | Sequence[int], stages: int, micro_batches: int, *, inference: bool) -> tuple[int, ...]:
@@ -281,7 +279,7 @@ def _check_room(
         if not inference:  # what its earlier forwards made is still there
             least = min(costs.activation[stage], costs.checkpoint_activation[stage] if repeats[stage] else inf)
             held += least
-    if needed > limit * _SLACK:
+    if needed > limit * SLACK:
         raise ValueError(
             f"memory_limit of worker {worker} is {limit:g}, but one micro-batch holds {needed:g} there: there is no "
             f"schedule; raise the limit to {needed:g}, or place fewer stages on the worker"

@@ -14,46 +14,52 @@ an action that needs what is received waits. What differs is which of them may h
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
 from typing import Literal, NamedTuple, Protocol, get_args
-
-from pipework.schedule.edges import Message
 
 Channel = Literal["unbounded", "pair", "worker"]
 """The name of a model of channels."""
 
+Message = tuple[int, int]
+"""A route, by its number, and a micro-batch."""
 
-class Post(NamedTuple):
-    """One side's wish to transfer a message.
+
+class Way(NamedTuple):
+    """What is known of a route between workers before anything is sent.
 
     Attributes:
-        message: which.
-        sender: the worker that sends it.
-        receiver: the worker that receives it.
-        delay: how long the transfer takes.
-        sends: whether it is the sender's wish, or the receiver's.
+        number: of the route.
+        sender: the worker that sends.
+        receiver: the worker that receives.
+        delay: how long a transfer takes.
     """
 
-    message: Message
+    number: int
     sender: int
     receiver: int
     delay: float
-    sends: bool
 
 
 class Transfer(NamedTuple):
-    """A message that has come across, with its times."""
+    """A message that has come across.
+
+    Attributes:
+        message: which.
+        start: when it began.
+        end: when it was there.
+        cause: what it waited for last: True, the sender; False, the receiver; or the transfer before it.
+    """
 
     message: Message
     start: float
     end: float
+    cause: bool | Message
 
 
 class Channels(Protocol):
     """All channels of a run."""
 
-    def post(self, post: Post, time: float) -> Iterator[Transfer]:
-        """Notes a wish; returns the transfers that now can take place."""
+    def post(self, way: Way, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
+        """Notes one side's wish to transfer a message; returns the transfers that now can take place."""
 
 
 def channels(channel: Channel) -> Channels:
@@ -83,49 +89,73 @@ def check_channel(channel: str) -> None:
 
 
 class _Unbounded:
-    def post(self, post: Post, time: float) -> Iterator[Transfer]:
-        if post.sends:
-            yield Transfer(post.message, time, time + post.delay)
+    def post(self, way: Way, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
+        number, _, _, delay = way
+        return [Transfer((number, micro_batch), time, time + delay, True)] if sends else []
+
+
+_Wish = tuple[Message, float, Way]
+"""What one side wants to transfer, and since when."""
+
+
+class _Queue:
+    """The wishes in a queue, when its last transfer was over, and which that was."""
+
+    __slots__ = ("free", "last", "wishes")
+
+    def __init__(self) -> None:
+        self.wishes: deque[_Wish] = deque()
+        self.free = 0.0
+        self.last: Message | None = None
+
+
+def _carried(sent: _Wish, wanted: _Wish, *queues: _Queue) -> Transfer:
+    """The transfer of what both sides wish, which keeps these queues busy."""
+    message, start, way = sent
+    cause: bool | Message = True
+    if wanted[1] > start:
+        start, cause = wanted[1], False
+    for queue in queues:
+        if queue.free > start and queue.last is not None:
+            start, cause = queue.free, queue.last
+    end = start + way.delay
+    for queue in queues:
+        queue.free, queue.last = end, message
+    return Transfer(message, start, end, cause)
 
 
 class _Pair:
     def __init__(self) -> None:
-        self._sent: dict[tuple[int, int], deque[tuple[Message, float]]] = defaultdict(deque)
-        self._wanted: dict[tuple[int, int], deque[tuple[Message, float]]] = defaultdict(deque)
-        self._free: dict[tuple[int, int], float] = defaultdict(float)
-        self._delay: dict[Message, float] = {}
+        self._sent: dict[tuple[int, int], _Queue] = defaultdict(_Queue)
+        self._wanted: dict[tuple[int, int], deque[_Wish]] = defaultdict(deque)
 
-    def post(self, post: Post, time: float) -> Iterator[Transfer]:
-        pair = post.sender, post.receiver
-        sent, wanted = self._sent[pair], self._wanted[pair]
-        (sent if post.sends else wanted).append((post.message, time))
-        self._delay[post.message] = post.delay
+    def post(self, way: Way, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
+        number, sender, receiver, _ = way
+        queue, wanted = self._sent[sender, receiver], self._wanted[sender, receiver]
+        sent = queue.wishes
+        (sent if sends else wanted).append(((number, micro_batch), time, way))
+        done = []
         while sent and wanted and sent[0][0] == wanted[0][0]:
-            (message, one), (_, other) = sent.popleft(), wanted.popleft()
-            start = max(one, other, self._free[pair])
-            self._free[pair] = end = start + self._delay.pop(message)
-            yield Transfer(message, start, end)
+            done.append(_carried(sent.popleft(), wanted.popleft(), queue))
+        return done
 
 
 class _Worker:
     def __init__(self) -> None:
-        self._queue: dict[int, deque[tuple[Post, float]]] = defaultdict(deque)
-        self._free: dict[int, float] = defaultdict(float)
+        self._queues: dict[int, _Queue] = defaultdict(_Queue)
 
-    def post(self, post: Post, time: float) -> Iterator[Transfer]:
-        own = post.sender if post.sends else post.receiver
-        self._queue[own].append((post, time))
+    def post(self, way: Way, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
+        own = way.sender if sends else way.receiver
+        self._queues[own].wishes.append(((way.number, micro_batch), time, way))
+        done = []
         changed = [own]
         while changed:
-            head = self._queue[changed.pop()]
+            head = self._queues[changed.pop()].wishes
             if not head:
                 continue
-            message, sender, receiver, delay, _ = head[0][0]
-            ends = self._queue[sender], self._queue[receiver]
-            if not all(queue and queue[0][0].message == message for queue in ends):
-                continue
-            posted = [queue.popleft()[1] for queue in ends]
-            start = max(*posted, self._free[sender], self._free[receiver])
-            self._free[sender] = self._free[receiver] = end = start + delay
-            changed += sender, receiver
-            yield Transfer(message, start, end)
+            _, sending, receiving, _ = head[0][2]
+            sender, receiver = self._queues[sending], self._queues[receiving]
+            if sender.wishes and receiver.wishes and sender.wishes[0][0] == receiver.wishes[0][0]:
+                changed += sending, receiving
+                done.append(_carried(sender.wishes.popleft(), receiver.wishes.popleft(), sender, receiver))
+        return done

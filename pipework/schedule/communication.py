@@ -8,8 +8,9 @@ from dataclasses import replace
 from pipework.schedule.action import Action
 from pipework.schedule.channels import Channel, check_channel
 from pipework.schedule.costs import Costs
-from pipework.schedule.posting import posted
+from pipework.schedule.posting import posted, timed_for_posting
 from pipework.schedule.schedule import Schedule
+from pipework.schedule.schedule_checks import checked_skips
 from pipework.schedule.validate import check
 
 
@@ -21,10 +22,10 @@ def with_skips(schedule: Schedule, skips: Iterable[tuple[int, int]]) -> Schedule
 
     Args:
         schedule: one without transfers.
-        skips: (s, t) pairs of stages; the same pair several times counts once.
+        skips: (s, t) pairs of stages; the same pair several times counts once, also if the schedule has it already.
 
     Returns:
-        A schedule with the same orders.
+        A schedule with the same orders, and all skips in ascending order.
 
     Raises:
         ValueError: a stage that does not exist, a skip that goes back, or a schedule with transfers.
@@ -35,7 +36,7 @@ def with_skips(schedule: Schedule, skips: Iterable[tuple[int, int]]) -> Schedule
         ((0, 3),)
     """
     _refuse_lowered(schedule, "the skips come before")
-    pairs = sorted({(source, target) for source, target in skips})
+    pairs = sorted({*checked_skips(skips), *schedule.skips})
     for source, target in pairs:
         if not 0 <= source <= target < schedule.stages:
             raise ValueError(
@@ -79,9 +80,10 @@ def with_communication(schedule: Schedule, costs: Costs | None = None, *, channe
     check_channel(channel)
     _refuse_lowered(schedule, "they are added once")
     costs = Costs() if costs is None else costs
-    check(schedule, costs)
-    lowered = posted(schedule, costs.spread(schedule.stages, len(schedule.skips)), channel)
-    check(lowered, costs, channel=channel)
+    spread = costs.spread(schedule.stages, len(schedule.skips))
+    check(schedule)
+    lowered = posted(schedule, timed_for_posting(schedule, spread), channel)
+    check(lowered, channel=channel)
     return lowered
 
 
@@ -118,10 +120,15 @@ def with_gradient_reduction(schedule: Schedule) -> Schedule:
 def _reduced(order: Iterable[Action]) -> Iterator[Action]:
     order = tuple(order)
     last = {action.stage: position for position, action in enumerate(order) if action.kind in ("B", "I", "W")}
+    ready: list[int] = []
     for position, action in enumerate(order):
+        if not action.kind.startswith("SEND"):  # which somebody waits for
+            yield from (Action("REDUCE_GRAD", stage) for stage in ready)
+            ready.clear()
         yield action
         if last.get(action.stage) == position:
-            yield Action("REDUCE_GRAD", action.stage)
+            ready.append(action.stage)
+    yield from (Action("REDUCE_GRAD", stage) for stage in ready)
 
 
 def _refuse_lowered(schedule: Schedule, why: str) -> None:

@@ -13,49 +13,28 @@ an edge from F to F of the two, and one from B to B back again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from pipework.schedule.action import Action
 from pipework.schedule.schedule import Schedule
 
 
-class Message(NamedTuple):
-    """What goes from one stage to another for a micro-batch.
-
-    Attributes:
-        kind: ``"F"`` a value, ``"B"`` a gradient.
-        source: the stage that makes it.
-        target: the stage that needs it.
-        micro_batch: of which piece of the mini-batch.
-    """
-
-    kind: str
-    source: int
-    target: int
-    micro_batch: int
-
-    @property
-    def send(self) -> Action:
-        """The action that sends it."""
-        return Action(f"SEND_{self.kind}", self.source, self.micro_batch, self.target)
-
-    @property
-    def receive(self) -> Action:
-        """The action that receives it."""
-        return Action(f"RECV_{self.kind}", self.target, self.micro_batch, self.source)
-
-
-def message_of(transfer: Action) -> Message:
-    """What a ``SEND`` or ``RECV`` is about; the same for both.
+def counterpart(transfer: Action) -> Action:
+    """The other side of a transfer: of a ``SEND`` the ``RECV``, and the other way round.
 
     Example:
-        >>> message_of(Action.parse("0SEND_F3")) == message_of(Action.parse("1RECV_F3"))
-        True
+        >>> str(counterpart(Action.parse("0SEND_F3"))), str(counterpart(Action.parse("0RECV_B3@2")))
+        ('1RECV_F3', '2SEND_B3@0')
     """
     kind, stage, micro_batch, peer = transfer
-    ends = (stage, peer) if kind.startswith("SEND") else (peer, stage)
-    return Message(kind[-1], *ends, micro_batch)
+    other = f"RECV{kind[4:]}" if kind.startswith("SEND") else f"SEND{kind[4:]}"
+    return Action(other, peer, micro_batch, stage)
+
+
+_SEND: Final[Mapping[str, str]] = MappingProxyType({"F": "SEND_F", "B": "SEND_B"})
+_RECEIVE: Final[Mapping[str, str]] = MappingProxyType({"F": "RECV_F", "B": "RECV_B"})
 
 
 class Route(NamedTuple):
@@ -73,9 +52,13 @@ class Route(NamedTuple):
     target: int
     skip: int
 
-    def message(self, micro_batch: int) -> Message:
-        """What goes this way for a micro-batch."""
-        return Message(self.kind, self.source, self.target, micro_batch)
+    def send(self, micro_batch: int) -> Action:
+        """The action that sends what goes this way for a micro-batch."""
+        return Action(_SEND[self.kind], self.source, micro_batch, self.target)
+
+    def receive(self, micro_batch: int) -> Action:
+        """The action that receives it."""
+        return Action(_RECEIVE[self.kind], self.target, micro_batch, self.source)
 
 
 def routes(schedule: Schedule) -> tuple[Route, ...]:

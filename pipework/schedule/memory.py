@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from math import inf
+from typing import Final
 
 from pipework.schedule.action import Action
 from pipework.schedule.costs import StageCosts
 from pipework.schedule.edges import recomputed
 from pipework.schedule.schedule import Schedule
+
+SLACK: Final = 1 + 1e-9
+"""By how much a limit is not missed."""
 
 Row = list[tuple[float, float]]
 """For each action of an order the most that is held meanwhile, and what its micro-batch holds on its stage then."""
@@ -70,6 +74,16 @@ def each_limit(memory_limit: float | Sequence[float] | None, workers: int) -> tu
                 f"memory_limit of worker {worker} is {limit!r}: wanted a number of at least 0, or None for no limit"
             )
     return tuple(map(float, limits))
+
+
+def exceeds(amount: float, limit: float) -> bool:
+    """Whether an amount of memory is more than a limit, but for rounding: peaks are sums of fractions, which drift.
+
+    Example:
+        >>> exceeds(0.1 + 0.2, 0.3), exceeds(0.31, 0.3)
+        (False, True)
+    """
+    return amount > limit * SLACK
 
 
 def _row(order: Iterable[Action], costs: StageCosts, checkpointed: Set[tuple[int, int]], *, inference: bool) -> Row:

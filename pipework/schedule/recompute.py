@@ -22,7 +22,8 @@ def with_recompute(schedule: Schedule, checkpointed: int, *, loss_outside: bool 
     Args:
         schedule: one without ``R``.
         checkpointed: the micro-batches 0 to ``checkpointed - 1`` are checkpointed; from 0 (none) to all.
-        loss_outside: the loss is computed outside of the pipe, after all forwards.
+        loss_outside: the loss is computed outside of the pipe, after all forwards. (The result is checked as one with
+            its loss inside: a pipe may also run the forwards first and everything else then.)
 
     Returns:
         A schedule of the same name; the same object if none is checkpointed.
@@ -36,6 +37,8 @@ def with_recompute(schedule: Schedule, checkpointed: int, *, loss_outside: bool 
         >>> [str(action) for action in with_recompute(fill_drain(1, 2), 1).orders[0]]
         ['0F0', '0F1', '0R0', '0B0', '0B1']
     """
+    if schedule.inference:
+        raise ValueError(f"schedule {schedule.name!r} has no backwards, so there is nothing to recompute for")
     if type(checkpointed) is not int or not 0 <= checkpointed <= schedule.micro_batches:
         raise ValueError(
             f"checkpointed is {checkpointed!r}: wanted how many of the {schedule.micro_batches} micro-batches are "

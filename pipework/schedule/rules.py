@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipework.schedule.action import KINDS, Action
-from pipework.schedule.edges import crossings, message_of
+from pipework.schedule.edges import crossings
 from pipework.schedule.schedule import Schedule
 
 
@@ -124,32 +124,32 @@ def _transfers(schedule: Schedule) -> Iterator[Violation]:
     if not schedule.communicates:
         return
     place = [{action: position for position, action in enumerate(order)} for order in schedule.orders]
-    wanted = [route.message(number) for route in crossings(schedule) for number in range(schedule.micro_batches)]
-    for message in wanted:
-        sender, receiver = schedule.placement[message.source], schedule.placement[message.target]
-        made = _backward_or_forward(message.kind, message.source, message.micro_batch, place[sender])
-        used = _backward_or_forward(message.kind, message.target, message.micro_batch, place[receiver])
-        for worker, transfer, partner in ((sender, message.send, made), (receiver, message.receive, used)):
-            at = place[worker].get(transfer)
-            if at is None:
-                why = f"{transfer} is missing in the order of worker {worker}, though other transfers stand there"
-                yield Violation(worker, transfer, why)
-            elif transfer == message.send and at < place[worker][partner]:
-                yield Violation(worker, transfer, f"{transfer} stands before {partner}, which makes what it sends")
-            elif transfer == message.receive and at > place[worker][partner]:
-                yield Violation(worker, transfer, f"{transfer} stands behind {partner}, which needs what it receives")
-    known = set(wanted)
+    wanted: set[Action] = set()
+    for route in crossings(schedule):
+        for stage, transfers in ((route.source, route.send), (route.target, route.receive)):
+            worker = schedule.placement[stage]
+            for micro_batch in range(schedule.micro_batches):
+                transfer = transfers(micro_batch)
+                wanted.add(transfer)
+                partner = Action(route.kind, stage, micro_batch)
+                partner = partner if partner in place[worker] else Action("I", stage, micro_batch)
+                yield from _ill_placed(worker, place[worker], transfer, partner)
     for worker, order in enumerate(schedule.orders):
         for action in order:
-            if action.peer >= 0 and message_of(action) not in known:
+            if action.peer >= 0 and action not in wanted:
                 why = "nothing crosses from one worker to another there"
                 yield Violation(worker, action, f"{action} is a transfer, but {why}")
 
 
-def _backward_or_forward(kind: str, stage: int, micro_batch: int, place: dict[Action, int]) -> Action:
-    """The action of a stage that makes or needs its values (F) or its gradients (B, or I)."""
-    plain = Action(kind, stage, micro_batch)
-    return plain if plain in place else Action("I", stage, micro_batch)
+def _ill_placed(worker: int, place: dict[Action, int], transfer: Action, partner: Action) -> Iterator[Violation]:
+    at = place.get(transfer)
+    if at is None:
+        why = f"{transfer} is missing in the order of worker {worker}, though other transfers stand there"
+        yield Violation(worker, transfer, why)
+    elif transfer.kind.startswith("SEND") and at < place[partner]:
+        yield Violation(worker, transfer, f"{transfer} stands before {partner}, which makes what it sends")
+    elif transfer.kind.startswith("RECV") and at > place[partner]:
+        yield Violation(worker, transfer, f"{transfer} stands behind {partner}, which needs what it receives")
 
 
 def _reductions(schedule: Schedule) -> Iterator[Violation]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pipework.schedule.action import KINDS, OF_STAGES, TRANSFERS, Action
+from pipework.schedule.schedule_checks import check_order, check_placement, check_skips, checked_skips, checked_tuple
 
 if TYPE_CHECKING:
+    from pipework.schedule.action import Action
     from pipework.schedule.channels import Channel
     from pipework.schedule.costs import Costs
     from pipework.schedule.csv_form import Form
@@ -53,13 +54,18 @@ class Schedule:
         if not isinstance(self.name, str):
             raise TypeError(f"name of a schedule is {self.name!r}: wanted a str such as 'gpipe'")
         # Lists are welcome, but what is kept is hashable.
-        object.__setattr__(self, "placement", tuple(self.placement))
-        object.__setattr__(self, "orders", tuple(tuple(order) for order in self.orders))
-        object.__setattr__(self, "skips", tuple(map(tuple, self.skips)))
-        _check_placement(self.placement, len(self.orders))
-        _check_skips(self.skips, len(self.placement))
-        for worker, order in enumerate(self.orders):
-            _check_order(worker, order, len(self.placement), inference=self.inference)
+        orders = checked_tuple("orders", self.orders, "an order of actions for each worker")
+        example = "(Action('F', 0, 0), Action('B', 0, 0))"
+        orders = tuple(checked_tuple(f"the order of worker {n}", order, example) for n, order in enumerate(orders))
+        object.__setattr__(self, "placement", checked_tuple("placement", self.placement, "(0, 1)"))
+        object.__setattr__(self, "orders", orders)
+        object.__setattr__(self, "skips", checked_skips(self.skips))
+        if not orders:
+            raise ValueError("orders is empty: give one order of actions for each worker")
+        check_placement(self.placement, len(orders))
+        check_skips(self.skips, len(self.placement))
+        for worker, order in enumerate(orders):
+            check_order(worker, order, len(self.placement), inference=self.inference)
         if all(action[2] < 0 for order in self.orders for action in order):
             raise ValueError("the schedule has no action at all: give every worker its actions in `orders`")
 
@@ -272,64 +278,3 @@ class Schedule:
         # A notebook asks for the picture of whatever stands last in a cell, of an invalid schedule too; None makes it
         # fall back to the text form, which is what one needs to see then.
         return self.to_svg() if self.validate().ok else None
-
-
-def _check_placement(placement: Sequence[int], workers: int) -> None:
-    if not placement:
-        raise ValueError("placement is empty: give the worker of each stage, such as (0, 1) for two stages")
-    if not workers:
-        raise ValueError("orders is empty: give one order of actions for each worker")
-    for stage, worker in enumerate(placement):
-        if type(worker) is not int:
-            raise TypeError(f"placement of stage {stage} is {worker!r}: wanted the number of its worker, an int")
-        if not 0 <= worker < workers:
-            raise ValueError(
-                f"stage {stage} is placed on worker {worker}, but there are orders for the workers 0 to {workers - 1}: "
-                "correct placement, or give an order for each worker"
-            )
-    idle = sorted(set(range(workers)) - set(placement))
-    if idle:
-        raise ValueError(f"worker {idle[0]} holds no stage: place a stage on it, or leave its order out")
-
-
-def _check_skips(skips: Sequence[tuple[int, ...]], stages: int) -> None:
-    for skip in skips:
-        if len(skip) != 2 or not all(type(stage) is int for stage in skip):
-            raise TypeError(f"a skip is {skip!r}: wanted a pair of stages, from and to, such as (0, 2)")
-        source, target = skip
-        if not 0 <= source < target - 1 < stages - 1:
-            raise ValueError(
-                f"a skip goes from stage {source} to stage {target}: wanted one that passes over a stage between, "
-                f"among the stages 0 to {stages - 1}; with_skips() leaves the others out"
-            )
-    if len(set(skips)) < len(skips):
-        raise ValueError(f"skips is {skips!r}: wanted each pair once; values between the same stages go together")
-
-
-def _check_order(worker: int, order: Sequence[Action], stages: int, *, inference: bool) -> None:
-    kinds = {"F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"} if inference else {*KINDS, *TRANSFERS, *OF_STAGES}
-    for position, action in enumerate(order):
-        if not isinstance(action, Action):
-            raise TypeError(
-                f"position {position} of worker {worker}'s order is {action!r}: wanted an Action, "
-                "such as Action('F', 0, 0)"
-            )
-        kind, stage, micro_batch, peer = action
-        if type(stage) is not int or type(micro_batch) is not int or type(peer) is not int:
-            raise TypeError(
-                f"{action!r} in worker {worker}'s order: wanted an int for stage and micro_batch, got "
-                f"{type(stage).__name__} and {type(micro_batch).__name__}"
-            )
-        if kind not in kinds:
-            which = f"one of {', '.join(KINDS)}"
-            if inference:
-                which = "F, since the schedule is one of inference"
-            raise ValueError(f"{action!r} in worker {worker}'s order: kind must be {which}")
-        if not 0 <= stage < stages:
-            raise ValueError(f"{action} in worker {worker}'s order: placement has the stages 0 to {stages - 1}")
-        if (micro_batch < 0) != (kind in OF_STAGES):
-            which = "it is done once for all micro-batches" if micro_batch >= 0 else "micro-batches are counted from 0"
-            raise ValueError(f"{action!r} in worker {worker}'s order: {which}")
-        if (0 <= peer < stages) != (kind in TRANSFERS):
-            ends = f"wanted a peer, one of the stages 0 to {stages - 1}" if kind in TRANSFERS else "it has no peer"
-            raise ValueError(f"{action!r} in worker {worker}'s order: {ends}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from pipework.schedule import memory
@@ -13,6 +13,7 @@ from pipework.schedule.bounds import Bounds, lower_bounds
 from pipework.schedule.channels import Channel
 from pipework.schedule.costs import Costs
 from pipework.schedule.critical_path import critical_path
+from pipework.schedule.events import Run
 from pipework.schedule.schedule import Schedule
 from pipework.schedule.timeline import Interval, Timeline
 from pipework.schedule.validate import Conditions, examine, raise_first
@@ -31,12 +32,14 @@ class Simulation:
         timeline: what came out, in the unit of the costs: start and end of every action, memory, and transfers if the
             schedule has them or the channel asks for them.
         conditions: under which: where the loss is, what channels there are, how much memory.
+        execution: what was executed, which has transfers if channels ask for them, and how it went.
     """
 
     schedule: Schedule
     costs: Costs
     timeline: Timeline
     conditions: Conditions
+    execution: tuple[Schedule, Run] = field(repr=False)
 
     def __repr__(self) -> str:
         return f"Simulation({self.schedule.title}: makespan {self.makespan:.4g}, bubble {100 * self.bubble:.1f} %)"
@@ -98,7 +101,7 @@ class Simulation:
         return lower_bounds(
             self.schedule.placement,
             self.schedule.micro_batches,
-            self.costs,
+            replace(self.costs, skip_transfer=0.0),
             memory_limit=self.peak_memory if limit is None else limit,
             split=any(kinds["I", stage] for stage in stages),
             inference=self.schedule.inference,
@@ -120,9 +123,11 @@ class Simulation:
         """Actions of which each starts because the one before it has ended, from the first action to the end.
 
         To make the step shorter, one of them has to become shorter, or to be moved. Between actions of two workers lies
-        the transfer, as an interval of its own if the timeline has transfers.
+        the transfer, as an interval of its own if the timeline has transfers; it begins when the later of its two sides
+        has been posted.
         """
-        return critical_path(self.schedule, self.timeline)
+        times = {each.action: each for each in (*self.timeline.intervals, *self.timeline.communication)}
+        return tuple(times[action] for action in critical_path(*self.execution))
 
 
 def simulate(
@@ -166,11 +171,11 @@ def simulate(
     spread = costs.spread(schedule.stages, len(schedule.skips))
     violations, executed, ended = examine(schedule, spread, conditions)
     raise_first(schedule.name, violations)
-    times = ended.times if ended else ()
+    assert ended is not None  # what is not worth a run has violations
     computing: list[Interval] = []
     communicating: list[Interval] = []
     for worker, (order, row, amounts) in enumerate(
-        zip(executed.orders, times, memory.rows(executed, spread), strict=True)
+        zip(executed.orders, ended.times, memory.rows(executed, spread), strict=True)
     ):
         for action, (start, end), (most, held) in zip(order, row, amounts, strict=True):
             if action.kind in KINDS:
@@ -178,4 +183,4 @@ def simulate(
             elif action.peer >= 0 or action.kind == "REDUCE_GRAD":
                 communicating.append(Interval(worker, action, start, end))
     line = Timeline(tuple(computing), schedule.workers, title=schedule.title, communication=tuple(communicating))
-    return Simulation(schedule, costs, line.normalised(), conditions)
+    return Simulation(schedule, costs, line.normalised(), conditions, (executed, ended))

@@ -148,11 +148,16 @@ class Timeline:
         Returns:
             (time, amount) in order of time: from that time on it holds that amount.
 
+        Raises:
+            ValueError: there is no such worker.
+
         Example:
             >>> from pipework.schedule import fill_drain, simulate
             >>> simulate(fill_drain(1, 1)).timeline.memory_steps(0)
             ((0.0, 1.0), (3.0, 0.0))
         """
+        if not 0 <= worker < self.workers:
+            raise ValueError(f"worker is {worker}, but this timeline has the workers 0 to {self.workers - 1}")
         steps: list[tuple[float, float]] = []
         for interval, behind in zip(self.by_worker[worker], self.idle_memory(worker), strict=True):
             for time, amount in ((interval.start, interval.memory), (interval.end, behind)):

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipework.schedule import memory
 from pipework.schedule.action import Action
 from pipework.schedule.channels import Channel, check_channel
 from pipework.schedule.costs import Costs, StageCosts
-from pipework.schedule.edges import message_of
+from pipework.schedule.edges import counterpart
 from pipework.schedule.events import LOSS, Run, Stuck, run
-from pipework.schedule.posting import posted
+from pipework.schedule.memory import each_limit, exceeds, rows
+from pipework.schedule.posting import posted, timed_for_posting
 from pipework.schedule.rules import Violation, ascending, broken
 from pipework.schedule.schedule import Schedule
 
@@ -157,34 +157,34 @@ def examine(
         >>> violations, ended.times
         ((), (((0.0, 1.0), (1.0, 3.0)),))
     """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule is {schedule!r}: wanted a Schedule, such as build('1f1b', workers=4, chunks=8)")
     check_channel(conditions.channel)
-    limit = conditions.memory_limit
-    limits = memory.each_limit(limit, schedule.workers)
+    limits = each_limit(conditions.memory_limit, schedule.workers)
     violations = broken(schedule)
     if violations:
         return violations, schedule, None
-    full = () if limit is None else tuple(_over(schedule, costs, limits))
-    ended = None
-    if conditions.channel != "unbounded" and not schedule.communicates:
-        ended = run(schedule, costs, loss_outside=conditions.loss_outside)
-        if not ended.stuck:
-            schedule, ended = posted(schedule, costs, conditions.channel), None
-    if ended is None:
-        ended = run(schedule, costs, loss_outside=conditions.loss_outside, channel=conditions.channel)
-    # Who waits for something further on in its own order, or in a queue, is the cause; who waits for another worker is
-    # the consequence.
-    stuck = sorted(ended.stuck, key=lambda each: not _is_cause(schedule, ended, each))
-    waiting = (_waiting(schedule, ended, each, conditions.channel) for each in stuck)
-    return (*waiting, *full), schedule, ended
+    loss_outside, channel = conditions.loss_outside, conditions.channel
+    if channel != "unbounded" and not schedule.communicates:
+        timed = timed_for_posting(schedule, costs)
+        # Who cannot end without transfers cannot end with them, and is easier to understand without.
+        schedule = schedule if timed.stuck else posted(schedule, timed, channel)
+    ended = run(schedule, costs, loss_outside=loss_outside, channel=channel)
+    if not ended.stuck:
+        full = () if conditions.memory_limit is None else tuple(_over(schedule, costs, limits))
+        return full, schedule, ended
+    stuck = sorted(ended.stuck, key=lambda each: _distance_from_cause(schedule, ended, each))
+    return tuple(_waiting(schedule, ended, each, channel) for each in stuck), schedule, ended
 
 
-def _is_cause(schedule: Schedule, ended: Run, stuck: Stuck) -> bool:
+def _distance_from_cause(schedule: Schedule, ended: Run, stuck: Stuck) -> int:
+    """Who waits for its own order, or in a queue, is the cause; who waits for another worker, the consequence."""
     worker, _, missing = stuck
     if missing == LOSS:
-        return False
+        return 1
     if missing.peer >= 0:
-        return _has_been_sent(schedule, ended, message_of(missing).send)
-    return schedule.placement[missing.stage] == worker
+        return 0 if _has_been_sent(schedule, ended, counterpart(missing)) else 2
+    return 0 if schedule.placement[missing.stage] == worker else 2
 
 
 def _has_been_sent(schedule: Schedule, ended: Run, send: Action) -> bool:
@@ -195,10 +195,9 @@ def _has_been_sent(schedule: Schedule, ended: Run, send: Action) -> bool:
 
 def _over(schedule: Schedule, costs: StageCosts, limits: Sequence[float]) -> Iterator[Violation]:
     """For each worker the first action at which it holds too much."""
-    for worker, (order, row) in enumerate(zip(schedule.orders, memory.rows(schedule, costs), strict=True)):
+    for worker, (order, row) in enumerate(zip(schedule.orders, rows(schedule, costs), strict=True)):
         for action, (most, _) in zip(order, row, strict=True):
-            # Sums of fractions are a little off.
-            if most > limits[worker] * (1 + 1e-9):
+            if exceeds(most, limits[worker]):
                 text = f"worker {worker} holds {most:.6g} at {action}, more than its limit of {limits[worker]:.6g}"
                 yield Violation(worker, action, text)
                 break
@@ -207,7 +206,10 @@ def _over(schedule: Schedule, costs: StageCosts, limits: Sequence[float]) -> Ite
 def _waiting(schedule: Schedule, ended: Run, stuck: Stuck, channel: Channel) -> Violation:
     worker, action, missing = stuck
     if missing == LOSS:
-        why = "it needs the loss, which is computed outside of the pipe and needs every forward first"
+        why = (
+            "it needs the loss, which is computed outside of the pipe and needs every forward first, also those that "
+            "stand behind it"
+        )
     elif missing.peer >= 0:
         why = f"it needs {missing}, {_why_not_received(schedule, ended, missing, channel)}"
     else:
@@ -220,7 +222,7 @@ def _waiting(schedule: Schedule, ended: Run, stuck: Stuck, channel: Channel) -> 
 
 
 def _why_not_received(schedule: Schedule, ended: Run, receive: Action, channel: Channel) -> str:
-    send = message_of(receive).send
+    send = counterpart(receive)
     sender, receiver = schedule.placement[send.stage], schedule.placement[receive.stage]
     if not _has_been_sent(schedule, ended, send):
         return f"but worker {sender} never comes to {send}"
@@ -228,7 +230,10 @@ def _why_not_received(schedule: Schedule, ended: Run, receive: Action, channel: 
     between = {sender, receiver} if channel == "pair" else set(range(schedule.workers))
     heads = [_head(schedule, ended, worker, between) for worker in (sender, receiver)]
     queue = "between them" if channel == "pair" else "of each"
-    return f"but in the channel {queue} worker {sender} is first to do {heads[0]}, worker {receiver} {heads[1]}"
+    return (
+        f"but in the channel {queue} worker {sender} is first to do {heads[0]}, worker {receiver} {heads[1]}; "
+        f"with_communication(..., channel={channel!r}) finds an order for both"
+    )
 
 
 def _head(schedule: Schedule, ended: Run, worker: int, between: set[int]) -> Action | None:

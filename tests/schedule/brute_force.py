@@ -4,9 +4,26 @@ Written from the rules in words, and sharing nothing with the library but the da
 """
 
 
-def runs(schedule, channel, random):
-    """Whether every action comes to its end, and every transfer too."""
-    return _makes_sense(schedule) and _comes_to_an_end(schedule, channel, random)
+def runs(schedule, random, *, channel="unbounded", loss_outside=False, memory_limit=None):
+    """Whether every action and transfer comes to its end, and no worker holds more activations than it may."""
+    if not _makes_sense(schedule) or not _comes_to_an_end(schedule, random, channel, loss_outside):
+        return False
+    return memory_limit is None or max(map(_most, schedule.orders)) <= memory_limit
+
+
+def _most(order):
+    """The most activations, each of size 1, that a worker holds; a checkpointed one only while it is computed."""
+    again = {(action.stage, action.micro_batch) for action in order if action.kind == "R"}
+    trains = any(action.kind in "BI" for action in order)
+    held, most = set(), 0
+    for action in order:
+        key = action.stage, action.micro_batch
+        if action.kind in ("F", "R"):
+            held.add(key)
+            most = max(most, len(held))
+        if action.kind in ("B", "W") or (action.kind == "F" and (key in again or not trains)):
+            held.discard(key)
+    return most
 
 
 def _makes_sense(schedule):
@@ -48,7 +65,7 @@ def _all_transfers(schedule):
     }
 
 
-def _comes_to_an_end(schedule, channel, random):
+def _comes_to_an_end(schedule, random, channel, loss_outside):
     explicit = any(action.peer >= 0 for order in schedule.orders for action in order)
     again = {(a.stage, a.micro_batch) for order in schedule.orders for a in order if a.kind == "R"}
     adding = [(a.kind, a.stage, a.micro_batch) for order in schedule.orders for a in order if a.kind in "BIW"]
@@ -58,6 +75,7 @@ def _comes_to_an_end(schedule, channel, random):
     queues = {}  # of posted transfers, each a list of actions
     whole = set()  # stages whose weights are there
     left = [list(order) for order in schedule.orders]
+    forwards = {(a.kind, a.stage, a.micro_batch) for order in schedule.orders for a in order if a.kind == "F"}
 
     def differentiated(stage, micro):
         return ("B", stage, micro) in done or ("I", stage, micro) in done
@@ -73,6 +91,8 @@ def _comes_to_an_end(schedule, channel, random):
         before = [s for s in [stage - 1] if s >= 0] + [a for a, b in schedule.skips if b == stage]
         behind = [s for s in [stage + 1] if s < schedule.stages] + [b for a, b in schedule.skips if a == stage]
         if kind in ("F", "B", "I", "R") and stage in sharded and stage not in whole:
+            return False
+        if kind in ("B", "I", "R") and loss_outside and not forwards <= done:
             return False
         if kind == "F":
             return all(came("F", source, stage, micro) for source in before)

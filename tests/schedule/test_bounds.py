@@ -307,8 +307,8 @@ def test_the_best_of_all_schedules_does_not_beat_them(seeds):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"placement": ()}, "placement is (): wanted the worker of each stage, such as (0, 1) for two stages"),
-        ({"placement": (0, -1)}, "placement is (0, -1): wanted the worker of each stage"),
+        ({"placement": ()}, "placement is empty: give the worker of each stage, such as (0, 1) for two stages"),
+        ({"placement": (0, -1)}, "stage 1 is placed on worker -1"),
         ({"micro_batches": 0}, "micro_batches is 0: wanted an integer of at least 1"),
         ({"costs": Costs(forward=[1])}, "forward has 1 number: wanted 2"),
         ({"memory_limit": -1}, "memory_limit of worker 0 is -1: wanted a number of at least 0, or None for no limit"),

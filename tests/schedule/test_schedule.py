@@ -57,7 +57,7 @@ def test_lists_become_tuples():
             "1B0 in worker 0's order: placement has the stages 0 to 0",
         ),
         (("s", (0,), ((F, Action("B", 0, -1)),)), ValueError, "micro-batches are counted from 0"),
-        (("s", (0,), ((F, Action("B", 0, 1.0)),)), TypeError, "got int and float"),
+        (("s", (0,), ((F, Action("B", 0, 1.0)),)), TypeError, "got int, float, int"),
     ],
 )
 def test_constructor_refuses(arguments, error, message):

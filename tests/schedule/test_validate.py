@@ -168,14 +168,14 @@ def test_inference_has_no_backwards():
         "0F1 is missing in the order of worker 0",
         "1F0 is missing in the order of worker 1",
     ]
-    with pytest.raises(ValueError, match="kind must be F, since the schedule is one of inference"):
+    with pytest.raises(ValueError, match=r"kind must be one of F, .* since the schedule is one of inference"):
         Schedule("both", (0,), ((Action("F", 0, 0), Action("B", 0, 0)),), inference=True)
 
 
 def test_loss_outside_needs_all_forwards_first():
     one_f_one_b = schedule_of("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
     assert validate(one_f_one_b).ok
-    assert "worker 1 waits for ever at 1B0: it needs the loss" in messages(one_f_one_b, loss_outside=True)[-1]
+    assert "worker 1 waits for ever at 1B0: it needs the loss" in messages(one_f_one_b, loss_outside=True)[0]
     assert validate(fill_drain(3, 3), loss_outside=True).ok
 
 
