@@ -39,6 +39,7 @@ class Schedule:
         ValueError: no stage, no worker, no action, or a number out of range.
 
     Example:
+        >>> from pipework.schedule import Action
         >>> one = Schedule("tiny", placement=(0,), orders=((Action("F", 0, 0), Action("B", 0, 0)),))
         >>> one.workers, one.stages, one.micro_batches
         (1, 1, 1)
