@@ -91,6 +91,10 @@ def test_svg_by_worker_unless_told_otherwise(tmp_path, capsys):
         (("gpipe", "--workers", "2", "--chunks", "2", "--out", "pipe.gif"), "the name must end in one of .trace.json"),
         (("pipe.csv", "--workers", "2"), "pipe.csv says itself how many workers"),
         (("pipe.csv",), "No such file"),
+        (
+            ("forward-only", "--workers", "2", "--chunks", "2", "--checkpoint", "always"),
+            "--checkpoint is 'always', but forward-only has no backwards to recompute for: leave it out",
+        ),
         (("gpipe", "--workers", "2", "--chunks", "2", "--out", "nowhere/pipe.svg"), "there is no folder 'nowhere'"),
     ],
 )
@@ -136,6 +140,21 @@ def test_a_trace_has_the_transfers_that_are_asked_for(tmp_path):
         assert draw("1f1b", "--workers", "2", "--chunks", "3", *words, "--out", str(out)) == 0
         events = json.loads(out.read_text())["traceEvents"]
         assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == tracks
+
+
+def test_the_size_of_a_huge_file_is_told(tmp_path, capsys, monkeypatch):
+    words = ("1f1b", "--workers", "2", "--chunks", "3", "--out", str(tmp_path / "a.svg"))
+    assert draw(*words) == 0
+    assert f"wrote {tmp_path / 'a.svg'}: 1f1b" in capsys.readouterr().out
+    monkeypatch.setattr("pipework.cli.draw.svg", lambda *_, **__: "x" * 11 * 2**20)
+    assert draw(*words) == 0
+    assert f"wrote {tmp_path / 'a.svg'} (11 MiB): 1f1b" in capsys.readouterr().out
+
+
+def test_shares_of_uneven_stages(tmp_path, capsys):
+    (tmp_path / "uneven.csv").write_text("0F0,2F0,2B0,0B0\n1F0,1B0")
+    assert draw(str(tmp_path / "uneven.csv")) == 0
+    assert "makespan 6, peak memory 1 (in micro-batches of activations of a worker)" in capsys.readouterr().out
 
 
 def test_png(tmp_path):
