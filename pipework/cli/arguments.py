@@ -68,32 +68,22 @@ def count(text: str) -> int:
 def costs(text: str) -> Costs:
     """Costs, from pairs or from a file, for argparse."""
     try:
-        pairs = list(_file(Path(text)).items()) if text.endswith(".json") else list(map(_pair, text.split(",")))
-        return Costs(**named_costs(pairs))
+        return Costs(**_named(_file(Path(text)).items())) if text.endswith(".json") else written_costs(text)
     except (OSError, ValueError, TypeError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def named_costs(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Arguments of `Costs`, from names that may be short.
+def written_costs(text: str) -> Costs:
+    """Costs, from pairs of names, which may be short, and numbers.
 
     Raises:
-        ValueError: no cost has that name, or two are the same.
+        ValueError: no cost has that name, it is given twice, or its number is none.
 
     Example:
-        >>> named_costs([("F", 1.0), ("transfer", 0.5)])
-        {'forward': 1.0, 'transfer': 0.5}
+        >>> written_costs("F=2, transfer=0.5").transfer
+        0.5
     """
-    known = {field.name for field in fields(Costs)}
-    values: dict[str, Any] = {}
-    for name, value in pairs:
-        whole = _SHORT.get(name, name)
-        if whole not in known:
-            raise ValueError(f"no cost is called {name!r}: choose of {', '.join([*_SHORT, *sorted(known)])}")
-        if whole in values:
-            raise ValueError(f"{whole} is given twice: say it once")
-        values[whole] = value
-    return values
+    return Costs(**_named(map(_pair, text.split(","))))
 
 
 def limit(text: str) -> float:
@@ -131,6 +121,20 @@ def read_schedule(file: Path) -> Schedule:
         raise ValueError(f"{file}: {error}") from None
     # CSV knows no name.
     return replace(schedule, name=file.stem) if schedule.name == "csv" else schedule
+
+
+def _named(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Arguments of `Costs`, by their whole names."""
+    known = {field.name for field in fields(Costs)}
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        whole = _SHORT.get(name, name)
+        if whole not in known:
+            raise ValueError(f"no cost is called {name!r}: choose of {', '.join([*_SHORT, *sorted(known)])}")
+        if whole in values:
+            raise ValueError(f"{whole} is given twice: say it once")
+        values[whole] = value
+    return values
 
 
 def _pair(text: str) -> tuple[str, Any]:
