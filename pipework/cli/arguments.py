@@ -149,7 +149,9 @@ def _pair(text: str) -> tuple[str, Any]:
 
 def _file(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: this is no text; wanted JSON in UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     if not isinstance(values, dict):

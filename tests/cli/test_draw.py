@@ -170,6 +170,9 @@ def test_costs_from_a_file_have_numbers_for_stages(tmp_path, capsys):
     (tmp_path / "costs.json").write_text("[1, 2]")
     assert draw("gpipe", "--workers", "2", "--chunks", "2", "--costs", str(tmp_path / "costs.json")) == 2
     assert "holds a list: wanted an object" in capsys.readouterr().err
+    (tmp_path / "costs.json").write_bytes(b"\xff\xfe")
+    assert draw("gpipe", "--workers", "2", "--chunks", "2", "--costs", str(tmp_path / "costs.json")) == 2
+    assert "costs.json: this is no text; wanted JSON in UTF-8" in capsys.readouterr().err
     (tmp_path / "costs.json").write_text('{"forward": "1"}')
     assert draw("gpipe", "--workers", "2", "--chunks", "2", "--costs", str(tmp_path / "costs.json")) == 2
     assert "forward is '1': wanted a number" in capsys.readouterr().err
