@@ -22,6 +22,7 @@ myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True  # a signature says SCHEDULES, not all that is in it
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 napoleon_preprocess_types = False

@@ -35,10 +35,9 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import pipework.schedule
-from pipework.schedule import Costs, Simulation, build, recipe, simulate, svg, with_recompute
-
-USUAL = {"forward": 1.0, "input_gradient": 1.0, "weight_gradient": 1.0, "activation": 1.0}
-OF_BOUNDARIES = ("transfer", "skip_transfer", "message")
+from pipework.cli.arguments import written_costs
+from pipework.schedule import Simulation, simulate, svg, with_recompute
+from pipework.schedule.build import build_for_shares
 
 
 class SchedulePicture(SphinxDirective):
@@ -81,14 +80,13 @@ class SchedulePicture(SphinxDirective):
         self, name: str, stages_per_worker: int | None = None, *, recompute: int = 0, **_: object
     ) -> Simulation:
         """The schedule of that name, with the workers, micro-batches and costs of this picture."""
-        stages = stages_per_worker or recipe(name).stages_per_worker
-        costs = share(self.options.get("costs", ""), stages)
-        schedule = build(
+        written = self.options.get("costs")
+        schedule, costs = build_for_shares(
             name,
             workers=self.options.get("workers", 4),
             chunks=self.options.get("chunks", 8),
-            stages_per_worker=stages,
-            costs=costs,
+            stages_per_worker=stages_per_worker,
+            costs=written_costs(written) if written else None,
         )
         if recompute:
             schedule = replace(with_recompute(schedule, recompute), name=f"{schedule.name} with recomputation")
@@ -104,26 +102,6 @@ class SchedulePicture(SphinxDirective):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(picture, encoding="utf-8")
         return Path(os.path.relpath(file, Path(self.env.doc2path(self.env.docname)).parent)).as_posix()
-
-
-def share(written: str, stages_per_worker: int) -> Costs:
-    """The costs of one stage, from those of a worker's whole share as the page writes them.
-
-    Raises:
-        TypeError, ValueError: they are no costs.
-    """
-    given = {}
-    for each in filter(None, map(str.strip, written.split(","))):
-        name, _, value = each.partition("=")
-        if name.strip() not in Costs.__dataclass_fields__:
-            raise ValueError(f"{name.strip()!r} is none of the costs: {', '.join(Costs.__dataclass_fields__)}")
-        given[name.strip()] = float(value)
-    # A whole backward decides about its halves, unless the page does.
-    usual = {name: value for name, value in USUAL.items() if "backward" not in given or not name.endswith("gradient")}
-    costs = usual | given
-    return Costs(
-        **{name: value if name in OF_BOUNDARIES else value / stages_per_worker for name, value in costs.items()}
-    )
 
 
 def caption(results: list[Simulation]) -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, get_args
 
-from pipework.schedule import Costs, Schedule
+from pipework.schedule import Channel, Costs, Schedule
 
 COSTS_HELP: Final = (
     "times and memory of a worker's whole share of the model, such as forward=1,input_gradient=1.1,transfer=0.05 "
     "(or F, B, I, W, R, c for the transfer, A for activations), or a .json file with these names, in which a list has "
-    "a number for each stage (default forward=1,backward=2,activation=1)"
+    "a number for each worker's whole share, or for each stage (default forward=1,backward=2,activation=1)"
 )
 
 _SHORT: Final[Mapping[str, str]] = MappingProxyType(
@@ -37,6 +37,23 @@ _READERS: Final[Mapping[str, Callable[[str], Schedule]]] = MappingProxyType(
 FILES: Final = ", ".join(_READERS)
 
 
+def add_channel(parser: argparse.ArgumentParser, *, default: Channel | None) -> None:
+    """Add the option that says what carries transfers.
+
+    Args:
+        parser: of a command.
+        default: what is meant if it is left out; None: no transfers among the actions.
+    """
+    usual, adds = (" (default)", "") if default else ("", "add transfers among the actions; ")
+    parser.add_argument(
+        "--channel",
+        choices=get_args(Channel),
+        default=default,
+        help=f"{adds}what carries transfers: channels that hold anything{usual}, that keep the order between two "
+        "workers, or of which each worker has but one",
+    )
+
+
 def count(text: str) -> int:
     """A number of things, for argparse."""
     try:
@@ -51,15 +68,22 @@ def count(text: str) -> int:
 def costs(text: str) -> Costs:
     """Costs, from pairs or from a file, for argparse."""
     try:
-        values = _file(Path(text)) if text.endswith(".json") else dict(map(_pair, text.split(",")))
-        known = {field.name for field in fields(Costs)}
-        values = {_SHORT.get(name, name): value for name, value in values.items()}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ValueError(f"no cost is called {unknown[0]!r}: choose of {', '.join([*_SHORT, *sorted(known)])}")
-        return Costs(**values)
+        return Costs(**_named(_file(Path(text)).items())) if text.endswith(".json") else written_costs(text)
     except (OSError, ValueError, TypeError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def written_costs(text: str) -> Costs:
+    """Costs, from pairs of names, which may be short, and numbers.
+
+    Raises:
+        ValueError: no cost has that name, it is given twice, or its number is none.
+
+    Example:
+        >>> written_costs("F=2, transfer=0.5").transfer
+        0.5
+    """
+    return Costs(**_named(map(_pair, text.split(","))))
 
 
 def limit(text: str) -> float:
@@ -89,11 +113,28 @@ def read_schedule(file: Path) -> Schedule:
     if reader is None:
         raise ValueError(f"{str(file)!r} is no file of a schedule: the name must end in one of {FILES}")
     try:
-        schedule = reader(file.read_text(encoding="utf-8"))
-        # CSV knows no name.
-        return replace(schedule, name=file.stem) if schedule.name == "csv" else schedule
-    except ValueError as error:  # UnicodeDecodeError is one
+        # Spreadsheets put a byte-order mark in front.
+        schedule = reader(file.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{file}: this is no text; wanted a schedule as text in UTF-8") from None
+    except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+    # CSV knows no name.
+    return replace(schedule, name=file.stem) if schedule.name == "csv" else schedule
+
+
+def _named(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Arguments of `Costs`, by their whole names."""
+    known = {field.name for field in fields(Costs)}
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        whole = _SHORT.get(name, name)
+        if whole not in known:
+            raise ValueError(f"no cost is called {name!r}: choose of {', '.join([*_SHORT, *sorted(known)])}")
+        if whole in values:
+            raise ValueError(f"{whole} is given twice: say it once")
+        values[whole] = value
+    return values
 
 
 def _pair(text: str) -> tuple[str, Any]:
@@ -108,7 +149,9 @@ def _pair(text: str) -> tuple[str, Any]:
 
 def _file(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: this is no text; wanted JSON in UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     if not isinstance(values, dict):

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from pipework.cli import arguments as shared
 from pipework.cli.report import Report
-from pipework.schedule import Costs, simulate, validate
-from pipework.schedule.units import memory_text, time_text
+from pipework.schedule import Costs, ScheduleError, simulate, validate
+from pipework.schedule.rules import ascending
+from pipework.schedule.units import counted, memory_text, time_text
 
 if TYPE_CHECKING:
     from pipework.cli.draw import Commands
@@ -25,13 +26,7 @@ def add_to(commands: Commands) -> None:
         epilog="example: python -m pipework check schedule.csv --channel pair --memory 5",
     )
     parser.add_argument("file", type=Path, help=f"a schedule ({shared.FILES}); CSV in either form of PyTorch's")
-    parser.add_argument(
-        "--channel",
-        choices=("unbounded", "pair", "worker"),
-        default="unbounded",
-        help="what carries transfers: channels that hold anything (default), that keep the order between two workers, "
-        "or of which each worker has but one",
-    )
+    shared.add_channel(parser, default="unbounded")
     parser.add_argument(
         "--memory", type=shared.limit, metavar="M", help="the most that a worker may hold, in the unit of activations"
     )
@@ -48,24 +43,26 @@ def run(arguments: argparse.Namespace) -> Report:
         OSError: it cannot be read.
     """
     schedule = shared.read_schedule(arguments.file)
-    costs = arguments.costs.divided(max(1, schedule.stages // schedule.workers))
-    found = validate(schedule, costs, channel=arguments.channel, memory_limit=arguments.memory)
-    size = (
-        f"{schedule.workers} workers, {schedule.stages} stages, {schedule.micro_batches} micro-batches, "
-        f"{sum(map(len, schedule.orders))} actions"
-    )
-    if not found.ok:
+    costs = arguments.costs.placed(schedule.placement)
+    sizes = {"worker": schedule.workers, "stage": schedule.stages, "micro-batch": schedule.micro_batches}
+    sizes["action"] = sum(map(len, schedule.orders))
+    size = ", ".join(counted(number, what) for what, number in sizes.items())
+    try:
+        result = simulate(schedule, costs, channel=arguments.channel, memory_limit=arguments.memory)
+    except ScheduleError:
+        found = validate(schedule, costs, channel=arguments.channel, memory_limit=arguments.memory)
         shown = found.violations if arguments.all else found.violations[:1]
         more = len(found.violations) - len(shown)
         lines = [f"{arguments.file}: cannot be executed ({size})", *(f"  {each.message}" for each in shown)]
         return Report([*lines, f"  and {more} more: --all lists them"] if more else lines, status=1)
     lines = [f"{arguments.file}: can be executed ({size})"]
-    if not found.ascending:
+    if not ascending(schedule):
         lines.append(
             "  but forms gradients in another order than that of the micro-batches, so that their sum is not, to the "
             "last bit, that of a plain loop; a Pipe refuses it"
         )
-    result = simulate(schedule, costs, channel=arguments.channel)
+    if any(action.kind in "IW" for order in schedule.orders for action in order):
+        lines.append("  a Pipe cannot run it yet: it splits backwards")
     lines.append(
         f"  bubble {result.bubble:.1%}, makespan {time_text(result.makespan, '')}, "
         f"peak memory {memory_text(max(result.peak_memory), '')}"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from pipework.cli import arguments as shared
 from pipework.cli.report import Report
 from pipework.schedule import Comparison, Costs, compare
-from pipework.schedule.aligned import aligned
 
 if TYPE_CHECKING:
     from pipework.cli.draw import Commands
@@ -38,13 +37,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--stages-per-worker", type=shared.count, metavar="N", help="for schedules that can have several (default 2)"
     )
-    parser.add_argument(
-        "--channel",
-        choices=("unbounded", "pair", "worker"),
-        default="unbounded",
-        help="what carries transfers: channels that hold anything (default), that keep the order between two workers, "
-        "or of which each worker has but one",
-    )
+    shared.add_channel(parser, default="unbounded")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -63,7 +56,7 @@ def run(arguments: argparse.Namespace) -> Report:
         stages_per_worker=arguments.stages_per_worker,
         channel=arguments.channel,
     )
-    return Report([_json(found)] if arguments.json else _table(found))
+    return Report([_json(found) if arguments.json else str(found)])
 
 
 def _json(found: Comparison) -> str:
@@ -75,37 +68,6 @@ def _json(found: Comparison) -> str:
         "channel": found.channel,
         "schedules": found.rows(),
         "others": dict(found.others),
+        "of_other_stages": dict(found.of_other_stages),
     }
     return json.dumps(content, indent=2)
-
-
-def _table(found: Comparison) -> list[str]:
-    lines = []
-    if found.fitting:
-        cells = [("schedule", "stages", "makespan", "bubble", "span", "bubble", "memory", "transfers", "to bound")]
-        cells += [
-            (
-                row["schedule"],
-                f"{row['stages_per_worker']}",
-                f"{row['makespan']:.6g}",
-                f"{row['bubble']:.1%}",
-                f"{row['span']:.6g}",
-                f"{row['span_bubble']:.1%}",
-                f"{max(row['peak_memory']):.4g}",
-                f"{row['exposed_communication']:.4g}",
-                f"{row['gap']:.1%}",
-            )
-            for row in found.rows()
-        ]
-        lines += aligned(cells, left={0})
-        lines += [
-            "",
-            "stages: per worker; bubble: idle share of the makespan, and of the span (the longest busy window of a",
-            "worker); memory: the most that a worker holds; transfers: what they add to the makespan; to bound: how",
-            "much longer than any schedule of this placement and memory must take",
-        ]
-    else:
-        lines.append("no schedule fits")
-    if found.others:
-        lines += ["", "do not fit:", *aligned([(name, reason) for name, reason in found.others.items()], left={0, 1})]
-    return [line.rstrip() for line in lines]

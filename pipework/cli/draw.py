@@ -17,7 +17,6 @@ from pipework.schedule import (
     Costs,
     Schedule,
     Simulation,
-    build,
     grid,
     recipe,
     simulate,
@@ -25,6 +24,7 @@ from pipework.schedule import (
     with_communication,
     with_recompute,
 )
+from pipework.schedule.build import build_for_shares
 from pipework.schedule.units import memory_text, time_text
 from pipework.timeline import png, trace_json
 
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
     # The subparsers' class has no public name at run time.
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+# A file whose size one would rather know: browsers are slow with such pictures.
+_LARGE: Final = 10 * 2**20
 
 
 def add_to(commands: Commands) -> None:
@@ -57,12 +61,7 @@ def add_to(commands: Commands) -> None:
         default="never",
         help="which micro-batches are recomputed (default never)",
     )
-    parser.add_argument(
-        "--channel",
-        choices=("unbounded", "pair", "worker"),
-        help="add transfers, on channels that hold anything, that keep the order between two workers, or of which each "
-        "worker has but one",
-    )
+    shared.add_channel(parser, default=None)
     parser.add_argument(
         "--colors",
         choices=("worker", "action"),
@@ -89,9 +88,8 @@ def run(arguments: argparse.Namespace) -> Report:
     """
     out: Path | None = arguments.out
     write = None if out is None else _writer(out)
-    schedule = _schedule(arguments)
-    each = schedule.stages // schedule.workers
-    costs = arguments.costs.divided(each)
+    schedule, costs = _schedule(arguments)
+    several = schedule.stages > schedule.workers
     if arguments.channel is not None and not schedule.communicates:
         schedule = with_communication(schedule, costs, channel=arguments.channel)
     simulation = simulate(schedule, costs, channel=arguments.channel or "unbounded")
@@ -102,18 +100,21 @@ def run(arguments: argparse.Namespace) -> Report:
         # A pipe or a file has no width of its own.
         width = shutil.get_terminal_size(fallback=(160, 24)).columns
         text = grid(line, max_width=max(40, width))
-        share = "stage" if each == 1 else "worker"
+        share = "worker" if several else "stage"
         return Report(
             [line.title, text, f"{facts}{memory_text(peak, '')} (in micro-batches of activations of a {share})"]
         )
     line = replace(line, memory_unit="micro-batches")
     # The workers' colours would hide the halves of backwards, and which stage of a worker it is.
-    plain = each == 1 and not any(interval.action.kind in "IW" for interval in line.intervals)
+    plain = not several and not any(interval.action.kind in "IW" for interval in line.intervals)
     write(out, replace(simulation, timeline=line), arguments.colors or ("worker" if plain else "action"))
-    return Report([f"wrote {out}: {line.title}, {facts}{memory_text(peak, line.memory_unit)}"])
+    size = out.stat().st_size
+    large = f" ({memory_text(size, 'bytes')})" if size > _LARGE else ""
+    return Report([f"wrote {out}{large}: {line.title}, {facts}{memory_text(peak, line.memory_unit)}"])
 
 
-def _schedule(arguments: argparse.Namespace) -> Schedule:
+def _schedule(arguments: argparse.Namespace) -> tuple[Schedule, Costs]:
+    """The schedule that was asked for, and the costs of its stages."""
     name, sizes = arguments.schedule, (arguments.workers, arguments.chunks, arguments.stages_per_worker)
     if shared.is_file(name):
         if any(size is not None for size in sizes):
@@ -121,27 +122,26 @@ def _schedule(arguments: argparse.Namespace) -> Schedule:
                 f"{name} says itself how many workers, chunks and stages there are: leave these options out"
             )
         schedule = shared.read_schedule(Path(name))
+        costs = arguments.costs.placed(schedule.placement)
     else:
         missing = [option for option, size in zip(("--workers", "--chunks"), sizes, strict=False) if size is None]
         if missing:
             recipe(name)  # an unknown name is the first thing to say
             raise ValueError(f"{' and '.join(missing)} missing: say how many, such as {missing[0]} 4")
-        schedule = build(
+        schedule, costs = build_for_shares(
             name,
             workers=arguments.workers,
             chunks=arguments.chunks,
             stages_per_worker=arguments.stages_per_worker,
-            costs=_share(name, arguments),
+            costs=arguments.costs,
         )
     count = schedule.micro_batches
     checkpointed = {"never": 0, "except_last": count - 1, "always": count}[arguments.checkpoint]
-    return with_recompute(schedule, checkpointed) if checkpointed else schedule
-
-
-def _share(name: str, arguments: argparse.Namespace) -> Costs:
-    """The costs of a stage, for schedules whose order depends on them."""
-    costs: Costs = arguments.costs
-    return costs.divided(arguments.stages_per_worker or recipe(name).stages_per_worker)
+    if checkpointed and schedule.inference:
+        raise ValueError(
+            f"--checkpoint is {arguments.checkpoint!r}, but {name} has no backwards to recompute for: leave it out"
+        )
+    return with_recompute(schedule, checkpointed) if checkpointed else schedule, costs
 
 
 def _write_svg(out: Path, simulation: Simulation, colors: Colors) -> None:

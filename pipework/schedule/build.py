@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
 from pipework.schedule.checks import positive_integer
-from pipework.schedule.costs import Costs
+from pipework.schedule.costs import Costs, checked
 from pipework.schedule.dualpipe_v import dualpipe_v
 from pipework.schedule.eager_1f1b import eager_1f1b
 from pipework.schedule.fill_drain import fill_drain
@@ -38,6 +38,9 @@ class Recipe:
         several: whether one may tell otherwise.
         placement: the worker of each stage, from the numbers of workers and of stages per worker.
         timed: whether costs decide about the orders.
+
+    Raises:
+        TypeError: `generator` cannot be called.
     """
 
     generator: Callable[..., Schedule]
@@ -45,6 +48,10 @@ class Recipe:
     several: bool = False
     placement: Callable[[int, int], tuple[int, ...]] = loop_placement
     timed: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.generator):
+            raise TypeError(f"generator of a Recipe is {self.generator!r}: wanted a function that returns a Schedule")
 
 
 SCHEDULES: Final[Mapping[str, Recipe]] = MappingProxyType(
@@ -113,11 +120,11 @@ def build(
         workers: number of workers.
         chunks: number of micro-batches.
         stages_per_worker: None: as many as the recipe says.
-        costs: what to make the orders for, in those schedules that look at costs; unit costs if None.
+        costs: of stages; what to make the orders for, in those schedules that look at costs. None: unit costs.
         schedules: name to recipe; ``SCHEDULES | {"mine": Recipe(my_generator)}`` has one's own as well.
 
     Raises:
-        TypeError: a number is not an int.
+        TypeError: a number is not an int, `costs` are no costs, or the recipe makes something else than a schedule.
         ValueError: no such schedule, a number less than 1, a number of stages per worker that the schedule cannot have,
             or costs for another number of stages.
 
@@ -129,6 +136,53 @@ def build(
         ValueError: schedule 'zb-v' has two stages per worker, got stages_per_worker=3: choose one of \
 'interleaved-1f1b', 'looped-bfs', 'hanayo', 'interleaved-zb', 'forward-only'
     """
+    known, count = _chosen(name, workers, chunks, stages_per_worker, schedules)
+    return _made(known, workers, chunks, count, checked(costs))
+
+
+def build_for_shares(
+    name: str,
+    *,
+    workers: int,
+    chunks: int,
+    stages_per_worker: int | None = None,
+    costs: Costs | None = None,
+    schedules: Mapping[str, Recipe] = SCHEDULES,
+) -> tuple[Schedule, Costs]:
+    """Make a schedule by its name, for costs of workers' whole shares of a model.
+
+    Args:
+        name: as for :func:`build`, and so are the other arguments.
+        workers: number of workers.
+        chunks: number of micro-batches.
+        stages_per_worker: None: as many as the recipe says.
+        costs: of whole shares; see :meth:`Costs.placed`.
+        schedules: name to recipe.
+
+    Returns:
+        The schedule, and the costs of its stages.
+
+    Raises:
+        TypeError, ValueError: as :func:`build`.
+
+    Example:
+        >>> schedule, costs = build_for_shares("zb-v", workers=4, chunks=8)
+        >>> costs.forward, schedule.simulate(costs).makespan
+        (0.5, 25.5)
+    """
+    known, count = _chosen(name, workers, chunks, stages_per_worker, schedules)
+    whole = checked(costs)
+    made_for = whole.placed(known.placement(workers, count)) if known.timed else Costs()
+    schedule = _made(known, workers, chunks, count, made_for)
+    share = whole.placed(schedule.placement)
+    _check_stages(share, schedule)
+    return schedule, share
+
+
+def _chosen(
+    name: str, workers: int, chunks: int, stages_per_worker: int | None, schedules: Mapping[str, Recipe]
+) -> tuple[Recipe, int]:
+    """The recipe, and the number of stages per worker."""
     known = recipe(name, schedules)
     count = known.stages_per_worker if stages_per_worker is None else stages_per_worker
     for what, value in (("workers", workers), ("chunks", chunks), ("stages_per_worker", count)):
@@ -139,8 +193,23 @@ def build(
         raise ValueError(
             f"schedule {name!r} has {wanted} per worker, got stages_per_worker={count}: choose one of {several}"
         )
+    return known, count
+
+
+def _made(known: Recipe, workers: int, chunks: int, count: int, costs: Costs) -> Schedule:
     sizes = (workers, chunks, count) if known.several else (workers, chunks)
-    return known.generator(*sizes, costs=costs) if known.timed else known.generator(*sizes)
+    # Skips come later, if there are any; they are no matter of the orders.
+    costs = replace(costs, skip_transfer=0.0)
+    schedule = known.generator(*sizes, costs=costs) if known.timed else known.generator(*sizes)
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"the generator {known.generator!r} of a recipe made {schedule!r}: wanted a Schedule")
+    _check_stages(costs, schedule)
+    return schedule
+
+
+def _check_stages(costs: Costs, schedule: Schedule) -> None:
+    """Refuse sequences of costs that are not as long as there are stages."""
+    replace(costs, skip_transfer=0.0).spread(schedule.stages)
 
 
 def _plain(name: str) -> str:

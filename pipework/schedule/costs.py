@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from pipework.schedule.checks import positive_integer
@@ -13,7 +16,9 @@ Cost = float | Sequence[float]
 """A number that holds for all stages, or one number for each."""
 
 # What a sequence has one number for, where it is not a stage.
-_PLACES: Final = {"transfer": "boundary", "message": "boundary", "skip_transfer": "skip"}
+_PLACES: Final[Mapping[str, str]] = MappingProxyType(
+    {"transfer": "boundary", "message": "boundary", "skip_transfer": "skip"}
+)
 
 
 class StageCosts(NamedTuple):
@@ -61,7 +66,7 @@ class Costs:
 
     Raises:
         TypeError: not a number.
-        ValueError: negative, infinite or NaN.
+        ValueError: negative, infinite or NaN, or a sequence without a number for any stage.
 
     Example:
         >>> Costs(forward=[1, 2]).spread(stages=2).duration["F"]
@@ -90,30 +95,48 @@ class Costs:
                 continue
             if isinstance(value, Sequence) and not isinstance(value, str):
                 place = _PLACES.get(field.name, "stage")
+                if not value and place == "stage":
+                    raise ValueError(
+                        f"Costs: {field.name} is {value!r}: wanted a number for all stages, or one for each stage"
+                    )
                 spread = tuple(_number(f"{field.name} of {place} {index}", each) for index, each in enumerate(value))
                 object.__setattr__(self, field.name, spread)
             else:
                 object.__setattr__(self, field.name, _number(field.name, value))
 
-    def divided(self, parts: int) -> Costs:
+    def divided(self, parts: int | Sequence[int]) -> Costs:
         """Costs of a stage, if these are of a worker's whole share and the worker holds so many equal stages.
 
         Numbers are divided; sequences, which have a number for each stage, stay, and so does what crosses a boundary.
 
         Args:
-            parts: stages per worker.
+            parts: stages per worker; or for each stage, how many there are on its worker.
 
         Raises:
             TypeError: not an int.
-            ValueError: less than 1.
+            ValueError: less than 1, or no stage.
 
         Example:
             >>> from pipework.schedule import build, simulate
             >>> schedule = build("zb-v", workers=4, chunks=8)
             >>> [simulate(schedule, costs).makespan for costs in (Costs(), Costs().divided(2))]
             [51.0, 25.5]
+            >>> Costs().divided([2, 1, 2]).forward
+            (0.5, 1.0, 0.5)
         """
-        positive_integer("parts", parts)
+        if isinstance(parts, Sequence):
+            if not parts:
+                raise ValueError("parts is empty: wanted a number for each stage")
+            for stage, count in enumerate(parts):
+                positive_integer(f"parts of stage {stage}", count)
+            counts = tuple(parts)
+        else:
+            positive_integer("parts", parts)
+            counts = (parts,)
+
+        def cut(value: float) -> Cost:
+            return value / counts[0] if len(set(counts)) == 1 else tuple(value / count for count in counts)
+
         whole = self
         if self.backward is None:
             # Halves of which nobody speaks take 1, of whatever.
@@ -122,7 +145,39 @@ class Costs:
             whole = replace(self, input_gradient=inputs, weight_gradient=weights)
         shared = (field.name for field in fields(self) if field.name not in _PLACES)
         values = ((name, getattr(whole, name)) for name in shared)
-        return replace(whole, **{name: value / parts for name, value in values if isinstance(value, float)})
+        return replace(whole, **{name: cut(value) for name, value in values if isinstance(value, float)})
+
+    def placed(self, placement: Sequence[int]) -> Costs:
+        """Costs of stages, if these are of workers' whole shares and the stages of a worker are equal.
+
+        Numbers are divided, see :meth:`divided`. A sequence that has one number for each worker is spread: a stage gets
+        the number of its worker, divided by how many stages that has. Of a transfer and a message such a sequence has
+        one for each two neighbours among the workers; on the way from the last worker back to the first, or past
+        others, it costs the largest of them. Sequences of another length stay as they are, so one with a number for
+        each stage still has that.
+
+        Args:
+            placement: the worker of each stage.
+
+        Example:
+            >>> costs = Costs(forward=[2, 4], transfer=[0.5]).placed((0, 1, 0, 1))
+            >>> costs.forward, costs.transfer
+            ((1.0, 2.0, 1.0, 2.0), (0.5, 0.5, 0.5))
+            >>> Costs(forward=[2, 4], transfer=[0.5]).placed((0, 1, 1, 0)).transfer
+            (0.5, 0.0, 0.5)
+        """
+        count = Counter(placement)
+        workers, stages = len(count), len(placement)
+        spread: dict[str, tuple[float, ...]] = {}
+        for field in fields(self) if workers < stages else ():
+            value, place = getattr(self, field.name), _PLACES.get(field.name, "stage")
+            if not isinstance(value, tuple):
+                continue
+            if place == "stage" and len(value) == workers:
+                spread[field.name] = tuple(value[worker] / count[worker] for worker in placement)
+            elif place == "boundary" and len(value) == workers - 1:
+                spread[field.name] = tuple(_crossing(value, *both) for both in pairwise(placement))
+        return replace(self, **spread).divided([count[worker] for worker in placement])
 
     def spread(self, stages: int, skips: int = 0) -> StageCosts:
         """Spell the costs out for a number of stages.
@@ -173,6 +228,31 @@ class Costs:
                 f"one for each {place}, or a single number for all"
             )
         return value
+
+
+def checked(costs: Costs | None) -> Costs:
+    """The costs; unit costs if there are none.
+
+    Raises:
+        TypeError: they are something else.
+
+    Example:
+        >>> checked(3)
+        Traceback (most recent call last):
+        TypeError: costs is 3: wanted Costs(...), such as Costs(forward=1, backward=2)
+    """
+    if costs is None:
+        return Costs()
+    if not isinstance(costs, Costs):
+        raise TypeError(f"costs is {costs!r}: wanted Costs(...), such as Costs(forward=1, backward=2)")
+    return costs
+
+
+def _crossing(values: Sequence[float], source: int, target: int) -> float:
+    """What a boundary costs, from numbers for each two neighbours among the workers."""
+    if source == target:
+        return 0.0
+    return values[min(source, target)] if abs(source - target) == 1 else max(values)
 
 
 def _number(name: str, value: object) -> float:

@@ -15,6 +15,7 @@ from typing import Final, Literal, get_args
 
 from pipework.schedule.action import Action
 from pipework.schedule.communication import with_communication, with_gradient_reduction
+from pipework.schedule.reading import made, whole_text
 from pipework.schedule.schedule import Schedule
 
 Form = Literal["compute_only", "compute_comms"]
@@ -73,7 +74,10 @@ def from_csv(text: str, *, name: str = "csv") -> Schedule:
         >>> from_csv("0F0,,0B0").orders
         ((Action(kind='F', stage=0, micro_batch=0), Action(kind='B', stage=0, micro_batch=0)),)
     """
-    lines = list(csv.reader(io.StringIO(text)))
+    try:
+        lines = list(csv.reader(io.StringIO(whole_text(text, ".csv"))))
+    except csv.Error as error:
+        raise ValueError(f"the text is no CSV: {error}") from None
     while lines and not any(map(str.strip, lines[-1])):
         lines.pop()
     if not lines:
@@ -85,7 +89,7 @@ def from_csv(text: str, *, name: str = "csv") -> Schedule:
             f"row {empty} of the CSV has no action: wanted those of worker {empty - 1}; every row is a worker"
         )
     kinds = {action.kind for order in orders for action in order}
-    return Schedule(name, _placement(orders), orders, inference=not kinds & {"B", "I", "W"})
+    return made("CSV", name, _placement(orders), orders, inference=not kinds & {"B", "I", "W"})
 
 
 def _actions(cells: Iterable[str], row: int) -> Iterator[Action]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pipework.schedule.action import Action
 from pipework.schedule.timeline import Interval, Timeline
 
 _EXACT = 1e-9
@@ -10,16 +14,17 @@ _EXACT = 1e-9
 def grid(timeline: Timeline, *, max_width: int = 160) -> str:
     """Draw a timeline as text, worker 0 on top, time to the right.
 
-    An action shows as stage, kind and micro-batch, filled up with dashes, idle time as dots. If all times are multiples
-    of the shortest action and there is room, each such unit is one column. Otherwise time is scaled to the width, and
-    an action too narrow for its name shows its kind only.
+    An action shows as stage, kind and micro-batch, filled up with dashes, idle time as dots. Where an action is too
+    narrow for that, all show as kind and micro-batch, and where one is too narrow for that, too, as their kind only. If
+    all times are multiples of the shortest action and there is room, each such unit is one column. Otherwise time is
+    scaled to the width.
 
     Args:
         timeline: any.
         max_width: characters of a line, the worker's name included.
 
     Returns:
-        Lines without a newline at the end.
+        Lines without a newline at the end; a single one that says so if nothing takes any time.
 
     Raises:
         ValueError: ``max_width`` is less than 40.
@@ -29,40 +34,72 @@ def grid(timeline: Timeline, *, max_width: int = 160) -> str:
         >>> print(grid(simulate(fill_drain(2, 2)).timeline))
         worker 0  0F0 0F1  .   .   .  0B0---- 0B1----
         worker 1   .  1F0 1F1 1B0---- 1B1----  .   .
+        >>> print(grid(simulate(fill_drain(2, 2)).timeline, max_width=40))
+        worker 0  F0 F1 .  .  .  B0--- B1---
+        worker 1  .  F0 F1 B0--- B1--- .  .
     """
     if max_width < 40:
         raise ValueError(f"max_width is {max_width}: wanted at least 40 characters")
     timeline = timeline.normalised()
+    if not timeline.makespan:
+        return "nothing to draw: no action takes any time"
     heads = [f"worker {worker}" for worker in range(timeline.workers)]
     indent = len(heads[-1]) + 2
     room = max_width - indent
-    cell = 1 + max((len(str(interval.action)) for interval in timeline.intervals), default=1)
-    columns = _columns(timeline, room // cell)
-    idle = ".".rjust(cell // 2).ljust(cell) if columns else "."
-    width = columns * cell or room
-    scale = width / timeline.makespan if timeline.makespan else 0.0
+    scales = (_scale(timeline, room, label) for label in (str, _without_stage))
+    scale = next(filter(None, scales), _Scale(_kind, ".", room, room / timeline.makespan))
     lines = []
     for head, row in zip(heads, timeline.by_worker, strict=True):
-        characters = list((idle * width)[:width])
+        characters = list((scale.idle * scale.width)[: scale.width])
         for interval in row:
-            first, last = round(interval.start * scale), round(interval.end * scale)
-            characters[first:last] = _cell(interval, last - first)
+            first, last = scale.ends(interval)
+            characters[first:last] = _cell(scale.label(interval.action), last - first)
         lines.append((head.ljust(indent) + "".join(characters)).rstrip())
     return "\n".join(lines)
 
 
-def _columns(timeline: Timeline, most: int) -> int:
+class _Scale(NamedTuple):
+    """How actions are named, what idle time looks like, how many characters there are, and how many a unit of time."""
+
+    label: Callable[[Action], str]
+    idle: str
+    width: int
+    factor: float
+
+    def ends(self, interval: Interval) -> tuple[int, int]:
+        return round(interval.start * self.factor), round(interval.end * self.factor)
+
+
+def _without_stage(action: Action) -> str:
+    return f"{action.kind}{action.micro_batch}"
+
+
+def _kind(action: Action) -> str:
+    return action.kind
+
+
+def _scale(timeline: Timeline, room: int, label: Callable[[Action], str]) -> _Scale | None:
+    """The scale at which actions are named so; None if one is too narrow for its name and a blank."""
+    cell = 1 + max((len(label(interval.action)) for interval in timeline.intervals), default=1)
+    columns = _columns(timeline.intervals, timeline.makespan, room // cell)
+    width = columns * cell or room
+    idle = ".".rjust(cell // 2).ljust(cell) if columns else "."
+    scale = _Scale(label, idle, width, width / timeline.makespan)
+    for interval in timeline.intervals:
+        first, last = scale.ends(interval)
+        if 0 < last - first <= len(label(interval.action)):
+            return None
+    return scale
+
+
+def _columns(intervals: Sequence[Interval], makespan: float, most: int) -> int:
     """How many columns as long as the shortest action the timeline fills; 0 if not exactly, or more than `most`."""
-    lengths = [interval.end - interval.start for interval in timeline.intervals]
-    unit = min((length for length in lengths if length > 0), default=0.0)
-    if not unit or timeline.makespan > unit * (most + _EXACT):
+    unit = min((interval.end - interval.start for interval in intervals if interval.end > interval.start), default=0.0)
+    if not unit or makespan > unit * (most + _EXACT):
         return 0
-    edges = (edge / unit for interval in timeline.intervals for edge in (interval.start, interval.end))
-    return round(timeline.makespan / unit) if all(abs(edge - round(edge)) < _EXACT for edge in edges) else 0
+    edges = (edge / unit for interval in intervals for edge in (interval.start, interval.end))
+    return round(makespan / unit) if all(abs(edge - round(edge)) < _EXACT for edge in edges) else 0
 
 
-def _cell(interval: Interval, width: int) -> list[str]:
-    label = str(interval.action)
-    if width > len(label):
-        return list(label.ljust(width - 1, "-") + " ")
-    return list(interval.action.kind.ljust(width, "-")[:width])
+def _cell(label: str, width: int) -> str:
+    return label.ljust(width - 1, "-") + " " if width > len(label) > 1 else label.ljust(width, "-")[:width]

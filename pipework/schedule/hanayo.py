@@ -32,9 +32,9 @@ def hanayo(workers: int, micro_batches: int, stages_per_worker: int = 2, *, cost
     Of p workers, v stages per worker and m micro-batches, with F and B the time of a forward and a backward of a
     worker's whole share: where B = 2F, the bubble is (p - 1)(F + B)/v for v = 2 (F/2 more for even p) if m is a little
     more than p, and from there up to (4p + 1)F/v for greater v if p divides m and m is at least 2p. A worker holds up
-    to p + (p - 1)/v micro-batches of the activations of its share, or r + (p - 1)/v if rounds are of r. With p alone no
-    order has a smaller bubble than 2(p - 1)B/v, since the last worker cannot begin enough forwards before its first
-    backward.
+    to p + (p - 1)/v micro-batches of the activations of its share, for v > 2 if p divides m; rounds of r make that r +
+    (p - 1)/v. With p alone no order has a smaller bubble than 2(p - 1)B/v, since the last worker cannot begin enough
+    forwards before its first backward.
 
     Source: Liu et al., Hanayo: Harnessing Wave-like Pipeline Parallelism, arXiv 2308.15762.
 

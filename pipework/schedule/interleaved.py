@@ -25,8 +25,9 @@ def interleaved_1f1b(workers: int, micro_batches: int, stages_per_worker: int = 
     from its last stage. Each worker runs 2(p - d - 1) + (v - 1)r forwards of a first round of r before it alternates.
 
     Of p workers and m micro-batches, with F and B the time of a forward and a backward of a worker's whole share: the
-    bubble is (p - 1)(F + B)/v where p divides m; a worker holds up to (2(p - 1) + (v - 1)p + 1)/v micro-batches of the
-    activations of its share. Every boundary is crossed v times as often as with one stage per worker.
+    bubble is (p - 1)(F + B)/v where p divides m, and a worker then holds up to (2(p - 1) + (v - 1)p + 1)/v
+    micro-batches of the activations of its share; with a longest round of r, (2(p - 1) + (v - 1)r + 1)/v. There are v
+    times as many transfers as with one stage per worker.
 
     Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, arXiv 2104.04473.
 

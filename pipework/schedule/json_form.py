@@ -6,6 +6,7 @@ import json
 from typing import Any, Final
 
 from pipework.schedule.action import Action
+from pipework.schedule.reading import made, whole_text
 from pipework.schedule.schedule import Schedule
 
 _FORMAT: Final = "pipework schedule 1"
@@ -46,7 +47,7 @@ def from_json(text: str) -> Schedule:
         True
     """
     try:
-        fields = json.loads(text)
+        fields = json.loads(whole_text(text, ".json"))
     except json.JSONDecodeError as error:
         raise ValueError(f"the text is no JSON: {error}") from None
     if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
@@ -56,12 +57,14 @@ def from_json(text: str) -> Schedule:
             else f"it is a {type(fields).__name__}"
         )
         raise ValueError(f"the JSON is no schedule of pipework: {found}, wanted an object of format {_FORMAT!r}")
-    return Schedule(
+    orders = _field(fields, "orders", list)
+    return made(
+        "JSON",
         _field(fields, "name", str),
-        tuple(_field(fields, "placement", list)),
-        tuple(tuple(_parsed(action) for action in order) for order in _field(fields, "orders", list)),
-        _field(fields, "inference", bool),
-        tuple(map(tuple, _field(fields, "skips", list))),
+        _field(fields, "placement", list),
+        [_order(order, worker) for worker, order in enumerate(orders)],
+        inference=_field(fields, "inference", bool),
+        skips=[_skip(skip) for skip in _field(fields, "skips", list)],
     )
 
 
@@ -71,7 +74,24 @@ def _field(fields: dict[str, Any], name: str, kind: type) -> Any:
     return fields[name]
 
 
-def _parsed(action: object) -> Action:
+def _skip(skip: object) -> tuple[int, ...]:
+    if not isinstance(skip, list):
+        raise ValueError(f"the JSON has {skip!r} for a skip: wanted a pair of stages, from and to, such as [0, 2]")
+    return tuple(skip)
+
+
+def _order(order: object, worker: int) -> list[Action]:
+    if not isinstance(order, list):
+        raise ValueError(f'the JSON has {order!r} for the order of worker {worker}: wanted a list such as ["0F0"]')
+    return [_parsed(action, worker) for action in order]
+
+
+def _parsed(action: object, worker: int) -> Action:
     if not isinstance(action, str):
-        raise ValueError(f'the JSON has {action!r} for an action: wanted a string such as "0F0"')
-    return Action.parse(action)
+        raise ValueError(
+            f'the JSON has {action!r} for an action in the order of worker {worker}: wanted a string such as "0F0"'
+        )
+    try:
+        return Action.parse(action)
+    except ValueError as error:
+        raise ValueError(f"the order of worker {worker} in the JSON: {error}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipework.schedule.action import Action
+from pipework.schedule.reading import made, whole_text
 from pipework.schedule.schedule import Schedule
 
 
@@ -39,7 +40,7 @@ def from_orders_text(text: str) -> Schedule:
     orders: list[tuple[Action, ...]] = []
     inference = False
     skips: tuple[tuple[int, ...], ...] = ()
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(whole_text(text, ".txt").splitlines(), start=1):
         head, _, rest = line.strip().partition(" ")
         if not head or head.startswith("#"):
             continue
@@ -47,18 +48,34 @@ def from_orders_text(text: str) -> Schedule:
             if head == "schedule" and name is None:
                 name = rest
             elif head == "placement" and placement is None:
-                placement = tuple(int(word) for word in rest.split())
+                placement = tuple(_number(word, "worker") for word in rest.split())
             elif head == "skips" and not skips:
-                skips = tuple(tuple(map(int, word.split("-"))) for word in rest.split())
+                skips = tuple(map(_skip, rest.split()))
             elif head == "inference" and not rest:
                 inference = True
             elif head == "worker" and rest.split()[:1] == [str(len(orders))]:
                 orders.append(tuple(Action.parse(word) for word in rest.split()[1:]))
             else:
-                raise ValueError(f"wanted 'schedule NAME', 'placement W W ..' or 'worker {len(orders)} ACTION ..'")
+                raise ValueError(
+                    "wanted 'schedule NAME', 'placement W W ..', 'skips S-S ..' (each of them once), 'inference' or "
+                    f"'worker {len(orders)} ACTION ..'"
+                )
         except ValueError as error:
             raise ValueError(f"line {number}, {line!r}: {error}") from None
     if name is None or placement is None:
         missing = "schedule" if name is None else "placement"
         raise ValueError(f"the text has no line that begins with '{missing}': it is not a whole schedule")
-    return Schedule(name, placement, tuple(orders), inference, skips)  # type: ignore[arg-type]
+    return made("text", name, placement, orders, inference=inference, skips=skips)
+
+
+def _number(word: str, what: str) -> int:
+    if not (word.isascii() and word.isdigit()):
+        raise ValueError(f"{word!r} is no {what}: wanted a number from 0 on")
+    return int(word)
+
+
+def _skip(word: str) -> tuple[int, ...]:
+    ends = word.split("-")
+    if len(ends) != 2:
+        raise ValueError(f"{word!r} is no skip: wanted two stages, from and to, such as 0-2")
+    return tuple(_number(end, "stage") for end in ends)

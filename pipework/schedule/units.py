@@ -55,6 +55,16 @@ def memory_text(memory: float, unit: str) -> str:
     return f"{memory / size:.3g} {name}" if memory < 1000 * size else f"{memory / size:.0f} {name}"
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(1, "stage"), counted(3, "micro-batch")
+        ('1 stage', '3 micro-batches')
+    """
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
 def ticks(longest: float, most: int) -> list[float]:
     """At most ``most`` round numbers from 0 to ``longest``, evenly spaced.
 

@@ -22,8 +22,9 @@ def zb_h1(workers: int, micro_batches: int) -> Schedule:
     The later a worker is in the pipe, the longer its weight halves wait, so that all workers hold the same.
 
     Of p workers and m micro-batches, with F, I and W the time of a forward and the halves of a backward of one stage:
-    the bubble is (p - 1)(F + I - W) if these are equal or nearly so; a worker holds up to min(m, p) micro-batches of
-    activations, as worker 0 in 1F1B. Where F = I = W, no schedule with one stage per worker and this memory is faster.
+    the bubble is (p - 1)(F + I - W) if these are equal or nearly so and m is at least p; a worker holds up to min(m, p)
+    micro-batches of activations, as worker 0 in 1F1B. Where F = I = W and m is at least p, no schedule with one stage
+    per worker and this memory is faster.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
 

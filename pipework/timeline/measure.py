@@ -23,7 +23,9 @@ def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
         stages: how many there are.
 
     Returns:
-        Costs in the units of the timelines; 0 for what was never measured, a recompute then costs as a forward.
+        Costs in the units of the timelines. What was never recorded on any stage is None, and so follows from the rest:
+        halves of a backward are half of it, a backward is both halves, a recompute costs as much as a forward; the same
+        goes for single stages. If nothing went backward, backwards cost 0.
 
     Example:
         >>> from pipework.schedule import Action, Interval
@@ -31,6 +33,8 @@ def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
         >>> costs = measured_costs([line], stages=1)
         >>> costs.forward, costs.activation
         ((2.0,), (64.0,))
+        >>> print(costs.recompute)
+        None
     """
     times: _Samples = defaultdict(list)
     memory: _Samples = defaultdict(list)
@@ -46,13 +50,19 @@ def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
                 memory["checkpoint" if small else "activation", stage].append(interval.held)
         for boundary, delay in _delays(line, stages):
             times["transfer", boundary].append(delay)
-    forward, recompute = _typical(times, "F", stages), _typical(times, "R", stages)
+    forward = _typical(times, "F", stages)
+    half = tuple(both / 2 for both in _typical(times, "B", stages))
+    inputs, weights = _typical(times, "I", stages, half), _typical(times, "W", stages, half)
+    halves = tuple(map(sum, zip(inputs, weights, strict=True)))
+    recorded = {kind for kind, _ in times}
+    split = bool(recorded & {"I", "W"})
     return Costs(
         forward=forward,
-        backward=_typical(times, "B", stages),
-        recompute=tuple(again or once for again, once in zip(recompute, forward, strict=True)),
-        input_gradient=_typical(times, "I", stages),
-        weight_gradient=_typical(times, "W", stages),
+        # Nothing went backward at all: then it costs nothing, and not what nobody has said.
+        backward=_typical(times, "B", stages, halves) if "B" in recorded or not split else None,
+        recompute=_typical(times, "R", stages, forward) if "R" in recorded else None,
+        input_gradient=inputs if split else None,
+        weight_gradient=weights if split else None,
         transfer=_typical(times, "transfer", stages - 1),
         activation=_typical(memory, "activation", stages),
         checkpoint_activation=_typical(memory, "checkpoint", stages),
@@ -60,8 +70,10 @@ def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
     )
 
 
-def _typical(samples: _Samples, kind: str, stages: int) -> tuple[float, ...]:
-    return tuple(median(samples.get((kind, stage), [0.0])) for stage in range(stages))
+def _typical(samples: _Samples, kind: str, stages: int, otherwise: Sequence[float] = ()) -> tuple[float, ...]:
+    """The medians; where there is no sample, what is given otherwise, or 0."""
+    missing = otherwise or (0.0,) * stages
+    return tuple(median(samples.get((kind, stage), [missing[stage]])) for stage in range(stages))
 
 
 def _delays(line: Timeline, stages: int) -> Iterator[tuple[int, float]]:

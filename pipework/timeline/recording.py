@@ -128,9 +128,9 @@ class Recording:
     def costs(self, step: int | None = None) -> Costs:
         """Measured costs: for each stage the median time of each kind of action, and the memory of a micro-batch.
 
-        Times are in seconds, memory in bytes. An action that was never recorded costs 0, except that a recompute that
-        never was costs as much as a forward. Waiting for a value is in no action's time; a transfer is measured where a
-        worker waited for it.
+        Times are in seconds, memory in bytes. What was never recorded is None, and so follows from what was: halves of
+        a backward cost half of it, a backward both halves, a recompute as much as a forward. Waiting for a value is in
+        no action's time; a transfer is measured where a worker waited for it.
 
         Args:
             step: of that step only; None: of all.

@@ -7,8 +7,9 @@ arrows along which values and gradients go from stage to stage; and a counter of
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
 
 from pipework.schedule import Timeline
 from pipework.schedule.action import NONE
@@ -17,7 +18,9 @@ from pipework.timeline.tracks import CHANNELS, Track, tracks
 
 Event = dict[str, Any]
 
-_KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recompute", **CHANNELS}
+_KINDS: Final[Mapping[str, str]] = MappingProxyType(
+    {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recompute", **CHANNELS}
+)
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:

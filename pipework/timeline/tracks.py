@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from pipework.schedule import Interval, Timeline
 
-CHANNELS = {
-    "SEND_F": "send",
-    "SEND_B": "send",
-    "RECV_F": "receive",
-    "RECV_B": "receive",
-    "REDUCE_GRAD": "reduce",
-}
+CHANNELS: Final[Mapping[str, str]] = MappingProxyType(
+    {"SEND_F": "send", "SEND_B": "send", "RECV_F": "receive", "RECV_B": "receive", "REDUCE_GRAD": "reduce"}
+)
 
 
 class Track(NamedTuple):

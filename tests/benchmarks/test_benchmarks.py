@@ -29,6 +29,7 @@ TINY = {
         *("--channels", "4", "--size", "16", "--balance", "28", "27"),
     ],
     "schedule_speed": ["--quick", "--rounds", "1", "--largest", "16"],
+    "receive_order": ["--workers", "2", "--chunks", "4"],
     "grain": ["--seconds", "0.01", "--milliseconds", "0.1", "1", "--micro-batches", "2"],
 }
 

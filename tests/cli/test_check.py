@@ -14,8 +14,43 @@ def test_a_schedule_that_can_be_executed(tmp_path, capsys):
     assert check(file) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{file}: can be executed (4 workers, 8 stages, 8 micro-batches, 192 actions)",
+        "  a Pipe cannot run it yet: it splits backwards",
         "  bubble 5.9%, makespan 25.5, peak memory 4",
     ]
+
+
+def test_one_of_each(tmp_path, capsys):
+    file = tmp_path / "one.csv"
+    file.write_text("0F0,0B0")
+    assert check(file) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{file}: can be executed (1 worker, 1 stage, 1 micro-batch, 2 actions)",
+        "  bubble 0.0%, makespan 3, peak memory 1",
+    ]
+
+
+def test_costs_are_of_shares_however_many_stages_a_worker_has(tmp_path, capsys):
+    """Worker 0 has two of the three stages; each worker's forward takes 1, its backward 2."""
+    file = tmp_path / "uneven.csv"
+    file.write_text("0F0,2F0,2B0,0B0\n1F0,1B0")
+    assert check(file) == 0
+    assert "makespan 6, peak memory 1" in capsys.readouterr().out
+    assert check(file, "--costs", "F=2,B=2") == 0
+    assert "makespan 8, peak memory 1" in capsys.readouterr().out
+
+
+def test_costs_of_each_worker(tmp_path, capsys):
+    (tmp_path / "costs.json").write_text('{"forward": [2, 1], "backward": [2, 3], "transfer": [0.5]}')
+    file = tmp_path / "uneven.csv"
+    file.write_text("0F0,2F0,2B0,0B0\n1F0,1B0")
+    assert check(file, "--costs", tmp_path / "costs.json") == 0
+    assert "makespan 10, " in capsys.readouterr().out
+
+
+def test_a_byte_order_mark_is_no_action(tmp_path):
+    file = tmp_path / "excel.csv"
+    file.write_bytes(b"\xef\xbb\xbf0F0,0B0")
+    assert check(file) == 0
 
 
 def test_one_that_cannot(tmp_path, capsys):
@@ -43,7 +78,9 @@ def test_memory_and_channels(tmp_path, capsys):
     text = with_communication(build("1f1b", workers=2, chunks=4)).to_csv(form="compute_comms")
     file.write_text(text)
     assert check(file, "--channel", "pair") == 0
-    assert check(file, "--channel", "worker") in (0, 1)
+    capsys.readouterr()
+    assert check(file, "--channel", "worker") == 1
+    assert capsys.readouterr().out.splitlines()[1].startswith("  worker 0 waits for ever at 0B0: it needs 0RECV_B0, ")
     file.write_text(
         "0F0,0F1,0SEND_F1,0SEND_F0,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1"
     )
@@ -72,11 +109,15 @@ def test_gradients_out_of_order_are_told(tmp_path, capsys):
         ("a.txt", "placement 0", "no line that begins with 'schedule'"),
         ("a.xml", "", "no file of a schedule: the name must end in one of .csv, .json, .txt"),
         ("b.csv", None, "No such file"),
+        ("c.csv", b"\xff\xfe0\x00", "c.csv: this is no text; wanted a schedule as text in UTF-8"),
+        ("a.csv", f"0F0,{'x' * 200_000}", "a.csv: the text is no CSV: field larger than field limit"),
+        ("a.csv", "0F0,0SEND_F0,0B0", "a.csv: the CSV makes no schedule: "),
+        ("a.json", fill_drain(1, 1).to_json().replace("[0]", '["0"]'), "a.json: the JSON makes no schedule: placement"),
     ],
 )
 def test_what_holds_no_schedule(tmp_path, capsys, name, text, message):
     if text is not None:
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     assert check(tmp_path / name) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -48,7 +48,24 @@ def test_nothing_fits(capsys):
     assert capsys.readouterr().out.startswith("no schedule fits\n\ndo not fit:\n")
 
 
+def test_numbers_for_stages(tmp_path, capsys):
+    words = ("--workers", "4", "--chunks", "8", "--costs", str(tmp_path / "costs.json"))
+    (tmp_path / "costs.json").write_text('{"forward": [1, 1, 1, 1, 1, 1, 1, 1]}')
+    assert run(*words) == 0
+    said = capsys.readouterr().out
+    assert "do not fit:" not in said
+    assert "for other numbers of stages:\n  gpipe " in said
+    (tmp_path / "costs.json").write_text('{"forward": [1, 1, 1, 1, 1]}')
+    assert run(*words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "no schedule has as many stages: Costs: forward has 5 numbers" in err
+
+
 def test_mistakes(capsys):
+    for pairs in ("F=1,F=2", "forward=1,F=2"):
+        assert run("--workers", "2", "--chunks", "2", "--costs", pairs) == 2
+        assert "forward is given twice: say it once" in capsys.readouterr().err
     assert run("--workers", "8") == 2
     assert run("--workers", "8", "--chunks", "2", "--memory", "-1") == 2
     assert "'-1' is no amount of memory" in capsys.readouterr().err

@@ -91,6 +91,10 @@ def test_svg_by_worker_unless_told_otherwise(tmp_path, capsys):
         (("gpipe", "--workers", "2", "--chunks", "2", "--out", "pipe.gif"), "the name must end in one of .trace.json"),
         (("pipe.csv", "--workers", "2"), "pipe.csv says itself how many workers"),
         (("pipe.csv",), "No such file"),
+        (
+            ("forward-only", "--workers", "2", "--chunks", "2", "--checkpoint", "always"),
+            "--checkpoint is 'always', but forward-only has no backwards to recompute for: leave it out",
+        ),
         (("gpipe", "--workers", "2", "--chunks", "2", "--out", "nowhere/pipe.svg"), "there is no folder 'nowhere'"),
     ],
 )
@@ -138,6 +142,21 @@ def test_a_trace_has_the_transfers_that_are_asked_for(tmp_path):
         assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == tracks
 
 
+def test_the_size_of_a_huge_file_is_told(tmp_path, capsys, monkeypatch):
+    words = ("1f1b", "--workers", "2", "--chunks", "3", "--out", str(tmp_path / "a.svg"))
+    assert draw(*words) == 0
+    assert f"wrote {tmp_path / 'a.svg'}: 1f1b" in capsys.readouterr().out
+    monkeypatch.setattr("pipework.cli.draw.svg", lambda *_, **__: "x" * 11 * 2**20)
+    assert draw(*words) == 0
+    assert f"wrote {tmp_path / 'a.svg'} (11 MiB): 1f1b" in capsys.readouterr().out
+
+
+def test_shares_of_uneven_stages(tmp_path, capsys):
+    (tmp_path / "uneven.csv").write_text("0F0,2F0,2B0,0B0\n1F0,1B0")
+    assert draw(str(tmp_path / "uneven.csv")) == 0
+    assert "makespan 6, peak memory 1 (in micro-batches of activations of a worker)" in capsys.readouterr().out
+
+
 def test_png(tmp_path):
     assert draw("1f1b", "--workers", "2", "--chunks", "3", "--out", str(tmp_path / "a.png")) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -151,6 +170,9 @@ def test_costs_from_a_file_have_numbers_for_stages(tmp_path, capsys):
     (tmp_path / "costs.json").write_text("[1, 2]")
     assert draw("gpipe", "--workers", "2", "--chunks", "2", "--costs", str(tmp_path / "costs.json")) == 2
     assert "holds a list: wanted an object" in capsys.readouterr().err
+    (tmp_path / "costs.json").write_bytes(b"\xff\xfe")
+    assert draw("gpipe", "--workers", "2", "--chunks", "2", "--costs", str(tmp_path / "costs.json")) == 2
+    assert "costs.json: this is no text; wanted JSON in UTF-8" in capsys.readouterr().err
     (tmp_path / "costs.json").write_text('{"forward": "1"}')
     assert draw("gpipe", "--workers", "2", "--chunks", "2", "--costs", str(tmp_path / "costs.json")) == 2
     assert "forward is '1': wanted a number" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from pipework.schedule import (
     one_forward_one_backward,
     zb_v,
 )
+from pipework.schedule.build import build_for_shares
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,37 @@ def test_costs_decide_about_orders():
     assert build("zb-h1", **sizes, costs=heavy) == build("zb-h1", **sizes)
     with pytest.raises(ValueError, match="forward has 2 numbers: wanted 8"):
         build("zb-v", **sizes, costs=Costs(forward=[1, 2]))
+
+
+def test_costs_of_other_stages_are_refused_by_all():
+    for name in SCHEDULES:
+        with pytest.raises(ValueError, match="forward has 7 numbers: wanted"):
+            build(name, workers=2, chunks=3, costs=Costs(forward=[1] * 7))
+    skipping = Costs(skip_transfer=[1, 2, 3])
+    assert build("zb-v", workers=2, chunks=3, costs=skipping) == build("zb-v", workers=2, chunks=3)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_what_is_no_costs(name):
+    with pytest.raises(TypeError, match=r"costs is 3: wanted Costs\(\.\.\.\)"):
+        build(name, workers=2, chunks=3, costs=3)
+
+
+def test_recipes_that_make_no_schedule():
+    with pytest.raises(TypeError, match="generator of a Recipe is 3: wanted a function that returns a Schedule"):
+        Recipe(3)
+    with pytest.raises(TypeError, match=r"of a recipe made \(2, 3\): wanted a Schedule"):
+        build("mine", workers=2, chunks=3, schedules={"mine": Recipe(lambda *sizes: sizes)})
+
+
+def test_costs_of_whole_shares():
+    costs = Costs([1, 2], transfer=[0.5])
+    schedule, share = build_for_shares("zb-v", workers=2, chunks=4, costs=costs)
+    assert share.spread(4).duration["F"] == (0.5, 1, 1, 0.5)
+    assert share.transfer == (0.5, 0, 0.5)
+    assert schedule == build("zb-v", workers=2, chunks=4, costs=share)
+    with pytest.raises(ValueError, match="forward has 3 numbers: wanted 2"):
+        build_for_shares("1f1b", workers=2, chunks=4, costs=Costs([1, 2, 3]))
 
 
 def test_registry_is_immutable():

@@ -17,9 +17,49 @@ def test_is_what_one_would_simulate_oneself():
 
 
 def test_the_reason_of_those_that_do_not_fit():
-    found = compare(workers=4, chunks=8, memory_limit=3, costs=Costs(forward=[1] * 4))
-    assert found.others["gpipe"] == "a worker holds 8, more than the limit of 3"
-    assert "forward has 4 numbers: wanted 8" in found.others["v-half"]
+    found = compare(workers=4, chunks=8, memory_limit=3, costs=Costs(forward=[1] * 8))
+    assert found.others["interleaved-zb"] == "a worker holds 4, more than the limit of 3"
+    assert "forward has 8 numbers: wanted 4" in found.of_other_stages["gpipe"]
+    assert not set(found.others) & set(found.of_other_stages)
+
+
+def test_numbers_of_workers_fit_schedules_of_any_number_of_stages():
+    sizes = {"workers": 4, "chunks": 8}
+    found = compare(**sizes, costs=Costs([1.0] * 4, [2.0] * 4, transfer=[0.0] * 3, activation=[1.0] * 4))
+    plain = compare(**sizes)
+    assert not found.others
+    assert not found.of_other_stages
+    assert {name: each.makespan for name, each in found.fitting.items()} == {
+        name: each.makespan for name, each in plain.fitting.items()
+    }
+    slow = compare(**sizes, costs=Costs([1, 1, 2, 1], [2, 2, 4, 2]))
+    assert all(each.busy[2] == 48 for each in slow.fitting.values())
+
+
+def test_numbers_that_fit_no_schedule():
+    with pytest.raises(
+        ValueError, match=r"no schedule has as many stages: .*forward has 5 numbers: .*each of the 4 worker"
+    ):
+        compare(workers=4, chunks=8, costs=Costs(forward=[1] * 5))
+
+
+def test_a_limit_for_each_worker():
+    found = compare(workers=4, chunks=8, memory_limit=[4, 3, 2, 1])
+    assert list(found.fitting) == ["1f1b"]
+    assert found.others["zb-h1"] == "worker 1 holds 4, more than its limit of 3"
+    assert found.memory_limit == [4, 3, 2, 1]
+    with pytest.raises(ValueError, match="memory_limit has 2 numbers: wanted 4"):
+        compare(workers=4, chunks=8, memory_limit=[1, 2])
+
+
+def test_it_prints_as_a_table():
+    found = compare(workers=4, chunks=8, memory_limit=3, costs=Costs(forward=[1] * 8))
+    assert repr(found) == "Comparison(workers=4, chunks=8: 2 schedules fit, 'v-half' the fastest; 11 do not)"
+    lines = str(found).splitlines()
+    assert lines[0].split()[0] == "schedule"
+    assert lines.index("do not fit:") < lines.index("for other numbers of stages:")
+    with pytest.raises(TypeError):
+        found.fitting["mine"] = found.fitting["v-half"]
 
 
 def test_stages_per_worker_and_schedules_of_ones_own():
@@ -37,6 +77,10 @@ def test_gap_is_zero_where_nothing_is_faster():
 
 
 def test_mistakes_are_not_reasons():
+    with pytest.raises(ValueError, match="stages_per_worker is 0"):
+        compare(workers=2, chunks=4, stages_per_worker=0)
+    with pytest.raises(TypeError, match="costs is 2: wanted Costs"):
+        compare(workers=2, chunks=4, costs=2)
     with pytest.raises(ValueError, match="workers is 0"):
         compare(workers=0, chunks=4)
     with pytest.raises(ValueError, match="memory_limit of worker 0 is nan"):

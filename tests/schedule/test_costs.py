@@ -3,6 +3,7 @@ import math
 import pytest
 
 from pipework.schedule import Costs, fill_drain, simulate
+from pipework.schedule.placement import loop_placement, wave_placement
 
 
 def test_defaults_are_unit_costs():
@@ -75,3 +76,51 @@ def test_a_whole_share_divided_among_stages():
     assert Costs([1, 2]).divided(2).forward == (1, 2)
     with pytest.raises(ValueError, match="parts is 0: wanted an integer of at least 1"):
         Costs().divided(0)
+
+
+def test_a_whole_share_divided_among_different_numbers_of_stages():
+    costs = Costs(1, 3, transfer=5, activation=7).divided([2, 1, 2])
+    assert costs == Costs([0.5, 1, 0.5], [1.5, 3, 1.5], reduce_gradient=[0, 0, 0], transfer=5,
+                          activation=[3.5, 7, 3.5], checkpoint_activation=[0, 0, 0])  # fmt: skip
+    assert Costs(1, [1, 2, 3]).divided([1, 1, 1]) == Costs(1, [1, 2, 3])
+    with pytest.raises(ValueError, match="parts of stage 1 is 0"):
+        Costs().divided([1, 0])
+    with pytest.raises(TypeError, match=r"parts is 2\.0"):
+        Costs().divided(2.0)
+    with pytest.raises(ValueError, match="parts is empty"):
+        Costs().divided([])
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2), (3, 1), (3, 2), (2, 4)])
+@pytest.mark.parametrize("placement", [loop_placement, wave_placement])
+def test_numbers_for_each_worker_are_spread_over_its_stages(placement, sizes):
+    workers, several = sizes
+    if placement is wave_placement and several == 1:
+        return
+    homes = placement(*sizes)
+    forward = [3.0 + worker for worker in range(workers)]
+    transfer = [0.5 + worker for worker in range(workers - 1)]
+    placed = Costs(forward, transfer=transfer, activation=6).placed(homes)
+    spread = placed.spread(len(homes))
+    for worker in range(workers):
+        mine = [time for time, home in zip(spread.duration["F"], homes, strict=True) if home == worker]
+        assert mine == [forward[worker] / several] * several
+    assert spread.activation == (6 / several,) * len(homes)
+    for boundary, time in enumerate(spread.transfer):
+        ends = sorted(homes[boundary : boundary + 2])
+        far = ends[1] - ends[0]
+        assert time == (0 if not far else transfer[ends[0]] if far == 1 else max(transfer))
+
+
+def test_numbers_for_each_stage_stay():
+    assert Costs([1, 2, 3, 4], transfer=[1, 2, 3]).placed((0, 1, 1, 0)) == Costs(
+        [1, 2, 3, 4], transfer=[1, 2, 3], input_gradient=0.5, weight_gradient=0.5, activation=0.5
+    )
+    assert Costs([1, 2]).placed((0, 1)).forward == (1, 2)
+    assert Costs([1, 2, 3]).placed((0, 1, 1, 0)).forward == (1, 2, 3)  # for neither; spread() says so
+
+
+def test_a_sequence_has_a_number():
+    with pytest.raises(ValueError, match=r"Costs: forward is \[\]: wanted a number for all stages, or one for each"):
+        Costs(forward=[])
+    assert Costs(forward=[1], transfer=[], message=[], skip_transfer=[]).spread(1).transfer == ()

@@ -47,6 +47,16 @@ def test_idle_cells_spaces_and_windows_line_ends():
     assert Schedule.from_csv(" 0F0 ,, 0B0,,\r\n,1F0,1B0\r\n\r\n", name="gpipe") == fill_drain(2, 1)
 
 
+def test_a_byte_order_mark_is_skipped():
+    assert Schedule.from_csv("\ufeff0F0,0B0", name="gpipe") == fill_drain(1, 1)
+
+
+def test_only_text_is_read(tmp_path):
+    for read in (Schedule.from_csv, Schedule.from_json, Schedule.from_orders_text):
+        with pytest.raises(TypeError, match=r"the text of a schedule is .*Path.*: wanted a str"):
+            read(tmp_path)
+
+
 def test_overlap_is_one_after_the_other():
     text = "0F0,(0F1;0B0)OVERLAP_F_B,0B1"
     assert [str(action) for action in Schedule.from_csv(text).orders[0]] == ["0F0", "0F1", "0B0", "0B1"]
@@ -62,6 +72,8 @@ def test_placement_is_where_stages_stand():
     [
         ("", "the CSV is empty: wanted a row of actions"),
         ("\n,,\n", "the CSV is empty"),
+        ("x.csv", r"the text is 'x.csv', which looks like the name of a file: pass what is in it, Path\('x.csv'\)"),
+        ("0F0,0SEND_F0,0B0", "the CSV makes no schedule: "),
         ("0F0,0X0", r"row 1, column 2 of the CSV: '0X0' is not an action"),
         ("0F0,(0F1;0B)OVERLAP_F_B", r"row 1, column 2 of the CSV: '0B' is not an action"),
         ("0F0,0B0\n,,\n1F0,1B0", "row 2 of the CSV has no action: wanted those of worker 1"),

@@ -1,31 +1,17 @@
 """What this library writes, PyTorch's runtime loads; what PyTorch's schedules are, this library loads."""
 
 import pytest
-import torch
 from torch.distributed.pipelining import schedules as peer
 
+from benchmarks.receive_order import theirs
 from pipework.schedule import KINDS, SCHEDULES, Costs, Schedule, build, simulate
 
 SIZES = [(1, 4), (2, 4), (4, 8), (4, 4), (8, 16)]
-HAS_PEER = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"]
-
-
-class Stage:
-    """As much of a stage as PyTorch's schedules ask for, without a process group."""
-
-    def __init__(self, index, ranks, stages, rank):
-        self.stage_index, self.group_size, self.num_stages, self.group_rank = index, ranks, stages, rank
-        self.is_first, self.is_last = index == 0, index == stages - 1
-        self.group, self.has_backward, self.submod = None, True, torch.nn.Identity()
-
-
-def loss_fn(output, target):
-    return output
 
 
 def runtime(schedule):
-    stages = [Stage(index, schedule.workers, schedule.stages, 0) for index in schedule.stages_of(0)]
-    return peer._PipelineScheduleRuntime(stages, schedule.micro_batches, loss_fn=loss_fn)
+    stages = [theirs.Stage(index, schedule.workers, schedule.stages, 0) for index in schedule.stages_of(0)]
+    return peer._PipelineScheduleRuntime(stages, schedule.micro_batches, loss_fn=theirs.loss_fn)
 
 
 def comes_to_an_end(loaded, schedule):
@@ -55,67 +41,46 @@ def test_pytorch_loads_and_accepts_every_schedule(name, form, tmp_path):
         comes_to_an_end(loaded, schedule)
 
 
-def theirs(kind, workers, chunks):
-    several = kind not in ("Schedule1F1B", "ScheduleGPipe")
-    stages = workers * (2 if several else 1)
-    if not several:
-        made = getattr(peer, kind)(Stage(0, workers, stages, 0), chunks, loss_fn=loss_fn)
-        return made, made._get_pipeline_order()
-    v = kind in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-    own = [Stage(index, workers, stages, 0) for index in ((0, stages - 1) if v else (0, workers))]
-    made = getattr(peer, kind)(own, chunks, loss_fn=loss_fn)
-    return made, made.pipeline_order
-
-
-@pytest.mark.parametrize("kind", [*HAS_PEER, "ScheduleDualPipeV", "ScheduleGPipe"])
-def test_pytorchs_schedules_load_here(kind, tmp_path):
+@pytest.mark.parametrize("kind", [*theirs.SEVERAL, "ScheduleGPipe"])
+def test_pytorchs_schedules_load_here(kind):
     for workers, chunks in SIZES:
         if workers == 1 or (kind == "ScheduleDualPipeV" and chunks < 2 * workers):
             continue
-        made, orders = theirs(kind, workers, chunks)
-        text = "\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in orders.values())
-        schedule = Schedule.from_csv(text, name=kind)
+        schedule = Schedule.from_csv(theirs.compute_only(kind, workers, chunks), name=kind)
         assert schedule.validate().ok
         assert (schedule.workers, schedule.micro_batches) == (workers, chunks)
         own = build(kind, workers=workers, chunks=chunks)
         assert schedule.placement == own.placement
         share = Costs(workers / schedule.stages, 2 * workers / schedule.stages)
         assert simulate(own, share).makespan <= simulate(schedule, share).makespan + 1e-9
-        if hasattr(made, "_dump_csv"):
-            file = tmp_path / "theirs.csv"
-            made._dump_csv(str(file), format="compute_comms")
-            lowered = Schedule.from_csv(file.read_text())
+        if kind in theirs.SEVERAL:
+            lowered = Schedule.from_csv(theirs.compute_comms(kind, workers, chunks))
             assert lowered.communicates
             assert lowered.validate(channel="pair").ok
 
 
 def test_what_is_wrong_in_a_list_of_theirs_is_named():
     """Of 1F1B, PyTorch 2.13 lists orders that it does not run: the last rank leaves micro-batch 0 out."""
-    _, orders = theirs("Schedule1F1B", 2, 4)
-    schedule = Schedule.from_csv("\n".join(",".join(map(str, row)) for row in orders.values()))
+    schedule = Schedule.from_csv(theirs.compute_only("Schedule1F1B", 2, 4))
     assert "1F0 is missing in the order of worker 1" in [each.message for each in schedule.validate().violations]
 
 
 def test_better_than_pytorchs_where_it_is_said_to_be():
     """Of ZB-V for 8 workers and as many micro-batches, theirs waits 22.6 % of the time, the one here 12.7 %."""
-    _, orders = theirs("ScheduleZBVZeroBubble", 8, 8)
-    text = "\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in orders.values())
+    text = theirs.compute_only("ScheduleZBVZeroBubble", 8, 8)
     share = Costs(0.5, 1)
     bubbles = [simulate(each, share).bubble for each in (Schedule.from_csv(text), build("zb-v", workers=8, chunks=8))]
     assert [f"{100 * bubble:.1f}" for bubble in bubbles] == ["22.6", "12.7"]
 
 
-@pytest.mark.parametrize("kind", [*HAS_PEER, "ScheduleDualPipeV"])
-def test_where_receives_stand_matters_on_one_channel(kind, tmp_path):
+@pytest.mark.parametrize("kind", theirs.SEVERAL)
+def test_where_receives_stand_matters_on_one_channel(kind):
     """PyTorch posts receives early, which in one queue per worker holds up sends; here they are posted in time."""
-    made, _ = theirs(kind, 8, 32)
-    file = tmp_path / "theirs.csv"
-    made._dump_csv(str(file), format="compute_comms")
-    lowered = Schedule.from_csv(file.read_text())
+    lowered = Schedule.from_csv(theirs.compute_comms(kind, 8, 32))
     computing = [[action for action in order if action.kind in KINDS] for order in lowered.orders]
     plain = Schedule("plain", lowered.placement, computing)
     costs = Costs(transfer=0.05).divided(2)
     ideal = simulate(plain, costs).makespan
-    assert simulate(lowered, costs, channel="worker").makespan > 1.06 * ideal
+    assert simulate(lowered, costs, channel="worker").makespan > 1.06 * simulate(lowered, costs).makespan
     for channel in ("pair", "worker"):
         assert simulate(plain, costs, channel=channel).makespan < 1.002 * ideal

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,13 +58,27 @@ def test_starts_at_the_first_interval():
     assert grid(late) == "worker 0  0F0  .  0F1"
 
 
-def test_nothing_to_draw():
-    assert grid(Timeline((), workers=2), max_width=40).splitlines() == [
-        "worker 0  " + "." * 30,
-        "worker 1  " + "." * 30,
+def test_names_without_stages_where_there_is_no_room_for_them():
+    assert drawn(fill_drain(2, 3), max_width=48).splitlines() == [
+        "worker 0  F0 F1 F2 .  .  .  B0--- B1--- B2---",
+        "worker 1  .  F0 F1 F2 B0--- B1--- B2--- .  .",
     ]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(1, 30), st.floats(0.01, 3), st.integers(40, 200))
+def test_all_names_are_of_one_form(workers, micro_batches, backward, max_width):
+    lines = drawn(fill_drain(workers, micro_batches), Costs(backward=backward), max_width=max_width).splitlines()
+    text = " ".join(line[len("worker 0  ") :] for line in lines)
+    assert any(re.fullmatch(form, text) for form in (r"(\d+[FB]\d+-*|[. ])*", r"([FB]\d+-*|[. ])*", r"([FB]-*|[. ])*"))
+
+
+def test_nothing_to_draw():
+    said = "nothing to draw: no action takes any time"
+    assert grid(Timeline((), workers=2), max_width=40) == said
     instant = Timeline((Interval(0, Action("F", 0, 0), 1, 1),), workers=1)
-    assert grid(instant, max_width=40) == "worker 0  " + "." * 30
+    assert grid(instant, max_width=40) == said
+    assert drawn(fill_drain(2, 2), Costs(0, 0)) == said
 
 
 def test_refuses_a_width_without_room():

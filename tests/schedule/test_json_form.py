@@ -32,6 +32,13 @@ def change(**fields):
         (change(orders=[["0F0"], [3]]), "the JSON has 3 for an action"),
         (change(orders=[["0F0"], ["0Y0"]]), "'0Y0' is not an action"),
         (change(placement=[0, 5]), "stage 1 is placed on worker 5"),
+        (change(orders=[["0F0"], ["0Y0"]]), "the order of worker 1 in the JSON: "),
+        (change(orders=[7]), "the JSON has 7 for the order of worker 0: wanted a list"),
+        (change(placement=["0"]), "the JSON makes no schedule: placement of stage 0 is '0': wanted the number"),
+        (change(placement=[[]]), "the JSON makes no schedule: placement of stage 0"),
+        (change(skips=[3]), "the JSON has 3 for a skip: wanted a pair of stages"),
+        (change(skips=[[0, "2"]]), "the JSON makes no schedule: a skip is"),
+        ("a.json", "the text is 'a.json', which looks like the name of a file"),
         (change(inference="no"), "the JSON has 'no' for 'inference': wanted a bool"),
     ],
 )

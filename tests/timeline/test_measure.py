@@ -1,6 +1,6 @@
 import pytest
 
-from pipework.schedule import Action, Costs, Interval, Timeline, build, simulate, with_recompute
+from pipework.schedule import Action, Costs, Interval, Timeline, build, compare, simulate, with_recompute
 from pipework.timeline.measure import measured_costs
 
 COSTS = Costs(
@@ -21,7 +21,7 @@ def test_costs_of_a_simulation_are_found_again(name, workers, checkpointed):
     ).timeline
     costs = measured_costs([line], stages=4)
     assert (costs.forward, costs.backward) == (COSTS.forward, COSTS.backward)
-    assert costs.recompute == (COSTS.recompute if checkpointed else COSTS.forward)
+    assert costs.recompute == (COSTS.recompute if checkpointed else None)
     assert costs.transfer == COSTS.transfer
     assert costs.activation == COSTS.activation
     assert costs.checkpoint_activation == (COSTS.checkpoint_activation if checkpointed else (0, 0, 0, 0))
@@ -56,8 +56,38 @@ def test_split_backward():
     row = [(kind, time) for kind, time in (("F", 1), ("I", 2), ("W", 4))]
     line = Timeline(tuple(Interval(0, Action(kind, 0, 0), 10 * time, 11 * time) for kind, time in row), workers=1)
     costs = measured_costs([line], stages=1)
-    assert (costs.input_gradient, costs.weight_gradient, costs.backward) == ((2,), (4,), (0,))
+    assert (costs.input_gradient, costs.weight_gradient, costs.backward) == ((2,), (4,), None)
+    assert costs.spread(1).duration["B"] == (6,)
+
+
+def played(*rows):
+    """A timeline of one micro-batch, in which each action takes as long as it says."""
+    return Timeline(tuple(Interval(0, Action(kind, stage, 0), 0, time) for kind, stage, time in rows), workers=1)
+
+
+def test_halves_that_were_never_recorded_follow_from_the_backward():
+    costs = measured_costs([played(("F", 0, 1), ("B", 0, 3))], stages=1)
+    assert (costs.backward, costs.input_gradient, costs.weight_gradient, costs.recompute) == ((3,), None, None, None)
+    duration = costs.spread(1).duration
+    assert (duration["I"], duration["W"], duration["R"]) == ((1.5,), (1.5,), (1,))
+
+
+def test_what_one_stage_never_did_follows_from_what_it_did():
+    line = played(*[("F", 0, 1), ("B", 0, 3), ("F", 1, 2), ("I", 1, 2), ("W", 1, 1), ("R", 1, 4)], ("F", 2, 5))
+    duration = measured_costs([line], stages=3).spread(3).duration
+    assert (duration["B"], duration["I"], duration["W"]) == ((3, 3, 0), (1.5, 2, 0), (1.5, 1, 0))
+    assert duration["R"] == (1, 4, 5)
+
+
+def test_schedules_with_halves_can_be_compared_by_costs_of_one_without():
+    measured = simulate(build("1f1b", workers=4, chunks=8)).timeline
+    found = compare(workers=4, chunks=8, costs=measured_costs([measured], stages=4))
+    wanted = compare(workers=4, chunks=8)
+    assert {name: each.makespan for name, each in found.fitting.items()} == {
+        name: each.makespan for name, each in wanted.fitting.items()
+    }
 
 
 def test_nothing_measured():
-    assert measured_costs([], stages=2).forward == (0, 0)
+    assert measured_costs([], stages=2).spread(2).duration["F"] == (0, 0)
+    assert measured_costs([], stages=2).spread(2).duration["B"] == (0, 0)
