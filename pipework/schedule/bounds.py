@@ -8,7 +8,7 @@ from math import floor, inf, isfinite
 from typing import NamedTuple
 
 from pipework.schedule.checks import positive_integer
-from pipework.schedule.costs import Costs, StageCosts
+from pipework.schedule.costs import Costs, StageCosts, checked
 from pipework.schedule.memory import SLACK, each_limit
 from pipework.schedule.schedule_checks import check_placement, checked_tuple
 
@@ -93,7 +93,7 @@ def lower_bounds(
     positive_integer("micro_batches", micro_batches)
     placement = checked_tuple("placement", placement, "(0, 1)")
     check_placement(placement)
-    spread = (Costs() if costs is None else costs).spread(len(placement))
+    spread = checked(costs).spread(len(placement))
     repeats = _repeats(recomputed, len(placement), micro_batches, inference=inference)
     limits = each_limit(memory_limit, 1 + max(placement))
     of_worker: dict[int, list[int]] = {}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pipework.schedule.action import Action
 from pipework.schedule.channels import Channel, check_channel
-from pipework.schedule.costs import Costs
+from pipework.schedule.costs import Costs, checked
 from pipework.schedule.posting import posted, timed_for_posting
 from pipework.schedule.schedule import Schedule
 from pipework.schedule.schedule_checks import checked_skips
@@ -79,7 +79,7 @@ def with_communication(schedule: Schedule, costs: Costs | None = None, *, channe
     """
     check_channel(channel)
     _refuse_lowered(schedule, "they are added once")
-    costs = Costs() if costs is None else costs
+    costs = checked(costs)
     spread = costs.spread(schedule.stages, len(schedule.skips))
     check(schedule)
     lowered = posted(schedule, timed_for_posting(schedule, spread), channel)

@@ -10,7 +10,7 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from pipework.schedule.action import Action
-from pipework.schedule.costs import Costs
+from pipework.schedule.costs import Costs, checked
 from pipework.schedule.phases import Orders
 
 Overtaking = Literal["none", "backwards", "all"]
@@ -67,7 +67,7 @@ def list_schedule(
         >>> [str(action) for action in list_schedule([0], wishes, limit=2)[0]]
         ['0F0', '0I0', '0F1', '0I1', '0W0', '0F2', '0I2', '0W1', '0W2']
     """
-    spread = (Costs() if costs is None else costs).spread(len(placement))
+    spread = checked(costs).spread(len(placement))
     ready = _Ready(placement, wishes, spread.transfer)
     workers = [_Worker(each, limit, overtaking, ready) for each in wishes]
     events = [(0.0, number) for number in range(len(workers))]  # when to look at which worker; a heap

@@ -11,7 +11,7 @@ from pipework.schedule import memory
 from pipework.schedule.action import KINDS
 from pipework.schedule.bounds import Bounds, lower_bounds
 from pipework.schedule.channels import Channel
-from pipework.schedule.costs import Costs
+from pipework.schedule.costs import Costs, checked
 from pipework.schedule.critical_path import critical_path
 from pipework.schedule.events import Run
 from pipework.schedule.schedule import Schedule
@@ -166,7 +166,7 @@ def simulate(
         >>> result.makespan, round(100 * result.bubble, 1), max(result.peak_memory)
         (33.0, 27.3, 8.0)
     """
-    costs = Costs() if costs is None else costs
+    costs = checked(costs)
     conditions = Conditions(loss_outside, channel, memory_limit)
     spread = costs.spread(schedule.stages, len(schedule.skips))
     violations, executed, ended = examine(schedule, spread, conditions)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pipework.schedule.action import Action
 from pipework.schedule.channels import Channel, check_channel
-from pipework.schedule.costs import Costs, StageCosts
+from pipework.schedule.costs import Costs, StageCosts, checked
 from pipework.schedule.edges import counterpart
 from pipework.schedule.events import LOSS, Run, Stuck, run
 from pipework.schedule.memory import each_limit, exceeds, rows
@@ -117,7 +117,7 @@ def validate(
         ...     worker 0 0F0 0F1 0B0 0B1'''), memory_limit=1).violations[0].message
         'worker 0 holds 2 at 0F1, more than its limit of 1'
     """
-    spread = (Costs() if costs is None else costs).spread(schedule.stages, len(schedule.skips))
+    spread = checked(costs).spread(schedule.stages, len(schedule.skips))
     violations, _, _ = examine(schedule, spread, Conditions(loss_outside, channel, memory_limit))
     return Validation(schedule.name, violations, ascending(schedule))
 
