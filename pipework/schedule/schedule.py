@@ -279,3 +279,19 @@ class Schedule:
         # A notebook asks for the picture of whatever stands last in a cell, of an invalid schedule too; None makes it
         # fall back to the text form, which is what one needs to see then.
         return self.to_svg() if self.validate().ok else None
+
+
+def checked_schedule(schedule: Schedule) -> Schedule:
+    """The schedule itself.
+
+    Raises:
+        TypeError: it is something else, such as a name.
+
+    Example:
+        >>> checked_schedule("1f1b")
+        Traceback (most recent call last):
+        TypeError: schedule is '1f1b': wanted a Schedule, such as build('1f1b', workers=4, chunks=8)
+    """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule is {schedule!r}: wanted a Schedule, such as build('1f1b', workers=4, chunks=8)")
+    return schedule

@@ -14,7 +14,7 @@ from pipework.schedule.channels import Channel
 from pipework.schedule.costs import Costs, checked
 from pipework.schedule.critical_path import critical_path
 from pipework.schedule.events import Run
-from pipework.schedule.schedule import Schedule
+from pipework.schedule.schedule import Schedule, checked_schedule
 from pipework.schedule.timeline import Interval, Timeline
 from pipework.schedule.validate import Conditions, examine, raise_first
 
@@ -157,7 +157,7 @@ def simulate(
 
     Raises:
         ScheduleError: the schedule cannot be executed, or not within the limit.
-        TypeError: the limit is not a number.
+        TypeError: no schedule, no costs, or a limit that is not a number.
         ValueError: an unknown channel, an impossible limit, or costs for another number of stages.
 
     Example:
@@ -168,7 +168,7 @@ def simulate(
     """
     costs = checked(costs)
     conditions = Conditions(loss_outside, channel, memory_limit)
-    spread = costs.spread(schedule.stages, len(schedule.skips))
+    spread = costs.spread(checked_schedule(schedule).stages, len(schedule.skips))
     violations, executed, ended = examine(schedule, spread, conditions)
     raise_first(schedule.name, violations)
     assert ended is not None  # what is not worth a run has violations

@@ -14,7 +14,7 @@ from pipework.schedule.events import LOSS, Run, Stuck, run
 from pipework.schedule.memory import each_limit, exceeds, rows
 from pipework.schedule.posting import posted, timed_for_posting
 from pipework.schedule.rules import Violation, ascending, broken
-from pipework.schedule.schedule import Schedule
+from pipework.schedule.schedule import Schedule, checked_schedule
 
 
 class ScheduleError(ValueError):
@@ -103,7 +103,7 @@ def validate(
         All violations that were found, and whether gradients are formed in ascending order.
 
     Raises:
-        TypeError: the limit is not a number.
+        TypeError: no schedule, no costs, or a limit that is not a number.
         ValueError: an unknown channel, an impossible limit, or costs for other stages.
 
     Example:
@@ -117,7 +117,7 @@ def validate(
         ...     worker 0 0F0 0F1 0B0 0B1'''), memory_limit=1).violations[0].message
         'worker 0 holds 2 at 0F1, more than its limit of 1'
     """
-    spread = checked(costs).spread(schedule.stages, len(schedule.skips))
+    spread = checked(costs).spread(checked_schedule(schedule).stages, len(schedule.skips))
     violations, _, _ = examine(schedule, spread, Conditions(loss_outside, channel, memory_limit))
     return Validation(schedule.name, violations, ascending(schedule))
 
@@ -157,8 +157,6 @@ def examine(
         >>> violations, ended.times
         ((), (((0.0, 1.0), (1.0, 3.0)),))
     """
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"schedule is {schedule!r}: wanted a Schedule, such as build('1f1b', workers=4, chunks=8)")
     check_channel(conditions.channel)
     limits = each_limit(conditions.memory_limit, schedule.workers)
     violations = broken(schedule)

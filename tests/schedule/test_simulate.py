@@ -165,3 +165,10 @@ def test_time_is_linear_in_the_number_of_actions():
 def test_it_is_shown_in_a_line():
     shown = repr(simulate(fill_drain(2, 8), Costs(backward=2)))
     assert shown == "Simulation(gpipe, 2 workers, 8 micro-batches: makespan 27, bubble 11.1 %)"
+
+
+def test_what_is_no_schedule_and_what_are_no_costs_is_named():
+    with pytest.raises(TypeError, match=r"schedule is '1f1b': wanted a Schedule, such as build\("):
+        simulate("1f1b")
+    with pytest.raises(TypeError, match=r"costs is \{'forward': 1\}: wanted Costs\("):
+        simulate(fill_drain(2, 2), {"forward": 1})
