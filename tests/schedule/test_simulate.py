@@ -14,7 +14,9 @@ from pipework.schedule import (
     fill_drain,
     forward_only,
     simulate,
+    with_gradient_reduction,
     with_recompute,
+    with_skips,
 )
 
 times = st.floats(0.125, 8)
@@ -172,3 +174,61 @@ def test_what_is_no_schedule_and_what_are_no_costs_is_named():
         simulate("1f1b")
     with pytest.raises(TypeError, match=r"costs is \{'forward': 1\}: wanted Costs\("):
         simulate(fill_drain(2, 2), {"forward": 1})
+
+
+def test_transfers_that_take_time_cost_a_multiple_of_it():
+    for name, slope in (("1f1b", 68), ("eager-1f1b", 14), ("v-min", 188)):
+        costs = Costs(transfer=0.125).divided(2 if name == "v-min" else 1)
+        result = simulate(build(name, workers=8, chunks=32), costs)
+        assert result.exposed_communication == slope * 0.125
+
+
+def test_receives_that_are_posted_in_time_cost_nothing_on_ordered_channels():
+    costs = Costs(transfer=0.0625).divided(2)
+    schedule = build("interleaved-1f1b", workers=8, chunks=32)
+    ideal = simulate(schedule, costs).makespan
+    for channel in ("pair", "worker"):
+        result = simulate(schedule, costs, channel=channel)
+        assert result.makespan == ideal
+        sends = [each for each in result.timeline.communication if each.action.kind.startswith("SEND")]
+        assert len(sends) == 2 * 15 * 32
+        assert all(each.end - each.start == 0.0625 for each in sends)
+
+
+def test_a_slow_skip_delays_both_ends():
+    schedule = with_skips(fill_drain(3, 1), [(0, 2)])
+    assert simulate(schedule, Costs(skip_transfer=1)).makespan == 9
+    slow = simulate(schedule, Costs(skip_transfer=[5]))
+    assert slow.makespan == 1 + 5 + 3 + 5 + 2
+    assert slow.gap > 0
+    starts = {str(each.action): each.start for each in slow.timeline.intervals}
+    assert (starts["2F0"], starts["0B0"]) == (6, 14)
+
+
+def test_reductions_run_beside_the_computation():
+    schedule = with_gradient_reduction(build("looped-bfs", workers=1, chunks=2))
+    plain, result = simulate(schedule), simulate(schedule, Costs(reduce_gradient=3))
+    assert result.busy == plain.busy == (12,)
+    reductions = {str(each.action): (each.start, each.end) for each in result.timeline.communication}
+    assert reductions == {"1REDUCE_GRAD": (8, 11), "0REDUCE_GRAD": (12, 15)}
+    assert result.makespan == 15
+    assert result.exposed_communication == 3
+    one_after_the_other = simulate(schedule, Costs(reduce_gradient=10)).timeline.communication
+    assert sorted((each.start, each.end) for each in one_after_the_other) == [(8, 18), (18, 28)]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "forward-only", "gpipe"])
+def test_no_schedule_beats_the_lower_bound(name):
+    schedule = build(name, workers=4, chunks=8)
+    for each in (schedule, schedule if name == "forward-only" else with_recompute(schedule, 5)):
+        result = simulate(each, Costs(1, 2.5, transfer=0.25, checkpoint_activation=0.25))
+        assert result.lower_bound <= result.makespan + 1e-9
+        assert result.bounds.span <= result.span + 1e-9
+        assert result.gap == pytest.approx(max(0, result.makespan / result.lower_bound - 1))
+
+
+def test_memory_over_time():
+    line = simulate(fill_drain(1, 2)).timeline
+    assert line.memory_steps(0) == ((0, 1), (1, 2), (4, 1), (6, 0))
+    with pytest.raises(ValueError, match="worker is 1, but this timeline has the workers 0 to 0"):
+        line.memory_steps(1)

@@ -210,3 +210,50 @@ def test_the_cause_of_a_wait_is_named_before_its_consequences():
         ScheduleError, match=r"worker 1 waits for ever at 1B1: it needs 1F1, .*own order \(and 1 more\)"
     ):
         schedule.validate().raise_if_invalid()
+
+
+SENT = "0F0 0SEND_F0 0RECV_B0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("0SEND_F0 ", "", "0SEND_F0 is missing in the order of worker 0, though other transfers stand there"),
+        ("1RECV_F0 ", "", "1RECV_F0 is missing in the order of worker 1, though other transfers stand there"),
+        ("0F0 0SEND_F0", "0SEND_F0 0F0", "0SEND_F0 stands before 0F0, which makes what it sends"),
+        ("0RECV_B0 0B0", "0B0 0RECV_B0", "0RECV_B0 stands behind 0B0, which needs what it receives"),
+        ("0SEND_F0", "0SEND_F0 0SEND_F0", "0SEND_F0 stands 2 times, wanted once"),
+        ("1F0", "1F0 1SEND_F0@0", "1SEND_F0@0 is a transfer, but nothing crosses from one worker to another there"),
+        ("1F0", "1F0 0RECV_B0", "0RECV_B0 stands in the order of worker 1, but stage 0 is on worker 0"),
+        ("1B0", "1REDUCE_GRAD 1B0", "0REDUCE_GRAD is missing in the order of worker 0, though other stages have it"),
+        ("1B0", "1REDUCE_GRAD 1B0", "1REDUCE_GRAD stands before 1B0, which adds to the gradient"),
+        ("1F0", "1F0 1UNSHARD", "1F0 needs the weights, which 1UNSHARD does not gather before"),
+        ("1F0", "1UNSHARD 1F0 1UNSHARD", "1UNSHARD stands where the weights have been gathered already"),
+        ("1F0", "1F0 1RESHARD", "1RESHARD stands where the weights have not been gathered"),
+    ],
+)
+def test_what_passes_add_is_checked(old, new, expected):
+    assert not messages(schedule_of(SENT))
+    assert expected in messages(schedule_of(SENT.replace(old, new, 1)))
+
+
+def test_what_waits_in_a_channel_is_named():
+    crossed = "0F0 0F1 0SEND_F1 0SEND_F0 0RECV_B0 0RECV_B1 0B0 0B1\n"
+    crossed += "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
+    assert not messages(schedule_of(crossed))
+    assert messages(schedule_of(crossed), channel="pair")[0] == (
+        "worker 1 waits for ever at 1F0: it needs 1RECV_F0, but in the channel between them worker 0 is first to do "
+        "0SEND_F1, worker 1 1RECV_F0; with_communication(..., channel='pair') finds an order for both"
+    )
+    early = "0F0 0RECV_B0 0SEND_F0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0"
+    assert not messages(schedule_of(early), channel="pair")
+    assert (
+        "in the channel of each worker 0 is first to do 0RECV_B0" in messages(schedule_of(early), channel="worker")[0]
+    )
+
+
+def test_memory_limits_of_an_order_that_cannot_run_are_not_looked_at():
+    backwards = Schedule("backwards", (0,), ((Action("B", 0, 0), Action("F", 0, 0)),))
+    assert [text.partition(":")[0] for text in messages(backwards, memory_limit=0)] == [
+        "worker 0 waits for ever at 0B0"
+    ]

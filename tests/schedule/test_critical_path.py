@@ -1,0 +1,140 @@
+"""The critical path has no holes, and is as long as the step, whatever the schedule and the costs."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipework.schedule import (
+    SCHEDULES,
+    Costs,
+    Schedule,
+    build,
+    fill_drain,
+    looped_bfs,
+    simulate,
+    with_communication,
+    with_gradient_reduction,
+    with_recompute,
+    with_skips,
+)
+
+times = st.sampled_from([0.0, 0.125, 0.5, 1.0]) | st.floats(0.01, 4)
+
+
+def path_of(result):
+    return " ".join(str(each.action) for each in result.critical_path)
+
+
+def delay(result, before, after):
+    """How long what one action makes takes to reach another, if the timeline has no transfers."""
+    schedule = result.schedule
+    costs = result.costs.spread(schedule.stages, len(schedule.skips))
+    source, target = sorted((before.action.stage, after.action.stage))
+    transfers = any(each.action.peer >= 0 for each in result.timeline.communication)
+    if before.worker == after.worker or transfers:
+        return 0.0
+    if (source, target) in schedule.skips:
+        return costs.skip[schedule.skips.index((source, target))]
+    # A loss outside is there at once for everybody.
+    return costs.transfer[source] if target == source + 1 else 0.0
+
+
+def check(result):
+    path = result.critical_path
+    if not result.makespan:
+        return
+    everything = {*result.timeline.intervals, *result.timeline.communication}
+    assert set(path) <= everything
+    assert len(set(path)) == len(path)
+    assert path[0].start == result.timeline.start
+    assert path[-1].end == result.timeline.end
+    length = path[0].end - path[0].start
+    for before, after in pairwise(path):
+        gap = after.start - before.end
+        assert gap == 0 or gap == pytest.approx(delay(result, before, after))
+        length += gap + after.end - after.start
+    assert length == pytest.approx(result.makespan)
+
+
+@st.composite
+def costs_of(draw, schedule):
+    stages = schedule.stages
+
+    def each(count=stages):
+        one = times.map(lambda time: [time] * count)
+        return draw(one | st.lists(times, min_size=count, max_size=count))
+
+    return Costs(
+        forward=each(),
+        recompute=each(),
+        input_gradient=each(),
+        weight_gradient=each(),
+        reduce_gradient=each(),
+        transfer=each(stages - 1),
+        skip_transfer=each(len(schedule.skips)),
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    name=st.sampled_from(sorted(SCHEDULES)),
+    workers=st.integers(1, 5),
+    chunks=st.integers(1, 6),
+    channel=st.sampled_from(["unbounded", "pair", "worker"]),
+    data=st.data(),
+)
+def test_it_has_no_holes_and_is_as_long_as_the_step(name, workers, chunks, channel, data):
+    schedule = build(name, workers=workers, chunks=chunks)
+    if not schedule.inference:
+        schedule = with_recompute(schedule, data.draw(st.integers(0, chunks)))
+        if data.draw(st.booleans()):
+            schedule = with_gradient_reduction(schedule)
+    skips = data.draw(st.lists(st.lists(st.integers(0, schedule.stages - 1), min_size=2, max_size=2).map(sorted)))
+    schedule = with_skips(schedule, skips)
+    if data.draw(st.booleans()):
+        schedule = with_communication(schedule, channel="worker")
+    costs = data.draw(costs_of(schedule))
+    outside = data.draw(st.booleans()) and schedule.validate(loss_outside=True).ok
+    check(simulate(schedule, costs, loss_outside=outside, channel=channel))
+
+
+def test_the_slow_stage_is_on_it():
+    """Stage 1 takes three times as long as the others: but for the way to it and from it, it is all that counts."""
+    result = simulate(fill_drain(3, 3), Costs(forward=[1, 3, 1], backward=[1, 3, 1]))
+    assert path_of(result) == "0F0 1F0 1F1 1F2 2F2 2B0 1B0 1B1 1B2 0B2"
+    slow = [each for each in result.critical_path if each.action.stage == 1]
+    assert sum(each.end - each.start for each in slow) == 18
+    assert result.makespan == 22
+
+
+def test_transfers_are_on_it_if_the_timeline_has_them():
+    costs = Costs(backward=1, transfer=0.5)
+    assert path_of(simulate(fill_drain(2, 1), costs)) == "0F0 1F0 1B0 0B0"
+    assert path_of(simulate(fill_drain(2, 1), costs, channel="pair")) == "0F0 1RECV_F0 1F0 1B0 0RECV_B0 0B0"
+
+
+def test_of_a_skip_and_a_boundary_what_came_last_is_on_it():
+    """Stage 2 needs what came from stage 1 and, on a slow way, from stage 0, which had ended earlier."""
+    schedule = with_skips(fill_drain(3, 1), [(0, 2)])
+    assert path_of(simulate(schedule, Costs(skip_transfer=0.5))) == "0F0 1F0 2F0 2B0 1B0 0B0"
+    late = simulate(schedule, Costs(skip_transfer=9))
+    assert path_of(late) == "0F0 2F0 2B0 0B0"
+    assert late.makespan == 1 + 9 + 3 + 9 + 2
+
+
+def test_a_loss_outside_joins_the_last_forward_to_the_first_backward():
+    # Worker 0 is alone until 9, so that the last forward of all is the one on worker 1.
+    result = simulate(looped_bfs(2, 2, 1), Costs(forward=[4, 1], backward=[1, 4]), loss_outside=True)
+    assert path_of(result) == "0F0 0F1 1F1 1B0 1B1 0B1"
+
+
+def test_reductions_at_the_end_are_on_it():
+    result = simulate(with_gradient_reduction(fill_drain(1, 1)), Costs(reduce_gradient=5))
+    assert path_of(result) == "0F0 0B0 0REDUCE_GRAD"
+
+
+def test_a_step_that_takes_no_time_has_a_path():
+    order = Schedule.from_orders_text("schedule s\nplacement 0\nworker 0 0F0 0B0")
+    assert path_of(simulate(order, Costs(forward=0, backward=0))) == "0F0 0B0"
