@@ -144,7 +144,7 @@ def simulate(
     ``costs.transfer`` (``costs.skip_transfer``) and keeps neither of them busy. Reductions of gradients run beside the
     computation, one after the other on each worker.
 
-    The time that it takes grows with the number of actions, and hardly with anything else.
+    The time that it takes grows with the number of actions, transfers included.
 
     Args:
         schedule: a valid one.
