@@ -225,8 +225,8 @@ def _why_not_received(schedule: Schedule, ended: Run, receive: Action, channel: 
     if not _has_been_sent(schedule, ended, send):
         return f"but worker {sender} never comes to {send}"
     # Both have been posted, so something is before them in a queue.
-    between = {sender, receiver} if channel == "pair" else set(range(schedule.workers))
-    heads = [_head(schedule, ended, worker, between) for worker in (sender, receiver)]
+    pair = (sender, receiver) if channel == "pair" else None
+    heads = [_head(schedule, ended, worker, pair) for worker in (sender, receiver)]
     queue = "between them" if channel == "pair" else "of each"
     return (
         f"but in the channel {queue} worker {sender} is first to do {heads[0]}, worker {receiver} {heads[1]}; "
@@ -234,9 +234,11 @@ def _why_not_received(schedule: Schedule, ended: Run, receive: Action, channel: 
     )
 
 
-def _head(schedule: Schedule, ended: Run, worker: int, between: set[int]) -> Action | None:
-    """The first transfer with one of these workers that this one has posted and that never took place."""
+def _head(schedule: Schedule, ended: Run, worker: int, pair: tuple[int, int] | None) -> Action | None:
+    """The first transfer that a worker has posted and that never took place; if asked, from one worker to another."""
     for action, (start, _) in zip(schedule.orders[worker], ended.times[worker], strict=False):
-        if math.isnan(start) and {schedule.placement[action.stage], schedule.placement[action.peer]} <= between:
-            return action
+        if math.isnan(start):
+            send = action if action.kind.startswith("SEND") else counterpart(action)
+            if pair in (None, (schedule.placement[send.stage], schedule.placement[send.peer])):
+                return action
     return None

@@ -257,3 +257,14 @@ def test_memory_limits_of_an_order_that_cannot_run_are_not_looked_at():
     assert [text.partition(":")[0] for text in messages(backwards, memory_limit=0)] == [
         "worker 0 waits for ever at 0B0"
     ]
+
+
+def test_what_goes_the_other_way_is_in_another_channel():
+    crossed = "0F0 0RECV_B0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B0 0B1\n"
+    crossed += "1RECV_F1 1RECV_F0 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1"
+    assert not messages(schedule_of(crossed))
+    heads = {"pair": "0SEND_F0, worker 1 1RECV_F1;", "worker": "0RECV_B0, worker 1 1RECV_F1;"}
+    for channel, expected in heads.items():
+        first, second = messages(schedule_of(crossed), channel=channel)
+        assert f"worker 0 is first to do {expected}" in first
+        assert second == "worker 0 waits for ever at 0B0: it needs 0RECV_B0, but worker 1 never comes to 1SEND_B0"
