@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from pipework.schedule.action import Action
+from pipework.schedule.checks import positive_integer
 from pipework.schedule.costs import Costs, checked
 from pipework.schedule.phases import Orders
 
@@ -60,13 +61,19 @@ def list_schedule(
         The orders; every ``I`` has its ``W`` somewhere behind it.
 
     Raises:
-        ValueError: with so small a limit, the wishes cannot all be fulfilled; or the costs are for other stages.
+        TypeError: the limit is not an int, or costs are not Costs.
+        ValueError: with so small a limit, the wishes cannot all be fulfilled; there are wishes for other stages than
+            those of the placement, or costs; or there is no such way to overtake.
 
     Example:
         >>> wishes = [[Action(kind, 0, i) for i in range(3) for kind in "FI"]]
         >>> [str(action) for action in list_schedule([0], wishes, limit=2)[0]]
         ['0F0', '0I0', '0F1', '0I1', '0W0', '0F2', '0I2', '0W1', '0W2']
     """
+    _check_wishes(placement, wishes)
+    positive_integer("limit", limit)
+    if overtaking not in get_args(Overtaking):
+        raise ValueError(f"overtaking is {overtaking!r}: wanted one of {', '.join(map(repr, get_args(Overtaking)))}")
     spread = checked(costs).spread(len(placement))
     ready = _Ready(placement, wishes, spread.transfer)
     workers = [_Worker(each, limit, overtaking, ready) for each in wishes]
@@ -90,6 +97,21 @@ def list_schedule(
     if left:
         raise ValueError(f"{left} actions wait for ever if a worker may hold {limit} activations: raise the limit")
     return tuple(tuple(worker.order) for worker in workers)
+
+
+def _check_wishes(placement: Sequence[int], wishes: Sequence[Sequence[Action]]) -> None:
+    """Each worker has wishes for both directions of all of its stages, and for no others."""
+    workers = 1 + max(placement, default=-1)
+    if not workers or len(wishes) != workers:
+        raise ValueError(f"there are wishes for {len(wishes)} workers, but the placement has {workers}")
+    for worker, own in enumerate(wishes):
+        found = {(action.stage, action.kind == "F") for action in own}
+        wanted = {(stage, way) for stage, home in enumerate(placement) if home == worker for way in (True, False)}
+        if found != wanted:
+            stage, forward = min(found ^ wanted)
+            number, holds = ("no", "holds") if (stage, forward) in wanted else ("a", "does not hold")
+            which = f"{'forward' if forward else 'backward'} of stage {stage}"
+            raise ValueError(f"worker {worker} has {number} wish for a {which}, which it {holds}")
 
 
 class _Ready:

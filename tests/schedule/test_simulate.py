@@ -1,4 +1,3 @@
-import time
 from itertools import pairwise
 
 import pytest
@@ -151,17 +150,6 @@ def test_an_invalid_schedule_is_refused():
 
 def test_costs_of_zero_are_possible():
     assert simulate(fill_drain(2, 2), Costs(forward=0, backward=0)).bubble == 0
-
-
-def test_time_is_linear_in_the_number_of_actions():
-    def seconds(micro_batches):
-        schedule = fill_drain(8, micro_batches)
-        begin = time.process_time()
-        simulate(schedule)
-        return time.process_time() - begin
-
-    small, large = min(seconds(250) for _ in range(3)), seconds(5000)
-    assert large < 20 * small * 4  # quadratic would be 400 times
 
 
 def test_it_is_shown_in_a_line():
