@@ -132,7 +132,10 @@ class _Pipe:
         if split:
             self.step = tuple(map(min, backward, inputs))
             self.backward = tuple(min(b, i + w) for b, i, w in zip(backward, inputs, self.weights, strict=True))
-        self.activation, self.checkpoint = costs.activation, costs.checkpoint_activation
+        self.activation, self.checkpoint, self.waiting = costs.activation, costs.checkpoint_activation, costs.waiting
+        # What a micro-batch holds at the least once its backward has begun.
+        self.late = tuple(map(min, costs.activation, costs.waiting)) if split else costs.activation
+        self.inputs = inputs if split else backward
         # What a recomputed micro-batch holds at the least.
         self.small = tuple(map(min, costs.activation, costs.checkpoint_activation))
         self.large = tuple(map(max, costs.activation, costs.checkpoint_activation))
@@ -159,16 +162,17 @@ class _Pipe:
 
     def sizes(self, stages: Iterable[int]) -> set[float]:
         """The pieces in which stages ever hold memory."""
-        return {self.activation[s] for s in stages} | {self.checkpoint[s] for s in stages if self.repeats[s]}
+        sizes = {self.activation[s] for s in stages} | {self.checkpoint[s] for s in stages if self.repeats[s]}
+        return sizes | ({self.waiting[s] for s in stages} if self.split else set())
 
-    def items(self, stages: Iterable[int], times: Sequence[float]) -> list[_Item]:
+    def items(self, stages: Iterable[int], times: Sequence[float], held: Sequence[float]) -> list[_Item]:
         """Work on all micro-batches of some stages, with the least that they hold; recomputation is work as well."""
         return [
             item
             for s in stages
             for item in (
-                _Item(self.activation[s], times[s], self.micro_batches - self.repeats[s]),
-                _Item(self.small[s], times[s] + self.repeat[s], self.repeats[s]),
+                _Item(held[s], times[s], self.micro_batches - self.repeats[s]),
+                _Item(min(held[s], self.small[s]), times[s] + self.repeat[s], self.repeats[s]),
             )
             if item.times
         ]
@@ -177,11 +181,13 @@ class _Pipe:
         """Memory x time that all micro-batches need on a stage, from F to the end of W or B."""
         forward, backward, repeat = self.forward[stage], self.backward[stage], self.repeat[stage]
         wait = self.back[stage] - self.end[stage]
-        whole = self.activation[stage] * (forward + wait + backward)
+        activation = self.activation[stage]
+        back = activation * backward
+        if self.split:
+            back = min(back, activation * self.inputs[stage] + self.late[stage] * self.weights[stage])
+        whole = activation * (forward + wait) + back
         recomputed = (
-            self.large[stage] * forward
-            + self.small[stage] * max(0.0, wait - repeat)
-            + self.activation[stage] * (repeat + backward)
+            self.large[stage] * forward + self.small[stage] * max(0.0, wait - repeat) + activation * repeat + back
         )
         return (self.micro_batches - self.repeats[stage]) * whole + self.repeats[stage] * recomputed
 
@@ -193,8 +199,9 @@ def _of_part(pipe: _Pipe, stages: Sequence[int], limit: float) -> Bounds:
     work = sum(
         m * (pipe.forward[stage] + pipe.backward[stage]) + pipe.repeats[stage] * pipe.repeat[stage] for stage in stages
     )
-    forwards, backwards = pipe.items(stages, pipe.forward), pipe.items(stages, pipe.backward)
-    weights = [_Item(pipe.activation[stage], pipe.weights[stage], m) for stage in stages] if pipe.split else []
+    forwards = pipe.items(stages, pipe.forward, pipe.activation)
+    backwards = pipe.items(stages, pipe.backward, pipe.late)
+    weights = [_Item(pipe.late[stage], pipe.weights[stage], m) for stage in stages] if pipe.split else []
     room = _whole_multiple(limit, pipe.sizes(stages))
 
     first = max(0.0, pipe.back[high] - arrival - _most(forwards, room))

@@ -29,6 +29,7 @@ class StageCosts(NamedTuple):
         transfer: time of each boundary, between stage s and s + 1.
         activation: memory of a micro-batch on each stage.
         checkpoint_activation: memory of a checkpointed micro-batch on each stage, before it is recomputed.
+        waiting: memory of a micro-batch on each stage, between the halves of its backward.
         message: memory of what crosses each boundary.
         skip: time of each skip, in the order of the schedule's.
     """
@@ -37,6 +38,7 @@ class StageCosts(NamedTuple):
     transfer: tuple[float, ...]
     activation: tuple[float, ...]
     checkpoint_activation: tuple[float, ...]
+    waiting: tuple[float, ...]
     message: tuple[float, ...]
     skip: tuple[float, ...] = ()
 
@@ -61,6 +63,7 @@ class Costs:
             the end of ``B`` (or ``W``); if checkpointed, also during ``F``, which is computed with its graph.
         checkpoint_activation: memory that a checkpointed micro-batch holds from the end of ``F`` to the start of
             ``R``.
+        waiting: memory that a micro-batch holds from the end of ``I`` to the end of ``W``; None: as ``activation``.
         message: memory of what crosses a boundary for one micro-batch; a sequence has one number for each boundary. It
             informs, and decides no time: that is ``transfer``.
 
@@ -86,6 +89,7 @@ class Costs:
     skip_transfer: Cost = 0.0
     activation: Cost = 1.0
     checkpoint_activation: Cost = 0.0
+    waiting: Cost | None = None
     message: Cost = 0.0
 
     def __post_init__(self) -> None:
@@ -214,6 +218,7 @@ class Costs:
             self._each("transfer", stages - 1, "boundary"),
             self._each("activation", stages),
             self._each("checkpoint_activation", stages),
+            self._each("activation" if self.waiting is None else "waiting", stages),
             self._each("message", stages - 1, "boundary"),
             self._each("skip_transfer", skips, "skip"),
         )

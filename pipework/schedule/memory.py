@@ -88,7 +88,7 @@ def exceeds(amount: float, limit: float) -> bool:
 
 def _row(order: Iterable[Action], costs: StageCosts, checkpointed: Set[tuple[int, int]], *, inference: bool) -> Row:
     held: dict[tuple[int, int], float] = {}
-    activation, small = costs.activation, costs.checkpoint_activation
+    activation, small, waiting = costs.activation, costs.checkpoint_activation, costs.waiting
     total = 0.0
     row: Row = []
     for kind, stage, micro_batch, _ in order:
@@ -101,6 +101,10 @@ def _row(order: Iterable[Action], costs: StageCosts, checkpointed: Set[tuple[int
             # A first pass is computed with its graph, which it drops at its end.
             most = total - before + max(after, activation[stage])
             total += after - before
+        if kind == "I":  # the weight half needs less than everything; or more, with the gradients of outputs
+            most += max(0.0, waiting[stage] - held[key])
+            total += waiting[stage] - held[key]
+            held[key] = waiting[stage]
         if kind in ("B", "W") or (inference and kind == "F"):  # without a graph, activations do not outlive the forward
             total -= held.pop(key)
             # Sums of fractions drift; a worker that holds nothing holds nothing.

@@ -48,12 +48,15 @@ def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
             if kind in ("F", "R"):
                 small = kind == "F" and (stage, micro_batch) in checkpointed
                 memory["checkpoint" if small else "activation", stage].append(interval.held)
+            if kind == "I":
+                memory["waiting", stage].append(interval.held)
         for boundary, delay in _delays(line, stages):
             times["transfer", boundary].append(delay)
     forward = _typical(times, "F", stages)
     half = tuple(both / 2 for both in _typical(times, "B", stages))
     inputs, weights = _typical(times, "I", stages, half), _typical(times, "W", stages, half)
     halves = tuple(map(sum, zip(inputs, weights, strict=True)))
+    activation = _typical(memory, "activation", stages)
     recorded = {kind for kind, _ in times}
     split = bool(recorded & {"I", "W"})
     return Costs(
@@ -64,8 +67,9 @@ def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
         input_gradient=inputs if split else None,
         weight_gradient=weights if split else None,
         transfer=_typical(times, "transfer", stages - 1),
-        activation=_typical(memory, "activation", stages),
+        activation=activation,
         checkpoint_activation=_typical(memory, "checkpoint", stages),
+        waiting=_typical(memory, "waiting", stages, activation) if "I" in recorded else None,
         message=_typical(memory, "message", stages - 1),
     )
 

@@ -129,6 +129,7 @@ def any_costs(draw, stages, halves_add_up=True):
         transfer=draw(st.lists(cost, min_size=stages - 1, max_size=stages - 1)),
         activation=draw(st.one_of(st.sampled_from([1.0, 0.1]), each)),
         checkpoint_activation=draw(st.one_of(st.sampled_from([0.0, 0.25]), each)),
+        waiting=draw(st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.5]), each)),
     )
 
 
