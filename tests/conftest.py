@@ -16,6 +16,8 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 from pipework import Pipe
+from pipework.schedule import SCHEDULES, build
+from pipework.schedule.placement import wave_placement
 from pipework.testing import Reference, draw_key, reference_backward, reference_step
 
 # How long an example takes says more about what else the machine does than about the code.
@@ -98,8 +100,13 @@ class Way:
         **options: Any,
     ) -> Pipe:
         """A pipe of a copy, or if `share` of the module itself; with several stages per worker if the schedule has."""
+        known = SCHEDULES[self.schedule]
+        if known.placement is wave_placement and len(balance) % 2:
+            # There and back again is an even number of stages.
+            *rest, last = balance
+            balance = [*rest[:-1], rest[-1] + last] if rest else [1, last - 1]
         workers = len(balance)
-        if self.schedule in ("interleaved-1f1b", "looped-bfs"):
+        if known.stages_per_worker == 2:
             workers = 1 if workers % 2 else workers // 2
         return Pipe(
             module if share else copy.deepcopy(module),
@@ -112,6 +119,11 @@ class Way:
             loss_fn=loss_fn,
             **options,
         )
+
+    def named(self, kind: str) -> str:
+        """What an action of this kind is called in errors: where backwards are split, hooks run in the first half."""
+        split = self.inside and any(a.kind == "I" for a in build(self.schedule, workers=2, chunks=2).orders[0])
+        return "I" if kind == "B" and split else kind
 
     def run(
         self,
@@ -157,11 +169,15 @@ class Way:
 
 
 WAYS = {"outside": Way(inside=False)} | {
-    name: Way(name) for name in ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
+    name: Way(name) for name in SCHEDULES if name not in ("fill-drain", "forward-only")
 }
 
 
-@pytest.fixture(params=WAYS)
+# Where a test names none: every form of a step, with backwards whole and in halves.
+USUAL = ("outside", "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v")
+
+
+@pytest.fixture(params=USUAL)
 def way(request: pytest.FixtureRequest) -> Way:
     """Runs a test in every way, or in those that it names with `parametrize("way", [...], indirect=True)`."""
     return WAYS[request.param]

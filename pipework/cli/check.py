@@ -61,8 +61,6 @@ def run(arguments: argparse.Namespace) -> Report:
             "  but forms gradients in another order than that of the micro-batches, so that their sum is not, to the "
             "last bit, that of a plain loop; a Pipe refuses it"
         )
-    if any(action.kind in "IW" for order in schedule.orders for action in order):
-        lines.append("  a Pipe cannot run it yet: it splits backwards")
     lines.append(
         f"  bubble {result.bubble:.1%}, makespan {time_text(result.makespan, '')}, "
         f"peak memory {memory_text(max(result.peak_memory), '')}"

@@ -37,3 +37,21 @@ def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tenso
     """The calling thread's innermost `saved_tensors_hooks`. There is no public way to ask."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else (hooks[0], hooks[1])
+
+
+def hook_gradient(output: Tensor, hook: Callable[[tuple[Tensor | None, ...]], None]) -> None:
+    """Calls `hook` with the gradients that the node of `output` gets, after all hooks of the tensor itself.
+
+    `Tensor.register_hook` would be called before hooks that the user registers later, which may change the gradient.
+    """
+    output.grad_fn.register_prehook(hook)  # type: ignore[union-attr]
+
+
+def gradients(output: GradientEdge, gradient: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients of `inputs`; the graph stays. As `torch.autograd.grad`, which checks more."""
+    return _run((output,), (gradient,), True, False, inputs, True, False)
+
+
+def in_transform() -> bool:
+    """Whether a `torch.func` transform is running. There is no public way to ask."""
+    return torch._C._are_functorch_transforms_active()

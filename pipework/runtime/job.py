@@ -78,6 +78,8 @@ class Job:
             self._handlers["F", stage] = run.forward
             self._handlers["R", stage] = run.recompute
             self._handlers["B", stage] = run.backward
+            self._handlers["I", stage] = run.input_gradient
+            self._handlers["W", stage] = run.weight_gradient
 
     def connect(self, endpoint: Endpoint, *, retain_graph: bool) -> None:
         """Prepares the worker's stages for the run."""

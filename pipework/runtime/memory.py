@@ -77,6 +77,11 @@ class MemoryMeter:
         """After the first pass of a checkpointed micro-batch: only its inputs and copies of buffers are kept."""
         self._hold(stage, micro_batch, sum(tensor.nbytes for tensor in kept))
 
+    def waiting(self, stage: int, micro_batch: int, kept: Iterable[Tensor]) -> None:
+        """After the I of a micro-batch: what its W needs is kept."""
+        sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+        self._hold(stage, micro_batch, sum(size for address, size in sizes.items() if address not in self._persistent))
+
     def released(self, stage: int, micro_batch: int) -> None:
         """After the backward of a micro-batch: nothing of it is kept."""
         self._held.pop((stage, micro_batch), None)

@@ -19,16 +19,21 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from pipework.runtime.split import SplitAlias
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torch import nn
 
+    from pipework.runtime.split import Splitting
     from pipework.runtime.stage import Layer
 
 
 class Aliases:
     """The alias leaves of one stage for one mini-batch.
+
+    Where backwards are split, parameters whose gradients may wait get aliases of another kind (see `split`).
 
     The slots are read anew each time, so that freezing a layer, unfreezing it or replacing a parameter works between
     two mini-batches.
@@ -36,7 +41,9 @@ class Aliases:
 
     __slots__ = ("_slots", "leaves", "parameters")
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
+    def __init__(self, layers: Iterable[nn.Module], splitting: Splitting | None = None) -> None:
+        layers = list(layers)
+        whole = set() if splitting is None else compiled_parameters(layers)
         by_parameter: dict[int, tuple[Tensor, Tensor]] = {}
         self._slots: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
         for slots in _slot_dicts(layers):
@@ -44,7 +51,13 @@ class Aliases:
                 if parameter is not None and parameter.requires_grad:
                     if id(parameter) not in by_parameter:
                         _refuse_foreign_alias(parameter)
-                        by_parameter[id(parameter)] = (parameter, parameter.detach().requires_grad_())
+                        splits = splitting is not None and id(parameter) not in whole and splitting.may_wait(parameter)
+                        by_parameter[id(parameter)] = (
+                            parameter,
+                            SplitAlias.of(parameter, splitting)
+                            if splits and splitting is not None
+                            else parameter.detach().requires_grad_(),
+                        )
                     self._slots.append((slots, name, parameter, by_parameter[id(parameter)][1]))
         self.parameters = [parameter for parameter, _ in by_parameter.values()]
         self.leaves = [alias for _, alias in by_parameter.values()]
@@ -101,11 +114,24 @@ class Aliases:
 
 def _refuse_foreign_alias(found: Tensor) -> None:
     """An alias in a slot is right only if it was put there by this thread: then a pipe is a layer of another pipe."""
-    if type(found) is Tensor and getattr(found, "pipework_thread", threading.get_ident()) != threading.get_ident():
+    if (
+        type(found) in (Tensor, SplitAlias)
+        and getattr(found, "pipework_thread", threading.get_ident()) != threading.get_ident()
+    ):
         raise RuntimeError(
             "another pipe is running a layer that this pipe has, too; pipes that share layers can be called one after "
             "the other, not at the same time"
         )
+
+
+def compiled_parameters(layers: Iterable[nn.Module]) -> set[int]:
+    """The ids of the parameters of compiled modules: a compiler is not to be asked about each operator."""
+    found: set[int] = set()
+    for layer in layers:
+        for module in layer.modules():
+            if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+                found.update(map(id, module.parameters()))
+    return found
 
 
 def _slot_dicts(layers: Iterable[nn.Module]) -> Iterator[dict[str, Tensor | None]]:

@@ -26,7 +26,7 @@ class Program:
 
         Raises:
             ScheduleError: it cannot run.
-            ValueError: it has no backwards, splits them, or forms gradients out of order.
+            ValueError: it has no backwards, forms gradients out of order, or says what the runtime does by itself.
         """
         validation = schedule.validate()
         validation.raise_if_invalid()
@@ -40,12 +40,6 @@ class Program:
             raise ValueError(
                 f"schedule {schedule.name!r} has no backwards: give one that trains; under torch.no_grad() a pipe runs "
                 "the forwards of any schedule alone"
-            )
-        half = next((action for order in schedule.orders for action in order if action.kind in "IW"), None)
-        if half is not None:
-            raise ValueError(
-                f"schedule {schedule.name!r} splits backwards in two ({half}), which cannot be run yet: give one of "
-                "whole backwards (B)"
             )
         if not validation.ascending:
             raise ValueError(
@@ -62,6 +56,11 @@ class Program:
             frozenset(micro_batch for where, micro_batch in pairs if where == stage)
             for stage in range(self.schedule.stages)
         )
+
+    @cached_property
+    def split(self) -> frozenset[int]:
+        """The stages of which some backward comes in halves."""
+        return frozenset(action.stage for order in self.schedule.orders for action in order if action.kind == "I")
 
     @property
     def whole(self) -> Orders:

@@ -6,6 +6,8 @@ A `Stage` lives as long as its pipe; a `StageRun` holds what one mini-batch leav
        (checkpointed: the graph is dropped at once)                                 keeps leaves only
     R  leaves -> layers again                                                       now keeps graph roots, too
     B  receive gradients -> autograd from the roots -> leaf.grad -> send            keeps nothing
+    I  the same, but for the gradients of parameters that can wait                  keeps what these need (see `split`)
+    W  these gradients                                                              keeps nothing
 
 Parameter gradients gather in the alias leaves (see `parameters`), in the order of the B actions.
 """
@@ -13,6 +15,7 @@ Parameter gradients gather in the alias leaves (see `parameters`), in the order 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,6 +29,7 @@ from pipework.runtime.finite import refuse_non_finite
 from pipework.runtime.parameters import Aliases
 from pipework.runtime.random_stream import function_may_draw, may_draw
 from pipework.runtime.skips import Bundle, SkipPorts
+from pipework.runtime.split import Splitting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
@@ -60,6 +64,7 @@ class StageRun:
         own_leaves: frozenset[int],
         sends_gradients: bool,
         check_finite: bool,
+        splits: bool = False,
         loss: InnerLoss | None = None,
     ) -> None:
         self._stage = stage
@@ -86,7 +91,8 @@ class StageRun:
             self._takes_target = self._layers[-1].number
         stage.refresh()
         self.draws = any(map(may_draw, stage.modules)) or (loss is not None and function_may_draw(loss.function))
-        self.aliases = Aliases(stage.modules if context.grad else ())
+        self._splitting = Splitting(stage.whole) if splits and context.grad else None
+        self.aliases = Aliases(stage.modules if context.grad else (), self._splitting)
         self._parameter_versions = self.aliases.versions
         self.meter: MemoryMeter | None = None
         ports = SkipPorts(stage.index, stage.skips)
@@ -126,6 +132,8 @@ class StageRun:
     def disconnect(self) -> None:
         """After a run: lets go of who wanted to know when an action starts, which knows this object."""
         self._started = None
+        if self._splitting is not None:
+            self._splitting.learn(self.aliases.parameters, self.aliases.leaves)
 
     def forward(self, action: Action) -> None:
         """F: computes the stage's output for one micro-batch and sends it on."""
@@ -190,6 +198,36 @@ class StageRun:
 
     def backward(self, action: Action) -> None:
         """B: differentiates one micro-batch, adds to the parameters' gradients, sends the input's gradient on."""
+        self._differentiate(action)
+        if self._splitting is not None:
+            self._splitting.add_weight_gradients(action.micro_batch, again=self._retain_graph)
+            self._check_parameters()
+        if self.meter is not None and not self._retain_graph:
+            self.meter.released(self._index, action.micro_batch)
+
+    def input_gradient(self, action: Action) -> None:
+        """I: the same, but that the gradients of parameters wait for the W, where that is possible."""
+        self._differentiate(action)
+        if self.meter is not None and not self._retain_graph and self._splitting is not None:
+            self.meter.waiting(self._index, action.micro_batch, self._splitting.kept(action.micro_batch))
+
+    def weight_gradient(self, action: Action) -> None:
+        """W: forms the gradients that have waited, and adds them to the parameters'."""
+        if self._started is not None:
+            self._started()
+        if self._splitting is not None:
+            self._splitting.add_weight_gradients(action.micro_batch, again=self._retain_graph)
+            self._check_parameters()
+        if self.meter is not None and not self._retain_graph:
+            self.meter.released(self._index, action.micro_batch)
+
+    def _check_parameters(self) -> None:
+        if self._check_finite:
+            for name, alias in self.aliases.named(self._layers):
+                refuse_non_finite([alias.grad], f"the gradient of parameter {name!r}")
+
+    def _differentiate(self, action: Action) -> None:
+        """Runs autograd for one micro-batch, and sends the input's gradient on."""
         micro_batch = action.micro_batch
         gradients = self._received_gradients(action)
         if self._skips is not None:
@@ -202,16 +240,15 @@ class StageRun:
             if self._enter_stream is not None:
                 # A backward may draw, too: a stream of its own, apart from all layers'.
                 self._enter_stream(-1 - self._index, micro_batch)
-            if self._autocast_off:  # as PyTorch advises for a backward
-                with self._context.without_autocast():
-                    engine.run_backward(starts, seeds, self._retain_graph)
+            if self._splitting is not None:
+                run = functools.partial(self._run_backward, starts, seeds)
+                self._splitting.differentiate(micro_batch, run)
             else:
-                engine.run_backward(starts, seeds, self._retain_graph)
+                self._run_backward(starts, seeds)
         of_leaves = tuple(map(_gradient, leaves))
         if self._check_finite:
             refuse_non_finite(of_leaves, f"the gradient of an input of stage {self._index}")
-            for name, alias in self.aliases.named(self._layers):
-                refuse_non_finite([alias.grad], f"the gradient of parameter {name!r}")
+            self._check_parameters()
         if self._skips is not None:
             of_leaves = self._skips.send_gradients(micro_batch, of_leaves)
         if self._send_gradient is not None:
@@ -219,13 +256,18 @@ class StageRun:
         if self._retain_graph:
             for leaf in leaves:
                 leaf.grad = None
-        elif self.meter is not None:
-            self.meter.released(self._index, micro_batch)
+
+    def _run_backward(self, starts: tuple[Tensor | GradientEdge, ...], seeds: tuple[Tensor, ...]) -> None:
+        if self._autocast_off:  # as PyTorch advises for a backward
+            with self._context.without_autocast():
+                engine.run_backward(starts, seeds, self._retain_graph)
+        else:
+            engine.run_backward(starts, seeds, self._retain_graph)
 
     def _received_gradients(self, action: Action) -> tuple[Tensor | None, ...]:
         """The gradients of the stage's outputs; a loss inside has that of its own scale, and begins here."""
         if self._loss is None:
-            gradients, _ = self._receive(action[:3])
+            gradients, _ = self._receive(("B", self._index, action.micro_batch))
             return gradients
         _, roots = self._graphs[action.micro_batch]
         return self._seed, *[None] * (len(roots) - 1)
@@ -235,6 +277,8 @@ class StageRun:
         self._targets.clear()
         self._inputs.clear()
         self._graphs.clear()
+        if self._splitting is not None:
+            self._splitting.clear()
         self.aliases.take_gradients()
 
     def _first_pass(
@@ -279,6 +323,16 @@ class StageRun:
         self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
     ) -> tuple[tuple[Tensor, ...], Around]:
         """Runs the layers on one micro-batch."""
+        if self._splitting is None:
+            return self._compute_whole(leaves, structure, micro_batch)
+        self._splitting.begin(micro_batch)
+        result = self._compute_whole(leaves, structure, micro_batch)
+        self._splitting.end()
+        return result
+
+    def _compute_whole(
+        self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
+    ) -> tuple[tuple[Tensor, ...], Around]:
         if not self._watched:
             return self._run_layers(leaves, structure, micro_batch)
         with contextlib.ExitStack() as stack:

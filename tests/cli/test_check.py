@@ -14,7 +14,6 @@ def test_a_schedule_that_can_be_executed(tmp_path, capsys):
     assert check(file) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{file}: can be executed (4 workers, 8 stages, 8 micro-batches, 192 actions)",
-        "  a Pipe cannot run it yet: it splits backwards",
         "  bubble 5.9%, makespan 25.5, peak memory 4",
     ]
 

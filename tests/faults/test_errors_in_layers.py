@@ -78,7 +78,7 @@ def test_the_original_exception_is_raised_with_a_note(
     in_layer = [f"pipework: in layer '{stage}' (Fragile)"] if direction == "forward" else []
     assert caught.value.__notes__ == [
         *in_layer,
-        f"pipework: stage {stage}, micro-batch {micro_batch}, action {direction[0].upper()}",
+        f"pipework: stage {stage}, micro-batch {micro_batch}, action {way.named(direction[0].upper())}",
     ]
     names = [entry.name for entry in caught.traceback]
     assert "maybe_fail" in names, "the traceback leads to the layer's own line"
@@ -192,7 +192,7 @@ def test_an_exception_in_the_loss_function(way: Any, action: str, micro_batch: i
             pipe(x, target=y)
         assert caught.value.__notes__ == [
             *(["pipework: in loss_fn (FragileLoss)"] if action != "B" else []),
-            f"pipework: stage {STAGES - 1}, micro-batch {micro_batch}, action {action}",
+            f"pipework: stage {STAGES - 1}, micro-batch {micro_batch}, action {way.named(action)}",
         ]
 
 

@@ -64,7 +64,7 @@ def test_the_error_says_where_and_what_each_stage_holds(way: Any, action: str, e
         way.loss(pipe, *batch).backward()
     assert caught.value is greedy.error
     notes = caught.value.__notes__
-    assert f"pipework: stage 1, micro-batch 1, action {action}" in notes
+    assert f"pipework: stage 1, micro-batch 1, action {way.named(action)}" in notes
     (table,) = [note for note in notes if "memory of the stages" in note]
     columns = [re.split(r"  +", line.strip()) for line in table.splitlines()[1:6]]
     assert columns[0] == ["stage", "device", "parameters", "gradients", "buffers"]

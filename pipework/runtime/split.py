@@ -1,0 +1,303 @@
+r"""The split of a backward: which uses of which parameters can wait for the W half, and what waits.
+
+    F   layers use an alias of the parameter        x ---- operator ---- y      the operator is run on the parameter's
+                                                            |    \              memory without a graph to it
+                                                          alias   hook
+    I   autograd goes from y to x; the hook keeps (x, the gradient of y)
+    W   the parameter's gradient is computed of what was kept, and added to the alias' buffer
+
+The alias is a tensor of a class of its own, so that PyTorch asks it before an operator runs (`__torch_function__`). If
+the operator is one of those in `split_operators` or `split_islands`, it is run so that nothing leads from its output to
+the parameter, and a hook on the output keeps what the parameter's gradient needs. Every other operator runs as always,
+and autograd forms its part of the gradient in I.
+
+A parameter's gradient is exact to the last bit only if autograd's order of summing is kept: for one micro-batch first
+over its uses, then over micro-batches. So it is put off as a whole or not at all. Which one it is, its first
+micro-batch tells, in which nothing is put off. Should a parameter that is put off be used in another way in a later
+micro-batch, then what autograd has formed in I is taken aside and added in W.
+
+PyTorch does not ask before a `torch.autograd.Function` is applied to a parameter. Where operators that can be split use
+that parameter, too, its gradient is right, but summed in another order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pipework.runtime import engine
+from pipework.runtime.split_islands import OPERATORS, island
+from pipework.runtime.split_operators import LOOKED_INTO, Postponing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from pipework.runtime.split_operators import Operation, Waiting
+
+    Queue = list[tuple[Waiting, Tensor, Tensor]]  # what waits, what it has kept, the gradient of its output
+
+_without_subclass = torch._C.DisableTorchFunctionSubclass
+
+
+class SplitAlias(Postponing):
+    """An alias leaf that is asked before an operator uses it."""
+
+    @staticmethod
+    def of(parameter: Tensor, splitting: Splitting) -> SplitAlias:
+        """An alias of a parameter; it counts versions together with it."""
+        plain = parameter.detach()
+        alias: SplitAlias = Tensor._make_subclass(SplitAlias, plain, True)
+        alias.plain, alias.splitting, alias.waits, alias.casts = plain, splitting, None, {}
+        alias.is_factor = plain.dim() == 2 and plain.stride() == (plain.shape[1], 1)
+        return alias
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """PyTorch's question."""
+        kwargs = kwargs or {}
+        operator = OPERATORS.get(func)
+        # A transform of torch.func looks at one operator after the other by itself.
+        if operator is not None and torch.is_grad_enabled() and not engine.in_transform():
+            with _without_subclass():
+                operation = operator(*args, **kwargs) or island(func, args, kwargs)
+                if operation is not None:
+                    splitting: Splitting = operation.parameters[0].splitting
+                    return splitting.run(operation)
+        elif func in LOOKED_INTO:
+            return LOOKED_INTO[func](*args, **kwargs)
+        with _without_subclass():
+            result = func(*args, **kwargs)
+            _note_other_use(result, args, kwargs)
+        return result
+
+
+def _note_other_use(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Marks the parameters from which something differentiable has been made."""
+    made = result if isinstance(result, tuple | list) else (result,)
+    # What a transform makes does not tell.
+    if engine.in_transform() or any(
+        isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf for tensor in made
+    ):
+        for alias in _aliases_in((*args, *kwargs.values())):
+            alias.splitting.note_other_use(alias)
+
+
+def _aliases_in(values: Iterable[Any]) -> list[Postponing]:
+    found: list[Postponing] = []
+    for value in values:
+        if isinstance(value, Postponing):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += _aliases_in(value)
+    return found
+
+
+class _Use:
+    """One use of parameters by an operator, on one micro-batch; called by autograd with the output's gradient."""
+
+    __slots__ = ("_input", "_operation", "_queue", "_unpack", "_version")
+
+    def __init__(self, operation: Operation, queue: Queue) -> None:
+        self._operation, self._queue = operation, queue
+        tensor = operation.kept
+        operation.forget()  # the hook keeps it, in the way that the user's hooks want it
+        hooks = engine.saved_tensor_hooks()
+        self._unpack = None
+        if hooks is None:
+            self._version = -1 if tensor.is_inference() else tensor._version
+            self._input = tensor
+        else:  # of a user who moves what is kept, or of somebody who counts it
+            self._input, self._unpack = hooks[0](tensor), hooks[1]
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[0]
+        if gradient is None:
+            return
+        if self._unpack is not None:
+            self._queue.append((self._operation, self._unpack(self._input), gradient))
+            return
+        tensor = self._input
+        if self._version >= 0 and tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+                f"input of {self._operation.name}, of shape {tuple(tensor.shape)}, is at version {tensor._version}; "
+                f"expected version {self._version} instead"
+            )
+        self._queue.append((self._operation, tensor, gradient))
+
+
+class Splitting:
+    """What one stage puts off in one mini-batch.
+
+    Args:
+        whole: ids of parameters whose gradient is known not to be put off; those that turn out so are added.
+    """
+
+    def __init__(self, whole: set[int]) -> None:
+        self._whole = whole
+        self._queues: dict[int, Queue] = {}
+        self._mixed: dict[int, dict[int, Postponing]] = {}
+        self._used: dict[int, Postponing] = {}
+        self._otherwise: set[int] = set()
+        # The micro-batches in which it was not known yet of some parameters: a layer that recomputes itself in I must
+        # do what it did in F.
+        self._unknown: dict[int, frozenset[int]] = {}
+        self._enter(-1, [], frozenset())
+
+    def _enter(self, micro_batch: int, queue: Queue, unknown: frozenset[int]) -> None:
+        self._micro_batch, self._queue, self._unknown_here = micro_batch, queue, unknown
+
+    def may_wait(self, parameter: Tensor) -> bool:
+        """Whether nothing is known against putting a parameter's gradient off."""
+        return id(parameter) not in self._whole
+
+    def begin(self, micro_batch: int) -> None:
+        """A forward (or recomputation) of a micro-batch begins: its uses of parameters belong to it."""
+        self._unknown.pop(micro_batch, None)
+        queue = self._queues[micro_batch] = []
+        self._enter(micro_batch, queue, frozenset())
+
+    def run(self, operation: Operation) -> Tensor:
+        """Runs an operator that can put gradients off, so that it does if it may. PyTorch does not ask meanwhile."""
+        for alias in operation.parameters:
+            if not alias.waits or (self._unknown_here and id(alias) in self._unknown_here):
+                return self._run_whole(operation)
+        output = operation.run()
+        use = _Use(operation, self._queue)
+        if not output.requires_grad:
+            return _Anchor.apply(output, operation.parameters[0], use)  # type: ignore[no-any-return,no-untyped-call]
+        engine.hook_gradient(output, use)
+        return output
+
+    def _run_whole(self, operation: Operation) -> Tensor:
+        for alias in operation.parameters:
+            if alias.waits is None:
+                self._used[id(alias)] = alias
+            elif alias.waits:
+                self._note_mixed(alias)
+        return operation.run_whole()
+
+    def note_other_use(self, alias: Postponing) -> None:
+        """An operator has used a parameter in a way that puts nothing off."""
+        if alias.waits is None:
+            self._used[id(alias)] = alias
+            self._otherwise.add(id(alias))
+        elif alias.waits:
+            self._note_mixed(alias)
+
+    def _note_mixed(self, alias: Postponing) -> None:
+        if id(alias) not in self._unknown_here:
+            self._mixed.setdefault(self._micro_batch, {})[id(alias)] = alias
+
+    def end(self) -> None:
+        """The forward is over: what it has used has shown how."""
+        if self._used:
+            for alias in self._used.values():
+                alias.waits = id(alias) not in self._otherwise
+            self._unknown[self._micro_batch] = frozenset(self._used)
+            self._used.clear()
+
+    def learn(self, parameters: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
+        """After the mini-batch: which parameters need no alias of this kind in the next."""
+        mixed = {id(alias) for each in self._mixed.values() for alias in each.values()}
+        for parameter, alias in zip(parameters, aliases, strict=True):
+            if isinstance(alias, SplitAlias) and (alias.waits is False or id(alias) in mixed):
+                self._whole.add(id(parameter))
+
+    def differentiate(self, micro_batch: int, backward: Callable[[], None]) -> None:
+        """I: runs autograd; what it forms of a gradient that is put off is taken aside."""
+        queue = self._queues[micro_batch]
+        queue.clear()
+        self._enter(micro_batch, queue, self._unknown.get(micro_batch, frozenset()))
+        mixed = list(self._mixed.get(micro_batch, {}).values())
+        if not mixed:
+            backward()
+            self.end()  # of layers that have been computed in I only
+            return
+        with _without_subclass():
+            before = [alias.grad for alias in mixed]
+            for alias in mixed:
+                alias.grad = None
+            backward()
+            for alias, gradient in zip(mixed, before, strict=True):
+                if alias.grad is not None:
+                    queue.append((_Formed(alias), alias.grad, alias.grad))
+                alias.grad = gradient
+
+    def add_weight_gradients(self, micro_batch: int, *, again: bool) -> None:
+        """W: forms the gradients that were put off, and adds them to the buffers.
+
+        Args:
+            micro_batch: whose.
+            again: whether its backward may be run once more.
+        """
+        queue = self._queues[micro_batch] if again else self._queues.pop(micro_batch)
+        with torch.no_grad(), _without_subclass():
+            parts = _sums(queue)
+            queue.clear()
+            buffers, sums = [], []
+            for alias, part in parts:
+                if alias.grad is None:
+                    alias.grad = part
+                else:
+                    buffers.append(alias.grad)
+                    sums.append(part)
+            if buffers:
+                torch._foreach_add_(buffers, sums)
+
+    def kept(self, micro_batch: int) -> list[Tensor]:
+        """What waits for the W of a micro-batch."""
+        return [tensor for _, *pair in self._queues.get(micro_batch, ()) for tensor in pair]
+
+    def clear(self) -> None:
+        """Lets go of everything, after a failure."""
+        self._queues.clear()
+        self._mixed.clear()
+        self._used.clear()
+        self._enter(-1, [], frozenset())
+
+
+def _sums(queue: Queue) -> Iterable[tuple[Postponing, Tensor]]:
+    """Of each parameter the sum of its parts, as autograd forms it: first of those that autocast has in one type."""
+    by_type: dict[tuple[int, torch.dtype], tuple[Postponing, Tensor]] = {}
+    for waiting, tensor, gradient in queue:
+        for alias, part in waiting.gradients(tensor, gradient):
+            key = id(alias), part.dtype
+            known = by_type.get(key)
+            by_type[key] = alias, part if known is None else known[1] + part
+    sums: dict[int, tuple[Postponing, Tensor]] = {}
+    for alias, part in by_type.values():
+        if part.dtype != alias.dtype:
+            part = part.to(alias.dtype)
+        before = sums.get(id(alias))
+        sums[id(alias)] = alias, part if before is None else before[1] + part
+    return sums.values()
+
+
+class _Formed:
+    """In the place of an operation: a part that autograd has formed already."""
+
+    def __init__(self, alias: Postponing) -> None:
+        self._alias = alias
+
+    def gradients(self, kept: Tensor, gradient: Tensor) -> Iterator[tuple[Postponing, Tensor]]:
+        """The part itself."""
+        yield self._alias, gradient
+
+
+class _Anchor(torch.autograd.Function):
+    """Gives an output of which nothing needs a gradient but a parameter a place in the graph, for the hook."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, alias: Tensor, use: _Use) -> Tensor:
+        ctx.use = use
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.use(gradients)
+        return None, None, None

@@ -1,0 +1,363 @@
+"""The operators that can put the gradients of their parameters off, each with autograd's own formula.
+
+Each is tested to give the bits that autograd gives, for every type. Where the conditions are not met under which it
+does, autograd itself is asked twice (see `split_islands`), or the operator is run as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, MappingProxyType
+from typing import Any, Final, Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_any_autocast = torch._C._is_any_autocast_enabled  # the public question is asked for one kind of device
+
+
+class Postponing(Tensor):
+    """A parameter's alias whose gradient can be put off; the part of it that operators know.
+
+    Attributes:
+        plain: the same memory, without a gradient.
+        is_factor: whether it lies as a matrix does of which autograd decides how it multiplies.
+        casts: what autocast has made of it in this mini-batch, by type.
+        waits: whether its gradient is put off; None: not known yet.
+        splitting: who decides that.
+    """
+
+    plain: Tensor
+    is_factor: bool
+    casts: dict[torch.dtype, Tensor]
+    waits: bool | None
+    splitting: Any
+
+
+Parts = Iterator[tuple[Postponing, Tensor]]
+
+
+class Waiting(Protocol):
+    """What can form gradients later."""
+
+    def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
+        """Of what was kept and the output's gradient, the parts of the parameters' gradients."""
+
+
+class Operation(Waiting, Protocol):
+    """One call of an operator.
+
+    Attributes:
+        name: of the operator, for messages.
+        parameters: the aliases whose gradients it can put off.
+        kept: what the gradients need beside the output's gradient.
+    """
+
+    parameters: tuple[Postponing, ...]
+    kept: Tensor
+
+    @property
+    def name(self) -> str:
+        """Of the operator."""
+
+    def forget(self) -> None:
+        """Lets `kept` go: whoever keeps it will give it to `gradients`."""
+
+    def run(self) -> Tensor:
+        """The output, without a graph to the parameters. Then `kept` is what was really computed with."""
+
+    def run_whole(self) -> Tensor:
+        """The output as always."""
+
+
+def computed_with(tensor: Any) -> Any:
+    """What an operator computes with in place of a tensor: of an alias, its memory; under autocast, a lower precision.
+
+    Of a parameter, autocast makes one copy in a mini-batch.
+    """
+    is_parameter = isinstance(tensor, Postponing)
+    plain = tensor.plain if is_parameter else tensor
+    # The first question is the cheapest.
+    if not _any_autocast() or plain is None or not torch.is_autocast_enabled(plain.device.type):
+        return plain
+    if not plain.is_floating_point() or plain.dtype == torch.float64:
+        return plain
+    dtype = torch.get_autocast_dtype(plain.device.type)
+    if not is_parameter:
+        # PyTorch casts a leaf once for all that use it, and sums their gradients in the lower precision.
+        return plain if plain.requires_grad and plain.is_leaf else plain.to(dtype)
+    if dtype not in tensor.casts:
+        tensor.casts[dtype] = plain.to(dtype)
+    return tensor.casts[dtype]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """As a matrix: all dimensions but the last are one."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def _is_factor(tensor: Any) -> TypeGuard[Postponing]:
+    """Whether something is a parameter that is the second factor of a product with rows."""
+    return isinstance(tensor, Postponing) and tensor.is_factor
+
+
+def _is_bias(tensor: Tensor | None, width: int) -> bool:
+    """Whether something is added to each row as it is, if it is a parameter."""
+    return not isinstance(tensor, Postponing) or tensor.shape == (width,)
+
+
+def _times(rows: Tensor, matrix: Tensor) -> Tensor:
+    """The product as PyTorch forms it with a matrix that requires a gradient: of the rows of a copy, if need be."""
+    product = _rows(rows).mm(matrix)
+    return product if rows.dim() == 2 else torch.ops.aten._unsafe_view(product, (*rows.shape[:-1], matrix.shape[1]))
+
+
+class _Linear:
+    """F.linear(x, w, b)."""
+
+    __slots__ = ("_at_once", "_bias", "_weight", "kept", "parameters")
+    name = "linear"
+
+    def __init__(self, kept: Tensor, weight: Postponing, bias: Tensor | None) -> None:
+        self.kept, self._weight, self._bias = kept, weight, bias
+        self.parameters: tuple[Postponing, ...] = (weight, bias) if isinstance(bias, Postponing) else (weight,)
+
+    @classmethod
+    def of(cls, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Operation | None:
+        if not _is_factor(weight) or isinstance(input, Postponing) or input.dim() < 2:
+            return None
+        return cls(input, weight, bias) if _is_bias(bias, weight.shape[0]) else None
+
+    def forget(self) -> None:
+        del self.kept
+
+    def run(self) -> Tensor:
+        kept = self.kept = computed_with(self.kept)
+        weight, bias = computed_with(self._weight), computed_with(self._bias)
+        # PyTorch adds the bias to the rows of a matrix, or after the product.
+        self._at_once = kept.dim() == 2 or (bias is not None and kept.is_contiguous())
+        if self._at_once:
+            return F.linear(kept, weight, bias)
+        output = _times(kept, weight.t())
+        return output if bias is None else output.add_(bias)
+
+    def run_whole(self) -> Tensor:
+        return F.linear(self.kept, self._weight, self._bias)
+
+    def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
+        rows = _rows(gradient)
+        yield self._weight, rows.t().mm(_rows(kept).to(rows.dtype))
+        if isinstance(self._bias, Postponing):
+            yield self._bias, rows.sum(0) if self._at_once else gradient.sum_to_size(self._bias.shape)
+
+
+class _MatrixProduct:
+    """x @ w, and b + x @ w: torch.matmul, torch.mm, torch.addmm."""
+
+    __slots__ = ("_bias", "_weight", "kept", "parameters")
+    name = "a matrix product"
+
+    def __init__(self, kept: Tensor, weight: Postponing, bias: Tensor | None = None) -> None:
+        self.kept, self._weight, self._bias = kept, weight, bias
+        self.parameters: tuple[Postponing, ...] = (weight, bias) if isinstance(bias, Postponing) else (weight,)
+
+    @classmethod
+    def of(cls, *factors: Any, **options: Any) -> Operation | None:
+        if options or len(factors) != 2 or not _is_factor(factors[1]):
+            return None
+        first, second = factors
+        return None if isinstance(first, Postponing) or first.dim() < 2 else cls(first, second)
+
+    @classmethod
+    def with_bias(cls, *terms: Any, **options: Any) -> Operation | None:
+        if options or len(terms) != 3 or not _is_factor(terms[2]):
+            return None
+        bias, first, second = terms
+        if isinstance(first, Postponing) or not _is_bias(bias, second.shape[1]):
+            return None
+        return cls(first, second, bias)
+
+    def forget(self) -> None:
+        del self.kept
+
+    def run(self) -> Tensor:
+        kept = self.kept = computed_with(self.kept)
+        weight = computed_with(self._weight)
+        if self._bias is not None:
+            return torch.addmm(computed_with(self._bias), kept, weight)
+        return _times(kept, weight)
+
+    def run_whole(self) -> Tensor:
+        if self._bias is None:
+            return torch.matmul(self.kept, self._weight)
+        return torch.addmm(self._bias, self.kept, self._weight)
+
+    def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
+        gradient = _rows(gradient)
+        kept = _rows(kept).to(gradient.dtype)
+        # A matrix of one column is stored as its transpose is, and autograd takes it for that.
+        by_columns = self._weight.shape[1] == 1
+        yield self._weight, gradient.t().mm(kept).t() if by_columns else kept.t().mm(gradient)
+        if isinstance(self._bias, Postponing):
+            yield self._bias, gradient.sum(0)
+
+
+class _Convolution:
+    """F.conv1d, F.conv2d, F.conv3d and their transposed counterparts."""
+
+    __slots__ = ("_bias", "_function", "_geometry", "_weight", "kept", "parameters")
+    name = "a convolution"
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        kept: Tensor,
+        weight: Postponing,
+        bias: Tensor | None,
+        geometry: tuple[Any, ...],
+    ) -> None:
+        self._function, self.kept, self._weight, self._bias, self._geometry = function, kept, weight, bias, geometry
+        self.parameters: tuple[Postponing, ...] = (weight, bias) if isinstance(bias, Postponing) else (weight,)
+
+    def forget(self) -> None:
+        del self.kept
+
+    def run(self) -> Tensor:
+        self.kept = computed_with(self.kept)
+        return self._call(self.kept, computed_with(self._weight), computed_with(self._bias))
+
+    def run_whole(self) -> Tensor:
+        return self._call(self.kept, self._weight, self._bias)
+
+    def _call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        stride, padding, dilation, transposed, output_padding, groups = self._geometry
+        rest = (
+            (stride, padding, output_padding, groups, dilation) if transposed else (stride, padding, dilation, groups)
+        )
+        return self._function(x, weight, bias, *rest)
+
+    def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
+        has_bias = isinstance(self._bias, Postponing)
+        weight, kept = self._weight, kept.to(gradient.dtype)
+        _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+            gradient,
+            kept,
+            weight.casts.get(kept.dtype, weight.plain),
+            list(self._bias.shape) if self._bias is not None else None,
+            *self._geometry,
+            [False, True, has_bias],
+        )
+        yield weight, of_weight
+        if isinstance(self._bias, Postponing):
+            yield self._bias, of_bias
+
+
+def _convolution(function: Callable[..., Tensor], dimensions: int, *, transposed: bool) -> Callable[..., Any]:
+    def spelt_out(number: Any) -> list[int]:
+        return [number] * dimensions if isinstance(number, int) else list(number) * (dimensions // len(number))
+
+    def of(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        *rest: Any,
+        **options: Any,
+    ) -> Operation | None:
+        if not isinstance(weight, Postponing) or isinstance(input, Postponing) or input.dim() != dimensions + 2:
+            return None
+        if isinstance(padding, str):
+            return None
+        names = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
+        known = {"output_padding": 0, "groups": 1, "dilation": 1, **dict(zip(names, rest, strict=False)), **options}
+        geometry = (
+            spelt_out(stride),
+            spelt_out(padding),
+            spelt_out(known["dilation"]),
+            transposed,
+            spelt_out(known["output_padding"]),
+            known["groups"],
+        )
+        return _Convolution(function, input, weight, bias, geometry)
+
+    return of
+
+
+class _Embedding:
+    """F.embedding(indices, w)."""
+
+    __slots__ = ("_options", "_weight", "kept", "parameters")
+    name = "embedding"
+
+    def __init__(self, kept: Tensor, weight: Postponing, padding_idx: int | None, scale_grad_by_freq: bool) -> None:
+        self.kept, self._weight = kept, weight
+        self.parameters: tuple[Postponing, ...] = (weight,)
+        self._options = padding_idx, scale_grad_by_freq
+
+    @classmethod
+    def of(
+        cls,
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Operation | None:
+        if not isinstance(weight, Postponing) or max_norm is not None or sparse:
+            return None
+        return cls(input, weight, padding_idx, scale_grad_by_freq)
+
+    def forget(self) -> None:
+        del self.kept
+
+    def run(self) -> Tensor:
+        return self._call(self._weight.plain)
+
+    def run_whole(self) -> Tensor:
+        return self._call(self._weight)
+
+    def _call(self, weight: Tensor) -> Tensor:
+        padding_idx, scale_grad_by_freq = self._options
+        return F.embedding(self.kept, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
+
+    def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
+        padding_idx, scale_grad_by_freq = self._options
+        count = self._weight.plain.shape[0]
+        padding = -1 if padding_idx is None else padding_idx if padding_idx >= 0 else count + padding_idx
+        yield (
+            self._weight,
+            torch.ops.aten.embedding_dense_backward(gradient, kept, count, padding, scale_grad_by_freq),
+        )
+
+
+EXPLICIT: Final[Mapping[Any, Callable[..., Operation | None]]] = MappingProxyType(
+    {
+        F.linear: _Linear.of,
+        torch.addmm: _MatrixProduct.with_bias,
+        **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _MatrixProduct.of),
+        F.conv1d: _convolution(F.conv1d, 1, transposed=False),
+        F.conv2d: _convolution(F.conv2d, 2, transposed=False),
+        F.conv3d: _convolution(F.conv3d, 3, transposed=False),
+        F.conv_transpose1d: _convolution(F.conv_transpose1d, 1, transposed=True),
+        F.conv_transpose2d: _convolution(F.conv_transpose2d, 2, transposed=True),
+        F.conv_transpose3d: _convolution(F.conv_transpose3d, 3, transposed=True),
+        F.embedding: _Embedding.of,
+    }
+)
+"""PyTorch's function to what makes an operation of its arguments, or None if that call cannot be split."""
+
+
+def _looked_into(function: Any) -> Any:
+    """The function, without asking whether an argument wants to run it otherwise: it is run, and its parts ask."""
+    names = {**function.__globals__, "has_torch_function": lambda arguments: False}
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+
+
+LOOKED_INTO: Final[Mapping[Any, Callable[..., Any]]] = MappingProxyType(
+    {F.multi_head_attention_forward: _looked_into(F.multi_head_attention_forward)}
+)
+"""Functions that are made of operators, of which each can be split."""
