@@ -43,7 +43,7 @@ WHOLE = "un-pipelined, one core, the whole batch at once"
 OUTSIDE = "pipework gpipe, loss outside"
 TORCHGPIPE = "torchgpipe 0.0.7"
 PIPELINING = "torch.distributed.pipelining"
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "interleaved-zb", "zb-v", "dualpipe-v")
 
 
 @dataclass(frozen=True)
