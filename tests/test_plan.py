@@ -20,8 +20,6 @@ def layers(count: int = 8) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
 
 
-
-
 def plan(schedule: Any, count: int = 8, chunks: int = 4, **options: Any) -> Any:
     return make_plan(layers(count), schedule, chunks, options.get("balance"), options.get("devices"))
 
