@@ -51,8 +51,8 @@ def positive(text: str) -> int:
 parser = argparse.ArgumentParser(description="Trains a small GPT in a pipeline.")
 parser.error = fail  # one line, without the usage
 add, modes = parser.add_argument, ["never", "except_last", "always"]
-runnable = ["gpipe", "fill-drain", "1f1b", "eager-1f1b", "interleaved-1f1b", "looped-bfs", "hanayo"]
-add("--schedule", choices=runnable, default="1f1b", help="in which order the workers work (%(default)s)")
+training = [name for name in SCHEDULES if name != "forward-only"]
+add("--schedule", choices=training, default="1f1b", help="in which order the workers work (%(default)s)")
 add("--steps", type=positive, default=200, metavar="N", help="mini-batches to train on (%(default)s)")
 add("--stages", type=positive, metavar="N", help="partitions (as many as suit the accelerators, else 2 to 4 workers)")
 add("--chunks", type=positive, default=8, metavar="N", help="micro-batches in a mini-batch (%(default)s)")

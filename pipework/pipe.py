@@ -67,9 +67,9 @@ class Pipe(Layers):
         devices: one for each worker, which holds one partition, or several if the schedule is one of those; numbers
             are accelerators. ["cpu", "cpu"] means two workers that really run at the same time, each with its share of
             the cores. None: where the layers lie, else all accelerators, else the CPU.
-        schedule: the order of what the workers do: 'gpipe', '1f1b', 'eager-1f1b', 'interleaved-1f1b', 'looped-bfs',
-            'hanayo' (or their class names in torch.distributed.pipelining), or a `Schedule` of your own. All but
-            'gpipe' and 'looped-bfs' need the loss inside, `pipe(x, target=y)`.
+        schedule: the order of what the workers do: the name of any schedule that trains, such as 'gpipe', '1f1b',
+            'interleaved-1f1b', 'looped-bfs', 'zb-h1' or 'zb-v' (or of its class in torch.distributed.pipelining), or a
+            `Schedule` of your own. All but 'gpipe' and 'looped-bfs' need the loss inside, `pipe(x, target=y)`.
         loss_fn: from the output and the target of a micro-batch to its loss, a 0-dimensional tensor. None: if a target
             is given, the last layer takes it as its last positional argument and returns the loss.
         loss_reduction: 'mean': the loss of the mini-batch is the mean of its micro-batches' losses, weighted by rows;

@@ -124,7 +124,15 @@ def test_one_seed_gives_one_loss_curve(script: ModuleType, tiny: list[str], run:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages"), [("gpipe", "3"), ("fill-drain", "2"), ("interleaved-1f1b", "4"), ("looped-bfs", "2")]
+    ("schedule", "stages"),
+    [
+        ("gpipe", "3"),
+        ("fill-drain", "2"),
+        ("interleaved-1f1b", "4"),
+        ("looped-bfs", "2"),
+        ("zb-h1", "2"),
+        ("zb-v", "4"),
+    ],
 )
 def test_every_schedule_gives_the_same_loss_curve(
     script: ModuleType,
