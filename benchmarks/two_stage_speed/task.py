@@ -40,6 +40,10 @@ class Task:
         stages = WORKERS * recipe(schedule).stages_per_worker
         return [self.blocks // stages] * stages
 
+    def placement(self, schedule: str) -> tuple[int, ...]:
+        """The worker of each stage."""
+        return build(schedule, workers=WORKERS, chunks=self.chunks).placement
+
     def ideal(self, schedule: str) -> float:
         """The simulated step, as a share of the one-core time: equal stages, backwards twice as long as forwards."""
         order = build(schedule, workers=WORKERS, chunks=self.chunks)

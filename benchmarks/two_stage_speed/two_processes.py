@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,17 @@ from torch import Tensor
 
 from benchmarks.two_stage_speed.task import WORKERS, Task, gradients_of, loss_of
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b")
+SCHEDULES = MappingProxyType(
+    {
+        "gpipe": "ScheduleGPipe",
+        "1f1b": "Schedule1F1B",
+        "interleaved-1f1b": "ScheduleInterleaved1F1B",
+        "interleaved-zb": "ScheduleInterleavedZeroBubble",
+        "zb-v": "ScheduleZBVZeroBubble",
+        "dualpipe-v": "ScheduleDualPipeV",
+    }
+)
+"""Our name of a schedule to the class of theirs."""
 
 
 class Rank:
@@ -27,12 +38,7 @@ class Rank:
     """
 
     def __init__(self, rank: int, task: Task, name: str) -> None:
-        from torch.distributed.pipelining import (
-            PipelineStage,
-            Schedule1F1B,
-            ScheduleGPipe,
-            ScheduleInterleaved1F1B,
-        )
+        from torch.distributed import pipelining
 
         def part_of_loss(output: Tensor, target: Tensor) -> Tensor:
             return loss_of(output, target) / task.chunks
@@ -41,25 +47,25 @@ class Rank:
         self.batch, self.target = task.batch()
         model, balance = task.model(), task.balance(name)
         ends = [sum(balance[: number + 1]) for number in range(len(balance))]
-        self.parts = {stage: model[ends[stage] - balance[stage] : ends[stage]] for stage in range(rank, len(ends), 2)}
+        own = [stage for stage, worker in enumerate(task.placement(name)) if worker == rank]
+        self.parts = {stage: model[ends[stage] - balance[stage] : ends[stage]] for stage in own}
+        self.is_last = len(ends) - 1 in own
         # It learns the shapes in the first step, which is not timed.
-        stages = [PipelineStage(part, stage, len(balance), torch.device("cpu")) for stage, part in self.parts.items()]
-        options = {"loss_fn": part_of_loss, "scale_grads": False}
-        if name == "interleaved-1f1b":
-            self.schedule: Any = ScheduleInterleaved1F1B(stages, task.chunks, **options)
-        else:
-            one_stage = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
-            self.schedule = one_stage(stages[0], task.chunks, **options)
+        stages: list[Any] = [
+            pipelining.PipelineStage(part, stage, len(balance), torch.device("cpu"))
+            for stage, part in self.parts.items()
+        ]
+        self.schedule: Any = getattr(pipelining, SCHEDULES[name])(
+            stages[0] if len(stages) == 1 else stages, task.chunks, loss_fn=part_of_loss, scale_grads=False
+        )
 
     def step(self) -> tuple[float, float]:
         """When it started and ended."""
         for part in self.parts.values():
             part.zero_grad()
         start = time.perf_counter()
-        if self.is_first:
-            self.schedule.step(self.batch, return_outputs=False)
-        else:
-            self.schedule.step(target=self.target, return_outputs=False)
+        inputs = (self.batch,) if self.is_first else ()
+        self.schedule.step(*inputs, target=self.target if self.is_last else None, return_outputs=False)
         return start, time.perf_counter()
 
     def gradients(self) -> dict[int, list[Any]]:

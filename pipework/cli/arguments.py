@@ -12,7 +12,7 @@ from typing import Any, Final, get_args
 
 from pipework.schedule import Channel, Costs, Schedule
 
-COSTS_HELP: Final = (
+_COSTS_HELP: Final = (
     "times and memory of a worker's whole share of the model, such as forward=1,input_gradient=1.1,transfer=0.05 "
     "(or F, B, I, W, R, c for the transfer, A for activations), or a .json file with these names, in which a list has "
     "a number for each worker's whole share, or for each stage (default forward=1,backward=2,activation=1)"
@@ -52,6 +52,11 @@ def add_channel(parser: argparse.ArgumentParser, *, default: Channel | None) -> 
         help=f"{adds}what carries transfers: channels that hold anything{usual}, that keep the order between two "
         "workers, or of which each worker has but one",
     )
+
+
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    """Add the option that says what actions cost."""
+    parser.add_argument("--costs", type=costs, default=Costs(), metavar="COSTS", help=_COSTS_HELP)
 
 
 def count(text: str) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipework.cli import arguments as shared
 from pipework.cli.report import Report
-from pipework.schedule import Costs, ScheduleError, simulate, validate
+from pipework.schedule import ScheduleError, simulate, validate
 from pipework.schedule.rules import ascending
 from pipework.schedule.units import counted, memory_text, time_text
 
@@ -30,7 +30,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--memory", type=shared.limit, metavar="M", help="the most that a worker may hold, in the unit of activations"
     )
-    parser.add_argument("--costs", type=shared.costs, default=Costs(), metavar="COSTS", help=shared.COSTS_HELP)
+    shared.add_costs(parser)
     parser.add_argument("--all", action="store_true", help="list all that is wrong, not only the first")
     parser.set_defaults(run=run)
 

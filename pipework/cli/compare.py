@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipework.cli import arguments as shared
 from pipework.cli.report import Report
-from pipework.schedule import Comparison, Costs, compare
+from pipework.schedule import Comparison, compare
 
 if TYPE_CHECKING:
     from pipework.cli.draw import Commands
@@ -33,7 +33,7 @@ def add_to(commands: Commands) -> None:
         help="the most that a worker may hold, in the unit of the activations: by default, in micro-batches of a "
         "worker's whole share",
     )
-    parser.add_argument("--costs", type=shared.costs, default=Costs(), metavar="COSTS", help=shared.COSTS_HELP)
+    shared.add_costs(parser)
     parser.add_argument(
         "--stages-per-worker", type=shared.count, metavar="N", help="for schedules that can have several (default 2)"
     )

@@ -54,7 +54,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--stages-per-worker", type=shared.count, metavar="N", help="for schedules of several (default 2)"
     )
-    parser.add_argument("--costs", type=shared.costs, default=Costs(), metavar="COSTS", help=shared.COSTS_HELP)
+    shared.add_costs(parser)
     parser.add_argument(
         "--checkpoint",
         choices=("never", "except_last", "always"),

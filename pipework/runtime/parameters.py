@@ -51,13 +51,11 @@ class Aliases:
                 if parameter is not None and parameter.requires_grad:
                     if id(parameter) not in by_parameter:
                         _refuse_foreign_alias(parameter)
-                        splits = splitting is not None and id(parameter) not in whole and splitting.may_wait(parameter)
-                        by_parameter[id(parameter)] = (
-                            parameter,
-                            SplitAlias.of(parameter, splitting)
-                            if splits and splitting is not None
-                            else parameter.detach().requires_grad_(),
-                        )
+                        if splitting is not None and id(parameter) not in whole and splitting.may_wait(parameter):
+                            alias: Tensor = SplitAlias.of(parameter, splitting)
+                        else:
+                            alias = parameter.detach().requires_grad_()
+                        by_parameter[id(parameter)] = (parameter, alias)
                     self._slots.append((slots, name, parameter, by_parameter[id(parameter)][1]))
         self.parameters = [parameter for parameter, _ in by_parameter.values()]
         self.leaves = [alias for _, alias in by_parameter.values()]

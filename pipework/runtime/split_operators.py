@@ -113,10 +113,23 @@ def _times(rows: Tensor, matrix: Tensor) -> Tensor:
     return product if rows.dim() == 2 else torch.ops.aten._unsafe_view(product, (*rows.shape[:-1], matrix.shape[1]))
 
 
-class _Linear:
+class _Formula:
+    """What all operations with a formula of their own have."""
+
+    __slots__ = ("kept", "parameters")
+
+    kept: Tensor
+    parameters: tuple[Postponing, ...]
+
+    def forget(self) -> None:
+        """See `Operation`."""
+        del self.kept
+
+
+class _Linear(_Formula):
     """F.linear(x, w, b)."""
 
-    __slots__ = ("_at_once", "_bias", "_weight", "kept", "parameters")
+    __slots__ = ("_at_once", "_bias", "_weight")
     name = "linear"
 
     def __init__(self, kept: Tensor, weight: Postponing, bias: Tensor | None) -> None:
@@ -128,9 +141,6 @@ class _Linear:
         if not _is_factor(weight) or isinstance(input, Postponing) or input.dim() < 2:
             return None
         return cls(input, weight, bias) if _is_bias(bias, weight.shape[0]) else None
-
-    def forget(self) -> None:
-        del self.kept
 
     def run(self) -> Tensor:
         kept = self.kept = computed_with(self.kept)
@@ -152,10 +162,10 @@ class _Linear:
             yield self._bias, rows.sum(0) if self._at_once else gradient.sum_to_size(self._bias.shape)
 
 
-class _MatrixProduct:
+class _MatrixProduct(_Formula):
     """x @ w, and b + x @ w: torch.matmul, torch.mm, torch.addmm."""
 
-    __slots__ = ("_bias", "_weight", "kept", "parameters")
+    __slots__ = ("_bias", "_weight")
     name = "a matrix product"
 
     def __init__(self, kept: Tensor, weight: Postponing, bias: Tensor | None = None) -> None:
@@ -177,9 +187,6 @@ class _MatrixProduct:
         if isinstance(first, Postponing) or not _is_bias(bias, second.shape[1]):
             return None
         return cls(first, second, bias)
-
-    def forget(self) -> None:
-        del self.kept
 
     def run(self) -> Tensor:
         kept = self.kept = computed_with(self.kept)
@@ -203,10 +210,10 @@ class _MatrixProduct:
             yield self._bias, gradient.sum(0)
 
 
-class _Convolution:
+class _Convolution(_Formula):
     """F.conv1d, F.conv2d, F.conv3d and their transposed counterparts."""
 
-    __slots__ = ("_bias", "_function", "_geometry", "_weight", "kept", "parameters")
+    __slots__ = ("_bias", "_function", "_geometry", "_weight")
     name = "a convolution"
 
     def __init__(
@@ -219,9 +226,6 @@ class _Convolution:
     ) -> None:
         self._function, self.kept, self._weight, self._bias, self._geometry = function, kept, weight, bias, geometry
         self.parameters: tuple[Postponing, ...] = (weight, bias) if isinstance(bias, Postponing) else (weight,)
-
-    def forget(self) -> None:
-        del self.kept
 
     def run(self) -> Tensor:
         self.kept = computed_with(self.kept)
@@ -285,15 +289,15 @@ def _convolution(function: Callable[..., Tensor], dimensions: int, *, transposed
     return of
 
 
-class _Embedding:
+class _Embedding(_Formula):
     """F.embedding(indices, w)."""
 
-    __slots__ = ("_options", "_weight", "kept", "parameters")
+    __slots__ = ("_options", "_weight")
     name = "embedding"
 
     def __init__(self, kept: Tensor, weight: Postponing, padding_idx: int | None, scale_grad_by_freq: bool) -> None:
         self.kept, self._weight = kept, weight
-        self.parameters: tuple[Postponing, ...] = (weight,)
+        self.parameters = (weight,)
         self._options = padding_idx, scale_grad_by_freq
 
     @classmethod
@@ -310,9 +314,6 @@ class _Embedding:
         if not isinstance(weight, Postponing) or max_norm is not None or sparse:
             return None
         return cls(input, weight, padding_idx, scale_grad_by_freq)
-
-    def forget(self) -> None:
-        del self.kept
 
     def run(self) -> Tensor:
         return self._call(self._weight.plain)

@@ -199,11 +199,7 @@ class StageRun:
     def backward(self, action: Action) -> None:
         """B: differentiates one micro-batch, adds to the parameters' gradients, sends the input's gradient on."""
         self._differentiate(action)
-        if self._splitting is not None:
-            self._splitting.add_weight_gradients(action.micro_batch, again=self._retain_graph)
-            self._check_parameters()
-        if self.meter is not None and not self._retain_graph:
-            self.meter.released(self._index, action.micro_batch)
+        self._end_backward(action.micro_batch)
 
     def input_gradient(self, action: Action) -> None:
         """I: the same, but that the gradients of parameters wait for the W, where that is possible."""
@@ -215,11 +211,14 @@ class StageRun:
         """W: forms the gradients that have waited, and adds them to the parameters'."""
         if self._started is not None:
             self._started()
+        self._end_backward(action.micro_batch)
+
+    def _end_backward(self, micro_batch: int) -> None:
         if self._splitting is not None:
-            self._splitting.add_weight_gradients(action.micro_batch, again=self._retain_graph)
+            self._splitting.add_weight_gradients(micro_batch, again=self._retain_graph)
             self._check_parameters()
         if self.meter is not None and not self._retain_graph:
-            self.meter.released(self._index, action.micro_batch)
+            self.meter.released(self._index, micro_batch)
 
     def _check_parameters(self) -> None:
         if self._check_finite:

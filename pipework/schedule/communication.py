@@ -10,7 +10,7 @@ from pipework.schedule.channels import Channel, check_channel
 from pipework.schedule.costs import Costs, checked
 from pipework.schedule.posting import posted, timed_for_posting
 from pipework.schedule.schedule import Schedule
-from pipework.schedule.schedule_checks import checked_skips
+from pipework.schedule.schedule_checks import checked_skips, refuse_kind
 from pipework.schedule.validate import check
 
 
@@ -107,10 +107,7 @@ def with_gradient_reduction(schedule: Schedule) -> Schedule:
     """
     if schedule.inference:
         raise ValueError(f"schedule {schedule.name!r} has no backwards, so there are no gradients to reduce")
-    for worker, order in enumerate(schedule.orders):
-        for action in order:
-            if action.kind == "REDUCE_GRAD":
-                raise ValueError(f"worker {worker} reduces already, {action}: pass the schedule without REDUCE_GRAD")
+    refuse_kind(schedule, "REDUCE_GRAD", "reduces")
     check(schedule)
     reducing = replace(schedule, orders=tuple(tuple(_reduced(order)) for order in schedule.orders))
     check(reducing)

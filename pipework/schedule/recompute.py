@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pipework.schedule.action import Action
 from pipework.schedule.schedule import Schedule
+from pipework.schedule.schedule_checks import refuse_kind
 from pipework.schedule.validate import check
 
 
@@ -46,10 +47,7 @@ def with_recompute(schedule: Schedule, checkpointed: int, *, loss_outside: bool 
         )
     if schedule.communicates:
         raise ValueError(f"schedule {schedule.name!r} has transfers among its actions: recompute before they are added")
-    for worker, order in enumerate(schedule.orders):
-        for action in order:
-            if action.kind == "R":
-                raise ValueError(f"worker {worker} recomputes already, {action}: pass the schedule without R")
+    refuse_kind(schedule, "R", "recomputes")
     if not checkpointed:
         return schedule
     orders = tuple(tuple(_recomputed(order, checkpointed, loss_outside)) for order in schedule.orders)

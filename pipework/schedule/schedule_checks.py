@@ -1,11 +1,14 @@
-"""What a schedule is refused for when it is made: types, and numbers out of range."""
+"""What a schedule is refused for: when it is made, types and numbers out of range; by a pass, what is there already."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipework.schedule.action import KINDS, OF_STAGES, TRANSFERS, Action
+
+if TYPE_CHECKING:
+    from pipework.schedule.schedule import Schedule
 
 _FORWARD_ONLY = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 _EVERY_KIND = (*KINDS, *TRANSFERS, *OF_STAGES)
@@ -123,3 +126,20 @@ def check_order(worker: int, order: Sequence[Action], stages: int, *, inference:
         if (0 <= peer < stages) != (kind in TRANSFERS):
             ends = f"wanted a peer, one of the stages 0 to {stages - 1}" if kind in TRANSFERS else "it has no peer"
             raise ValueError(f"{action!r} in worker {worker}'s order: {ends}")
+
+
+def refuse_kind(schedule: Schedule, kind: str, does: str) -> None:
+    """Refuse a schedule that has what a pass is to add.
+
+    Args:
+        schedule: what the pass was given.
+        kind: of the actions that it adds.
+        does: what a worker with such an action does, for the message.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for worker, order in enumerate(schedule.orders):
+        for action in order:
+            if action.kind == kind:
+                raise ValueError(f"worker {worker} {does} already, {action}: pass the schedule without {kind}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from pipework.schedule.action import Action
 from pipework.schedule.checks import positive_integer
 from pipework.schedule.costs import Costs
 from pipework.schedule.list_schedule import list_schedule
@@ -54,7 +57,21 @@ def v_half(workers: int, micro_batches: int, *, costs: Costs | None = None) -> S
     # The two forwards of a worker are 3(p - 1) + turn - 3d apart, and must not start in the same of the six units that
     # a micro-batch takes; nor may its backwards, nor one with the other. Whether they would, depends on p.
     hops = Hops(down=2, back=2) if workers % 2 else Hops(down=2, turn=3, loss=4, back=2)
-    placement = wave_placement(workers, 2)
-    limit = 2 * ((workers + 2) // 2)
-    orders = list_schedule(placement, repeated(workers, micro_batches, hops), limit, costs, overtaking="backwards")
-    return Schedule("v-half", placement, orders)
+    return patterned("v-half", repeated(workers, micro_batches, hops), (workers + 2) // 2, costs)
+
+
+def patterned(name: str, wishes: Sequence[Sequence[Action]], held: int, costs: Costs | None) -> Schedule:
+    """Two stages per worker in V placement, which follow a pattern as far as memory goes.
+
+    Args:
+        name: of the schedule.
+        wishes: of each worker, the pattern.
+        held: how many micro-batches of its share's activations a worker may hold.
+        costs: times that decide where weight halves fit; equal ones if None.
+
+    Example:
+        >>> patterned("v", repeated(2, 3, Hops()), 2, None).placement
+        (0, 1, 1, 0)
+    """
+    placement = wave_placement(len(wishes), 2)
+    return Schedule(name, placement, list_schedule(placement, wishes, 2 * held, costs, overtaking="backwards"))

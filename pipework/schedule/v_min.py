@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pipework.schedule.checks import positive_integer
 from pipework.schedule.costs import Costs
-from pipework.schedule.list_schedule import list_schedule
-from pipework.schedule.placement import wave_placement
 from pipework.schedule.schedule import Schedule
+from pipework.schedule.v_half import patterned
 from pipework.schedule.wishes import Hops, repeated
 
 
@@ -52,7 +51,4 @@ def v_min(workers: int, micro_batches: int, *, costs: Costs | None = None) -> Sc
     # A worker's first forward and the backward of its second stage are 2p units apart. Where 3 divides p, that is a
     # multiple of the six units that a micro-batch takes, so they would meet: the corners take a little longer there.
     hops = Hops() if workers % 3 else Hops(turn=2, loss=2, again=3)
-    placement = wave_placement(workers, 2)
-    limit = 2 * ((workers + 4) // 3)
-    orders = list_schedule(placement, repeated(workers, micro_batches, hops), limit, costs, overtaking="backwards")
-    return Schedule("v-min", placement, orders)
+    return patterned("v-min", repeated(workers, micro_batches, hops), (workers + 4) // 3, costs)

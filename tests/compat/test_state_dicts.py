@@ -109,7 +109,7 @@ def same(module: nn.Module, expected: dict[str, Tensor]) -> None:
 def test_a_checkpoint_of_the_original_is_loaded(ask: Callable[..., Any], adapter: Any, name_of_model: str) -> None:
     data, expected = ask(saved, name_of_model)
     old = loaded(data)
-    same_names = adapter.pipe(model(name_of_model, 2), BALANCES[name_of_model])
+    same_names = adapter.pipe(model(name_of_model, 2), BALANCES[name_of_model], 3)
     same_names.load_state_dict(old)
     others: list[nn.Module] = [
         model(name_of_model, 3),
