@@ -140,7 +140,8 @@ def measure(case: Case, seconds: float) -> Cost:
     candidates = {"whole": whole, "split": split}
     once = sum(sum(times) for times in alternate(candidates, rounds=3).values()) / 3
     for one, other in zip(whole.pipe.parameters(), split.pipe.parameters(), strict=True):
-        assert one.grad is not None and other.grad is not None
+        assert one.grad is not None
+        assert other.grad is not None
         assert torch.equal(one.grad, other.grad), "the halves do not compute the same"
     rounds = min(2000, max(5, int(seconds / once)))
     alternate(candidates, rounds)

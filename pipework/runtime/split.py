@@ -29,16 +29,16 @@ from torch import Tensor
 
 from pipework.runtime import engine
 from pipework.runtime.split_islands import OPERATORS, island
-from pipework.runtime.split_operators import LOOKED_INTO, Postponing
+from pipework.runtime.split_operation import Operation, Parts, Postponing
+from pipework.runtime.split_operators import LOOKED_INTO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from pipework.runtime.split_operators import Operation, Waiting
-
-    Queue = list[tuple[Waiting, Tensor, Tensor]]  # what waits, what it has kept, the gradient of its output
+    Queue = list[tuple[Operation | "_Formed", Tensor, Tensor]]  # what waits, what it has kept, its output's gradient
 
 _without_subclass = torch._C.DisableTorchFunctionSubclass
+_is_grad_enabled = torch.is_grad_enabled
 
 
 class SplitAlias(Postponing):
@@ -49,7 +49,8 @@ class SplitAlias(Postponing):
         """An alias of a parameter; it counts versions together with it."""
         plain = parameter.detach()
         alias: SplitAlias = Tensor._make_subclass(SplitAlias, plain, True)
-        alias.plain, alias.splitting, alias.waits, alias.casts = plain, splitting, None, {}
+        alias.plain, alias.sizes, alias.type_of_values = plain, plain.shape, plain.dtype
+        alias.splitting, alias.waits, alias.casts = splitting, None, {}
         alias.is_factor = plain.dim() == 2 and plain.stride() == (plain.shape[1], 1)
         return alias
 
@@ -61,12 +62,11 @@ class SplitAlias(Postponing):
         kwargs = kwargs or {}
         operator = OPERATORS.get(func)
         # A transform of torch.func looks at one operator after the other by itself.
-        if operator is not None and torch.is_grad_enabled() and not engine.in_transform():
+        if operator is not None and _is_grad_enabled() and not engine.in_transform():
             with _without_subclass():
                 operation = operator(*args, **kwargs) or island(func, args, kwargs)
                 if operation is not None:
-                    splitting: Splitting = operation.parameters[0].splitting
-                    return splitting.run(operation)
+                    return operation.parameters[0].splitting.run(operation)
         elif func in LOOKED_INTO:
             return LOOKED_INTO[func](*args, **kwargs)
         with _without_subclass():
@@ -94,40 +94,6 @@ def _aliases_in(values: Iterable[Any]) -> list[Postponing]:
         elif isinstance(value, tuple | list):
             found += _aliases_in(value)
     return found
-
-
-class _Use:
-    """One use of parameters by an operator, on one micro-batch; called by autograd with the output's gradient."""
-
-    __slots__ = ("_input", "_operation", "_queue", "_unpack", "_version")
-
-    def __init__(self, operation: Operation, queue: Queue) -> None:
-        self._operation, self._queue = operation, queue
-        tensor = operation.kept
-        operation.forget()  # the hook keeps it, in the way that the user's hooks want it
-        hooks = engine.saved_tensor_hooks()
-        self._unpack = None
-        if hooks is None:
-            self._version = -1 if tensor.is_inference() else tensor._version
-            self._input = tensor
-        else:  # of a user who moves what is kept, or of somebody who counts it
-            self._input, self._unpack = hooks[0](tensor), hooks[1]
-
-    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
-        gradient = gradients[0]
-        if gradient is None:
-            return
-        if self._unpack is not None:
-            self._queue.append((self._operation, self._unpack(self._input), gradient))
-            return
-        tensor = self._input
-        if self._version >= 0 and tensor._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
-                f"input of {self._operation.name}, of shape {tuple(tensor.shape)}, is at version {tensor._version}; "
-                f"expected version {self._version} instead"
-            )
-        self._queue.append((self._operation, tensor, gradient))
 
 
 class Splitting:
@@ -163,14 +129,15 @@ class Splitting:
 
     def run(self, operation: Operation) -> Tensor:
         """Runs an operator that can put gradients off, so that it does if it may. PyTorch does not ask meanwhile."""
+        unknown = self._unknown_here
         for alias in operation.parameters:
-            if not alias.waits or (self._unknown_here and id(alias) in self._unknown_here):
+            if not alias.waits or (unknown and id(alias) in unknown):
                 return self._run_whole(operation)
         output = operation.run()
-        use = _Use(operation, self._queue)
+        operation.wait_in(self._queue)
         if not output.requires_grad:
-            return _Anchor.apply(output, operation.parameters[0], use)  # type: ignore[no-any-return,no-untyped-call]
-        engine.hook_gradient(output, use)
+            return _Anchor.apply(output, operation.parameters[0], operation)  # type: ignore[no-any-return,no-untyped-call]
+        engine.hook_gradient(output, operation)
         return output
 
     def _run_whole(self, operation: Operation) -> Tensor:
@@ -255,6 +222,8 @@ class Splitting:
 
     def clear(self) -> None:
         """Lets go of everything, after a failure."""
+        for queue in self._queues.values():  # an operation knows the queue in which it waits
+            queue.clear()
         self._queues.clear()
         self._mixed.clear()
         self._used.clear()
@@ -263,19 +232,23 @@ class Splitting:
 
 def _sums(queue: Queue) -> Iterable[tuple[Postponing, Tensor]]:
     """Of each parameter the sum of its parts, as autograd forms it: first of those that autocast has in one type."""
-    by_type: dict[tuple[int, torch.dtype], tuple[Postponing, Tensor]] = {}
-    for waiting, tensor, gradient in queue:
-        for alias, part in waiting.gradients(tensor, gradient):
-            key = id(alias), part.dtype
-            known = by_type.get(key)
-            by_type[key] = alias, part if known is None else known[1] + part
     sums: dict[int, tuple[Postponing, Tensor]] = {}
-    for alias, part in by_type.values():
-        if part.dtype != alias.dtype:
-            part = part.to(alias.dtype)
-        before = sums.get(id(alias))
-        sums[id(alias)] = alias, part if before is None else before[1] + part
+    in_other_types: dict[tuple[int, torch.dtype], tuple[Postponing, Tensor]] = {}
+    for waiting, kept, gradient in queue:
+        for pair in waiting.gradients(kept, gradient):
+            alias, part = pair
+            if part.dtype is alias.type_of_values:
+                _add(sums, id(alias), pair)
+            else:
+                _add(in_other_types, (id(alias), part.dtype), pair)
+    for alias, part in in_other_types.values():
+        _add(sums, id(alias), (alias, part.to(alias.type_of_values)))
     return sums.values()
+
+
+def _add(sums: dict[Any, tuple[Postponing, Tensor]], key: Any, pair: tuple[Postponing, Tensor]) -> None:
+    before = sums.get(key)
+    sums[key] = pair if before is None else (pair[0], before[1] + pair[1])
 
 
 class _Formed:
@@ -284,20 +257,20 @@ class _Formed:
     def __init__(self, alias: Postponing) -> None:
         self._alias = alias
 
-    def gradients(self, kept: Tensor, gradient: Tensor) -> Iterator[tuple[Postponing, Tensor]]:
+    def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
         """The part itself."""
-        yield self._alias, gradient
+        return ((self._alias, gradient),)
 
 
 class _Anchor(torch.autograd.Function):
     """Gives an output of which nothing needs a gradient but a parameter a place in the graph, for the hook."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, alias: Tensor, use: _Use) -> Tensor:
-        ctx.use = use
+    def forward(ctx: Any, output: Tensor, alias: Tensor, operation: Operation) -> Tensor:
+        ctx.operation = operation
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        ctx.use(gradients)
+        ctx.operation(gradients)
         return None, None, None

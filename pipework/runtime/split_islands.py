@@ -20,15 +20,14 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from pipework.runtime import engine
-from pipework.runtime.split_operators import EXPLICIT, Operation, Postponing, computed_with
+from pipework.runtime.split_operation import Operation, Parts, Postponing, computed_with
+from pipework.runtime.split_operators import EXPLICIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from pipework.runtime.split_operators import Parts
 
-
-class _Island:
+class _Island(Operation):
     """One call of any function of tensors that returns one tensor."""
 
     def __init__(
@@ -41,8 +40,9 @@ class _Island:
         self._leaves: dict[int, Tensor] = {}  # for the parameters
         self._inputs: dict[int, tuple[Tensor, Tensor]] = {}  # outside and inside
 
-    def forget(self) -> None:
-        del self.kept, self._arguments, self._options
+    def wait_in(self, queue: list[tuple[Any, Tensor, Tensor]]) -> None:
+        super().wait_in(queue)
+        del self._arguments, self._options
 
     def run_whole(self) -> Tensor:
         return self._function(*self._arguments, **self._options)  # type: ignore[no-any-return]
@@ -68,11 +68,11 @@ class _Island:
             return value
         if isinstance(value, Postponing):
             if id(value) not in self._leaves:
-                plain = computed_with(value) if self._casts else value.plain
+                plain = computed_with(value)[0] if self._casts else value.plain
                 self._leaves[id(value)] = plain.detach().requires_grad_()
             return self._leaves[id(value)]
         if id(value) not in self._inputs:
-            tensor = computed_with(value) if self._casts else value
+            tensor = computed_with(value)[0] if self._casts else value
             self._inputs[id(value)] = tensor, tensor.detach().requires_grad_(tensor.requires_grad)
         return self._inputs[id(value)][1]
 
@@ -82,9 +82,8 @@ class _Island:
 
     def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
         leaves = tuple(self._leaves.values())
-        for alias_id, part in zip(self._leaves, engine.gradients(self._edge, gradient, leaves), strict=True):
-            if part is not None:
-                yield next(alias for alias in self.parameters if id(alias) == alias_id), part
+        parts = dict(zip(self._leaves, engine.gradients(self._edge, gradient, leaves), strict=True))
+        return [(alias, part) for alias in self.parameters if (part := parts.get(id(alias))) is not None]
 
 
 class _Bridge(torch.autograd.Function):

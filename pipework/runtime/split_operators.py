@@ -6,95 +6,21 @@ does, autograd itself is asked twice (see `split_islands`), or the operator is r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import FunctionType, MappingProxyType
-from typing import Any, Final, Protocol, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_any_autocast = torch._C._is_any_autocast_enabled  # the public question is asked for one kind of device
+from pipework.runtime.split_operation import Operation, Parts, Postponing, computed_with
 
 
-class Postponing(Tensor):
-    """A parameter's alias whose gradient can be put off; the part of it that operators know.
-
-    Attributes:
-        plain: the same memory, without a gradient.
-        is_factor: whether it lies as a matrix does of which autograd decides how it multiplies.
-        casts: what autocast has made of it in this mini-batch, by type.
-        waits: whether its gradient is put off; None: not known yet.
-        splitting: who decides that.
-    """
-
-    plain: Tensor
-    is_factor: bool
-    casts: dict[torch.dtype, Tensor]
-    waits: bool | None
-    splitting: Any
-
-
-Parts = Iterator[tuple[Postponing, Tensor]]
-
-
-class Waiting(Protocol):
-    """What can form gradients later."""
-
-    def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
-        """Of what was kept and the output's gradient, the parts of the parameters' gradients."""
-
-
-class Operation(Waiting, Protocol):
-    """One call of an operator.
-
-    Attributes:
-        name: of the operator, for messages.
-        parameters: the aliases whose gradients it can put off.
-        kept: what the gradients need beside the output's gradient.
-    """
-
-    parameters: tuple[Postponing, ...]
-    kept: Tensor
-
-    @property
-    def name(self) -> str:
-        """Of the operator."""
-
-    def forget(self) -> None:
-        """Lets `kept` go: whoever keeps it will give it to `gradients`."""
-
-    def run(self) -> Tensor:
-        """The output, without a graph to the parameters. Then `kept` is what was really computed with."""
-
-    def run_whole(self) -> Tensor:
-        """The output as always."""
-
-
-def computed_with(tensor: Any) -> Any:
-    """What an operator computes with in place of a tensor: of an alias, its memory; under autocast, a lower precision.
-
-    Of a parameter, autocast makes one copy in a mini-batch.
-    """
-    is_parameter = isinstance(tensor, Postponing)
-    plain = tensor.plain if is_parameter else tensor
-    # The first question is the cheapest.
-    if not _any_autocast() or plain is None or not torch.is_autocast_enabled(plain.device.type):
-        return plain
-    if not plain.is_floating_point() or plain.dtype == torch.float64:
-        return plain
-    dtype = torch.get_autocast_dtype(plain.device.type)
-    if not is_parameter:
-        # PyTorch casts a leaf once for all that use it, and sums their gradients in the lower precision.
-        return plain if plain.requires_grad and plain.is_leaf else plain.to(dtype)
-    if dtype not in tensor.casts:
-        tensor.casts[dtype] = plain.to(dtype)
-    return tensor.casts[dtype]
-
-
-def _rows(tensor: Tensor) -> Tensor:
+def _rows(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """As a matrix: all dimensions but the last are one."""
-    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+    rows = tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+    return rows if dtype is None or rows.dtype is dtype else rows.to(dtype)
 
 
 def _is_factor(tensor: Any) -> TypeGuard[Postponing]:
@@ -104,7 +30,7 @@ def _is_factor(tensor: Any) -> TypeGuard[Postponing]:
 
 def _is_bias(tensor: Tensor | None, width: int) -> bool:
     """Whether something is added to each row as it is, if it is a parameter."""
-    return not isinstance(tensor, Postponing) or tensor.shape == (width,)
+    return not isinstance(tensor, Postponing) or tensor.sizes == (width,)
 
 
 def _times(rows: Tensor, matrix: Tensor) -> Tensor:
@@ -113,20 +39,7 @@ def _times(rows: Tensor, matrix: Tensor) -> Tensor:
     return product if rows.dim() == 2 else torch.ops.aten._unsafe_view(product, (*rows.shape[:-1], matrix.shape[1]))
 
 
-class _Formula:
-    """What all operations with a formula of their own have."""
-
-    __slots__ = ("kept", "parameters")
-
-    kept: Tensor
-    parameters: tuple[Postponing, ...]
-
-    def forget(self) -> None:
-        """See `Operation`."""
-        del self.kept
-
-
-class _Linear(_Formula):
+class _Linear(Operation):
     """F.linear(x, w, b)."""
 
     __slots__ = ("_at_once", "_bias", "_weight")
@@ -134,17 +47,17 @@ class _Linear(_Formula):
 
     def __init__(self, kept: Tensor, weight: Postponing, bias: Tensor | None) -> None:
         self.kept, self._weight, self._bias = kept, weight, bias
-        self.parameters: tuple[Postponing, ...] = (weight, bias) if isinstance(bias, Postponing) else (weight,)
+        self.parameters = (weight, bias) if isinstance(bias, Postponing) else (weight,)
 
     @classmethod
     def of(cls, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Operation | None:
         if not _is_factor(weight) or isinstance(input, Postponing) or input.dim() < 2:
             return None
-        return cls(input, weight, bias) if _is_bias(bias, weight.shape[0]) else None
+        return cls(input, weight, bias) if bias is None or _is_bias(bias, weight.sizes[0]) else None
 
     def run(self) -> Tensor:
-        kept = self.kept = computed_with(self.kept)
-        weight, bias = computed_with(self._weight), computed_with(self._bias)
+        kept, weight, bias = computed_with(self.kept, self._weight, self._bias)
+        self.kept = kept
         # PyTorch adds the bias to the rows of a matrix, or after the product.
         self._at_once = kept.dim() == 2 or (bias is not None and kept.is_contiguous())
         if self._at_once:
@@ -157,12 +70,13 @@ class _Linear(_Formula):
 
     def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
         rows = _rows(gradient)
-        yield self._weight, rows.t().mm(_rows(kept).to(rows.dtype))
-        if isinstance(self._bias, Postponing):
-            yield self._bias, rows.sum(0) if self._at_once else gradient.sum_to_size(self._bias.shape)
+        of_weight = self._weight, rows.t().mm(_rows(kept, rows.dtype))
+        if not isinstance(self._bias, Postponing):
+            return (of_weight,)
+        return of_weight, (self._bias, rows.sum(0) if self._at_once else gradient.sum_to_size(self._bias.sizes))
 
 
-class _MatrixProduct(_Formula):
+class _MatrixProduct(Operation):
     """x @ w, and b + x @ w: torch.matmul, torch.mm, torch.addmm."""
 
     __slots__ = ("_bias", "_weight")
@@ -170,7 +84,7 @@ class _MatrixProduct(_Formula):
 
     def __init__(self, kept: Tensor, weight: Postponing, bias: Tensor | None = None) -> None:
         self.kept, self._weight, self._bias = kept, weight, bias
-        self.parameters: tuple[Postponing, ...] = (weight, bias) if isinstance(bias, Postponing) else (weight,)
+        self.parameters = (weight, bias) if isinstance(bias, Postponing) else (weight,)
 
     @classmethod
     def of(cls, *factors: Any, **options: Any) -> Operation | None:
@@ -184,16 +98,14 @@ class _MatrixProduct(_Formula):
         if options or len(terms) != 3 or not _is_factor(terms[2]):
             return None
         bias, first, second = terms
-        if isinstance(first, Postponing) or not _is_bias(bias, second.shape[1]):
+        if isinstance(first, Postponing) or not _is_bias(bias, second.sizes[1]):
             return None
         return cls(first, second, bias)
 
     def run(self) -> Tensor:
-        kept = self.kept = computed_with(self.kept)
-        weight = computed_with(self._weight)
-        if self._bias is not None:
-            return torch.addmm(computed_with(self._bias), kept, weight)
-        return _times(kept, weight)
+        kept, weight, bias = computed_with(self.kept, self._weight, self._bias)
+        self.kept = kept
+        return _times(kept, weight) if bias is None else torch.addmm(bias, kept, weight)
 
     def run_whole(self) -> Tensor:
         if self._bias is None:
@@ -202,15 +114,14 @@ class _MatrixProduct(_Formula):
 
     def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
         gradient = _rows(gradient)
-        kept = _rows(kept).to(gradient.dtype)
+        kept = _rows(kept, gradient.dtype)
         # A matrix of one column is stored as its transpose is, and autograd takes it for that.
-        by_columns = self._weight.shape[1] == 1
-        yield self._weight, gradient.t().mm(kept).t() if by_columns else kept.t().mm(gradient)
-        if isinstance(self._bias, Postponing):
-            yield self._bias, gradient.sum(0)
+        by_columns = self._weight.sizes[1] == 1
+        of_weight = self._weight, gradient.t().mm(kept).t() if by_columns else kept.t().mm(gradient)
+        return (of_weight, (self._bias, gradient.sum(0))) if isinstance(self._bias, Postponing) else (of_weight,)
 
 
-class _Convolution(_Formula):
+class _Convolution(Operation):
     """F.conv1d, F.conv2d, F.conv3d and their transposed counterparts."""
 
     __slots__ = ("_bias", "_function", "_geometry", "_weight")
@@ -225,11 +136,11 @@ class _Convolution(_Formula):
         geometry: tuple[Any, ...],
     ) -> None:
         self._function, self.kept, self._weight, self._bias, self._geometry = function, kept, weight, bias, geometry
-        self.parameters: tuple[Postponing, ...] = (weight, bias) if isinstance(bias, Postponing) else (weight,)
+        self.parameters = (weight, bias) if isinstance(bias, Postponing) else (weight,)
 
     def run(self) -> Tensor:
-        self.kept = computed_with(self.kept)
-        return self._call(self.kept, computed_with(self._weight), computed_with(self._bias))
+        self.kept, weight, bias = computed_with(self.kept, self._weight, self._bias)
+        return self._call(self.kept, weight, bias)
 
     def run_whole(self) -> Tensor:
         return self._call(self.kept, self._weight, self._bias)
@@ -252,9 +163,11 @@ class _Convolution(_Formula):
             *self._geometry,
             [False, True, has_bias],
         )
-        yield weight, of_weight
-        if isinstance(self._bias, Postponing):
-            yield self._bias, of_bias
+        return (
+            ((weight, of_weight), (self._bias, of_bias))
+            if isinstance(self._bias, Postponing)
+            else ((weight, of_weight),)
+        )
 
 
 def _convolution(function: Callable[..., Tensor], dimensions: int, *, transposed: bool) -> Callable[..., Any]:
@@ -289,7 +202,7 @@ def _convolution(function: Callable[..., Tensor], dimensions: int, *, transposed
     return of
 
 
-class _Embedding(_Formula):
+class _Embedding(Operation):
     """F.embedding(indices, w)."""
 
     __slots__ = ("_options", "_weight")
@@ -327,12 +240,10 @@ class _Embedding(_Formula):
 
     def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
         padding_idx, scale_grad_by_freq = self._options
-        count = self._weight.plain.shape[0]
+        count = self._weight.sizes[0]
         padding = -1 if padding_idx is None else padding_idx if padding_idx >= 0 else count + padding_idx
-        yield (
-            self._weight,
-            torch.ops.aten.embedding_dense_backward(gradient, kept, count, padding, scale_grad_by_freq),
-        )
+        part = torch.ops.aten.embedding_dense_backward(gradient, kept, count, padding, scale_grad_by_freq)
+        return ((self._weight, part),)
 
 
 EXPLICIT: Final[Mapping[Any, Callable[..., Operation | None]]] = MappingProxyType(
