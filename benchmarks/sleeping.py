@@ -12,12 +12,19 @@ import ctypes
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import mean
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from pipework.runtime import split
+from pipework.runtime.split_operation import Operation, Parts, Postponing
 
 
 def without_timer_slack() -> None:
@@ -68,28 +75,88 @@ class Alarm:
         self.slept.clear()
 
 
+@dataclass(frozen=True)
+class Times:
+    """Seconds that a layer sleeps in a forward, in a backward, and, of this, for its weight."""
+
+    forward: float
+    backward: float
+    weight: float
+
+
 class Nap(torch.autograd.Function):
     """Identity that takes its time in both directions."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, alarm: Alarm, forward: float, backward: float, start: float) -> Tensor:
-        ctx.alarm, ctx.seconds = alarm, backward
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, alarm: Alarm, forward: float, backward: float, start: float
+    ) -> Tensor:
+        ctx.alarm, ctx.seconds, ctx.weight = alarm, backward, weight
         alarm.sleep(forward, start)
         return x.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.alarm.sleep(ctx.seconds)
-        return gradient, None, None, None, None
+        of_weight = torch.zeros_like(ctx.weight) if ctx.needs_input_grad[1] else None
+        return gradient, of_weight, None, None, None, None
+
+
+def nap(x: Tensor, weight: Tensor, alarm: Alarm, times: Times, start: float) -> Tensor:
+    """An operator with one parameter that computes nothing, slowly, and began to at `start`."""
+    if has_torch_function((weight,)):
+        return handle_torch_function(nap, (weight,), x, weight, alarm, times, start)  # type: ignore[no-any-return]
+    return Nap.apply(x, weight, alarm, times.forward, times.backward, start)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _HalfNap(Operation):
+    """The same, but that the weight's share of the backward is slept in W."""
+
+    name = "nap"
+
+    def __init__(self, x: Tensor, weight: Postponing, alarm: Alarm, times: Times, start: float) -> None:
+        self.kept, self.parameters = x, (weight,)
+        self.alarm, self.times, self.start = alarm, times, start
+
+    def run(self) -> Tensor:
+        backward = self.times.backward - self.times.weight
+        weight = self.parameters[0].plain
+        return Nap.apply(self.kept, weight, self.alarm, self.times.forward, backward, self.start)  # type: ignore[no-any-return,no-untyped-call]
+
+    def run_whole(self) -> Tensor:
+        return nap(self.kept, self.parameters[0], self.alarm, self.times, self.start)
+
+    def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
+        self.alarm.sleep(self.times.weight)
+        return ((self.parameters[0], torch.zeros(self.parameters[0].sizes)),)
+
+
+@contextmanager
+def sleeping_in_halves() -> Iterator[None]:
+    """Schedules that split backwards split those of layers that sleep, too."""
+    operators = split.OPERATORS
+    split.OPERATORS = MappingProxyType({**operators, nap: _HalfNap})  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        split.OPERATORS = operators  # type: ignore[misc]
 
 
 class Sleeper(nn.Module):
-    """A layer that computes nothing, slowly."""
+    """A layer that computes nothing, slowly.
 
-    def __init__(self, alarm: Alarm, forward: float, backward: float) -> None:
+    Args:
+        alarm: what it sleeps with.
+        forward: seconds.
+        backward: seconds.
+        weight_share: which part of a backward is the weight's, and may be slept in a W.
+    """
+
+    def __init__(self, alarm: Alarm, forward: float, backward: float, weight_share: float = 0.0) -> None:
         super().__init__()
         self.alarm = alarm
-        self.seconds = (forward, backward)
+        self.times = Times(forward, backward, weight_share * backward)
+        self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return Nap.apply(x, self.alarm, *self.seconds, time.perf_counter())  # type: ignore[no-any-return]
+        return nap(x, self.weight, self.alarm, self.times, time.perf_counter())

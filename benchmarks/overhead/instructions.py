@@ -18,7 +18,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
 
 from benchmarks.measure import conclude, line_fit, on_this_machine, parser, print_table
-from benchmarks.overhead.run import SCHEDULES, Case, cases, piped, plain_loop
+from benchmarks.overhead.run import Case, cases, piped, plain_loop
+from benchmarks.schedules import TRAINING
 
 FEW = 20  # steps, in which everything that happens once has happened
 
@@ -48,7 +49,7 @@ def counted(case: Case, what: str, micro_batches: int, steps: int) -> float:
 
 def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--schedules", nargs="+", default=SCHEDULES, help=f"(default {' '.join(SCHEDULES)})")
+    options.add_argument("--schedules", nargs="+", default=TRAINING, help="(default all that train)")
     options.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="(default 1 2)")
     options.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4, 8], help="of one worker (default 1 2 4 8)")
     options.add_argument("--chunks", type=int, nargs="+", default=[8, 64], help="(default 8 64)")

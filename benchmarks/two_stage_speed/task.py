@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipework.schedule import Costs, build, recipe
+from pipework.schedule import Costs, Schedule, build, recipe
 
 WORKERS = 2
 
@@ -42,11 +42,18 @@ class Task:
 
     def placement(self, schedule: str) -> tuple[int, ...]:
         """The worker of each stage."""
-        return build(schedule, workers=WORKERS, chunks=self.chunks).placement
+        return self._built(schedule).placement
+
+    def splits(self, schedule: str) -> bool:
+        """Whether it has backwards in two halves."""
+        return any(action.kind == "W" for order in self._built(schedule).orders for action in order)
+
+    def _built(self, schedule: str) -> Schedule:
+        return build(schedule, workers=WORKERS, chunks=self.chunks)
 
     def ideal(self, schedule: str) -> float:
         """The simulated step, as a share of the one-core time: equal stages, backwards twice as long as forwards."""
-        order = build(schedule, workers=WORKERS, chunks=self.chunks)
+        order = self._built(schedule)
         costs = Costs(forward=1 / order.stages, backward=2 / order.stages)
         return order.simulate(costs).makespan / (3 * self.chunks)
 

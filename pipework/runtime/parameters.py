@@ -42,21 +42,25 @@ class Aliases:
     __slots__ = ("_slots", "leaves", "parameters")
 
     def __init__(self, layers: Iterable[nn.Module], splitting: Splitting | None = None) -> None:
-        layers = list(layers)
-        whole = set() if splitting is None else compiled_parameters(layers)
         by_parameter: dict[int, tuple[Tensor, Tensor]] = {}
         self._slots: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
-        for slots in _slot_dicts(layers):
-            for name, parameter in slots.items():
-                if parameter is not None and parameter.requires_grad:
-                    if id(parameter) not in by_parameter:
-                        _refuse_foreign_alias(parameter)
-                        if splitting is not None and id(parameter) not in whole and splitting.may_wait(parameter):
-                            alias: Tensor = SplitAlias.of(parameter, splitting)
-                        else:
-                            alias = parameter.detach().requires_grad_()
-                        by_parameter[id(parameter)] = (parameter, alias)
-                    self._slots.append((slots, name, parameter, by_parameter[id(parameter)][1]))
+        found = [
+            (slots, name, parameter, compiled)
+            for slots, compiled in _slot_dicts(layers)
+            for name, parameter in slots.items()
+            if parameter is not None and parameter.requires_grad
+        ]
+        # A compiler is not to be asked about each operator.
+        whole = {id(parameter) for _, _, parameter, compiled in found if compiled}
+        for slots, name, parameter, _ in found:
+            if id(parameter) not in by_parameter:
+                _refuse_foreign_alias(parameter)
+                if splitting is None or id(parameter) in whole or splitting.known(parameter) is False:
+                    alias = parameter.detach().requires_grad_()
+                else:
+                    alias = SplitAlias.of(parameter, splitting)
+                by_parameter[id(parameter)] = (parameter, alias)
+            self._slots.append((slots, name, parameter, by_parameter[id(parameter)][1]))
         self.parameters = [parameter for parameter, _ in by_parameter.values()]
         self.leaves = [alias for _, alias in by_parameter.values()]
 
@@ -122,27 +126,18 @@ def _refuse_foreign_alias(found: Tensor) -> None:
         )
 
 
-def compiled_parameters(layers: Iterable[nn.Module]) -> set[int]:
-    """The ids of the parameters of compiled modules: a compiler is not to be asked about each operator."""
-    found: set[int] = set()
-    for layer in layers:
-        for module in layer.modules():
-            if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
-                found.update(map(id, module.parameters()))
-    return found
-
-
-def _slot_dicts(layers: Iterable[nn.Module]) -> Iterator[dict[str, Tensor | None]]:
-    """The parameter dictionaries of all modules below, each once.
+def _slot_dicts(layers: Iterable[nn.Module]) -> Iterable[tuple[dict[str, Tensor | None], bool]]:
+    """The parameter dictionaries of all modules below, each once, and whether a compiled module uses them.
 
     Faster than `named_parameters`, which builds names that nobody needs here.
     """
-    seen: set[int] = set()
-    stack = list(layers)[::-1]
+    found: dict[int, tuple[dict[str, Tensor | None], bool]] = {}
+    stack = [(layer, False) for layer in list(layers)[::-1]]
     while stack:
-        module = stack.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
-            if module._parameters:
-                yield module._parameters  # type: ignore[misc]
-            stack.extend(child for child in reversed(module._modules.values()) if child is not None)
+        module, compiled = stack.pop()
+        compiled = compiled or module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+        if id(module) in found and found[id(module)][1] >= compiled:
+            continue
+        found[id(module)] = module._parameters, compiled  # type: ignore[assignment]
+        stack.extend([(child, compiled) for child in reversed(module._modules.values()) if child is not None])
+    return found.values()

@@ -12,9 +12,10 @@ the parameter, and a hook on the output keeps what the parameter's gradient need
 and autograd forms its part of the gradient in I.
 
 A parameter's gradient is exact to the last bit only if autograd's order of summing is kept: for one micro-batch first
-over its uses, then over micro-batches. So it is put off as a whole or not at all. Which one it is, its first
-micro-batch tells, in which nothing is put off. Should a parameter that is put off be used in another way in a later
-micro-batch, then what autograd has formed in I is taken aside and added in W.
+over its uses, then over micro-batches. So it is put off as a whole or not at all. Which one it is, the first
+micro-batch of a pipe tells, in which nothing is put off. Should a parameter that is put off be used in another way in a
+later one, then what autograd has formed in I is taken aside and added in W; from the next mini-batch on it is not put
+off.
 
 PyTorch does not ask before a `torch.autograd.Function` is applied to a parameter. Where operators that can be split use
 that parameter, too, its gradient is right, but summed in another order.
@@ -50,7 +51,7 @@ class SplitAlias(Postponing):
         plain = parameter.detach()
         alias: SplitAlias = Tensor._make_subclass(SplitAlias, plain, True)
         alias.plain, alias.sizes, alias.type_of_values = plain, plain.shape, plain.dtype
-        alias.splitting, alias.waits, alias.casts = splitting, None, {}
+        alias.splitting, alias.waits, alias.casts = splitting, splitting.known(parameter), {}
         alias.is_factor = plain.dim() == 2 and plain.stride() == (plain.shape[1], 1)
         return alias
 
@@ -100,11 +101,11 @@ class Splitting:
     """What one stage puts off in one mini-batch.
 
     Args:
-        whole: ids of parameters whose gradient is known not to be put off; those that turn out so are added.
+        known: by the id of a parameter, whether its gradient is put off; what turns out is added.
     """
 
-    def __init__(self, whole: set[int]) -> None:
-        self._whole = whole
+    def __init__(self, known: dict[int, bool]) -> None:
+        self._known = known
         self._queues: dict[int, Queue] = {}
         self._mixed: dict[int, dict[int, Postponing]] = {}
         self._used: dict[int, Postponing] = {}
@@ -117,9 +118,9 @@ class Splitting:
     def _enter(self, micro_batch: int, queue: Queue, unknown: frozenset[int]) -> None:
         self._micro_batch, self._queue, self._unknown_here = micro_batch, queue, unknown
 
-    def may_wait(self, parameter: Tensor) -> bool:
-        """Whether nothing is known against putting a parameter's gradient off."""
-        return id(parameter) not in self._whole
+    def known(self, parameter: Tensor) -> bool | None:
+        """Whether a parameter's gradient is put off, as earlier mini-batches have shown; None: they have not."""
+        return self._known.get(id(parameter))
 
     def begin(self, micro_batch: int) -> None:
         """A forward (or recomputation) of a micro-batch begins: its uses of parameters belong to it."""
@@ -169,11 +170,11 @@ class Splitting:
             self._used.clear()
 
     def learn(self, parameters: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
-        """After the mini-batch: which parameters need no alias of this kind in the next."""
+        """After the mini-batch: which parameters are put off in the next."""
         mixed = {id(alias) for each in self._mixed.values() for alias in each.values()}
         for parameter, alias in zip(parameters, aliases, strict=True):
-            if isinstance(alias, SplitAlias) and (alias.waits is False or id(alias) in mixed):
-                self._whole.add(id(parameter))
+            if isinstance(alias, SplitAlias) and alias.waits is not None:
+                self._known[id(parameter)] = alias.waits and id(alias) not in mixed
 
     def differentiate(self, micro_batch: int, backward: Callable[[], None]) -> None:
         """I: runs autograd; what it forms of a gradient that is put off is taken aside."""
@@ -181,19 +182,15 @@ class Splitting:
         queue.clear()
         self._enter(micro_batch, queue, self._unknown.get(micro_batch, frozenset()))
         mixed = list(self._mixed.get(micro_batch, {}).values())
-        if not mixed:
-            backward()
-            self.end()  # of layers that have been computed in I only
-            return
-        with _without_subclass():
-            before = [alias.grad for alias in mixed]
-            for alias in mixed:
-                alias.grad = None
-            backward()
-            for alias, gradient in zip(mixed, before, strict=True):
-                if alias.grad is not None:
-                    queue.append((_Formed(alias), alias.grad, alias.grad))
-                alias.grad = gradient
+        before = [alias.grad for alias in mixed]
+        for alias in mixed:
+            alias.grad = None
+        backward()
+        self.end()  # of layers that have been computed in I only
+        for alias, gradient in zip(mixed, before, strict=True):
+            if alias.grad is not None:
+                queue.append((_Formed(alias), alias.grad, alias.grad))
+            alias.grad = gradient
 
     def add_weight_gradients(self, micro_batch: int, *, again: bool) -> None:
         """W: forms the gradients that were put off, and adds them to the buffers.

@@ -70,8 +70,8 @@ class Stage:
         self.layers_with_target = [*self.layers[:-1], last._replace(takes_tuple_whole=whole)]
         # The situations in which a graph of this stage has been searched for hidden parameters.
         self.inspected: set[tuple[bool, bool, int]] = set()
-        # Ids of parameters whose gradients cannot wait for a W half, as their use has shown.
-        self.whole: set[int] = set()
+        # By the id of a parameter, whether its gradient can wait for a W half, as its use has shown.
+        self.waits: dict[int, bool] = {}
         self.buffers = MutableBuffers(runnable if loss is None else [*runnable, loss])
 
     def refresh(self) -> None:

@@ -91,7 +91,7 @@ class StageRun:
             self._takes_target = self._layers[-1].number
         stage.refresh()
         self.draws = any(map(may_draw, stage.modules)) or (loss is not None and function_may_draw(loss.function))
-        self._splitting = Splitting(stage.whole) if splits and context.grad else None
+        self._splitting = Splitting(stage.waits) if splits and context.grad else None
         self.aliases = Aliases(stage.modules if context.grad else (), self._splitting)
         self._parameter_versions = self.aliases.versions
         self.meter: MemoryMeter | None = None

@@ -62,8 +62,8 @@ def plainly(layer: Layer, parameters: Sequence[Tensor], batches: Sequence[Sequen
 class Stage:
     """Some parameters and what a stage does with them."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.splitting = Splitting(set())
+    def __init__(self, parameters: Sequence[Tensor], known: dict[int, bool] | None = None) -> None:
+        self.splitting = Splitting({} if known is None else known)
         self.aliases = [SplitAlias.of(p, self.splitting) if p.requires_grad else p for p in parameters]
 
     def forward(self, number: int, layer: Layer, inputs: Sequence[Any]) -> Tensor:

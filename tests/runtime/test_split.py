@@ -96,7 +96,22 @@ def test_what_turns_out_not_to_wait_gets_a_plain_alias_next_time() -> None:
     for number in range(3):
         stage.forward(number, lambda w, v, b, x: layer(w, x) + F.linear(x, v) * b, [of(2, 3)])
     stage.splitting.learn(parameters, stage.aliases)
-    assert [stage.splitting.may_wait(p) for p in parameters] == [False, True, False]
+    assert [stage.splitting.known(p) for p in parameters] == [False, True, False]
+
+
+def test_the_next_mini_batch_puts_off_from_its_first_micro_batch_on() -> None:
+    known: dict[int, bool] = {}
+    parameters = [of(3, 3)]
+    waiting = []
+    for _ in range(2):
+        stage = Stage(parameters, known)
+        for number in range(2):
+            output = stage.forward(number, lambda w, x: F.linear(x, w), [of(2, 3)])
+            stage.input_half(number, output)
+            waiting.append(bool(stage.splitting.kept(number)))
+            stage.weight_half(number)
+        stage.splitting.learn(parameters, stage.aliases)
+    assert waiting == [False, True, True, True]
 
 
 def test_reading_is_no_use() -> None:
