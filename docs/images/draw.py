@@ -67,6 +67,21 @@ class Picture:
     def line(self, path: str, color: str = QUIET, dash: str = "") -> None:
         self.parts.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-dasharray="{dash}"/>')
 
+    def cell(self, x: float, y: float, w: float, h: float, kind: str, text: str, *, pale: bool = False) -> None:
+        """An action, as in the timelines."""
+        look = f'fill-opacity="0.4" stroke="{PAPER}"' if pale else f'stroke="{INK}"'
+        self.parts.append(f'<rect x="{x:g}" y="{y}" width="{w:g}" height="{h}" fill="{ACTION[kind]}" {look}/>')
+        self.text(x + w / 2, y + h / 2 + 4.5, text, size=12, color=QUIET if pale else INK)
+
+    def waiting(self, x: float, y: float, w: float, h: float) -> None:
+        """Time in which a worker has nothing to do."""
+        self.parts.append(
+            f'<rect x="{x + 1.5:g}" y="{y + 1.5}" width="{w - 3:g}" height="{h - 3}" fill="none" stroke="{QUIET}" '
+            'stroke-dasharray="2 3"/>'
+        )
+        if w > 50:
+            self.text(x + w / 2, y + h / 2 + 4.5, "waits", size=12, color=QUIET)
+
     def save(self, name: str) -> None:
         (HERE / name).write_text("\n".join([*self.parts, "</svg>"]) + "\n", encoding="utf-8")
 
@@ -198,6 +213,79 @@ def checkpoint() -> None:
     picture.save("checkpoint.svg")
 
 
+def split() -> None:
+    """One linear operator in F, I and W; below, where a worker's W come to stand."""
+    picture = Picture(772, 420, "A linear operator in forward, I and W, and when a worker runs them")
+    lefts = (16, 268, 520)
+    heads = (
+        ("F", "y = x @ w.t()"),
+        ("I", "dx = dy @ w"),
+        ("W", "dw = dy.t() @ x"),
+    )
+    for left, (kind, formula) in zip(lefts, heads, strict=True):
+        picture.box(left, 14, 236, 190, worker_fill(0))
+        picture.cell(left + 12, 26, 26, 24, kind, kind)
+        picture.text(left + 48, 43, formula, size=14, anchor="start", bold=True)
+    forward, inputs, weights = lefts
+
+    for left, first, last in ((forward, "x", "y"), (inputs, "dx", "dy")):
+        picture.box(left + 12, 66, 36, 34, text=first)
+        picture.box(left + 80, 66, 76, 34, text="operator")
+        picture.box(left + 188, 66, 36, 34, text=last)
+        picture.parts.append(f'<circle cx="{left + 206}" cy="100" r="5" fill="{SKIP}"/>')
+    for left in (forward + 48, forward + 156):
+        picture.arrow(f"M{left} 83h30", "value")
+    for left in (inputs + 188, inputs + 80):
+        picture.arrow(f"M{left} 83h-30", "gradient")
+    picture.text(forward + 206, 121, "hook", size=12, color=SKIP)
+
+    picture.box(forward + 70, 154, 96, 34, text="alias of w")
+    picture.arrow(f"M{forward + 118} 154V103", "value", dashed=True)
+    picture.text(forward + 110, 124, "its values,", size=12, anchor="end", color=VALUE)
+    picture.text(forward + 110, 140, "no graph edge", size=12, anchor="end", color=VALUE)
+
+    for number, text in enumerate(("autograd goes", "from y to x,", "not to w")):
+        picture.text(inputs + 12, 132 + 17 * number, text, size=12, anchor="start", color=GRADIENT)
+    picture.arrow(f"M{inputs + 206} 105V151", "skip")
+    for number, text in enumerate(("the hook", "keeps")):
+        picture.text(inputs + 198, 124 + 16 * number, text, size=12, anchor="end", color=SKIP)
+    picture.box(inputs + 156, 154, 68, 34, text="x, dy")
+
+    picture.arrow(f"M{inputs + 224} 171H{weights + 10}", "skip", dashed=True)
+    picture.box(weights + 12, 154, 68, 34, text="x, dy")
+    picture.arrow(f"M{weights + 46} 154V103")
+    picture.box(weights + 12, 66, 212, 34, text="dy.t() @ x")
+    picture.arrow(f"M{weights + 166} 100V151", "gradient")
+    picture.text(weights + 174, 132, "+= dw", size=12, anchor="start", color=GRADIENT)
+    picture.box(weights + 108, 154, 116, 34, text="buffer of alias")
+
+    unit, start, worker = 31, 92, 2
+    rows = {
+        name: simulate(build(name, workers=4, chunks=4), Costs(forward=1, backward=2)) for name in ("1f1b", "zb-h1")
+    }
+    picture.text(16, 236, f"When: worker {worker} of 4, micro-batches 0 to 3", size=14, anchor="start", bold=True)
+    moments = {}
+    for top, (name, result) in zip((252, 338), rows.items(), strict=True):
+        picture.text(start - 10, top + 19, result.timeline.title.partition(",")[0], size=13, anchor="end", color=QUIET)
+        intervals = sorted(result.timeline.by_worker[worker], key=lambda each: each.action.micro_batch, reverse=True)
+        for each in intervals:  # the frames of micro-batch 0 over the others
+            x, width = start + each.start * unit, (each.end - each.start) * unit
+            said = f"{each.action.kind}{each.action.micro_batch}"
+            picture.cell(x, top, width, 28, each.action.kind, said, pale=each.action.micro_batch > 0)
+            moments[name, said] = x + width / 2
+        clock = 0.0
+        for begin, end in [*sorted((each.start, each.end) for each in intervals), (result.makespan, result.makespan)]:
+            if clock < begin:
+                picture.waiting(start + clock * unit, top, (begin - clock) * unit, 28)
+            clock = end
+    kept, used = moments["zb-h1", "I0"], moments["zb-h1", "W0"]
+    picture.arrow(f"M{kept} 336V318Q{kept} 310 {kept + 8} 310H{used - 8}Q{used} 310 {used} 318V334", "skip")
+    picture.text((kept + used) / 2, 303, "x and dy are kept", size=12, color=SKIP)
+    picture.line(f"M{used} 368v10", INK)
+    picture.text(used, 392, "in a gap: the gradient for I3 is not there yet", size=12)
+    picture.save("split.svg")
+
+
 def simulated(name: str, micro_batches: int) -> Timeline:
     """Four workers. Whatever the stages per worker are, its whole share of the model takes 1 forward, 2 backward."""
     schedule = build(name, workers=4, chunks=micro_batches)
@@ -247,5 +335,6 @@ if __name__ == "__main__":
     graph_cut()
     skip()
     checkpoint()
+    split()
     schedules()
     memory()
