@@ -8,7 +8,6 @@ takes 5 ms, and so does each half of a backward. Run it while nothing else runs.
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from benchmarks.sleeping import Alarm, Sleeper, sleeping_in_halves, without_timer_slack
 from pipework import Pipe
 from pipework.schedule import recipe
-from pipework.schedule.palette import INK
 from pipework.timeline.recording import Recording
 
 HERE = Path(__file__).parent
@@ -62,7 +60,7 @@ def measured(schedule: str) -> Recording:
     )
     batch = torch.zeros(MICRO_BATCHES, 1, requires_grad=True)
     target = torch.zeros(MICRO_BATCHES, 1)
-    # The first step starts the workers, and its first micro-batch is not split.
+    # The first step starts the workers, and shows that gradients can wait.
     pipe(batch, target=target).backward()
     steps = []
     for _ in range(STEPS):
@@ -70,12 +68,6 @@ def measured(schedule: str) -> Recording:
             pipe(batch, target=target).backward()
         steps.append(recording)
     return min(steps, key=lambda step: step.timeline().makespan)
-
-
-def slimmed(picture: str) -> str:
-    """The same picture in a smaller file: without what is inherited, and without memory in the cells' tooltips."""
-    head, line, rest = picture.partition("\n")
-    return head + line + re.sub(rf' fill="{INK}"|, memory [^<]*(?=</title>)', "", rest)
 
 
 def main(schedules: list[str]) -> None:
@@ -87,7 +79,6 @@ def main(schedules: list[str]) -> None:
             recording = measured(schedule)
             file = HERE / f"measured_{schedule.replace('-', '_')}.svg"
             recording.save(file)
-            file.write_text(slimmed(file.read_text(encoding="utf-8")), encoding="utf-8")
             predicted, real = recording.predicted().makespan, recording.timeline().makespan
             print(f"{file.name}: predicted {1e3 * predicted:.1f} ms, measured {1e3 * real:.1f} ms")
 
