@@ -1,8 +1,8 @@
 """How many activations do the schedules with halves hold, beside 1F1B?
 
 Equal blocks, a worker's share cut in one stage or in two, no checkpointing. One recorded mini-batch says what a
-micro-batch holds on each stage, whole and between the halves of its backward; with that the simulation predicts the peak
-of each worker. The same is measured by watching the storages that operators make and let go.
+micro-batch holds on each stage, whole and between the halves of its backward; with that the simulation predicts the
+peak of each worker. The same is measured by watching the storages that operators make and let go.
 
 Bytes depend on the order of a worker's actions alone, not on how fast it is: each run prints the same numbers.
 """
