@@ -1,7 +1,7 @@
 """Mini-batches under the schedules that split backwards: what is done once is done once, and the bits are right."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipework import PipeSequential
 from pipework.schedule import build
@@ -91,6 +92,27 @@ class Compiled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))
+
+
+class CompiledMethod(Compiled):
+    """What is compiled is given parameters, and no module says so."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.forward = torch.compile(self.forward, backend=backend)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("way", ["1f1b", "zb-h1", "zb-v"], indirect=True)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_a_compiled_method_may_use_parameters(
+    way: Any, backend: str, assert_trained_alike: Callable[..., None]
+) -> None:
+    torch._dynamo.reset()
+    plain, layers = (nn.Sequential(*(CompiledMethod(backend) for _ in range(4))) for _ in range(2))
+    layers.load_state_dict(plain.state_dict())
+    pipe = way.pipe(layers, CHUNKS, "never", balance=BALANCE, share=True)
+    assert_trained_alike(plain, pipe, [(torch.randn(8, 6),) for _ in range(3)], way=way)
 
 
 COMPILED: dict[str, Callable[[str], nn.Module]] = {
@@ -187,3 +209,25 @@ def test_under_autocast(way: Any, checkpoint: str) -> None:
     loss.backward()
     for expected, actual in zip(plain.parameters(), pipe.parameters(), strict=True):
         assert torch.equal(actual.grad, expected.grad)
+
+
+class Casts(TorchDispatchMode):
+    """Counts how often each parameter is turned into another type."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.counts = {parameter.data_ptr(): 0 for parameter in parameters}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.counts:
+            self.counts[args[0].data_ptr()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", ["gpipe", "1f1b", *SPLIT], indirect=True)
+def test_autocast_casts_each_parameter_once_in_a_mini_batch(way: Any) -> None:
+    pipe = way.pipe(nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))), CHUNKS, "never", balance=BALANCE)
+    for _ in range(2):
+        with Casts(pipe.parameters()) as casts, torch.autocast("cpu", torch.bfloat16):
+            way.loss(pipe, torch.randn(8, 6), torch.randn(8)).backward()
+        assert set(casts.counts.values()) == {1}

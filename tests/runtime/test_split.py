@@ -55,6 +55,15 @@ def test_a_parameter_used_by_another_operator_too_is_not_put_off(dtype: torch.dt
 
 
 @every_dtype
+def test_a_weight_beside_a_bias_that_is_not_put_off_is_summed_as_autograd_does(dtype: torch.dtype) -> None:
+    def layer(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+        return F.linear(F.linear(F.linear(x, weight).tanh(), weight).tanh(), weight, bias) * bias
+
+    parameters, inputs = [of(7, 7, dtype=dtype), of(7, dtype=dtype)], batches(9, 7, dtype=dtype)
+    same(split(layer, parameters, inputs).of_parameters, plainly(layer, parameters, inputs).of_parameters)
+
+
+@every_dtype
 def test_a_weight_tied_between_embedding_and_output(dtype: torch.dtype) -> None:
     def layer(weight: Tensor, indices: Tensor) -> Tensor:
         return F.linear(F.embedding(indices, weight).tanh(), weight)
