@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 from pipework import Pipe, PipeSequential, balance_by_size, balance_by_time, pop, skippable, stash
+from pipework.schedule import SCHEDULES
+from tests.conftest import WAYS
 
 
 @skippable(stash=["skip"])
@@ -41,23 +43,41 @@ def recorded(pipe: Pipe, x: torch.Tensor, y: torch.Tensor | None):
     return timeline
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"])
-def test_activation_bytes_are_those_that_are_then_measured(schedule: str, checkpoint: str) -> None:
-    workers = 2 if "-" in schedule else 4
-    pipe = Pipe(
+def in_four_stages(schedule: str, checkpoint: str) -> Pipe:
+    workers = 4 // SCHEDULES[schedule].stages_per_worker
+    return Pipe(
         model(), 6, checkpoint, balance=[2] * 4, devices=["cpu"] * workers, schedule=schedule,
         loss_fn=functional.cross_entropy,
     )  # fmt: skip
+
+
+every_schedule = pytest.mark.parametrize("schedule", [name for name in WAYS if name != "outside"])
+every_mode = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+
+
+@every_mode
+@every_schedule
+def test_activation_bytes_are_those_that_are_then_measured(schedule: str, checkpoint: str) -> None:
+    pipe = in_four_stages(schedule, checkpoint)
     x, y = torch.randn(192, 4), torch.randint(3, (192,))
     prediction = pipe.predict(x, target=y, timeout=0)
     timeline = recorded(pipe, x, y)
     measured = timeline.timeline()
-    peaks = [measured.peak_memory(worker) for worker in range(workers)]
+    peaks = [measured.peak_memory(worker) for worker in range(measured.workers)]
     assert list(prediction.simulation.peak_memory) == pytest.approx(peaks, rel=0.05)
     costs = timeline.costs()
     assert list(prediction.costs.activation) == pytest.approx(list(costs.activation), rel=0.05)
-    assert timeline.predicted().peak_memory == pytest.approx(tuple(peaks), rel=0.05)
+    if costs.waiting is not None:
+        assert list(prediction.costs.waiting) == pytest.approx(list(costs.waiting), rel=0.05)
+
+
+@every_mode
+@every_schedule
+def test_what_is_recorded_predicts_its_own_peak_with_what_waits_for_weights(schedule: str, checkpoint: str) -> None:
+    timeline = recorded(in_four_stages(schedule, checkpoint), torch.randn(192, 4), torch.randint(3, (192,)))
+    measured = timeline.timeline()
+    peaks = tuple(measured.peak_memory(worker) for worker in range(measured.workers))
+    assert timeline.predicted().peak_memory == pytest.approx(peaks, rel=0.05)
 
 
 def test_the_loss_may_be_outside() -> None:

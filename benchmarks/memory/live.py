@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 CALLER = -1  # who owns what no worker allocates
+ON_ITS_WAY = -2  # who owns a copy that its receiver has not taken yet
 
 
 @dataclass
@@ -43,8 +44,8 @@ class LiveStorages:
     """All storages that appear and disappear while `watching`.
 
     Attributes:
-        events: in the order of time: a block that appears (+1) or is freed (-1), and a backward that begins on a worker
-            (0, with an empty block of that owner).
+        events: in the order of time: a block that appears (+1) or is freed (-1), and a moment to look at (0, with an
+            empty block of a worker): a backward that begins there, or what `moment` was called for.
     """
 
     def __init__(self) -> None:
@@ -90,6 +91,23 @@ class LiveStorages:
         finally:
             self._thread.owner = before
             self._thread.gradient = False
+
+    def taken(self, tensors: Iterable[Tensor | None], owner: int) -> None:
+        """From now on the memory of these tensors is this worker's."""
+        with self._lock:
+            for tensor in tensors:
+                key = None if tensor is None else tensor.untyped_storage()._cdata
+                if key in self._live:
+                    block, reference = self._live[key]
+                    mine = replace(block, owner=owner)
+                    self._live[key] = mine, reference
+                    self.events += [(-1, block), (+1, mine)]
+
+    def moment(self, owner: int) -> None:
+        """Notes that a worker is between two actions; unlike a backward that begins, as no gradient."""
+        if self._watching:
+            with self._lock:
+                self.events.append((0, Block(owner, 0, gradient=False)))
 
     def see(self, tensors: Iterable[Tensor], *, in_backward: bool) -> None:
         """What an operator has returned."""

@@ -7,11 +7,12 @@ none of them. On devices of their own each has its copy; only then has a stage a
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 from torch import Tensor
 
-from benchmarks.memory.live import LiveStorages
+from benchmarks.memory.live import ON_ITS_WAY, LiveStorages
 from pipework.pipe import Pipe
 
 
@@ -31,14 +32,36 @@ class CopyingLink:
         """See `pipework.runtime.device.Link`."""
 
 
-def with_separate_memories(pipe: Pipe, storages: LiveStorages) -> Pipe:
-    """Makes the pipe's CPU workers behave as if each had memory of its own, and tells the tracker whose is what."""
-    workers = range(len(pipe.partitions))
-    for worker, partition in enumerate(pipe.partitions):
-        storages.follow(partition, worker)
+class TakingLink(CopyingLink):
+    """The same, but that a copy counts from the moment on in which the receiver takes it.
+
+    When that is, the order of the receiver's actions decides. How far a sender is ahead, the clock does.
+    """
+
+    def __init__(self, storages: LiveStorages, receiver: int) -> None:
+        super().__init__(storages, ON_ITS_WAY)
+        self._taker = receiver
+
+    def arrive(self, tensors: tuple[Tensor | None, ...], event: None) -> None:
+        """See `pipework.runtime.device.Link`."""
+        self._storages.taken(tensors, self._taker)
+
+
+def with_separate_memories(pipe: Pipe, storages: LiveStorages, *, when_taken: bool = False) -> Pipe:
+    """Makes the pipe's CPU workers behave as if each had memory of its own, and tells the tracker whose is what.
+
+    Args:
+        pipe: with as many stages per worker as it likes.
+        storages: the tracker.
+        when_taken: a copy counts when the receiver takes it, not when it departs; the caller's rows are copied, too.
+    """
     house: Any = pipe._house_in_use()
-    links = {(a, b): CopyingLink(storages, b) if a != b else None for a in workers for b in workers}
+    for worker, partition in zip(house.placement, pipe.partitions, strict=True):
+        storages.follow(partition, worker)
+    workers = range(len(house.devices))
+    make = TakingLink if when_taken else CopyingLink
+    links = {(a, b): make(storages, b) if a != b or when_taken else None for a in workers for b in workers}
     pipe._house = dataclasses.replace(house, links=links)
-    for stage in house.stages:
-        stage.shares_output = False  # as open_house says of stages on different devices
+    for stage, (here, there) in zip(house.stages, itertools.pairwise((*house.placement, -1)), strict=True):
+        stage.shares_output = here == there  # as open_house says of stages on different devices
     return pipe

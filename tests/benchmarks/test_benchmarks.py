@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from benchmarks import measure
-from benchmarks.memory.live import CALLER, LiveStorages
+from benchmarks.memory import v_half
+from benchmarks.memory.live import CALLER, ON_ITS_WAY, LiveStorages
 from benchmarks.unet import UNet
 from pipework import skip
 
@@ -36,9 +37,9 @@ TINY = {
 }
 
 
-def run(name: str, *arguments: str) -> str:
+def run(name: str, *arguments: str, script: str = "run.py") -> str:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / name / "run.py"), *arguments],
+        [sys.executable, str(ROOT / "benchmarks" / name / script), *arguments],
         capture_output=True,
         text=True,
         timeout=100,
@@ -58,6 +59,21 @@ def test_benchmark_prints_its_table_and_a_verdict(name: str) -> None:
     assert "| " in output
     assert "load average" in output
     assert "REACHED: " in output or "MISSED: " in output
+
+
+def test_what_schedules_hold_beside_1f1b_is_printed() -> None:
+    output = run("memory", "--workers", "2", "--width", "8", "--rows", "2", script="v_half.py")
+    rows = [line.split(",")[0] for line in output.splitlines() if line.startswith("| ") and "2 workers" in line]
+    assert rows == [f"| {name}" for name in v_half.NAMES]
+    assert "of 1F1B's: " in output
+
+
+def test_v_half_holds_three_quarters_of_1f1b_with_four_workers_whatever_the_clock_says() -> None:
+    whole, half = (v_half.measure(name, workers=4, width=16, rows=8) for name in ("1f1b", "v-half"))
+    assert max(half.measured) / max(whole.measured) == pytest.approx(3 / 4, rel=0.05)
+    for case in (whole, half):
+        assert case.measured == pytest.approx(case.simulated, rel=0.06)
+        assert v_half.measure(case.schedule, workers=4, width=16, rows=8) == case
 
 
 def test_each_benchmark_has_a_page() -> None:
@@ -123,6 +139,22 @@ def test_live_storages_are_seen_with_what_operators_keep_and_let_go() -> None:
     assert storages.peak(CALLER, lambda block: not block.gradient) == 2 * x.nbytes
     assert storages.peak_kept(CALLER, lambda block: not block.gradient) == x.nbytes
     assert storages.peak(CALLER, lambda block: block.label != "") == weight.nbytes
+
+
+def test_a_copy_is_the_receivers_from_the_moment_on_in_which_it_is_taken() -> None:
+    storages = LiveStorages()
+    with storages.watching([]):
+        kept = torch.ones(4)
+        copy = storages.copied(kept, ON_ITS_WAY)
+        storages.moment(1)
+        storages.taken([copy, None], 1)
+        storages.moment(1)
+    assert [sign for sign, block in storages.events if block.owner == 1] == [0, +1, 0]
+    assert storages.peak(ON_ITS_WAY, lambda block: True) == copy.nbytes
+    assert storages.peak_kept(1, lambda block: True) == copy.nbytes
+    del copy
+    assert storages.events[-1][0] == -1
+    assert storages.events[-1][1].owner == 1
 
 
 def test_both_norms_of_the_u_net_keep_the_shape() -> None:

@@ -1,8 +1,11 @@
+import weakref
+
 import torch
 from torch import nn
 
 from pipework import Pipe, pop, skippable, stash
 from pipework.runtime.memory import MemoryMeter
+from pipework.schedule import Schedule
 
 
 def peak(meter: MemoryMeter) -> int:
@@ -131,3 +134,46 @@ def test_a_slice_of_the_target_counts_its_own_rows_if_the_loss_saves_it() -> Non
     with meter.measuring(0, 1, [x], [target]):
         (x - target).tanh()
     assert meter.read(0, 1)[1] == 2 * x.nbytes
+
+
+def test_a_slice_of_the_callers_batch_that_waits_for_its_weights_counts_its_own_rows() -> None:
+    """The first layer's weight needs the rows that the caller gave, and not those of the other micro-batches."""
+    waiting = []
+    for chunks in (2, 8):
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        pipe = Pipe(
+            layers,
+            chunks,
+            "never",
+            balance=[1, 1],
+            devices=["cpu"] * 2,
+            schedule="zb-h1",
+            loss_fn=nn.functional.mse_loss,
+        )
+        with pipe.record() as recording:
+            pipe(torch.randn(2 * chunks, 4), target=torch.randn(2 * chunks, 4)).backward()
+        waiting.append(recording.timeline().by_worker[0])
+    rows = torch.zeros(2, 4).nbytes
+    for line in waiting:
+        assert max(each.held for each in line if each.action.kind == "I") == 2 * rows  # the input, and a gradient
+
+
+def test_between_the_halves_nothing_is_alive_but_what_the_weights_need() -> None:
+    """What an operator keeps must not lead to the stage's input: its graph would keep that and its gradient."""
+    seen: list[weakref.ref[torch.UntypedStorage]] = []
+    alive: list[list[bool]] = []
+
+    class Look(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            alive.append([each() is not None for each in seen])
+            seen.append(weakref.ref(x.untyped_storage()))
+            return x.tanh()  # saves what comes out
+
+    order = "0F0,1F0,1I0,0I0,1W0,0W0,0F1,1F1,1I1,0I1,0F2,1F2,1W1,0W1,1I2,0I2,1W2,0W2"  # F2 between I1 and W1
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Look(), nn.Linear(4, 1)))
+    pipe = Pipe(
+        layers, 3, "never", balance=[1, 1], devices=["cpu"], schedule=Schedule.from_csv(order),
+        loss_fn=nn.functional.mse_loss,
+    )  # fmt: skip
+    pipe(torch.randn(6, 4), target=torch.zeros(6, 1)).backward()
+    assert alive == [[], [False], [False, False]]

@@ -37,9 +37,10 @@ SEVERAL: dict[str, Layer] = {
 
 
 @every_dtype
+@pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("how", SEVERAL)
-def test_a_parameter_used_several_times_is_summed_as_autograd_does(how: str, dtype: torch.dtype) -> None:
-    check(SEVERAL[how], [of(7, 7, dtype=dtype)], batches(9, 7, dtype=dtype), waits=True)
+def test_a_parameter_used_several_times_is_summed_as_autograd_does(how: str, grad: bool, dtype: torch.dtype) -> None:
+    check(SEVERAL[how], [of(7, 7, dtype=dtype)], batches(9, 7, dtype=dtype, grad=grad), waits=True)
 
 
 @every_dtype
@@ -51,6 +52,15 @@ def test_a_parameter_used_by_another_operator_too_is_not_put_off(dtype: torch.dt
         batches(9, 7, dtype=dtype),
         waits=[False, True],  # the bias waited for what its operator did, and autograd formed it
     )
+
+
+@every_dtype
+def test_a_weight_beside_a_bias_that_is_not_put_off_is_summed_as_autograd_does(dtype: torch.dtype) -> None:
+    def layer(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+        return F.linear(F.linear(F.linear(x, weight).tanh(), weight).tanh(), weight, bias) * bias
+
+    parameters, inputs = [of(7, 7, dtype=dtype), of(7, dtype=dtype)], batches(9, 7, dtype=dtype)
+    same(split(layer, parameters, inputs).of_parameters, plainly(layer, parameters, inputs).of_parameters)
 
 
 @every_dtype
@@ -336,6 +346,14 @@ def test_cross_attention_is_put_off_in_part() -> None:
     inputs = [[of(3, 5, 8), (memory := of(3, 7, 8)), memory] for _ in range(3)]
     names = {name: name.startswith("out") for name, _ in nn.MultiheadAttention(8, 2).named_parameters()}
     check_module(nn.MultiheadAttention(8, 2, batch_first=True), inputs, waits=names)
+
+
+def test_attention_with_projections_of_their_own_puts_each_off_but_not_the_bias_that_they_share() -> None:
+    attention = nn.MultiheadAttention(8, 2, kdim=6, vdim=4, batch_first=True)
+    inputs = [[of(3, 5, 8), of(3, 7, 6), of(3, 7, 4)] for _ in range(3)]
+    waits = {name: name != "in_proj_bias" for name, _ in attention.named_parameters()}
+    assert [name for name in waits if "proj_weight" in name] == ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
+    check_module(attention, inputs, waits=waits)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
