@@ -16,6 +16,8 @@ from pipework.balance.sandbox import cut, entered, now, tensors_of, threads_of_a
 from pipework.runtime import skip_tracker
 from pipework.runtime.buffers import MutableBuffers
 from pipework.runtime.memory import MemoryMeter
+from pipework.runtime.parameters import Aliases
+from pipework.runtime.split import Splitting
 from pipework.runtime.tuples import TupleRule
 from pipework.schedule import Costs, simulate
 from pipework.schedule.aligned import aligned
@@ -138,24 +140,28 @@ def predict_step(
     cpu_workers = len(
         {worker for worker, device in zip(schedule.placement, devices, strict=True) if device.type == "cpu"}
     )
+    splits = any(action.kind == "W" for order in schedule.orders for action in order)
     tracker = _Tracker()
     value: Any = sample
     measured = []
     for number, (partition, device) in enumerate(zip(partitions, devices, strict=True)):
         with traceless(device), threads_of_a_worker(cpu_workers if device.type == "cpu" else 1):
             last = number == len(partitions) - 1
-            stage = _Stage(partition, device, tracker, sample if last else None, tuples=sample.tuples)
+            stage = _Stage(partition, device, tracker, sample if last else None, tuples=sample.tuples, splits=splits)
             one, value = stage.measure(value, timeout)
         measured.append(one)
         report(
-            f"stage {number + 1} of {len(partitions)}: forward {one.forward:.3g} s, backward {one.backward:.3g} s, "
+            f"stage {number + 1} of {len(partitions)}: forward {one.forward:.3g} s, {one.backward_text}, "
             f"activations of a micro-batch {readable_bytes(one.activation)}"
         )
     costs = Costs(
         forward=[one.forward for one in measured],
-        backward=[one.backward for one in measured],
+        backward=[one.first_half + one.second_half for one in measured],
+        input_gradient=[one.first_half for one in measured] if splits else None,
+        weight_gradient=[one.second_half for one in measured] if splits else None,
         activation=[one.activation for one in measured],
         checkpoint_activation=[one.checkpoint for one in measured],
+        waiting=[one.waiting for one in measured] if splits else None,
         message=[one.message for one in measured[:-1]],
     )
     simulation = simulate(schedule, costs, loss_outside=sample.loss is None)
@@ -168,13 +174,22 @@ def predict_step(
 
 @dataclass(frozen=True)
 class _Measured:
-    """One micro-batch on one stage: seconds and bytes."""
+    """One micro-batch on one stage: seconds and bytes. A backward that is not split has no second half."""
 
     forward: float
-    backward: float
+    first_half: float
+    second_half: float
     activation: int
     checkpoint: int
+    waiting: int
     message: int
+
+    @property
+    def backward_text(self) -> str:
+        """For the report."""
+        if not self.second_half:
+            return f"backward {self.first_half:.3g} s"
+        return f"input gradient {self.first_half:.3g} s, weight gradient {self.second_half:.3g} s"
 
 
 class _Stage:
@@ -188,6 +203,7 @@ class _Stage:
         sample: Sample | None,
         *,
         tuples: TupleRule,
+        splits: bool,
     ) -> None:
         self._tuples = tuples
         self._layers = list(copy.deepcopy(partition))
@@ -197,42 +213,74 @@ class _Stage:
         self._tracker = tracker
         self._sample = sample
         self._target: Any = None
+        self._splitting = Splitting({}) if splits else None
+        self._aliases = Aliases(self._layers if splits else (), self._splitting)
 
     def measure(self, value: Any, timeout: float) -> tuple[_Measured, Any]:
         """Runs the stage again and again; also returns what the next stage gets."""
         end = time.perf_counter() + timeout
-        held, kept, output = self._count(self._fresh(value))  # counting slows a pass down, and the first one warms up
-        times = [self._time(self._fresh(value))]
-        while time.perf_counter() < end:
-            times.append(self._time(self._fresh(value)))
+        with self._aliases.standing_in():
+            if self._splitting is not None:
+                self._time(self._fresh(value))  # the first pass shows what can wait
+            held, kept, waiting, output = self._count(self._fresh(value))  # slows a pass down, and warms up
+            times = [self._time(self._fresh(value))]
+            while time.perf_counter() < end:
+                times.append(self._time(self._fresh(value)))
         self._tracker.next_stage()
-        forward, backward = (statistics.median(column) for column in zip(*times, strict=True))
+        forward, first_half, second_half = (statistics.median(column) for column in zip(*times, strict=True))
         sent = sum(tensor.nbytes for tensor in tensors_of(output))
-        return _Measured(forward, backward, held, kept, sent), cut(output, self._device)
+        result = _Measured(forward, first_half, second_half, held, kept, waiting, sent)
+        return result, cut(output, self._device)
 
-    def _count(self, given: Any) -> tuple[int, int, Any]:
-        """The bytes that a micro-batch holds, and those that it holds if it is checkpointed; and the output."""
+    def _count(self, given: Any) -> tuple[int, int, int, Any]:
+        """The bytes that a micro-batch holds; if it is checkpointed; and between halves; and the output."""
         meter = MemoryMeter(tensor for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers()))
         buffers = MutableBuffers(self._layers)
         before = buffers.snapshot()
         inputs = tensors_of((given.arguments, given.keywords) if isinstance(given, Sample) else given)
         # What other stages have stashed is an input, too, but it is only known when it is popped.
         with meter.measuring(0, 0, inputs, tensors_of(self._target)):
-            output = self._run(given)
+            output = self._forward(given)
         kept = (*inputs, *self._tracker.popped, *buffers.learn(before).tensors)
-        self._backward(output)
+        held = meter.read(0, 0)[1]
+        self._first_half(output)
+        waiting = 0
+        if self._splitting is not None:
+            meter.waiting(0, 0, self._splitting.kept(0))
+            waiting = meter.read(0, 0)[1]
+        self._second_half()
         self._end_pass()
-        return meter.read(0, 0)[1], sum(tensor.nbytes for tensor in kept), output
+        return held, sum(tensor.nbytes for tensor in kept), waiting, output
 
-    def _time(self, given: Any) -> tuple[float, float]:
-        """The seconds of a forward and of its backward."""
+    def _time(self, given: Any) -> tuple[float, float, float]:
+        """The seconds of a forward, of its backward or the first half of that, and of the second."""
         begin = now(self._device)
-        output = self._run(given)
+        output = self._forward(given)
         middle = now(self._device)
-        self._backward(output)
-        end = now(self._device)
+        self._first_half(output)
+        end_of_first = now(self._device)
+        self._second_half()
+        end = now(self._device) if self._splitting is not None else end_of_first
         self._end_pass()
-        return middle - begin, end - middle
+        return middle - begin, end_of_first - middle, end - end_of_first
+
+    def _forward(self, given: Any) -> Any:
+        if self._splitting is None:
+            return self._run(given)
+        self._splitting.begin(0)
+        output = self._run(given)
+        self._splitting.end()
+        return output
+
+    def _first_half(self, output: Any) -> None:
+        if self._splitting is None:
+            self._backward(output)
+        else:
+            self._splitting.differentiate(0, lambda: self._backward(output))
+
+    def _second_half(self) -> None:
+        if self._splitting is not None:
+            self._splitting.add_weight_gradients(0, again=False)
 
     def _fresh(self, value: Any) -> Any:
         """Copies for one pass, which may overwrite them, of what the stage gets."""
@@ -269,8 +317,9 @@ class _Stage:
             torch.autograd.backward(ends, [torch.ones_like(tensor) for tensor in ends])
 
     def _end_pass(self) -> None:
-        for layer in self._layers:
-            layer.zero_grad(set_to_none=False)
+        for parameter in (*self._aliases.leaves, *(each for layer in self._layers for each in layer.parameters())):
+            if parameter.grad is not None:
+                parameter.grad.zero_()
         self._tracker.next_pass()
 
 

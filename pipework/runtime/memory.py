@@ -29,6 +29,7 @@ class MemoryMeter:
     def __init__(self, persistent: Iterable[Tensor]) -> None:
         self._persistent = {tensor.untyped_storage().data_ptr() for tensor in persistent}
         self._held: dict[tuple[int, int], int] = {}
+        self._inputs: dict[tuple[int, int], dict[int, int]] = {}
         self._peak = 0
         self._sent = 0
 
@@ -39,6 +40,7 @@ class MemoryMeter:
         """Counts the inputs and what is saved inside as held for this micro-batch of the stage, until `released`."""
         # The caller's micro-batches are slices of one storage, of which each holds its own rows.
         of_inputs = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in inputs}
+        self._inputs[stage, micro_batch] = of_inputs
         own = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in target} | of_inputs
         sizes: dict[int, int] = {}
         if torch.is_grad_enabled():  # without a backward to come, nothing is kept
@@ -79,12 +81,15 @@ class MemoryMeter:
 
     def waiting(self, stage: int, micro_batch: int, kept: Iterable[Tensor]) -> None:
         """After the I of a micro-batch: what its W needs is kept."""
-        sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+        storages = [tensor.untyped_storage() for tensor in kept]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        sizes |= {address: size for address, size in self._inputs[stage, micro_batch].items() if address in sizes}
         self._hold(stage, micro_batch, sum(size for address, size in sizes.items() if address not in self._persistent))
 
     def released(self, stage: int, micro_batch: int) -> None:
         """After the backward of a micro-batch: nothing of it is kept."""
         self._held.pop((stage, micro_batch), None)
+        self._inputs.pop((stage, micro_batch), None)
 
     def sending(self, tensors: Iterable[Tensor]) -> None:
         """What an action sends to other stages."""

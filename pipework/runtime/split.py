@@ -45,6 +45,9 @@ _is_grad_enabled = torch.is_grad_enabled
 class SplitAlias(Postponing):
     """An alias leaf that is asked before an operator uses it."""
 
+    # Layers that look find a parameter; and compiled functions take those, but no tensors of unknown classes.
+    _is_param = True
+
     @staticmethod
     def of(parameter: Tensor, splitting: Splitting) -> SplitAlias:
         """An alias of a parameter; it counts versions together with it."""
@@ -61,6 +64,9 @@ class SplitAlias(Postponing):
     ) -> Any:
         """PyTorch's question."""
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # it asks while it traces, and nobody asks when the code runs
+            with _without_subclass():
+                return func(*args, **kwargs)
         operator = OPERATORS.get(func)
         # A transform of torch.func looks at one operator after the other by itself.
         if operator is not None and _is_grad_enabled() and not engine.in_transform():
@@ -110,6 +116,8 @@ class Splitting:
         self._mixed: dict[int, dict[int, Postponing]] = {}
         self._used: dict[int, Postponing] = {}
         self._otherwise: set[int] = set()
+        # Of the operators that were run whole: the parameters that decide about it, and all.
+        self._together: list[tuple[tuple[Postponing, ...], tuple[Postponing, ...]]] = []
         # The micro-batches in which it was not known yet of some parameters: a layer that recomputes itself in I must
         # do what it did in F.
         self._unknown: dict[int, frozenset[int]] = {}
@@ -133,7 +141,9 @@ class Splitting:
         unknown = self._unknown_here
         for alias in operation.parameters:
             if not alias.waits or (unknown and id(alias) in unknown):
-                return self._run_whole(operation)
+                if not operation.leave_out(alias):
+                    return self._run_whole(operation)
+                self._note_whole(alias)
         output = operation.run()
         operation.wait_in(self._queue)
         if not output.requires_grad:
@@ -142,12 +152,18 @@ class Splitting:
         return output
 
     def _run_whole(self, operation: Operation) -> Tensor:
-        for alias in operation.parameters:
-            if alias.waits is None:
-                self._used[id(alias)] = alias
-            elif alias.waits:
-                self._note_mixed(alias)
+        parameters = operation.parameters
+        for alias in parameters:
+            self._note_whole(alias)
+        if self._used:
+            self._together.append((parameters[: operation.deciding], parameters))
         return operation.run_whole()
+
+    def _note_whole(self, alias: Postponing) -> None:
+        if alias.waits is None:
+            self._used[id(alias)] = alias
+        elif alias.waits:
+            self._note_mixed(alias)
 
     def note_other_use(self, alias: Postponing) -> None:
         """An operator has used a parameter in a way that puts nothing off."""
@@ -164,10 +180,21 @@ class Splitting:
     def end(self) -> None:
         """The forward is over: what it has used has shown how."""
         if self._used:
+            self._spread()
             for alias in self._used.values():
                 alias.waits = id(alias) not in self._otherwise
             self._unknown[self._micro_batch] = frozenset(self._used)
             self._used.clear()
+            self._together.clear()
+
+    def _spread(self) -> None:
+        """An operator whose weight is not put off puts nothing off: nor are its other parameters, wherever used."""
+        known = -1
+        while known < len(self._otherwise):
+            known = len(self._otherwise)
+            for deciding, parameters in self._together:
+                if any(alias.waits is False or id(alias) in self._otherwise for alias in deciding):
+                    self._otherwise.update(map(id, parameters))
 
     def learn(self, parameters: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
         """After the mini-batch: which parameters are put off in the next."""
@@ -224,6 +251,7 @@ class Splitting:
         self._queues.clear()
         self._mixed.clear()
         self._used.clear()
+        self._together.clear()
         self._enter(-1, [], frozenset())
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 class _Island(Operation):
     """One call of any function of tensors that returns one tensor."""
 
+    deciding = None  # all
+
     def __init__(
         self, function: Any, arguments: tuple[Any, ...], options: dict[str, Any], parameters: tuple[Postponing, ...]
     ) -> None:

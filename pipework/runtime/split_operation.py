@@ -47,12 +47,14 @@ class Operation:
     Attributes:
         name: of the operator, for messages.
         parameters: the aliases whose gradients it can put off.
+        deciding: how many of them, from the first, have to be put off if any is.
         kept: what the gradients need beside the output's gradient; once it waits, in the way that the user's hooks for
             saved tensors want it.
     """
 
     __slots__ = ("_queue", "_unpack", "_version", "kept", "parameters")
     name: str
+    deciding: int | None = 1
     parameters: tuple[Postponing, ...]
     kept: Tensor
 
@@ -64,6 +66,10 @@ class Operation:
         """The output as always."""
         raise NotImplementedError
 
+    def leave_out(self, alias: Postponing) -> bool:
+        """That parameter's gradient is not to be put off. False: then none can be."""
+        return False
+
     def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
         """Of what was kept and the output's gradient, the parts of the parameters' gradients."""
         raise NotImplementedError
@@ -73,11 +79,13 @@ class Operation:
         self._queue = queue
         self._unpack: Callable[[Any], Tensor] | None = None
         hooks = engine.saved_tensor_hooks()
+        kept = self.kept
+        if kept.requires_grad:  # its graph would keep the stage's input, and the gradient of that, alive until W
+            kept = self.kept = kept.detach()
         if hooks is None:
-            kept = self.kept
             self._version = -1 if kept.is_inference() else kept._version
         else:  # of a user who moves what is kept, or of somebody who counts it
-            self.kept, self._unpack = hooks[0](self.kept), hooks[1]
+            self.kept, self._unpack = hooks[0](kept), hooks[1]
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Autograd has the gradient of the output."""
@@ -93,6 +101,36 @@ class Operation:
                 f"{self._version} instead"
             )
         self._queue.append((self, kept, gradient))
+
+
+class OperationWithBias(Operation):
+    """One that multiplies what it keeps by a weight, in some way, and adds a bias."""
+
+    __slots__ = ("_bias", "_weight")
+
+    def __init__(self, kept: Tensor, weight: Postponing, bias: Tensor | None = None) -> None:
+        self.kept, self._weight, self._bias = kept, weight, bias
+        self.parameters = (weight, bias) if isinstance(bias, Postponing) else (weight,)
+
+    def leave_out(self, alias: Postponing) -> bool:
+        """See `Operation`."""
+        if alias is self._weight or _any_autocast():
+            return False
+        self.parameters = (self._weight,)
+        return True
+
+    @property
+    def bias_waits(self) -> bool:
+        """Whether the bias is one of the parameters."""
+        return len(self.parameters) == 2
+
+    def computed(self) -> list[Any]:
+        """What is kept, the weight and the bias, as they are computed with. `kept` is that from now on."""
+        result = computed_with(self.kept, self._weight, self._bias)
+        self.kept = result[0]
+        if isinstance(self._bias, Postponing) and not self.bias_waits:
+            result[2] = self._bias  # with a graph
+        return result
 
 
 def computed_with(*tensors: Any) -> list[Any]:

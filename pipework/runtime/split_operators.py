@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipework.runtime.split_operation import Operation, Parts, Postponing, computed_with
+from pipework.runtime.split_operation import Operation, OperationWithBias, Parts, Postponing
 
 
 def _rows(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -39,15 +39,11 @@ def _times(rows: Tensor, matrix: Tensor) -> Tensor:
     return product if rows.dim() == 2 else torch.ops.aten._unsafe_view(product, (*rows.shape[:-1], matrix.shape[1]))
 
 
-class _Linear(Operation):
+class _Linear(OperationWithBias):
     """F.linear(x, w, b)."""
 
-    __slots__ = ("_at_once", "_bias", "_weight")
+    __slots__ = ("_at_once",)
     name = "linear"
-
-    def __init__(self, kept: Tensor, weight: Postponing, bias: Tensor | None) -> None:
-        self.kept, self._weight, self._bias = kept, weight, bias
-        self.parameters = (weight, bias) if isinstance(bias, Postponing) else (weight,)
 
     @classmethod
     def of(cls, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Operation | None:
@@ -56,8 +52,7 @@ class _Linear(Operation):
         return cls(input, weight, bias) if bias is None or _is_bias(bias, weight.sizes[0]) else None
 
     def run(self) -> Tensor:
-        kept, weight, bias = computed_with(self.kept, self._weight, self._bias)
-        self.kept = kept
+        kept, weight, bias = self.computed()
         # PyTorch adds the bias to the rows of a matrix, or after the product.
         self._at_once = kept.dim() == 2 or (bias is not None and kept.is_contiguous())
         if self._at_once:
@@ -71,20 +66,17 @@ class _Linear(Operation):
     def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
         rows = _rows(gradient)
         of_weight = self._weight, rows.t().mm(_rows(kept, rows.dtype))
-        if not isinstance(self._bias, Postponing):
+        if not self.bias_waits:
             return (of_weight,)
-        return of_weight, (self._bias, rows.sum(0) if self._at_once else gradient.sum_to_size(self._bias.sizes))
+        bias = self.parameters[1]
+        return of_weight, (bias, rows.sum(0) if self._at_once else gradient.sum_to_size(bias.sizes))
 
 
-class _MatrixProduct(Operation):
+class _MatrixProduct(OperationWithBias):
     """x @ w, and b + x @ w: torch.matmul, torch.mm, torch.addmm."""
 
-    __slots__ = ("_bias", "_weight")
+    __slots__ = ()
     name = "a matrix product"
-
-    def __init__(self, kept: Tensor, weight: Postponing, bias: Tensor | None = None) -> None:
-        self.kept, self._weight, self._bias = kept, weight, bias
-        self.parameters = (weight, bias) if isinstance(bias, Postponing) else (weight,)
 
     @classmethod
     def of(cls, *factors: Any, **options: Any) -> Operation | None:
@@ -103,8 +95,7 @@ class _MatrixProduct(Operation):
         return cls(first, second, bias)
 
     def run(self) -> Tensor:
-        kept, weight, bias = computed_with(self.kept, self._weight, self._bias)
-        self.kept = kept
+        kept, weight, bias = self.computed()
         return _times(kept, weight) if bias is None else torch.addmm(bias, kept, weight)
 
     def run_whole(self) -> Tensor:
@@ -118,13 +109,13 @@ class _MatrixProduct(Operation):
         # A matrix of one column is stored as its transpose is, and autograd takes it for that.
         by_columns = self._weight.sizes[1] == 1
         of_weight = self._weight, gradient.t().mm(kept).t() if by_columns else kept.t().mm(gradient)
-        return (of_weight, (self._bias, gradient.sum(0))) if isinstance(self._bias, Postponing) else (of_weight,)
+        return (of_weight, (self.parameters[1], gradient.sum(0))) if self.bias_waits else (of_weight,)
 
 
-class _Convolution(Operation):
+class _Convolution(OperationWithBias):
     """F.conv1d, F.conv2d, F.conv3d and their transposed counterparts."""
 
-    __slots__ = ("_bias", "_function", "_geometry", "_weight")
+    __slots__ = ("_function", "_geometry")
     name = "a convolution"
 
     def __init__(
@@ -135,12 +126,11 @@ class _Convolution(Operation):
         bias: Tensor | None,
         geometry: tuple[Any, ...],
     ) -> None:
-        self._function, self.kept, self._weight, self._bias, self._geometry = function, kept, weight, bias, geometry
-        self.parameters = (weight, bias) if isinstance(bias, Postponing) else (weight,)
+        super().__init__(kept, weight, bias)
+        self._function, self._geometry = function, geometry
 
     def run(self) -> Tensor:
-        self.kept, weight, bias = computed_with(self.kept, self._weight, self._bias)
-        return self._call(self.kept, weight, bias)
+        return self._call(*self.computed())
 
     def run_whole(self) -> Tensor:
         return self._call(self.kept, self._weight, self._bias)
@@ -153,21 +143,16 @@ class _Convolution(Operation):
         return self._function(x, weight, bias, *rest)
 
     def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
-        has_bias = isinstance(self._bias, Postponing)
         weight, kept = self._weight, kept.to(gradient.dtype)
-        _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+        _, *parts = torch.ops.aten.convolution_backward(
             gradient,
             kept,
             weight.casts.get(kept.dtype, weight.plain),
             list(self._bias.shape) if self._bias is not None else None,
             *self._geometry,
-            [False, True, has_bias],
+            [False, True, self.bias_waits],
         )
-        return (
-            ((weight, of_weight), (self._bias, of_bias))
-            if isinstance(self._bias, Postponing)
-            else ((weight, of_weight),)
-        )
+        return tuple(zip(self.parameters, parts, strict=False))
 
 
 def _convolution(function: Callable[..., Tensor], dimensions: int, *, transposed: bool) -> Callable[..., Any]:

@@ -50,7 +50,7 @@ def test_a_parameter_used_by_another_operator_too_is_not_put_off(dtype: torch.dt
         lambda w, b, x: F.linear(x, w) * w.norm() + F.linear(x, w, b),
         [of(7, 7, dtype=dtype), of(7, dtype=dtype)],
         batches(9, 7, dtype=dtype),
-        waits=[False, True],  # the bias waited for what its operator did, and autograd formed it
+        waits=False,  # nor is the bias, which goes with the weight
     )
 
 
