@@ -67,7 +67,7 @@ class Aliases:
     @property
     def versions(self) -> list[int]:
         """Differs after a parameter has been changed in place."""
-        return [alias._version for alias in self.leaves]
+        return [parameter._version for parameter in self.parameters]  # they count together with the aliases
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:

@@ -208,12 +208,16 @@ class Splitting:
         queue = self._queues[micro_batch]
         queue.clear()
         self._enter(micro_batch, queue, self._unknown.get(micro_batch, frozenset()))
-        mixed = list(self._mixed.get(micro_batch, {}).values())
+        if micro_batch not in self._mixed:  # the usual case
+            backward()
+            self.end()  # of layers that have been computed in I only
+            return
+        mixed = list(self._mixed[micro_batch].values())
         before = [alias.grad for alias in mixed]
         for alias in mixed:
             alias.grad = None
         backward()
-        self.end()  # of layers that have been computed in I only
+        self.end()
         for alias, gradient in zip(mixed, before, strict=True):
             if alias.grad is not None:
                 queue.append((_Formed(alias), alias.grad, alias.grad))
@@ -227,18 +231,9 @@ class Splitting:
             again: whether its backward may be run once more.
         """
         queue = self._queues[micro_batch] if again else self._queues.pop(micro_batch)
-        with torch.no_grad(), _without_subclass():
-            parts = _sums(queue)
-            queue.clear()
-            buffers, sums = [], []
-            for alias, part in parts:
-                if alias.grad is None:
-                    alias.grad = part
-                else:
-                    buffers.append(alias.grad)
-                    sums.append(part)
-            if buffers:
-                torch._foreach_add_(buffers, sums)
+        if queue:
+            with torch.no_grad(), _without_subclass():
+                _add_gradients(queue)
 
     def kept(self, micro_batch: int) -> list[Tensor]:
         """What waits for the W of a micro-batch."""
@@ -255,20 +250,32 @@ class Splitting:
         self._enter(-1, [], frozenset())
 
 
-def _sums(queue: Queue) -> Iterable[tuple[Postponing, Tensor]]:
-    """Of each parameter the sum of its parts, as autograd forms it: first of those that autocast has in one type."""
+def _add_gradients(queue: Queue) -> None:
+    """Of each parameter the sum of its parts, as autograd forms it, is added to its buffer; the queue is used up.
+
+    Parts that autocast has in another type are added up in that type first.
+    """
+    uses: dict[int, int] = {}
+    for waiting, _, _ in queue:
+        for alias in waiting.parameters:
+            uses[id(alias)] = uses.get(id(alias), 0) + 1
     sums: dict[int, tuple[Postponing, Tensor]] = {}
     in_other_types: dict[tuple[int, torch.dtype], tuple[Postponing, Tensor]] = {}
-    for waiting, kept, gradient in queue:
+    queue.reverse()
+    while queue:
+        waiting, kept, gradient = queue.pop()  # what is done with lets its memory go to what comes next
         for pair in waiting.gradients(kept, gradient):
             alias, part = pair
-            if part.dtype is alias.type_of_values:
-                _add(sums, id(alias), pair)
-            else:
+            if part.dtype is not alias.type_of_values:
                 _add(in_other_types, (id(alias), part.dtype), pair)
+            elif uses[id(alias)] == 1:  # the usual case, while the caches still have it
+                _add_to_buffer(alias, part)
+            else:
+                _add(sums, id(alias), pair)
     for alias, part in in_other_types.values():
         _add(sums, id(alias), (alias, part.to(alias.type_of_values)))
-    return sums.values()
+    for alias, part in sums.values():
+        _add_to_buffer(alias, part)
 
 
 def _add(sums: dict[Any, tuple[Postponing, Tensor]], key: Any, pair: tuple[Postponing, Tensor]) -> None:
@@ -276,15 +283,22 @@ def _add(sums: dict[Any, tuple[Postponing, Tensor]], key: Any, pair: tuple[Postp
     sums[key] = pair if before is None else (pair[0], before[1] + pair[1])
 
 
+def _add_to_buffer(alias: Postponing, part: Tensor) -> None:
+    if alias.grad is None:
+        alias.grad = part
+    else:
+        alias.grad.add_(part)
+
+
 class _Formed:
     """In the place of an operation: a part that autograd has formed already."""
 
     def __init__(self, alias: Postponing) -> None:
-        self._alias = alias
+        self.parameters = (alias,)
 
     def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
         """The part itself."""
-        return ((self._alias, gradient),)
+        return ((self.parameters[0], gradient),)
 
 
 class _Anchor(torch.autograd.Function):

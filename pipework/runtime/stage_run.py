@@ -29,7 +29,7 @@ from pipework.runtime.finite import refuse_non_finite
 from pipework.runtime.parameters import Aliases
 from pipework.runtime.random_stream import function_may_draw, may_draw
 from pipework.runtime.skips import Bundle, SkipPorts
-from pipework.runtime.split import Splitting
+from pipework.runtime.split import SplitAlias, Splitting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
@@ -93,6 +93,8 @@ class StageRun:
         self.draws = any(map(may_draw, stage.modules)) or (loss is not None and function_may_draw(loss.function))
         self._splitting = Splitting(stage.waits) if splits and context.grad else None
         self.aliases = Aliases(stage.modules if context.grad else (), self._splitting)
+        if not any(isinstance(leaf, SplitAlias) for leaf in self.aliases.leaves):  # as earlier mini-batches have shown
+            self._splitting = None
         self._parameter_versions = self.aliases.versions
         self.meter: MemoryMeter | None = None
         ports = SkipPorts(stage.index, stage.skips)
@@ -204,8 +206,9 @@ class StageRun:
     def input_gradient(self, action: Action) -> None:
         """I: the same, but that the gradients of parameters wait for the W, where that is possible."""
         self._differentiate(action)
-        if self.meter is not None and not self._retain_graph and self._splitting is not None:
-            self.meter.waiting(self._index, action.micro_batch, self._splitting.kept(action.micro_batch))
+        if self.meter is not None and not self._retain_graph:
+            waiting = () if self._splitting is None else self._splitting.kept(action.micro_batch)
+            self.meter.waiting(self._index, action.micro_batch, waiting)
 
     def weight_gradient(self, action: Action) -> None:
         """W: forms the gradients that have waited, and adds them to the parameters'."""
