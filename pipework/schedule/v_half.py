@@ -1,4 +1,4 @@
-"""V-Half: half the memory of 1F1B and less than half of its bubble, with two stages per worker in V placement."""
+"""V-Half: a little more than half of 1F1B's memory, less than half of its bubble, two stages per worker in a V."""
 
 from __future__ import annotations
 
