@@ -17,7 +17,7 @@ from pipework.runtime import skip_tracker
 from pipework.runtime.buffers import MutableBuffers
 from pipework.runtime.memory import MemoryMeter
 from pipework.runtime.parameters import Aliases
-from pipework.runtime.split import Splitting
+from pipework.runtime.split import SplitAlias, Splitting
 from pipework.runtime.tuples import TupleRule
 from pipework.schedule import Costs, simulate
 from pipework.schedule.aligned import aligned
@@ -140,14 +140,15 @@ def predict_step(
     cpu_workers = len(
         {worker for worker, device in zip(schedule.placement, devices, strict=True) if device.type == "cpu"}
     )
-    splits = any(action.kind == "W" for order in schedule.orders for action in order)
+    split = {action.stage for order in schedule.orders for action in order if action.kind == "W"}
     tracker = _Tracker()
     value: Any = sample
     measured = []
     for number, (partition, device) in enumerate(zip(partitions, devices, strict=True)):
         with traceless(device), threads_of_a_worker(cpu_workers if device.type == "cpu" else 1):
             last = number == len(partitions) - 1
-            stage = _Stage(partition, device, tracker, sample if last else None, tuples=sample.tuples, splits=splits)
+            of_last = sample if last else None
+            stage = _Stage(partition, device, tracker, of_last, tuples=sample.tuples, splits=number in split)
             one, value = stage.measure(value, timeout)
         measured.append(one)
         report(
@@ -157,11 +158,11 @@ def predict_step(
     costs = Costs(
         forward=[one.forward for one in measured],
         backward=[one.first_half + one.second_half for one in measured],
-        input_gradient=[one.first_half for one in measured] if splits else None,
-        weight_gradient=[one.second_half for one in measured] if splits else None,
+        input_gradient=[one.first_half for one in measured] if split else None,
+        weight_gradient=[one.second_half for one in measured] if split else None,
         activation=[one.activation for one in measured],
         checkpoint_activation=[one.checkpoint for one in measured],
-        waiting=[one.waiting for one in measured] if splits else None,
+        waiting=[one.waiting for one in measured] if split else None,
         message=[one.message for one in measured[:-1]],
     )
     simulation = simulate(schedule, costs, loss_outside=sample.loss is None)
@@ -215,6 +216,8 @@ class _Stage:
         self._target: Any = None
         self._splitting = Splitting({}) if splits else None
         self._aliases = Aliases(self._layers if splits else (), self._splitting)
+        if not any(isinstance(leaf, SplitAlias) for leaf in self._aliases.leaves):
+            self._splitting = None
 
     def measure(self, value: Any, timeout: float) -> tuple[_Measured, Any]:
         """Runs the stage again and again; also returns what the next stage gets."""

@@ -71,6 +71,7 @@ class MemoryMeter:
                 )
             return tensor
 
+        unpack.may_be_called_twice = outer is None  # type: ignore[attr-defined]
         with saved_tensors_hooks(pack, unpack):
             yield
         self._hold(stage, micro_batch, sum(sizes.values()))

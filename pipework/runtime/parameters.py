@@ -55,8 +55,11 @@ class Aliases:
         for slots, name, parameter, _ in found:
             if id(parameter) not in by_parameter:
                 _refuse_foreign_alias(parameter)
-                if splitting is None or id(parameter) in whole or splitting.known(parameter) is False:
-                    alias = parameter.detach().requires_grad_()
+                alias = parameter.detach()
+                # A class of its own may have operators of its own.
+                may_wait = type(alias) is Tensor and id(parameter) not in whole
+                if splitting is None or not may_wait or splitting.known(parameter) is False:
+                    alias.requires_grad_()
                 else:
                     alias = SplitAlias.of(parameter, splitting)
                 by_parameter[id(parameter)] = (parameter, alias)

@@ -12,10 +12,10 @@ the parameter, and a hook on the output keeps what the parameter's gradient need
 and autograd forms its part of the gradient in I.
 
 A parameter's gradient is exact to the last bit only if autograd's order of summing is kept: for one micro-batch first
-over its uses, then over micro-batches. So it is put off as a whole or not at all. Which one it is, the first
-micro-batch of a pipe tells, in which nothing is put off. Should a parameter that is put off be used in another way in a
-later one, then what autograd has formed in I is taken aside and added in W; from the next mini-batch on it is not put
-off.
+over its uses, then over micro-batches. So it is put off as a whole or not at all. Which one it is, the first forward of
+a pipe tells, in which nothing is put off. Should a parameter that is put off be used in another way in a later one,
+then what autograd has formed in I is taken aside and added in W: the right gradient, summed in another order if there
+are three uses or more. From the next mini-batch on it is not put off.
 
 PyTorch does not ask before a `torch.autograd.Function` is applied to a parameter. Where operators that can be split use
 that parameter, too, its gradient is right, but summed in another order.
@@ -23,10 +23,12 @@ that parameter, too, its gradient is right, but summed in another order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from pipework.runtime import engine
 from pipework.runtime.split_islands import OPERATORS, island
@@ -40,13 +42,21 @@ if TYPE_CHECKING:
 
 _without_subclass = torch._C.DisableTorchFunctionSubclass
 _is_grad_enabled = torch.is_grad_enabled
+_HOOKING: Final = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 class SplitAlias(Postponing):
     """An alias leaf that is asked before an operator uses it."""
 
-    # Layers that look find a parameter; and compiled functions take those, but no tensors of unknown classes.
-    _is_param = True
+    @property
+    def _is_param(self) -> bool:  # type: ignore[override]
+        # A compiled function looks at its arguments in a mode of its own, and knows tensors and parameters only. A
+        # module that is given an alias as an attribute must not take it for a parameter.
+        return is_in_torch_dispatch_mode()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A layer that copies itself or its parameters gets plain tensors."""
+        return copy.deepcopy(self.plain.detach().requires_grad_(), memo)
 
     @staticmethod
     def of(parameter: Tensor, splitting: Splitting) -> SplitAlias:
@@ -78,7 +88,10 @@ class SplitAlias(Postponing):
             return LOOKED_INTO[func](*args, **kwargs)
         with _without_subclass():
             result = func(*args, **kwargs)
-            _note_other_use(result, args, kwargs)
+            if func in _HOOKING:  # autograd is to call the hook with the gradient
+                args[0].splitting.note_other_use(args[0])
+            else:
+                _note_other_use(args[0] if func is Tensor.__setitem__ else result, args, kwargs)
         return result
 
 
@@ -114,6 +127,7 @@ class Splitting:
         self._known = known
         self._queues: dict[int, Queue] = {}
         self._mixed: dict[int, dict[int, Postponing]] = {}
+        self._mixed_for_ever: set[int] = set()
         self._used: dict[int, Postponing] = {}
         self._otherwise: set[int] = set()
         # Of the operators that were run whole: the parameters that decide about it, and all.
@@ -140,30 +154,39 @@ class Splitting:
         """Runs an operator that can put gradients off, so that it does if it may. PyTorch does not ask meanwhile."""
         unknown = self._unknown_here
         for alias in operation.parameters:
+            if not alias.requires_grad:  # a layer has frozen it for the moment
+                return self._run_whole(operation)
             if not alias.waits or (unknown and id(alias) in unknown):
                 if not operation.leave_out(alias):
                     return self._run_whole(operation)
                 self._note_whole(alias)
         output = operation.run()
         operation.wait_in(self._queue)
-        if not output.requires_grad:
-            return _Anchor.apply(output, operation.parameters[0], operation)  # type: ignore[no-any-return,no-untyped-call]
-        engine.hook_gradient(output, operation)
-        return output
+        if output.requires_grad:
+            engine.hook_gradient(output, operation)
+        else:
+            output = _Anchor.apply(output, operation.parameters[0], operation)  # type: ignore[no-untyped-call]
+        return operation.shaped(output)
 
     def _run_whole(self, operation: Operation) -> Tensor:
-        parameters = operation.parameters
+        parameters = tuple([alias for alias in operation.parameters if alias.requires_grad])
+        deciding = parameters[: operation.deciding]
         for alias in parameters:
             self._note_whole(alias)
-        if self._used:
-            self._together.append((parameters[: operation.deciding], parameters))
-        return operation.run_whole()
+        if not self._used:
+            return operation.run_whole()
+        self._together.append((deciding, parameters))
+        output = operation.run_whole()
+        if output.grad_fn is not None:
+            engine.hook_gradient(output, _Differentiable(self, parameters))
+        return output
 
     def _note_whole(self, alias: Postponing) -> None:
         if alias.waits is None:
             self._used[id(alias)] = alias
         elif alias.waits:
-            self._note_mixed(alias)
+            # Beside a parameter of which it is not known yet, it is so for this micro-batch only.
+            self._note_mixed(alias, lasting=not self._used)
 
     def note_other_use(self, alias: Postponing) -> None:
         """An operator has used a parameter in a way that puts nothing off."""
@@ -171,11 +194,13 @@ class Splitting:
             self._used[id(alias)] = alias
             self._otherwise.add(id(alias))
         elif alias.waits:
-            self._note_mixed(alias)
+            self._note_mixed(alias, lasting=True)
 
-    def _note_mixed(self, alias: Postponing) -> None:
+    def _note_mixed(self, alias: Postponing, *, lasting: bool) -> None:
         if id(alias) not in self._unknown_here:
             self._mixed.setdefault(self._micro_batch, {})[id(alias)] = alias
+            if lasting:
+                self._mixed_for_ever.add(id(alias))
 
     def end(self) -> None:
         """The forward is over: what it has used has shown how."""
@@ -183,7 +208,7 @@ class Splitting:
             self._spread()
             for alias in self._used.values():
                 alias.waits = id(alias) not in self._otherwise
-            self._unknown[self._micro_batch] = frozenset(self._used)
+            self._unknown[self._micro_batch] = self._unknown.get(self._micro_batch, frozenset()) | frozenset(self._used)
             self._used.clear()
             self._together.clear()
 
@@ -198,10 +223,11 @@ class Splitting:
 
     def learn(self, parameters: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
         """After the mini-batch: which parameters are put off in the next."""
-        mixed = {id(alias) for each in self._mixed.values() for alias in each.values()}
         for parameter, alias in zip(parameters, aliases, strict=True):
             if isinstance(alias, SplitAlias) and alias.waits is not None:
-                self._known[id(parameter)] = alias.waits and id(alias) not in mixed
+                self._known[id(parameter)] = alias.waits and id(alias) not in self._mixed_for_ever
+        for gone in self._known.keys() - set(map(id, parameters)):  # another parameter may get that id
+            del self._known[gone]
 
     def differentiate(self, micro_batch: int, backward: Callable[[], None]) -> None:
         """I: runs autograd; what it forms of a gradient that is put off is taken aside."""
@@ -299,6 +325,18 @@ class _Formed:
     def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
         """The part itself."""
         return ((self.parameters[0], gradient),)
+
+
+class _Differentiable:
+    """Sees, while it is not known yet whether parameters are put off, that a layer differentiates a gradient."""
+
+    def __init__(self, splitting: Splitting, parameters: Sequence[Postponing]) -> None:
+        self._splitting, self._parameters = splitting, parameters
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        if _is_grad_enabled():  # the graph of that gradient must lead to the parameters
+            for alias in self._parameters:
+                self._splitting.note_other_use(alias)
 
 
 class _Anchor(torch.autograd.Function):

@@ -112,8 +112,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def island(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Operation | None:
     """An operation of a call that `split_operators` has declined, or None if it is not to be split at all."""
-    # Two runs of the engine would call the hooks twice.
-    if function is F.embedding or "out" in options or engine.saved_tensor_hooks() is not None:
+    # Two runs of the engine unpack what is saved twice.
+    hooks = engine.saved_tensor_hooks()
+    once = hooks is not None and not getattr(hooks[1], "may_be_called_twice", False)
+    if function is F.embedding or "out" in options or once:
         return None
     found = dict.fromkeys(_tensors((arguments, *options.values())))
     parameters = tuple([tensor for tensor in found if isinstance(tensor, Postponing)])

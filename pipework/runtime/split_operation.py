@@ -59,8 +59,15 @@ class Operation:
     kept: Tensor
 
     def run(self) -> Tensor:
-        """The output, without a graph to the parameters. Then `kept` is what was really computed with."""
+        """The output, without a graph to the parameters. Then `kept` is what was really computed with.
+
+        It is no view: an in-place operation on that would take its place in the graph.
+        """
         raise NotImplementedError
+
+    def shaped(self, output: Tensor) -> Tensor:
+        """What the operator returns, of what `run` returns."""
+        return output
 
     def run_whole(self) -> Tensor:
         """The output as always."""
@@ -92,6 +99,11 @@ class Operation:
         gradient, kept = gradients[0], self.kept
         if gradient is None:
             return
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"a layer differentiates a gradient (create_graph=True) that goes through {self.name}, which it did "
+                "not do for the first micro-batch; use a schedule that does not split backwards"
+            )
         if self._unpack is not None:
             kept = self._unpack(kept)
         elif kept._version != self._version >= 0:

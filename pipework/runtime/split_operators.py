@@ -42,7 +42,7 @@ def _times(rows: Tensor, matrix: Tensor) -> Tensor:
 class _Linear(OperationWithBias):
     """F.linear(x, w, b)."""
 
-    __slots__ = ("_at_once",)
+    __slots__ = ("_at_once", "_shape")
     name = "linear"
 
     @classmethod
@@ -55,10 +55,17 @@ class _Linear(OperationWithBias):
         kept, weight, bias = self.computed()
         # PyTorch adds the bias to the rows of a matrix, or after the product.
         self._at_once = kept.dim() == 2 or (bias is not None and kept.is_contiguous())
+        self._shape = None
         if self._at_once:
+            if kept.dim() > 2:  # it returns a view of what it computes
+                self._shape = (*kept.shape[:-1], weight.shape[0])
+                kept = _rows(kept)
             return F.linear(kept, weight, bias)
         output = _times(kept, weight.t())
         return output if bias is None else output.add_(bias)
+
+    def shaped(self, output: Tensor) -> Tensor:
+        return output if self._shape is None else output.view(self._shape)
 
     def run_whole(self) -> Tensor:
         return F.linear(self.kept, self._weight, self._bias)
