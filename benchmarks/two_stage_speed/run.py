@@ -44,7 +44,7 @@ WHOLE = "un-pipelined, one core, the whole batch at once"
 OUTSIDE = "pipework gpipe, loss outside"
 TORCHGPIPE = "torchgpipe 0.0.7"
 PIPELINING = "torch.distributed.pipelining"
-HALF = 0.52  # of the one-core time: within 4 % of a perfect split, for the best schedule that splits backwards
+BEST_TARGET = 0.52  # of the one-core time: within 4 % of a perfect split, for the best schedule that splits backwards
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,12 @@ def judge_the_best(seconds: dict[str, list[float]], task: Task) -> list[Verdict]
     best = min(split, key=lambda name: median_ratio(seconds[name], seconds[ONE_CORE]))
     rivals = [name for name in seconds if name.startswith(PIPELINING)]
     return [
-        Verdict(f"the best, {best}, as a share of one core", median_ratio(seconds[best], seconds[ONE_CORE]), HALF, "x"),
+        Verdict(
+            f"the best, {best}, as a share of one core",
+            median_ratio(seconds[best], seconds[ONE_CORE]),
+            BEST_TARGET,
+            "x",
+        ),
         *(
             Verdict(f"the best, {best}, to {name}", median_ratio(seconds[best], seconds[name]), 1.0, "x")
             for name in rivals
