@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
 
+from benchmarks.feed_forward import FeedForward
 from benchmarks.measure import Verdict, conclude, on_this_machine, parser, print_table
 from benchmarks.memory.live import LiveStorages
 from benchmarks.memory.separate import with_separate_memories
@@ -29,18 +30,6 @@ NAMES = ("1f1b", "zb-h1", "zb-v", "v-half", "v-min")
 CHUNKS = 16
 TARGET = 1.05
 SENT, PARAMETER_GRADIENT = "sent", "parameter gradient"
-
-
-class Block(nn.Module):
-    """The feed-forward half of a transformer's block."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -71,7 +60,7 @@ def make(name: str, workers: int, width: int) -> Pipe:
     """Two blocks a worker, in one stage or in two."""
     stages = workers * SCHEDULES[name].stages_per_worker
     torch.manual_seed(0)
-    blocks = nn.Sequential(*(Block(width) for _ in range(2 * workers)))
+    blocks = nn.Sequential(*(FeedForward(width) for _ in range(2 * workers)))
     balance, devices = [2 * workers // stages] * stages, ["cpu"] * workers
     return Pipe(blocks, CHUNKS, "never", balance=balance, devices=devices, schedule=name, loss_fn=loss)
 

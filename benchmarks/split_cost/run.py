@@ -15,10 +15,11 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
 
+from benchmarks.feed_forward import FeedForward
 from benchmarks.measure import Verdict, alternate, conclude, on_this_machine, parser, print_table
 from pipework.pipe import Pipe
 from pipework.schedule import Action, Schedule, fill_drain
@@ -26,18 +27,6 @@ from pipework.schedule import Action, Schedule, fill_drain
 CHUNKS = 16
 LINEAR_TARGET, ALL_TARGET = 1.15, 1.35
 OPERATOR_TARGET = 5.0  # microseconds
-
-
-class Block(nn.Module):
-    """The feed-forward half of a transformer's block."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 @dataclass(frozen=True)
@@ -72,7 +61,7 @@ CASES: Mapping[str, Case] = {
     "linear, width 128": Case(square, 128),
     "linear, width 512": Case(square, 512),
     "32 x linear, width 16": Case(square, 16, layers=32),
-    "32 blocks, width 16": Case(Block, 16, layers=32, operators=2),
+    "32 blocks, width 16": Case(FeedForward, 16, layers=32, operators=2),
 }
 
 
