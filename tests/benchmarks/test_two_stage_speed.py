@@ -31,7 +31,8 @@ def test_who_computes_other_gradients_is_an_error() -> None:
 
 
 def test_predictions_are_compared_with_the_median() -> None:
-    each = Forecast(recorded=[1.0, 2.0, 9.0], predicted=2.1, before=1.5)
+    each = Forecast(recorded=[1.0, 2.0, 9.0], predicted=2.1, by_step=[1.1, 2.1, 8.0], before=1.5)
     assert each.measured == 2.0
     assert each.off(each.predicted) == pytest.approx(5.0)
     assert each.off(each.before) == pytest.approx(-25.0)
+    assert each.off_by_step == pytest.approx(5.0)  # of +10, +5 and -11

@@ -1,10 +1,11 @@
 """Row 21 of the fault matrix: what goes wrong in a `DataLoader` is the user's own error, and the pipe trains on."""
 
 import copy
+import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -19,6 +20,13 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="the loader's workers are forked"),
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _loaders_end_here() -> Iterator[None]:
+    """A loader that an exception holds waits for its processes when it is collected: here, not in another test."""
+    yield
+    gc.collect()
 
 
 class Rows(Dataset[Tensor]):

@@ -73,7 +73,9 @@ def test_the_error_says_where_and_what_each_stage_holds(way: Any, action: str, e
     assert [row[4] for row in columns[1:]] == ["0 B", "1 KiB", "0 B", "0 B"]
     # With 1F1B, the first micro-batches may be on their way back while the next goes forward.
     assert columns[1][3] in ("1 KiB", "2 KiB")
-    assert columns[4][3] in (("1.06 KiB",) if action == "B" else ("0 B", "1.06 KiB") if way.inside else ("0 B",))
+    # In halves, the gradients of weights may come later.
+    whole = action == "B" and way.named("B") == "B"
+    assert columns[4][3] in (("1.06 KiB",) if whole else ("0 B", "1.06 KiB") if way.inside else ("0 B",))
     greedy.where = None
     pipe.zero_grad()
     way.loss(pipe, *batch).backward()
