@@ -17,7 +17,7 @@ from pipework.runtime import skip_tracker
 from pipework.runtime.buffers import MutableBuffers
 from pipework.runtime.memory import MemoryMeter
 from pipework.runtime.parameters import Aliases
-from pipework.runtime.split import SplitAlias, Splitting
+from pipework.runtime.split import Splitting
 from pipework.runtime.tuples import TupleRule
 from pipework.schedule import Costs, simulate
 from pipework.schedule.aligned import aligned
@@ -140,7 +140,7 @@ def predict_step(
     cpu_workers = len(
         {worker for worker, device in zip(schedule.placement, devices, strict=True) if device.type == "cpu"}
     )
-    split = {action.stage for order in schedule.orders for action in order if action.kind == "W"}
+    split = schedule.split_stages
     tracker = _Tracker()
     value: Any = sample
     measured = []
@@ -216,7 +216,7 @@ class _Stage:
         self._target: Any = None
         self._splitting = Splitting({}) if splits else None
         self._aliases = Aliases(self._layers if splits else (), self._splitting)
-        if not any(isinstance(leaf, SplitAlias) for leaf in self._aliases.leaves):
+        if not self._aliases.any_may_wait:
             self._splitting = None
 
     def measure(self, value: Any, timeout: float) -> tuple[_Measured, Any]:
@@ -320,9 +320,8 @@ class _Stage:
             torch.autograd.backward(ends, [torch.ones_like(tensor) for tensor in ends])
 
     def _end_pass(self) -> None:
-        for parameter in (*self._aliases.leaves, *(each for layer in self._layers for each in layer.parameters())):
-            if parameter.grad is not None:
-                parameter.grad.zero_()
+        for layer in self._layers:
+            layer.zero_grad(set_to_none=False)
         self._tracker.next_pass()
 
 

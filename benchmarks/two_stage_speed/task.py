@@ -46,7 +46,7 @@ class Task:
 
     def splits(self, schedule: str) -> bool:
         """Whether it has backwards in two halves."""
-        return any(action.kind == "W" for order in self._built(schedule).orders for action in order)
+        return bool(self._built(schedule).split_stages)
 
     def _built(self, schedule: str) -> Schedule:
         return build(schedule, workers=WORKERS, chunks=self.chunks)

@@ -39,10 +39,6 @@ PAIRS = (("zb-h1", "1f1b"), ("zb-v", "1f1b"), ("zb-v", "interleaved-1f1b"))
 SCHEDULES = tuple(dict.fromkeys(name for pair in PAIRS for name in pair))
 
 
-def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.mse_loss(output, target)
-
-
 @dataclass(frozen=True)
 class Case:
     """A model and its micro-batches.
@@ -75,7 +71,7 @@ class Case:
             balance=[LAYERS // stages] * stages,
             devices=["cpu"] * WORKERS,
             schedule=schedule,
-            loss_fn=loss_of,
+            loss_fn=nn.functional.mse_loss,
         )
         batch, target = self.batch()
         return pipe, timed(lambda: pipe(batch, target=target).backward(), pipe.zero_grad)
@@ -84,7 +80,7 @@ class Case:
         """Forward and backward of one micro-batch on one core."""
         model = self.model()
         batch, target = (each[: self.width] for each in self.batch())
-        return timed(lambda: loss_of(model(batch), target).backward(), model.zero_grad)
+        return timed(lambda: nn.functional.mse_loss(model(batch), target).backward(), model.zero_grad)
 
 
 @dataclass(frozen=True)

@@ -51,21 +51,27 @@ class Aliases:
             if parameter is not None and parameter.requires_grad
         ]
         # A compiler is not to be asked about each operator.
-        whole = {id(parameter) for _, _, parameter, compiled in found if compiled}
+        compiled_parameters = {id(parameter) for _, _, parameter, compiled in found if compiled}
         for slots, name, parameter, _ in found:
             if id(parameter) not in by_parameter:
                 _refuse_foreign_alias(parameter)
-                alias = parameter.detach()
+                plain = parameter.detach()
                 # A class of its own may have operators of its own.
-                may_wait = type(alias) is Tensor and id(parameter) not in whole
-                if splitting is None or not may_wait or splitting.known(parameter) is False:
-                    alias.requires_grad_()
+                whole = type(plain) is not Tensor or id(parameter) in compiled_parameters
+                waits = None if splitting is None else splitting.known(parameter)
+                if splitting is None or whole or waits is False:
+                    alias = plain.requires_grad_()
                 else:
-                    alias = SplitAlias.of(parameter, splitting)
+                    alias = SplitAlias.of(plain, splitting, waits)
                 by_parameter[id(parameter)] = (parameter, alias)
             self._slots.append((slots, name, parameter, by_parameter[id(parameter)][1]))
         self.parameters = [parameter for parameter, _ in by_parameter.values()]
         self.leaves = [alias for _, alias in by_parameter.values()]
+
+    @property
+    def any_may_wait(self) -> bool:
+        """Whether the gradient of any parameter may be put off."""
+        return any(isinstance(leaf, SplitAlias) for leaf in self.leaves)
 
     @property
     def versions(self) -> list[int]:

@@ -57,11 +57,6 @@ class Program:
             for stage in range(self.schedule.stages)
         )
 
-    @cached_property
-    def split(self) -> frozenset[int]:
-        """The stages of which some backward comes in halves."""
-        return frozenset(action.stage for order in self.schedule.orders for action in order if action.kind == "I")
-
     @property
     def whole(self) -> Orders:
         """Forward and backward, with the loss inside."""

@@ -59,12 +59,11 @@ class SplitAlias(Postponing):
         return copy.deepcopy(self.plain.detach().requires_grad_(), memo)
 
     @staticmethod
-    def of(parameter: Tensor, splitting: Splitting) -> SplitAlias:
-        """An alias of a parameter; it counts versions together with it."""
-        plain = parameter.detach()
+    def of(plain: Tensor, splitting: Splitting, waits: bool | None) -> SplitAlias:
+        """An alias of a parameter, of which `plain` is detached; it counts versions together with it."""
         alias: SplitAlias = Tensor._make_subclass(SplitAlias, plain, True)
         alias.plain, alias.sizes, alias.type_of_values = plain, plain.shape, plain.dtype
-        alias.splitting, alias.waits, alias.casts = splitting, splitting.known(parameter), {}
+        alias.splitting, alias.waits, alias.casts = splitting, waits, {}
         alias.is_factor = plain.dim() == 2 and plain.stride() == (plain.shape[1], 1)
         return alias
 
@@ -159,7 +158,7 @@ class Splitting:
             if not alias.waits or (unknown and id(alias) in unknown):
                 if not operation.leave_out(alias):
                     return self._run_whole(operation)
-                self._note_whole(alias)
+                self._note_whole(alias, lasting=True)
         output = operation.run()
         operation.wait_in(self._queue)
         if output.requires_grad:
@@ -170,31 +169,28 @@ class Splitting:
 
     def _run_whole(self, operation: Operation) -> Tensor:
         parameters = tuple([alias for alias in operation.parameters if alias.requires_grad])
-        deciding = parameters[: operation.deciding]
+        learning = any(alias.waits is None for alias in parameters)
         for alias in parameters:
-            self._note_whole(alias)
-        if not self._used:
-            return operation.run_whole()
-        self._together.append((deciding, parameters))
+            # Beside a parameter of which it is not known yet, one that waits does not for this micro-batch only.
+            self._note_whole(alias, lasting=not learning)
         output = operation.run_whole()
-        if output.grad_fn is not None:
-            engine.hook_gradient(output, _Differentiable(self, parameters))
+        if learning:
+            self._together.append((parameters[: operation.deciding], parameters))
+            if output.grad_fn is not None:
+                engine.hook_gradient(output, _Differentiable(self, parameters))
         return output
 
-    def _note_whole(self, alias: Postponing) -> None:
+    def _note_whole(self, alias: Postponing, *, lasting: bool) -> None:
         if alias.waits is None:
             self._used[id(alias)] = alias
         elif alias.waits:
-            # Beside a parameter of which it is not known yet, it is so for this micro-batch only.
-            self._note_mixed(alias, lasting=not self._used)
+            self._note_mixed(alias, lasting=lasting)
 
     def note_other_use(self, alias: Postponing) -> None:
         """An operator has used a parameter in a way that puts nothing off."""
         if alias.waits is None:
-            self._used[id(alias)] = alias
             self._otherwise.add(id(alias))
-        elif alias.waits:
-            self._note_mixed(alias, lasting=True)
+        self._note_whole(alias, lasting=True)
 
     def _note_mixed(self, alias: Postponing, *, lasting: bool) -> None:
         if id(alias) not in self._unknown_here:

@@ -49,7 +49,7 @@ class _Linear(OperationWithBias):
     def of(cls, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Operation | None:
         if not _is_factor(weight) or isinstance(input, Postponing) or input.dim() < 2:
             return None
-        return cls(input, weight, bias) if bias is None or _is_bias(bias, weight.sizes[0]) else None
+        return cls(input, weight, bias) if _is_bias(bias, weight.sizes[0]) else None
 
     def run(self) -> Tensor:
         kept, weight, bias = self.computed()

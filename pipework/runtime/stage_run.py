@@ -29,7 +29,7 @@ from pipework.runtime.finite import refuse_non_finite
 from pipework.runtime.parameters import Aliases
 from pipework.runtime.random_stream import function_may_draw, may_draw
 from pipework.runtime.skips import Bundle, SkipPorts
-from pipework.runtime.split import SplitAlias, Splitting
+from pipework.runtime.split import Splitting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
@@ -93,7 +93,7 @@ class StageRun:
         self.draws = any(map(may_draw, stage.modules)) or (loss is not None and function_may_draw(loss.function))
         self._splitting = Splitting(stage.waits) if splits and context.grad else None
         self.aliases = Aliases(stage.modules if context.grad else (), self._splitting)
-        if not any(isinstance(leaf, SplitAlias) for leaf in self.aliases.leaves):  # as earlier mini-batches have shown
+        if not self.aliases.any_may_wait:
             self._splitting = None
         self._parameter_versions = self.aliases.versions
         self.meter: MemoryMeter | None = None

@@ -107,7 +107,7 @@ class Step:
                     own_leaves=own_leaves,
                     sends_gradients=stage.index > 0 or input_gradients,
                     check_finite=wanted.check_finite,
-                    splits=stage.index in program.split,
+                    splits=stage.index in program.schedule.split_stages,
                     loss=loss if stage.index == last else None,
                 )
                 for stage in house.stages

@@ -93,6 +93,11 @@ class Schedule:
         """Whether transfers between workers stand among the actions, as :func:`with_communication` adds them."""
         return any(action[3] >= 0 for order in self.orders for action in order)
 
+    @cached_property
+    def split_stages(self) -> frozenset[int]:
+        """The stages of which some backward comes in halves."""
+        return frozenset(action.stage for order in self.orders for action in order if action.kind == "I")
+
     @property
     def title(self) -> str:
         """Name and size, for people.

@@ -184,7 +184,7 @@ def test_watching_a_pipe_changes_nothing_for_operators_without_a_formula() -> No
 @pytest.mark.parametrize("first", ["weight", "bias"])
 def test_thawing_one_parameter_does_not_keep_the_other_from_waiting(first: str) -> None:
     layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
-    pipe = WAYS["zb-h1"].pipe(layers, CHUNKS, "never", balance=[1, 1])
+    pipe = WAYS["zb-h1"].pipe(layers, CHUNKS, "never", balance=[1, 1], share=True)
     frozen = getattr(layers[0], first)
 
     def step() -> list[float]:

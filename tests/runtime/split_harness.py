@@ -64,7 +64,10 @@ class Stage:
 
     def __init__(self, parameters: Sequence[Tensor], known: dict[int, bool] | None = None) -> None:
         self.splitting = Splitting({} if known is None else known)
-        self.aliases = [SplitAlias.of(p, self.splitting) if p.requires_grad else p for p in parameters]
+        self.aliases = [
+            SplitAlias.of(p.detach(), self.splitting, self.splitting.known(p)) if p.requires_grad else p
+            for p in parameters
+        ]
 
     def forward(self, number: int, layer: Layer, inputs: Sequence[Any]) -> Tensor:
         self.splitting.begin(number)

@@ -124,6 +124,21 @@ def test_the_next_mini_batch_puts_off_from_its_first_micro_batch_on() -> None:
     assert waiting == [False, True, True, True]
 
 
+@pytest.mark.parametrize("thawed", [0, 1])
+def test_a_parameter_goes_on_waiting_beside_one_that_is_thawed(thawed: int) -> None:
+    known: dict[int, bool] = {}
+    parameters = [of(3, 3), of(3, 3)]
+    for mini_batch in range(3):
+        parameters[thawed].requires_grad_(mini_batch > 0)
+        stage = Stage(parameters, known)
+        for number in range(2):
+            output = stage.forward(number, lambda v, w, x: torch.einsum("ij,kj,lk->il", x, v, w), [of(2, 3)])
+            stage.both_halves(number, output)
+        trained = [n for n in (0, 1) if parameters[n].requires_grad]
+        stage.splitting.learn([parameters[n] for n in trained], [stage.aliases[n] for n in trained])
+        assert [stage.splitting.known(parameters[n]) for n in trained] == [True] * len(trained)
+
+
 def test_reading_is_no_use() -> None:
     def layer(weight: Tensor, x: Tensor) -> Tensor:
         assert weight.shape == (3, 3)
