@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from pipework.microbatch import NoChunk
     from pipework.partition import WithDevice, partition_model
     from pipework.pipe import Pipe
+    from pipework.processes.errors import PipelineError
+    from pipework.processes.mesh import Mesh, init
+    from pipework.saving import Checkpoint, load_checkpoint, save_checkpoint
     from pipework.sequential import PipeSequential
     from pipework.skip import Namespace, pop, skippable, stash, verify_skippables
 
@@ -36,6 +39,12 @@ __all__ = [
     "convert_deferred_batch_norm",
     "is_checkpointing",
     "is_recomputing",
+    "init",
+    "Mesh",
+    "save_checkpoint",
+    "load_checkpoint",
+    "Checkpoint",
+    "PipelineError",
     "__version__",
 ]
 
@@ -54,8 +63,14 @@ def __getattr__(name: str) -> object:
             home = "pipework.batchnorm"
         case "is_checkpointing" | "is_recomputing":
             home = "pipework.checkpoint"
+        case "init" | "Mesh":
+            home = "pipework.processes.mesh"
+        case "PipelineError":
+            home = "pipework.processes.errors"
         case "PipeSequential":
             home = "pipework.sequential"
+        case "save_checkpoint" | "load_checkpoint" | "Checkpoint":
+            home = "pipework.saving"
         case "Namespace" | "pop" | "skippable" | "stash" | "verify_skippables":
             home = "pipework.skip"
         case _:

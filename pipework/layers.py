@@ -2,46 +2,81 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections import OrderedDict
+from textwrap import indent
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import nn
 
-from pipework.partition import WithDevice
+from pipework.materialize import filling, move, waits, why_not
+from pipework.partition import WithDevice, materialize_partitions
 from pipework.sequential import PipeSequential
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
 
 class Layers(nn.Module):
     """Layers in partitions, each of which has a device.
 
     Args:
-        partitions: the layers, grouped and moved already.
+        partitions: the layers, grouped and moved already, by the number of their stage.
         devices: of each partition.
+        first_layers: of each partition, the number of its first layer in the un-partitioned module.
+        key: from which the layers on the meta device were initialised, if there were any.
+        elsewhere: the names of the layers of other processes.
     """
 
     # Everything else that is set is a layer, whose name may be any: "chunks", "devices".
-    _own_attributes: ClassVar[frozenset[str]] = frozenset(("_partitions", "_stage_devices"))
+    _own_attributes: ClassVar[frozenset[str]] = frozenset(
+        ("_elsewhere", "_first_layers", "_key", "_partitions", "_stage_devices", "_waiting")
+    )
 
     # What a pipe is made with is read only. Methods such as `forward` may be replaced.
     _refused_attributes: ClassVar[frozenset[str]] = frozenset(
-        ("balance", "checkpoint", "chunks", "devices", "input_device", "output_device", "partitions", "schedule")
+        (
+            "balance",
+            "checkpoint",
+            "chunks",
+            "devices",
+            "input_device",
+            "output_device",
+            "partitions",
+            "schedule",
+            "stages",
+        )
     )
 
-    def __init__(self, partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        partitions: Mapping[int, nn.Sequential],
+        devices: Sequence[torch.device],
+        first_layers: Sequence[int],
+        key: int | None = None,
+        elsewhere: Collection[str] = (),
+    ) -> None:
         super().__init__()
         # Not add_module: it would refuse the names of children that are called as something in this class.
-        for partition in partitions:
+        for partition in partitions.values():
             self._modules.update(partition._modules)
         self._stage_devices = tuple(devices)
-        self._partitions = list(partitions)
+        self._partitions = dict(partitions)
+        self._first_layers = tuple(first_layers)
+        self._key = key
+        self._elsewhere = frozenset(elsewhere)
+        self._waiting = bool(self._on_meta())
 
     @property
     def partitions(self) -> list[nn.Sequential]:
-        """The partitions, which are the same layers in groups."""
+        """The partitions, which are the same layers in groups; those of this process."""
+        return list(self._partitions.values())
+
+    @property
+    def stages(self) -> list[int]:
+        """The number of the stage of each of `partitions`: all of them, unless workers are processes."""
         return list(self._partitions)
 
     @property
@@ -76,7 +111,7 @@ class Layers(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Sets the training flag of all layers, as `nn.Module.train` does."""
         super().train(mode)
-        for partition in self._partitions:
+        for partition in self._partitions.values():
             partition.training = mode
         return self
 
@@ -98,6 +133,66 @@ class Layers(nn.Module):
     def xpu(self, device: int | torch.device | None = None) -> NoReturn:
         """Refused: the pipe manages where its layers are."""
         _refuse_to_move()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads parameters and buffers, as `nn.Module.load_state_dict` does; layers on the meta device are filled.
+
+        The state dict may be that of the whole model: what belongs to layers of other processes is left out.
+        """
+        if self._elsewhere:
+            own = {key: value for key, value in state_dict.items() if key.partition(".")[0] not in self._elsewhere}
+            metadata = getattr(state_dict, "_metadata", None)
+            state_dict = OrderedDict(own)
+            if metadata is not None:
+                state_dict._metadata = metadata  # type: ignore[attr-defined]
+        if not assign:
+            with self._filling():
+                return super().load_state_dict(state_dict, strict, assign)
+        result = super().load_state_dict(state_dict, strict, assign)
+        self._waiting = True
+        self._materialize()
+        return result
+
+    @contextlib.contextmanager
+    def _filling(self) -> Iterator[None]:
+        """Layers on the meta device have memory inside, to copy values into; an error sends them back.
+
+        Afterwards, what nobody has written into, such as a mask that no state dict has, is initialised if it can be.
+        """
+        waiting = self._on_meta()
+        with filling(waiting):
+            yield
+        if waiting:
+            self._waiting = True
+            self._materialize()
+
+    def _on_meta(self) -> list[tuple[nn.Module, torch.device]]:
+        """The layers that have no data and so cannot run, with their devices."""
+        pairs = zip(self.partitions, self._stage_devices, strict=True)
+        return [(layer, device) for part, device in pairs for layer in part if waits(layer, device)]
+
+    def _materialize(self) -> list[str]:
+        """Tries again to initialise what lies on the meta device; returns the names of layers that cannot be."""
+        if not self._waiting:
+            return []
+        left = materialize_partitions(self.partitions, self._stage_devices, self._first_layers, self._key)
+        for part, device in zip(reversed(self.partitions), reversed(self._stage_devices), strict=True):
+            move(part, device)
+        self._waiting = bool(left)
+        return left
+
+    def _refuse_to_run_without_data(self) -> None:
+        """Raises a RuntimeError if a layer lies on the meta device, although it is to run elsewhere."""
+        left = self._materialize()
+        if left:
+            layers: dict[str, Any] = dict(self._modules)
+            reasons = [f"layer {name!r}:\n" + indent(why_not(layers[name]), "    ") for name in left]
+            raise RuntimeError(
+                "layers that were built on the meta device have no data and could not be initialised.\n"
+                + "\n".join(reasons)
+                + "\nGive such a class a reset_parameters() that fills all that it owns, as the classes of torch.nn "
+                "have, or load a checkpoint: pipe.load_state_dict(...)"
+            )
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Keeps the pipe's own attributes apart from children of the same name; a child can be replaced."""
@@ -129,9 +224,11 @@ class Layers(nn.Module):
             raise TypeError(f"layer {name!r} of a pipe can be replaced by a module only, got {type(layer).__name__}")
         layer = self._prepared(layer.module if isinstance(layer, WithDevice) else layer)
         super().__setattr__(name, layer)
-        for partition, device in zip(self._partitions, self._stage_devices, strict=True):
+        for partition, device in zip(self._partitions.values(), self._stage_devices, strict=True):
             if name in partition._modules:
-                partition._modules[name] = layer.to(device)
+                move(layer, device)
+                partition._modules[name] = layer
+                self._waiting = self._waiting or waits(layer, device)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Replaces the layer of that name; a pipe cannot get more layers.

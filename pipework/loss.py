@@ -78,7 +78,13 @@ class LossSettings:
             )
 
     def missing_target(
-        self, schedule: str, inputs: int, keywords: Collection[str], *, call: str = "pipe"
+        self,
+        schedule: str,
+        inputs: int,
+        keywords: Collection[str],
+        *,
+        call: str = "pipe",
+        reader: int | None = None,
     ) -> ValueError:
         """The error of a training step without a target, if the schedule goes backward before the last output is there.
 
@@ -87,6 +93,7 @@ class LossSettings:
             inputs: how many positional inputs were given.
             keywords: the names of the others.
             call: what was called.
+            reader: if workers are processes, the rank that reads the target.
         """
         outputs = "For outputs alone use torch.no_grad() or pipe.eval()"
         if self.function is None:
@@ -97,9 +104,27 @@ class LossSettings:
         got = f"got {inputs} positional input{'' if inputs == 1 else 's'}"
         if keywords:
             got += f", keywords: {', '.join(keywords)}"
+        if reader is not None:
+            outputs += "; for a loss outside of the pipe choose schedule='gpipe'"
+            return ValueError(
+                f"schedule {schedule!r} computes the loss inside and got no target: {_not_there(reader)}. Call "
+                f"{call}(x, target=y) on every rank, with y at least there ({got} here). {outputs}"
+            )
         return ValueError(
             f"schedule {schedule!r} computes the loss inside and got no target: call {call}(x, target=y) ({got}). "
             f"{outputs}"
+        )
+
+    def outside_of_one_rank(self, reader: int) -> ValueError:
+        """The error of a training step whose loss is outside, if the outputs reach one of several processes only.
+
+        Args:
+            reader: the rank that reads the target.
+        """
+        inside = "give Pipe a loss_fn and call" if self.function is None else "call"
+        return ValueError(
+            f"there is no target ({_not_there(reader)}), so the loss is outside, and every process must compute it: "
+            f'call pipe(x, outputs="all") and take the same loss there; or {inside} pipe(x, target=y)'
         )
 
     def place(self, device: torch.device) -> None:
@@ -107,18 +132,20 @@ class LossSettings:
         if isinstance(self.function, nn.Module):
             self.function.to(device)
 
-    def inner(self, targets: Sequence[Message], rows: Sequence[int], *, grad: bool, keeps_output: bool) -> InnerLoss:
+    def inner(
+        self, targets: Sequence[Message] | None, rows: Sequence[int], *, grad: bool, keeps_output: bool
+    ) -> InnerLoss:
         """What the last stage of one mini-batch computes.
 
         Args:
-            targets: of the micro-batches.
+            targets: of the micro-batches; None: another process has them, and computes the loss.
             rows: of the micro-batches.
             grad: whether gradients are wanted.
             keeps_output: whether the output is wanted, too.
         """
         return InnerLoss(
             self.function,
-            None if self.reduction == "sum" else mean_weights(self._amounts(targets, rows)),
+            None if self.reduction == "sum" or targets is None else mean_weights(self._amounts(targets, rows)),
             self.grad_scaler.get_scale() if grad and self.grad_scaler is not None else 1.0,
             keeps_output,
         )
@@ -139,3 +166,8 @@ class LossSettings:
                     f"loss_weight gave {amounts[-1]} for micro-batch {number}: wanted a number of at least 0"
                 )
         return amounts
+
+
+def _not_there(rank: int) -> str:
+    """Where the target is missing, if workers are processes."""
+    return f"it is read on rank {rank}, where pipe.is_last, and it was None there"

@@ -87,6 +87,11 @@ class Split:
         pieces = [_leaves(tensor, each, len(rows)) for tensor, each in zip(tensors, sizes, strict=True)]
         return cls(tensors, sizes, [(leaves, structure) for leaves in zip(*pieces, strict=True)], rows)
 
+    @classmethod
+    def elsewhere(cls, rows: int, micro_batches: int) -> Split:
+        """A mini-batch of which another process has the tensors."""
+        return cls((), (), [], _sizes(rows, micro_batches))
+
     @property
     def seams(self) -> InputSeams:
         """Where the inputs were split."""

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,8 @@ from torch import nn
 from pipework.balance.by_parameters import estimated_costs
 from pipework.balance.checks import check_initialised, checked_balance, not_a_list, not_sequential, too_few_devices
 from pipework.balance.minimax import minimax_partition
+from pipework.materialize import materialize_layers, move, waits
+from pipework.runtime.random_stream import draw_key
 
 Device = torch.device | str | int
 
@@ -99,6 +101,8 @@ def choose_partitioning(
     * Neither, and all layers lie on one device: all visible accelerators, or CPU workers where there is none (half as
       many as cores, from 2 to 4), balanced by estimated costs. What was chosen is logged to ``"pipework"`` (INFO).
 
+    Layers on the meta device lie nowhere.
+
     Args:
         module: The layers.
         balance: The number of layers of each partition.
@@ -112,7 +116,7 @@ def choose_partitioning(
     Raises:
         TypeError: The module is no ``nn.Sequential``, or ``balance`` or ``devices`` is of a wrong type.
         ValueError: The balance does not fit the layers; a device cannot be used; a layer's parameters lie on several
-            devices, have no shape yet (lazy) or no data (meta).
+            devices or have no shape yet (lazy).
         IndexError: There are fewer devices than partitions.
 
     Example:
@@ -145,19 +149,25 @@ def choose_partitioning(
         chosen = Partitioning(tuple(counts), tuple(places[: len(counts)]))
         if balance is None and devices is None:
             log_choice(chosen, machine)
-    _check_placement(layers, lies_on, chosen, machine)
+    _check_placement(layers, chosen, machine)
     return chosen
 
 
-def split_layers(module: nn.Sequential, partitioning: Partitioning) -> list[nn.Sequential]:
+def split_layers(
+    module: nn.Sequential, partitioning: Partitioning, key: int | None = None, here: Collection[int] | None = None
+) -> list[nn.Sequential]:
     """Groups the layers into partitions and moves each to its device, in place.
 
     Layers stay the same objects (without their :class:`WithDevice`) under their own names, parameters stay the same
     objects too, so that an optimizer may be made before or after. What two partitions share goes to the first of them.
+    Layers on the meta device are initialised where they will run, one after the other, so that a model may be larger
+    than the host; those that cannot be stay there.
 
     Args:
         module: The layers.
         partitioning: As many layers as the module has, from :func:`choose_partitioning`.
+        key: What layers on the meta device are initialised from; None: drawn from the caller's generator if needed.
+        here: The numbers of those partitions that are moved, and initialised; None: all.
 
     Returns:
         One ``nn.Sequential`` for each partition, in the training mode of the module.
@@ -176,9 +186,45 @@ def split_layers(module: nn.Sequential, partitioning: Partitioning) -> list[nn.S
         part.training = module.training  # the container's flag only: layers keep their own
         partitions.append(part)
         start += count
-    for part, device in zip(reversed(partitions), reversed(partitioning.devices), strict=True):
-        part.to(device)  # the last first, so that the first partition has the last word on what is shared
+    stages = [number for number in range(len(partitions)) if here is None or number in here]
+    own, devices = [partitions[n] for n in stages], [partitioning.devices[n] for n in stages]
+    materialize_partitions(own, devices, [sum(partitioning.balance[:n]) for n in stages], key)
+    for part, device in zip(reversed(own), reversed(devices), strict=True):
+        move(part, device)  # the last first, so that the first partition has the last word on what is shared
     return partitions
+
+
+def materialize_partitions(
+    partitions: Sequence[nn.Sequential],
+    devices: Sequence[torch.device],
+    first_layers: Sequence[int],
+    key: int | None = None,
+) -> list[str]:
+    """Initialises the layers on the meta device, each on the device of its partition.
+
+    Args:
+        partitions: Layers of a module.
+        devices: One for each partition.
+        first_layers: The number of the first layer of each partition in the module.
+        key: What values depend on, beside the layer; None: drawn from the caller's generator if there are such layers.
+
+    Returns:
+        The names of the layers that cannot be initialised.
+
+    Example:
+        >>> partition = nn.Sequential(nn.Linear(2, 2, device="meta"))
+        >>> materialize_partitions([partition], [torch.device("cpu")], [0])
+        []
+        >>> partition[0].weight.device
+        device(type='cpu')
+    """
+    left = []
+    for part, device, first in zip(partitions, devices, first_layers, strict=True):
+        if waits(part, device):
+            key = draw_key() if key is None else key
+            named = [(first + n, name, part[n]) for n, name in enumerate(part._modules)]
+            left += materialize_layers(named, device, key)
+    return left
 
 
 def partition_model(
@@ -259,8 +305,8 @@ def _unwrapped(layer: nn.Module) -> nn.Module:
 
 
 def _device_of(layer: nn.Module) -> torch.device | None:
-    """Where a layer's parameters lie; None without parameters."""
-    found = {parameter.device for parameter in layer.parameters()}
+    """Where a layer's parameters lie; None without parameters, or if all are on the meta device."""
+    found = {parameter.device for parameter in layer.parameters()} - {torch.device("meta")}
     if len(found) > 1:
         raise ValueError(
             f"nn.Module: {layer}, should have all parameters on a single device, "
@@ -299,11 +345,9 @@ def _where_they_are(layers: list[nn.Module], lies_on: list[torch.device | None],
     return Partitioning(tuple(counts), tuple(devices))
 
 
-def _check_placement(
-    layers: list[nn.Module], lies_on: list[torch.device | None], chosen: Partitioning, machine: Machine
-) -> None:
+def _check_placement(layers: list[nn.Module], chosen: Partitioning, machine: Machine) -> None:
     targets = [device for count, device in zip(chosen.balance, chosen.devices, strict=True) for _ in range(count)]
-    for index, (layer, place, target) in enumerate(zip(layers, lies_on, targets, strict=True)):
+    for index, (layer, target) in enumerate(zip(layers, targets, strict=True)):
         if isinstance(layer, WithDevice):
             told = _usable(layer.device, f"WithDevice of layer {index}", machine)
             if told != target:
@@ -311,11 +355,6 @@ def _check_placement(
                     f"layer {index} is wrapped in WithDevice for {str(told)!r}, but balance= and devices= put it on "
                     f"{str(target)!r}: remove the wrapper, or leave balance= and devices= out"
                 )
-        if place is not None and place.type == "meta" and target.type != "meta":
-            raise ValueError(
-                f"layer {index} lies on the meta device and has no data to move to {str(target)!r}: "
-                "call module.to_empty(device='cpu') and initialise it first"
-            )
 
 
 # ---- what pipework chooses -------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -13,8 +13,10 @@ from torch import nn
 from pipework import microbatch
 from pipework.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from pipework.checkpoint import MODES, checkpointed_micro_batches
+from pipework.contract import contract
 from pipework.layers import Layers, refuse_own_behaviour
 from pipework.loss import LossSettings
+from pipework.materialize import on_meta
 from pipework.partition import split_layers
 from pipework.plan import make_plan
 from pipework.predict import Sample, predict_step
@@ -39,8 +41,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
     from pipework.predict import Prediction
+    from pipework.processes.mesh import Mesh
+    from pipework.processes.ranks import Ranks
     from pipework.runtime.house import House
     from pipework.runtime.transport import Message
     from pipework.schedule import Schedule
@@ -54,7 +59,8 @@ class Pipe(Layers):
     autograd.
 
     Args:
-        module: the layers in order. They stay the user's own objects, with the parameter names of `module`.
+        module: the layers in order. They stay the user's own objects, with the parameter names of `module`. Those on
+            the meta device are given memory where they run, and initialised by their `reset_parameters()`.
         chunks: how many micro-batches a mini-batch is split into, along dimension 0 of its tensors; a batch of fewer
             rows makes as many as it has rows. More chunks make a smaller bubble (the workers' idle share,
             (p-1)/(m+p-1) for p workers and m chunks), until a micro-batch is too small to keep a device busy.
@@ -80,10 +86,14 @@ class Pipe(Layers):
             it outside as always.
         check_finite: NaN or an infinity in an output or a gradient raises a FloatingPointError at once, with a note
             that says where. On an accelerator the host waits for every result to see it.
+        mesh: what `pipework.init()` returned, or a `DeviceMesh`: each worker is a process, and this one holds the
+            layers of its own stages only. Then the pipe is made and called by all processes alike. None: the workers
+            are threads of this process.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`.
-        ValueError: `chunks`, `checkpoint` or `balance` makes no sense; the message says what would.
+        ValueError: `chunks`, `checkpoint` or `balance` makes no sense, or the processes disagree; the message says what
+            would, or about what.
         IndexError: more partitions than devices.
 
     Example:
@@ -99,6 +109,7 @@ class Pipe(Layers):
         "_check_finite",
         "_checkpoint",
         "_chunks",
+        "_company",
         "_deferred",
         "_deferring",
         "_defers",
@@ -108,8 +119,10 @@ class Pipe(Layers):
         "_plan",
         "_programs",
         "_recording",
+        "_skips",
         "_tuples",
         "_steps",
+        "_stop_requested",
     }
 
     def __init__(
@@ -127,6 +140,7 @@ class Pipe(Layers):
         loss_weight: Callable[[Any], Any] | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         check_finite: bool = False,
+        mesh: Mesh | DeviceMesh | None = None,
     ) -> None:
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
             raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
@@ -136,12 +150,45 @@ class Pipe(Layers):
         if isinstance(module, nn.Sequential):
             refuse_own_behaviour(module)
             verify_skippables(module)
+        if mesh is not None:
+            from pipework.processes import joining  # which not every build of PyTorch has what it needs for
+
+            mesh, devices = joining.devices_of_ranks(mesh, devices)
         plan = make_plan(module, schedule, chunks, balance, devices)
+        if mesh is not None:
+            joining.refuse_idle_processes(mesh, plan.placement, len(module))
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)
-        partitions = split_layers(module, plan.partitioning)
+        stages = range(len(plan.placement))
+        here = [stage for stage in stages if mesh is None or plan.placement[stage] == mesh.worker]
+        key = draw_key() if any(map(on_meta, module)) else None
+        partitions = split_layers(module, plan.partitioning, key, here)
         refuse_shared_statistics(partitions)
-        super().__init__(partitions, plan.partitioning.devices)
+        super().__init__(
+            {stage: partitions[stage] for stage in here},
+            [plan.partitioning.devices[stage] for stage in here],
+            [sum(plan.partitioning.balance[:stage]) for stage in here],
+            key,
+            {name for stage in stages if stage not in here for name in partitions[stage]._modules},
+        )
+        self._skips = _skips(partitions)
+        self._company = None
+        if mesh is not None:
+            agreed = contract(
+                module,
+                plan,
+                chunks=chunks,
+                checkpoint=checkpoint,
+                deferred_batch_norm=bool(deferred_batch_norm),
+                loss_reduction=loss_reduction,
+                loss_inside=loss_fn is not None,
+                check_finite=bool(check_finite),
+                grad_scaler=grad_scaler is not None,
+                training=module.training,
+                **{"random key of layers on the meta device": key},
+            )
+            own = [*self.named_parameters(), *self.named_buffers()]
+            self._company = joining.join(mesh, plan.placement, self._skips, partitions, agreed, own, grad_scaler)
         loss.place(self.output_device)
         self._chunks = chunks
         self._checkpoint = checkpoint
@@ -157,6 +204,7 @@ class Pipe(Layers):
         self._recording: Recording | None = None
         self._programs: dict[tuple[int, int, bool], Program] = {}
         self._steps = 0
+        self._stop_requested = False
         self.training = module.training
 
     @property
@@ -166,7 +214,7 @@ class Pipe(Layers):
 
     @property
     def checkpoint(self) -> str:
-        """The checkpoint mode."""
+        """Which micro-batches are computed again for their backward; `save_checkpoint` has nothing to do with it."""
         return self._checkpoint
 
     @property
@@ -179,7 +227,107 @@ class Pipe(Layers):
         """The device of each worker; with one partition per worker, of each partition."""
         return list(self._plan.devices)
 
-    def forward(self, *inputs: Any, target: Any = None, return_output: bool = False, **keyword_inputs: Any) -> Any:
+    @property
+    def is_first(self) -> bool:
+        """Whether the first stage is in this process, which then reads the inputs; others may pass None."""
+        return self._company is None or self._company.is_first
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the last stage is in this process, which then reads the targets and has the outputs."""
+        return self._company is None or self._company.is_last
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of several replicas of the pipe this process belongs to; for a DistributedSampler."""
+        return 0 if self._company is None else self._company.mesh.data_parallel_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many replicas of the pipe there are, each of which is to be given other data."""
+        return 1 if self._company is None else self._company.mesh.data_parallel_size
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes of the pipe and its replicas, as one of them sees them; None: workers are threads."""
+        if self._company is None:
+            return None
+        from pipework.processes.ranks import Ranks
+
+        return Ranks(self._company, self._house_in_use().workers)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether training is to stop: a process was asked to end (SIGTERM), or `request_stop` was called.
+
+        All processes see it after the same training step, so that they can save a checkpoint and leave together. Who
+        does not look is made to leave: the next training step does not begin, but raises SystemExit(143). Where workers
+        are threads, signals are the program's own, and only `request_stop` counts.
+        """
+        if self._company is None:
+            return self._stop_requested
+        self._company.stop_was_seen = True
+        return self._company.stopping
+
+    def request_stop(self) -> None:
+        """Asks for `stopping`, in all processes; a program's signal handler may call it.
+
+        Example:
+            >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2)))
+            >>> pipe.request_stop()
+            >>> pipe.stopping
+            True
+        """
+        self._stop_requested = True
+        if self._company is not None:
+            self._company.request_stop()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scales all gradients down so that their norm is at most a number, as `nn.utils.clip_grad_norm_` does.
+
+        The norm is that of the gradients of the whole model, in whichever processes its layers are. All of them call
+        this.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: which norm; infinity is the largest absolute value.
+            error_if_nonfinite: raise an error if the norm is NaN or infinite.
+
+        Returns:
+            The norm before; the same in all processes.
+
+        Raises:
+            RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
+
+        Example:
+            >>> module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            >>> pipe = Pipe(module, balance=[1, 1], devices=["cpu", "cpu"])
+            >>> pipe(torch.randn(8, 4)).sum().backward()
+            >>> norm = pipe.clip_grad_norm_(1.0)
+            >>> pipe.clip_grad_norm_(1.0) <= 1.0
+            tensor(True)
+        """
+        if self._company is None:
+            return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        with self._company.calling("clip_grad_norm_"):
+            stages = {stage: list(partition.parameters()) for stage, partition in self._partitions.items()}
+            norm = self._company.gradient_norm(self._house_in_use().workers, stages, norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
+                "leave error_if_nonfinite out to scale them by it anyway"
+            )
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        return norm
+
+    def forward(
+        self,
+        *inputs: Any,
+        target: Any = None,
+        return_output: bool = False,
+        outputs: Literal["last", "all"] = "last",
+        **keyword_inputs: Any,
+    ) -> Any:
         """Computes what the un-partitioned module would, and prepares for its backward.
 
         With a target the whole schedule runs, forward and backward, and the loss is returned; its `backward()` delivers
@@ -191,6 +339,8 @@ class Pipe(Layers):
             target: what the loss compares the output with, any nested structure, moved to the last device and split
                 like the inputs. None: the loss is computed outside.
             return_output: return loss and output.
+            outputs: if workers are processes: 'last' returns outputs in that of the last stage, and None in all others;
+                'all' returns them everywhere.
             keyword_inputs: like `inputs`.
 
         Returns:
@@ -198,17 +348,16 @@ class Pipe(Layers):
             which has no graph. Without one the last layer's output, on the last device: tensors are concatenated over
             the micro-batches (0-dimensional ones averaged by rows), other values collected in a list.
 
+            If workers are processes, all of them return the same loss.
+
         Raises:
             TypeError: there is no tensor among the inputs, or the loss is no tensor.
             ValueError: a tensor cannot be split, tensors have different numbers of rows, the schedule needs a target,
                 or the loss has dimensions.
         """
-        if return_output and target is None:
-            raise ValueError(
-                "return_output=True is for pipe(x, target=y), which returns the loss: without a target the "
-                "output is what the pipe returns"
-            )
-        if return_output and self._loss.function is None:
+        if outputs not in ("last", "all"):
+            raise ValueError(f"outputs is not one of 'last' or 'all': got {outputs!r}")
+        if return_output and self._loss.function is None and (target is not None or not self.is_last):
             raise ValueError(
                 "the last layer returns the loss, so there is no output to return: give the pipe a loss_fn"
             )
@@ -216,25 +365,81 @@ class Pipe(Layers):
             if target is not None:
                 raise ValueError("a pipe without layers has no loss: leave the target out")
             return nn.Sequential()(*inputs, **keyword_inputs)
-        split = self._split(inputs, keyword_inputs)
-        targets = None if target is None else microbatch.split_target(target, split.rows, self.output_device)
+        if self._company is None:
+            return self._run(inputs, keyword_inputs, target, return_output=return_output, outputs=outputs)
+        self._house_in_use().workers.refuse_own_thread()
+        what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
+        self._company.leave_if_unseen(what)
+        with self._company.calling(what):
+            return self._run(inputs, keyword_inputs, target, return_output=return_output, outputs=outputs)
+
+    def _run(
+        self,
+        inputs: tuple[Any, ...],
+        keyword_inputs: dict[str, Any],
+        target: Any,
+        *,
+        return_output: bool,
+        outputs: Literal["last", "all"],
+    ) -> Any:
+        """One mini-batch; see `forward`."""
+        if return_output and target is None and self.is_last:
+            raise ValueError(
+                "return_output=True is for pipe(x, target=y), which returns the loss: without a target the "
+                "output is what the pipe returns"
+            )
+        self._refuse_to_run_without_data()
+        split = self._split(inputs, keyword_inputs) if self.is_first else None
         house = self._house_in_use()
         context = CallerContext.capture({"cpu", *(device.type for device in self._plan.devices)})
-        micro_batches = len(split.micro_batches)
-        training = any(layer.training for layer in self)
+        # Of layers in other processes nothing is known here.
+        training = any(layer.training for layer in self) if self._company is None else self.training
+        everywhere = outputs == "all"
+        inside, key = target is not None, None
+        if self._company is not None:
+            opening = self._company.opening(
+                training=training,
+                grad=context.grad,
+                everywhere=everywhere,
+                returns_output=return_output,
+                recorded=self._recording is not None,
+            )
+            rows = None if split is None else split.rows
+            call = self._company.begin(house.workers, opening, rows, draw_key() if training else None, inside=inside)
+            split = split or microbatch.Split.elsewhere(call.rows, call.micro_batches)
+            inside, key = call.inside, call.key
+        assert split is not None
+        targets = None
+        if inside and self.is_last:
+            targets = microbatch.split_target(target, split.rows, self.output_device)
+        micro_batches = len(split.rows)
         checkpointed = checkpointed_micro_batches(self._checkpoint, micro_batches) if training and context.grad else 0
-        program = self._program(micro_batches, checkpointed, inside=targets is not None)
-        if targets is None and training and context.grad and not program.loss_may_be_outside:
-            raise self._loss.missing_target(program.schedule.name, len(inputs), keyword_inputs)
+        program = self._program(micro_batches, checkpointed, inside=inside)
+        if not inside and training and context.grad:
+            if not program.loss_may_be_outside:
+                reader = None if self._company is None else self._company.ranks[self._plan.placement[-1]]
+                missing = self._loss.missing_target(program.schedule.name, len(inputs), keyword_inputs, reader=reader)
+                raise missing if self._company is None else self._company.alike(missing)
+            if self._company is not None and not everywhere:
+                raise self._company.alike(self._loss.outside_of_one_rank(self._company.ranks[self._plan.placement[-1]]))
         inner = None
-        if targets is not None:
+        if inside:
             inner = self._loss.inner(targets, split.rows, grad=context.grad, keeps_output=return_output)
+        if self._company is None and training:
+            key = draw_key()
+        once = Key(key)
         step = Step(
             house,
             program,
             context,
-            Key(draw_key() if training else None),
-            Wanted(self._check_finite, self._recording, self._steps),
+            once,
+            Wanted(
+                self._check_finite,
+                self._recording,
+                self._steps,
+                everywhere=everywhere,
+                scaler=self._loss.grad_scaler,
+            ),
             loss=inner,
             own_leaves=frozenset([n for n, t in enumerate(split.tensors) if t.is_leaf and t.requires_grad]),
             input_gradients=any(tensor.requires_grad for tensor in split.tensors),
@@ -242,18 +447,25 @@ class Pipe(Layers):
         self._steps += 1
         returned: list[Message] = []
         with self._mini_batch_of_batch_norms():
-            if targets is None:
-                outputs = step.forward(split.micro_batches)
+            if inside:
+                results, returned = step.run(split.micro_batches, targets or [])
             else:
-                outputs, returned = step.run(split.micro_batches, targets)
+                results = step.forward(split.micro_batches)
+        if self._company is not None and key is None and self._company.any_of_own(house.workers, once.drawn):
+            once.value()  # layers of another process have drawn, and all generators must go on from the same state
+        rooted = self._company is not None
         if inner is not None:
-            shared = LossInside(step, split.seams.join, returned, inner.scale_in(outputs[0][0][0].dtype))
-            return _with_loss(outputs, split, shared, return_output=return_output)
-        joined = microbatch.join(outputs, split.rows)
+            shared = LossInside(step, split.seams.join, returned, inner.scale_in(results[0][0][0].dtype))
+            has_output = return_output and (everywhere or self.is_last)
+            loss, output = _loss_and_output(results, split, shared, has_output=has_output, rooted=rooted)
+            return (loss, output) if return_output else loss
+        if not results:
+            return None
+        joined = microbatch.join(results, split.rows)
         tensors = joined.tensors
         if context.grad and any(joined.differentiable):
             backward = LossOutside(step, cut=joined.seams.cut, join=split.seams.join)
-            tensors = attach(backward, split.tensors, tensors, joined.differentiable, len(house.stages))
+            tensors = attach(backward, split.tensors, tensors, joined.differentiable, step.stages, rooted=rooted)
         return values.unflatten(tensors, joined.structure)
 
     @contextlib.contextmanager
@@ -261,7 +473,7 @@ class Pipe(Layers):
         """Records what the workers do, and when, for every mini-batch inside the context.
 
         Recording also counts the memory that autograd keeps, which costs a few microseconds an operator: it is meant
-        for one mini-batch now and then.
+        for one mini-batch now and then. If workers are processes, all of them record, and each gets the whole picture.
 
         Example:
             >>> module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -312,6 +524,9 @@ class Pipe(Layers):
         """
         if not self._modules:
             raise ValueError("a pipe without layers does nothing that could be predicted")
+        if self._company is not None:
+            raise ValueError("predict runs all stages in one process: make a pipe without a mesh to have it predicted")
+        self._refuse_to_run_without_data()
         split = self._split(inputs, keyword_inputs)
         count = len(split.micro_batches)
         arguments, keywords = microbatch.arguments_of(split.micro_batches[0])
@@ -324,7 +539,7 @@ class Pipe(Layers):
             loss = self._loss.inner(targets, split.rows, grad=True, keeps_output=False)
             sample = replace(sample, loss=loss, target=values.unflatten(*targets[0]))
         return predict_step(
-            self._partitions,
+            self.partitions,
             self._plan.partitioning.devices,
             self._program(
                 count, checkpointed_micro_batches(self._checkpoint, count), inside=target is not None
@@ -357,6 +572,11 @@ class Pipe(Layers):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: everything but the threads, which are made again when they are needed."""
+        if self._company is not None:
+            raise TypeError(
+                "a pipe whose workers are processes cannot be copied or pickled: copy its layers, or save it with "
+                "pipework.save_checkpoint"
+            )
         return {**self.__dict__, "_house": None, "_recording": None, "_opening": None, "_deferring": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -367,6 +587,12 @@ class Pipe(Layers):
 
     def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> microbatch.Split:
         """The mini-batch in micro-batches."""
+        if self._company is not None and inputs and not keyword_inputs and all(value is None for value in inputs):
+            rank = self._company.mesh.rank
+            raise TypeError(
+                f"inputs do not have any tensors: they are read on rank {rank}, where pipe.is_first, and were None "
+                "there; only the others may pass None"
+            )
         return microbatch.split(inputs, keyword_inputs, self._chunks, self.input_device)
 
     @contextlib.contextmanager
@@ -392,7 +618,11 @@ class Pipe(Layers):
         key = (micro_batches, checkpointed, inside)
         if key not in self._programs:
             plain = self._plan.schedule(micro_batches)
-            self._programs[key] = Program.of(with_recompute(plain, checkpointed, loss_outside=not inside))
+            program = Program.of(with_recompute(plain, checkpointed, loss_outside=not inside))
+            if self._company is not None:
+                pairs = [(skip.source, to) for skip in self._skips for to in skip.destinations if to > skip.source]
+                program = program.across(pairs, reduces=self._company.reduces)
+            self._programs[key] = program
         return self._programs[key]
 
     def _house_in_use(self) -> House:
@@ -402,32 +632,38 @@ class Pipe(Layers):
 
     def _opened(self) -> House:
         if self._house is None or not self._house.workers.alive:
-            # Again for each house, since replacing a layer makes a new one.
-            verify_skippables(self)
-            refuse_shared_statistics(self._partitions)
+            if self._company is None:
+                # Again for each house, since replacing a layer makes a new one.
+                verify_skippables(self)
+                refuse_shared_statistics(self.partitions)
+                self._skips = _skips(self.partitions)
             self._deferred = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
-            edges = skip_edges(self._partitions)
-            skips = [Skip(edge.key, edge.source, edge.destinations) for edge in edges]
             self._house = open_house(
                 self._partitions,
+                self.balance,
                 self._plan.partitioning.devices,
                 self._plan.placement,
-                skips,
+                self._skips,
                 tuples=self._tuples,
                 loss=self._loss.function if isinstance(self._loss.function, nn.Module) else None,
+                company=self._company,
             )
         return self._house
 
 
-def _with_loss(
-    outputs: list[Message], split: microbatch.Split, shared: LossInside, *, return_output: bool
-) -> Tensor | tuple[Tensor, Any]:
-    """What a mini-batch whose loss is inside returns."""
-    parts = [tensors[0] for tensors, _ in outputs]
+def _loss_and_output(
+    results: list[Message], split: microbatch.Split, shared: LossInside, *, has_output: bool, rooted: bool
+) -> tuple[Tensor, Any]:
+    """What comes out of a mini-batch whose loss is inside."""
+    parts = [tensors[0] for tensors, _ in results]
     loss = total(parts)
     if any(part.requires_grad for part in parts):
-        (loss,) = attach(shared, split.tensors, (loss,), (True,), shared.step.stages)
-    if not return_output:
-        return loss
-    joined = microbatch.join([(tensors[1:], structure) for tensors, structure in outputs], split.rows)
+        (loss,) = attach(shared, split.tensors, (loss,), (True,), shared.step.stages, rooted=rooted)
+    if not has_output:
+        return loss, None
+    joined = microbatch.join([(tensors[1:], structure) for tensors, structure in results], split.rows)
     return loss, values.unflatten(joined.tensors, joined.structure)
+
+
+def _skips(partitions: Sequence[nn.Sequential]) -> list[Skip]:
+    return [Skip(edge.key, edge.source, edge.destinations) for edge in skip_edges(partitions)]

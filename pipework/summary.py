@@ -16,22 +16,36 @@ if TYPE_CHECKING:
 def table(pipe: Pipe) -> str:
     """The partitions with their devices and sizes; then schedule, chunks, checkpoint mode and predicted bubble.
 
+    Of a partition in another process, its rank and the number of its layers are known.
+
     The bubble is the idle share of the workers' time if all partitions take equally long and a backward takes twice
     as long as a forward.
     """
-    heading = f"Pipe: {_count(len(pipe), 'layer')} in {_count(len(pipe.balance), 'partition')}"
+    heading = f"Pipe: {_count(sum(pipe.balance), 'layer')} in {_count(len(pipe.balance), 'partition')}"
     if not pipe.balance:
         return heading
+    if len(pipe.stages) < len(pipe.balance):
+        heading += f"; this process has {_count(len(pipe.stages), 'partition')}"
     schedule = pipe.schedule()
     rows = [("partition", "device", "layers", "parameters", "bytes")]
-    for number, (partition, worker) in enumerate(zip(pipe.partitions, schedule.placement, strict=True)):
-        parameters = list(partition.parameters())
+    here = dict(zip(pipe.stages, pipe.partitions, strict=True))
+    ranks = None if pipe._company is None else pipe._company.ranks
+    for number, layers in enumerate(pipe.balance):
+        worker = schedule.placement[number]
         device = str(pipe.devices[worker])
+        if ranks is not None:
+            device = f"{device}, rank {ranks[worker]}" if number in here else f"rank {ranks[worker]}"
+        elif schedule.workers != schedule.stages:
+            device = f"{device} (worker {worker})"
+        if number not in here:
+            rows.append((str(number), device, f"({layers})", "-", "-"))
+            continue
+        parameters = list(here[number].parameters())
         rows.append(
             (
                 str(number),
-                device if schedule.workers == schedule.stages else f"{device} (worker {worker})",
-                _layers(partition),
+                device,
+                _layers(here[number]),
                 f"{sum(parameter.numel() for parameter in parameters):,}",
                 readable_bytes(sum(parameter.nbytes for parameter in parameters)),
             )

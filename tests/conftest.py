@@ -19,10 +19,13 @@ from pipework import Pipe
 from pipework.schedule import SCHEDULES, build
 from pipework.schedule.placement import wave_placement
 from pipework.testing import Reference, draw_key, reference_backward, reference_step
+from tests.ranks import RankPipe, held, own_mesh, recut
 
 # How long an example takes says more about what else the machine does than about the code.
 settings.register_profile("pipework", deadline=None)
-settings.load_profile("pipework")
+# Ranks that run one test together must draw the same examples.
+settings.register_profile("ranks", deadline=None, derandomize=True, database=None)
+settings.load_profile("pipework" if own_mesh() is None else "ranks")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -99,8 +102,17 @@ class Way:
         share: bool = False,
         **options: Any,
     ) -> Pipe:
-        """A pipe of a copy, or if `share` of the module itself; with several stages per worker if the schedule has."""
+        """A pipe of a copy, or if `share` of the module itself; with several stages per worker if the schedule has.
+
+        Where several ranks run a test, they are the workers, and the balance is cut again for their number.
+        """
         known = SCHEDULES[self.schedule]
+        own = module if share else copy.deepcopy(module)
+        options.update(schedule=self.schedule, loss_fn=loss_fn)
+        mesh = own_mesh()
+        if mesh is not None:
+            balance = recut(balance, len(mesh.ranks) * known.stages_per_worker)
+            return RankPipe(own, chunks, checkpoint, *args, balance=balance, mesh=mesh, **options)
         if known.placement is wave_placement and len(balance) % 2:
             # There and back again is an even number of stages.
             *rest, last = balance
@@ -108,17 +120,7 @@ class Way:
         workers = len(balance)
         if known.stages_per_worker == 2:
             workers = 1 if workers % 2 else workers // 2
-        return Pipe(
-            module if share else copy.deepcopy(module),
-            chunks,
-            checkpoint,
-            *args,
-            balance=balance,
-            devices=["cpu"] * workers,
-            schedule=self.schedule,
-            loss_fn=loss_fn,
-            **options,
-        )
+        return Pipe(own, chunks, checkpoint, *args, balance=balance, devices=["cpu"] * workers, **options)
 
     def named(self, kind: str) -> str:
         """What an action of this kind is called in errors: where backwards are split, hooks run in the first half."""
@@ -202,7 +204,7 @@ def assert_trained_alike(
 
     Args:
         plain: the un-pipelined model.
-        pipe: of a copy of it.
+        pipe: of a copy of it. If its workers are processes, each compares what it holds.
         batches: a mini-batch for each step.
         way: in which the pipe is trained.
         same: how everything is compared, but for the output of the first step: that is bitwise equal in any case.
@@ -210,7 +212,9 @@ def assert_trained_alike(
         evaluate: whether the pipe alone is also run in evaluation mode, before and after each backward.
         buffers: whether buffers are compared, too.
     """
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (plain, pipe)]
+    # In a group, because there may be no parameter at all in this process.
+    optimizers = [torch.optim.AdamW([{"params": model.parameters()}], lr=0.01) for model in (plain, pipe)]
+    plain_here = held(plain, pipe)
 
     def look(inputs: tuple[Tensor, ...]) -> None:
         if evaluate:
@@ -233,16 +237,16 @@ def assert_trained_alike(
         for actual, expected in ((output, reference.output), (loss, reference.loss)):
             (bitwise if step == 0 else same)(actual, expected)
         gradients = named_gradients(pipe)
-        for name, expected in named_gradients(plain).items():
+        for name, expected in named_gradients(plain_here).items():
             same(gradients.pop(name), expected)
         assert not gradients, f"only the pipe has gradients of {list(gradients)} in step {step}"
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for name, expected in plain.named_parameters():
+    for name, expected in plain_here.named_parameters():
         same(pipe.get_parameter(name), expected)
     if buffers:
-        states = [model.state_dict() for model in (plain, pipe)]
+        states = [model.state_dict() for model in (plain_here, pipe)]
         assert list(states[0]) == list(states[1])
         for expected, actual in zip(*map(dict.values, states), strict=True):
             same(actual, expected)

@@ -11,20 +11,27 @@ import pytest
 import pipework
 
 PACKAGE = Path(pipework.__file__).parent
-CONCEPTS = {"balance", "batchnorm", "checkpoint", "layers", "loss", "microbatch", "partition", "sequential", "skip"}
-BELOW_PIPE = {"schedule", "timeline", "runtime", "summary", "plan", "predict"} | CONCEPTS
+CONCEPTS = {
+    "allotment", "balance", "batchnorm", "checkpoint", "layers", "loss", "materialize", "microbatch", "partition",
+    "sequential", "skip",
+}  # fmt: skip
+BELOW_PIPE = {"schedule", "timeline", "runtime", "processes", "summary", "plan", "contract", "predict"} | CONCEPTS
 MAY_IMPORT = {
     "schedule": set(),
     "timeline": {"schedule"},
     "runtime": {"schedule"},
+    "processes": {"runtime", "schedule"},
     **dict.fromkeys(CONCEPTS, {"runtime"} | CONCEPTS),
     "summary": {"schedule"},
     "plan": {"balance", "partition", "runtime", "schedule"},
+    "contract": {"schedule", "plan", "__init__"},
     "predict": {"balance", "runtime", "schedule", "summary"},
     "pipe": BELOW_PIPE,
-    "__init__": BELOW_PIPE | {"pipe"},
+    "saving": set(),  # what it needs of a pipe are its partitions
+    "__init__": BELOW_PIPE | {"pipe", "saving"},
 }
-EVERYTHING = BELOW_PIPE | {"pipe", "compat", "testing", "cli", "__init__"}  # for the rooms that no other may import
+# For the rooms that no other may import.
+EVERYTHING = BELOW_PIPE | {"pipe", "saving", "compat", "testing", "cli", "__init__"}
 
 
 def imported(node: ast.AST) -> Iterator[str]:

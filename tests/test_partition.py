@@ -1,6 +1,7 @@
 import copy
 import logging
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,17 @@ NONE = Machine(cores=8)
 def linears(*widths, device="cpu"):
     """Layers of growing cost: widths are output features of a one-feature input, so that costs are easy to see."""
     return nn.Sequential(*(nn.Linear(1, width, bias=False, device=device) for width in widths))
+
+
+class Lies(nn.ReLU):
+    """Has parameters on devices that this machine need not have."""
+
+    def __init__(self, *devices):
+        super().__init__()
+        self.places = [torch.device(device) for device in devices]
+
+    def parameters(self, recurse=True):
+        return (SimpleNamespace(device=place, numel=lambda: 1) for place in self.places)
 
 
 def chosen(module, balance=None, devices=None, machine=NONE):
@@ -115,14 +127,18 @@ class TestDevicesGiven:
 
 class TestLayersTellWhere:
     def test_consecutive_layers_on_a_device_are_a_partition(self):
-        module = nn.Sequential(*linears(1, 1), *linears(1, device="meta"), *linears(1))
-        assert chosen(module) == ([2, 1, 1], ["cpu", "meta", "cpu"])
+        module = nn.Sequential(*linears(1, 1), Lies("cuda:1"), *linears(1))
+        assert chosen(module) == ([2, 1, 1], ["cpu", "cuda:1", "cpu"])
 
     def test_layers_without_parameters_stay_with_their_neighbour(self):
-        module = nn.Sequential(
-            nn.Flatten(), *linears(1), nn.ReLU(), *linears(1, device="meta"), nn.BatchNorm1d(1, affine=False)
-        )
-        assert chosen(module) == ([3, 2], ["cpu", "meta"])
+        module = nn.Sequential(nn.Flatten(), *linears(1), nn.ReLU(), Lies("cuda:1"), nn.BatchNorm1d(1, affine=False))
+        assert chosen(module) == ([3, 2], ["cpu", "cuda:1"])
+
+    def test_layers_on_meta_lie_nowhere(self):
+        module = nn.Sequential(*linears(1, device="meta"), Lies("cuda:0"), *linears(1, device="meta"), Lies("cuda:1"))
+        assert chosen(module, machine=TWO) == ([3, 1], ["cuda:0", "cuda:1"])
+        half_built = nn.Sequential(*linears(1, device="meta"), *linears(1))
+        assert chosen(half_built) == ([1, 1], ["cpu", "cpu"])
 
     def test_with_device_speaks_for_a_layer(self):
         module = nn.Sequential(*linears(1), WithDevice(nn.ReLU(), "meta"), nn.ReLU(), WithDevice(linears(1), CPU))
@@ -211,7 +227,7 @@ class TestModule:
 
     @pytest.mark.parametrize("options", [{}, {"balance": [1], "devices": ["cpu"]}])
     def test_a_layer_on_several_devices(self, options):
-        layer = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
+        layer = Lies("cpu", "cuda:0")
         with pytest.raises(ValueError) as caught:  # noqa: PT011  the whole text is compared below
             chosen(nn.Sequential(layer), **options)
         assert str(caught.value) == (
@@ -225,9 +241,8 @@ class TestModule:
             chosen(nn.Sequential(nn.ReLU(), nn.LazyLinear(2)), **options)
 
     @pytest.mark.parametrize("options", [{}, {"balance": [2]}, {"devices": ["cpu"]}])
-    def test_a_layer_without_data(self, options):
-        with pytest.raises(ValueError, match="layer 0 lies on the meta device and has no data to move to 'cpu'"):
-            chosen(linears(1, 1, device="meta"), **options)
+    def test_a_layer_on_meta_goes_where_others_would(self, options):
+        assert chosen(linears(1, 1, device="meta"), **options) == chosen(linears(1, 1), **options)
 
     def test_the_same_child_twice_is_two_layers(self):
         layer = nn.Linear(2, 2)

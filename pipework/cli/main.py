@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from pipework.cli import check, compare, draw, env
+from pipework.cli import check, compare, convert, draw, env
 from pipework.cli.report import Report
 
 
@@ -61,5 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     draw.add_to(commands)
     compare.add_to(commands)
     check.add_to(commands)
+    convert.add_to(commands)
     env.add_to(commands)
     return parser

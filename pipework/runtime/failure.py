@@ -33,7 +33,7 @@ class Failure:
         error: what was raised first, until it is raised again.
     """
 
-    __slots__ = ("_lock", "_stop", "error", "happened")
+    __slots__ = ("__weakref__", "_lock", "_stop", "error", "happened")
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self.happened = False
@@ -47,10 +47,16 @@ class Failure:
             if self.happened:
                 return
             if action is not None:
-                add_note(error, f"stage {action.stage}, micro-batch {action.micro_batch}, action {action.kind}")
+                which = f", micro-batch {action.micro_batch}" if action.micro_batch >= 0 else ""
+                add_note(error, f"stage {action.stage}{which}, action {action.kind}")
             self.error = error
             self.happened = True
         self._stop()
+
+    def explain(self, explained: Callable[[BaseException], BaseException]) -> None:
+        """Lets somebody who knows more put another exception in the place of the first one."""
+        if self.error is not None:
+            self.error = explained(self.error)
 
     def raise_first(self) -> NoReturn:
         """Raises the original exception object in the caller's thread."""

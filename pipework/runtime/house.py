@@ -1,4 +1,4 @@
-"""What all mini-batches of a pipe share: stages, devices, links and threads."""
+"""What all mini-batches of a pipe share in this process: stages, devices, links and threads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from pipework.runtime.views import shared_modules
 from pipework.runtime.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
     from torch import nn
 
+    from pipework.runtime.company import Company
     from pipework.runtime.device import Link
     from pipework.runtime.skips import Skip
     from pipework.runtime.tuples import TupleRule
@@ -28,75 +29,95 @@ class House:
     """Stages, and the workers that live with them. Holds threads, so it is neither copied nor pickled.
 
     Attributes:
-        stages: in order.
-        placement: the worker of each stage.
-        devices: one for each worker.
+        stages: those whose workers are in this process, by number and in order.
+        placement: the worker of each stage, wherever it is.
+        devices: of the workers in this process, by number and in order.
+        skips: the skip connections between all layers.
+        company: the other workers, each a process of its own; None: all are here.
         links: see `LocalTransport`.
         workers: the threads.
         lock: held while the workers run, because a stage's slots can hold the leaves of one mini-batch only.
         random_guards: a lock for each accelerator that several workers share, whose one default generator they move.
     """
 
-    stages: tuple[Stage, ...]
+    stages: Mapping[int, Stage]
     placement: tuple[int, ...]
-    devices: tuple[WorkerDevice, ...]
+    devices: Mapping[int, WorkerDevice]
+    skips: Sequence[Skip]
+    company: Company | None
     links: dict[tuple[int, int], Link | None]
     workers: Workers
     lock: threading.Lock
     random_guards: dict[torch.device, threading.Lock]
 
+    def has(self, stage: int) -> bool:
+        """Whether what is addressed to this stage stays in this process.
+
+        -1 and behind the last stage is the caller: there, of the first stage's process and of the last's.
+        """
+        return min(max(stage, 0), len(self.placement) - 1) in self.stages
+
 
 def open_house(
-    partitions: Sequence[nn.Sequential],
+    partitions: Mapping[int, nn.Sequential],
+    balance: Sequence[int],
     devices: Sequence[torch.device],
     placement: tuple[int, ...],
     skips: Sequence[Skip],
     *,
     tuples: TupleRule,
     loss: nn.Module | None = None,
+    company: Company | None = None,
 ) -> House:
     """Makes a stage of each partition, and a worker for each number in the placement.
 
     Args:
-        partitions: the layers.
-        devices: one for each partition.
+        partitions: the layers of this process, by the number of their stage.
+        balance: how many layers each partition has, wherever it is.
+        devices: one for each partition, wherever it is.
         placement: the worker of each partition, as the schedule has it.
         skips: the skip connections between the layers.
         tuples: how a tuple reaches a layer.
         loss: computed by the last stage, if it is a module; its buffers are treated like those of the layers.
+        company: the other workers; None: all are in this process.
     """
-    workers = tuple(WorkerDevice(devices[placement.index(worker)]) for worker in range(max(placement) + 1))
-    named_layers = [
-        [(name, layer) for name, layer in partition._modules.items() if layer is not None] for partition in partitions
-    ]
-    shared = shared_modules([[layer for _, layer in layers] for layers in named_layers])
-    stages = tuple(
-        Stage(
+    workers: dict[int, WorkerDevice] = {}
+    for index in sorted(partitions, key=placement.__getitem__):
+        workers.setdefault(placement[index], WorkerDevice(devices[index]))
+    named_layers = {
+        index: [(name, layer) for name, layer in partition._modules.items() if layer is not None]
+        for index, partition in partitions.items()
+    }
+    shared = shared_modules([[layer for _, layer in layers] for layers in named_layers.values()])
+    stages = {
+        index: Stage(
             index,
             layers,
-            first_number=sum(map(len, named_layers[:index])),
+            first_number=sum(balance[:index]),
             device=workers[placement[index]],
             shared=shared,
             skips=skips,
             tuples=tuples,
-            loss=loss if index + 1 == len(named_layers) else None,
-            shares_output=index + 1 < len(devices) and devices[index] == devices[index + 1],
+            loss=loss if index + 1 == len(placement) else None,
+            shares_output=index + 1 in partitions and devices[index] == devices[index + 1],
         )
-        for index, layers in enumerate(named_layers)
-    )
-    ways = {(stage, stage) for stage in range(len(stages))} | {(stage, stage + 1) for stage in range(len(stages) - 1)}
-    ways |= {(skip.source, destination) for skip in skips for destination in skip.destinations}
+        for index, layers in named_layers.items()
+    }
+    ways = {(stage, stage) for stage in stages} | {(stage, stage + 1) for stage in stages if stage + 1 in stages}
+    ways |= {(skip.source, to) for skip in skips for to in skip.destinations if skip.source in stages and to in stages}
     pairs = {(placement[a], placement[b]) for a, b in ways} | {(placement[b], placement[a]) for a, b in ways}
     return House(
         stages=stages,
         placement=placement,
         devices=workers,
+        skips=skips,
+        company=company,
         links={(source, target): link(workers[source], workers[target]) for source, target in sorted(pairs)},
-        workers=Workers(workers),
+        workers=Workers(list(workers.values())),
         lock=threading.Lock(),
         random_guards={
             device: threading.Lock()
-            for device, count in Counter(worker.device for worker in workers).items()
+            for device, count in Counter(worker.device for worker in workers.values()).items()
             if count > 1 and is_accelerator(device)
         },
     )

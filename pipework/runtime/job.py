@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipework.runtime import random_kernels
+from pipework.runtime.failure import Stopped
 from pipework.runtime.loop import run_actions
-from pipework.schedule import Interval
+from pipework.schedule import KINDS, Interval
 
 if TYPE_CHECKING:
     import threading
@@ -33,12 +34,14 @@ class Conditions:
         context: the caller's settings for the layers; None: the usual ones, or the run begins after the forward.
         modes: the caller's modes.
         turn: held by the one worker that computes, if there are modes; None: workers need not take turns.
+        starting: told of each action that is about to begin; None: nobody wants to know.
     """
 
     failure: Failure
     context: CallerContext | None
     modes: Modes
     turn: threading.Lock | None
+    starting: Callable[[Action], None] | None = None
 
 
 class Job:
@@ -66,6 +69,7 @@ class Job:
         recorded: bool,
     ) -> None:
         self._worker = worker
+        self._stages = list(runs)
         self._runs = list(runs.values())
         self._order = order
         self._device = device
@@ -83,6 +87,9 @@ class Job:
 
     def connect(self, endpoint: Endpoint, *, retain_graph: bool) -> None:
         """Prepares the worker's stages for the run."""
+        self._finish = endpoint.finish
+        for kind, handler in endpoint.handlers.items():
+            self._handlers.update({(kind, stage): handler for stage in self._stages})
         for run in self._runs:
             run.connect(
                 endpoint,
@@ -108,11 +115,15 @@ class Job:
                 # On the worker's thread, where no Ctrl-C can come between putting an alias in and taking it out.
                 for run in self._runs:
                     stack.enter_context(run.aliases.standing_in())
-                if self._marks is None:
-                    run_actions(self._order, self._handlers, self._conditions.failure)
-                else:
+                finished = None
+                if self._marks is not None:
                     self._clock = self._device.clock()
-                    run_actions(self._order, self._handlers, self._conditions.failure, self._mark_end)
+                    finished = self._mark_end
+                run_actions(self._order, self._handlers, conditions.failure, finished, conditions.starting)
+                if not conditions.failure.happened:
+                    self._finish()
+        except Stopped:
+            pass
         except BaseException as error:  # entering or leaving a context
             self._conditions.failure.report(error, None)
 
@@ -134,6 +145,8 @@ class Job:
 
     def _mark_end(self, action: Action) -> None:
         assert self._marks is not None
+        if action.kind not in KINDS:
+            return
         end = self._clock.now()
         sizes = (0, 0, 0) if self._meter is None else self._meter.read(action.stage, action.micro_batch)
         self._marks.append((action, self._start, end, sizes))

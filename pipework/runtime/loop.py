@@ -18,6 +18,7 @@ def run_actions(
     handlers: Mapping[tuple[str, int], Callable[[Action], None]],
     failure: Failure,
     finished: Callable[[Action], None] | None = None,
+    starting: Callable[[Action], None] | None = None,
 ) -> None:
     """Executes a worker's actions in order. Never raises: the first exception of all workers is kept in `failure`.
 
@@ -26,12 +27,15 @@ def run_actions(
         handlers: what an action of a (kind, stage) does. A handler waits for what it needs.
         failure: shared by all workers of a run; a worker stops before its next action when another has failed.
         finished: called after each action; None: nobody wants to know.
+        starting: called before each action, likewise.
     """
     action = None
     try:
         for action in actions:
             if failure.happened:
                 return
+            if starting is not None:
+                starting(action)
             handlers[action.kind, action.stage](action)
             if finished is not None:
                 finished(action)

@@ -74,12 +74,14 @@ class TakingTurns:
         turn: held by the worker that computes.
     """
 
-    __slots__ = ("_endpoint", "_turn", "sender")
+    __slots__ = ("_endpoint", "_turn", "finish", "handlers", "sender")
 
     def __init__(self, endpoint: Endpoint, turn: threading.Lock) -> None:
         self._endpoint = endpoint
         self._turn = turn
         self.sender = endpoint.sender
+        self.handlers = endpoint.handlers
+        self.finish = endpoint.finish
 
     def receive(self, address: Any) -> Message:
         """See `Endpoint.receive`."""

@@ -186,7 +186,13 @@ class StageNode(torch.autograd.Function):
 
 
 def attach(
-    shared: Backward, inputs: Sequence[Tensor], outputs: tuple[Tensor, ...], differentiable: Sequence[bool], stages: int
+    shared: Backward,
+    inputs: Sequence[Tensor],
+    outputs: tuple[Tensor, ...],
+    differentiable: Sequence[bool],
+    stages: Sequence[int],
+    *,
+    rooted: bool = False,
 ) -> tuple[Tensor, ...]:
     """Puts a mini-batch that has gone forward into the user's autograd graph.
 
@@ -195,16 +201,17 @@ def attach(
         inputs: the pipe's input tensors.
         outputs: the joined outputs, without a graph.
         differentiable: for each output, whether it requires a gradient.
-        stages: their number.
+        stages: their numbers, in order; if the workers are processes, of those of this process.
+        rooted: the outputs require a gradient even if nothing here does.
 
     Returns:
         The outputs, as results of the graph.
     """
     fixed = [output for output, needs in zip(outputs, differentiable, strict=True) if not needs]
     apply: Callable[..., Any] = StageNode.apply
-    token = torch.zeros((), dtype=torch.float64, device="cpu")
-    for stage in range(stages - 1):
+    token = torch.zeros((), dtype=torch.float64, device="cpu", requires_grad=rooted)
+    *others, last = stages
+    for stage in others:
         token = apply(shared, stage, None, [], token, *(inputs if stage == 0 else ()), *shared.step.parameters(stage))
-    last = stages - 1
     sources = (*(inputs if last == 0 else ()), *shared.step.parameters(last))
     return apply(shared, last, outputs, fixed, token, *sources)  # type: ignore[no-any-return]

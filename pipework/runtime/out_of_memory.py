@@ -38,7 +38,7 @@ def note_memory(error: BaseException | None, stages: Sequence[Stage], runs: Sequ
 
     Args:
         error: what was raised first.
-        stages: all of them.
+        stages: all of this process.
         runs: what the mini-batch has left on them; not yet cleared.
     """
     if error is not None and is_out_of_memory(error):

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pipework.schedule import KINDS, split_at_loss
+from pipework.schedule import KINDS, split_at_loss, with_communication, with_gradient_reduction, with_skips
 from pipework.schedule.edges import recomputed
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pipework.schedule import Schedule
     from pipework.schedule.phases import Orders
 
 
+_FORWARD = ("F", "SEND_F", "RECV_F")
+
+
 @dataclass(frozen=True)
 class Program:
-    """A checked schedule."""
+    """A checked schedule.
+
+    Attributes:
+        schedule: what is computed.
+        lowered: the same with what goes from rank to rank; None: nothing does.
+    """
 
     schedule: Schedule
+    lowered: Schedule | None = None
 
     @classmethod
     def of(cls, schedule: Schedule) -> Program:
@@ -48,6 +59,17 @@ class Program:
             )
         return cls(schedule)
 
+    def across(self, skips: Iterable[tuple[int, int]], *, reduces: bool) -> Program:
+        """The same for workers that are processes: says when what is sent, received and reduced.
+
+        Args:
+            skips: the pairs of stages between which skip connections go.
+            reduces: whether gradients are summed over replicas.
+        """
+        lowered = with_skips(self.schedule, skips)
+        lowered = with_communication(with_gradient_reduction(lowered) if reduces else lowered)
+        return replace(self, lowered=lowered)
+
     @cached_property
     def checkpointed(self) -> tuple[frozenset[int], ...]:
         """For each stage the micro-batches that are recomputed."""
@@ -60,17 +82,17 @@ class Program:
     @property
     def whole(self) -> Orders:
         """Forward and backward, with the loss inside."""
-        return self.schedule.orders
+        return (self.lowered or self.schedule).orders
 
     @cached_property
     def forwards(self) -> Orders:
         """The forwards alone."""
-        return tuple(tuple(action for action in order if action.kind == "F") for order in self.schedule.orders)
+        return tuple(tuple(action for action in order if action.kind in _FORWARD) for order in self.whole)
 
     @cached_property
     def others(self) -> Orders:
         """Everything else. Any valid schedule may be cut like this, but more activations wait in between."""
-        return tuple(tuple(action for action in order if action.kind != "F") for order in self.schedule.orders)
+        return tuple(tuple(action for action in order if action.kind not in _FORWARD) for order in self.whole)
 
     @cached_property
     def loss_may_be_outside(self) -> bool:

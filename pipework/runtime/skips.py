@@ -79,20 +79,11 @@ class SkipPorts:
     def receive(
         self, micro_batch: int, leaves: tuple[Tensor, ...], structure: Structure | None
     ) -> tuple[tuple[Tensor, ...], Bundle]:
-        """Waits for what the stage will pop, and adds it to its inputs.
-
-        Raises:
-            RuntimeError: another stage has overwritten a tensor after it was stashed.
-        """
+        """Waits for what the stage will pop, and adds it to its inputs."""
         skips: list[Tensor] = []
         present = []
-        for n, skip in self._incoming:
-            tensors, version = self._receive((f"F skip {n}", self._stage, micro_batch))
-            if tensors and tensors[0]._version > version:
-                raise RuntimeError(
-                    f"a layer between has changed skip tensor {_named(skip)} in place after it was stashed by stage "
-                    f"{skip.source}, so its gradient would be wrong; stash a clone, or make that layer not in-place"
-                )
+        for n, _ in self._incoming:
+            tensors, _ = self._receive((f"F skip {n}", self._stage, micro_batch))
             skips += tensors
             present.append(bool(tensors))
         self._present_in[micro_batch] = tuple(present)
@@ -105,12 +96,12 @@ class SkipPorts:
         for senders, is_tensor in zip(self._senders, present, strict=True):
             tensor = next(remaining) if is_tensor else None
             for send in senders:
-                # The version tells the receiver whether somebody has overwritten the tensor meanwhile.
-                send(
-                    micro_batch,
-                    () if tensor is None else (boundary.cut(tensor),),
-                    None if tensor is None else tensor._version,
-                )
+                send(micro_batch, () if tensor is None else (boundary.cut(tensor),), None)
+
+    def stashed(self, tensors: Sequence[Tensor], present: tuple[bool, ...]) -> list[tuple[int, Tensor]]:
+        """What the stage has stashed, with the number of the skip."""
+        numbers = [n for (n, _), is_tensor in zip(self._outgoing, present, strict=True) if is_tensor]
+        return list(zip(numbers, tensors, strict=True))
 
     def receive_gradients(self, micro_batch: int) -> tuple[Tensor | None, ...]:
         """Waits for the gradients of what was stashed: the sum over the stages that popped it, the last one's first."""
@@ -162,8 +153,3 @@ class StageTracker:
     def outgoing(self) -> tuple[Tensor | None, ...]:
         """What the stage has stashed for other stages."""
         return tuple([self._tensors[key] for key in self._outgoing])
-
-
-def _named(skip: Skip) -> str:
-    name = skip.key[1] if isinstance(skip.key, tuple) else skip.key
-    return repr(name)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import nn
 
 from pipework.runtime.buffers import MutableBuffers
+from pipework.runtime.stashed import StashedTensors
 from pipework.runtime.views import execution_layers
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Stage:
     ) -> None:
         self.index = index
         self.skips = skips
+        self.stashed = StashedTensors(index, skips)
         self.device = device
         self.shares_output = shares_output
         names = [name for name, _ in layers]

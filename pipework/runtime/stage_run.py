@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pipework.runtime import boundary, engine, inspection, skip_tracker, values
+from pipework.runtime import boundary, engine, inspection, skip_tracker, stashed, values
 from pipework.runtime.checkpointing import checkpointing, recomputing
 from pipework.runtime.failure import add_note
 from pipework.runtime.finite import refuse_non_finite
@@ -30,6 +30,7 @@ from pipework.runtime.parameters import Aliases
 from pipework.runtime.random_stream import function_may_draw, may_draw
 from pipework.runtime.skips import Bundle, SkipPorts
 from pipework.runtime.split import Splitting
+from pipework.runtime.stashed import Arrived, Stashed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
@@ -99,6 +100,7 @@ class StageRun:
         self.meter: MemoryMeter | None = None
         ports = SkipPorts(stage.index, stage.skips)
         self._skips = ports if ports.touched else None
+        self._stashed = stage.stashed
 
     def connect(
         self,
@@ -141,6 +143,9 @@ class StageRun:
         """F: computes the stage's output for one micro-batch and sends it on."""
         micro_batch = action.micro_batch
         leaves, structure = self._receive(action[:3])
+        arrived: list[Arrived] = []
+        if isinstance(structure, Stashed):
+            arrived, structure = stashed.arrived(leaves, structure), structure.structure
         if self._skips is not None:
             leaves, structure = self._skips.receive(micro_batch, leaves, structure)
         if self._loss is not None:
@@ -151,13 +156,15 @@ class StageRun:
         if self._started is not None:
             self._started()
         if micro_batch in self._checkpointed:
-            outputs, structure = self._first_pass(leaves, structure, micro_batch)
+            outputs, structure = self._first_pass(leaves, structure, micro_batch, arrived)
         else:
             outputs, structure = self._compute(leaves, structure, micro_batch)
             if self._grad:
                 self._keep_graph(micro_batch, leaves, outputs)
         if self._check_finite:
             refuse_non_finite(outputs, f"an output of stage {self._index}")
+        if arrived:
+            self._stashed.refuse_overwritten(arrived)
         # The references to the graph end here: what is sent has none, and this frame must not keep it either.
         outputs = tuple(map(boundary.cut, outputs))
         if self._loss is not None:
@@ -170,7 +177,10 @@ class StageRun:
         if self._skips is not None:
             structure, own, present = structure
             self._skips.send(micro_batch, outputs[own:], present)
-            outputs = outputs[:own]
+            outputs, own_stashed = outputs[:own], self._skips.stashed(outputs[own:], present)
+            structure = self._stashed.around(structure, outputs, arrived, own_stashed)
+        elif arrived:
+            structure = self._stashed.around(structure, outputs, arrived, ())
         self._send_output(micro_batch, outputs, structure)
 
     def recompute(self, action: Action) -> None:
@@ -284,7 +294,7 @@ class StageRun:
         self.aliases.take_gradients()
 
     def _first_pass(
-        self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
+        self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int, arrived: Sequence[Arrived]
     ) -> tuple[tuple[Tensor, ...], Around]:
         """Computes a micro-batch whose graph will not be kept, only its input.
 
@@ -315,6 +325,7 @@ class StageRun:
                     "input in place, which it did not do for the first micro-batch; checkpointing needs that input "
                     "again. Clone the input in that layer, or use checkpoint='never'."
                 )
+            self._stashed.refuse_overwritten(arrived, own)
             self._overwrites = True
             self._refuse_overlap(leaves)
         if self.meter is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pipework.runtime import random_kernels
+from pipework.runtime.company import Trip
 from pipework.runtime.device import random_states_kept
 from pipework.runtime.failure import Failure
 from pipework.runtime.job import Conditions, Job
@@ -21,6 +23,7 @@ from pipework.runtime.transport import LocalTransport
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
     from pipework.runtime.context import CallerContext
@@ -50,11 +53,15 @@ class Wanted(NamedTuple):
         check_finite: NaN and infinities are errors.
         recorder: told about every action; None: nobody asks.
         number: of this mini-batch, for the recorder.
+        everywhere: whether the outputs are wanted in the processes of all workers, not only in that of the last stage.
+        scaler: looks for infinities among gradients, in which all processes must agree; None: nobody does.
     """
 
     check_finite: bool = False
     recorder: Recorder | None = None
     number: int = 0
+    everywhere: bool = False
+    scaler: torch.amp.GradScaler | None = None
 
 
 class Step:
@@ -96,11 +103,11 @@ class Step:
         self._failed = False
         # Most models' inputs need no gradient, and a message for each micro-batch that says so is not free.
         self._returned = [("B", -1)] if input_gradients else []
-        last = len(house.stages) - 1
+        last = len(house.placement) - 1
         house.workers.refuse_own_thread()
         with house.lock:  # while workers run for another thread, the slots hold what is theirs
-            self._runs = [
-                StageRun(
+            self._runs = {
+                stage.index: StageRun(
                     stage,
                     context,
                     program.checkpointed[stage.index],
@@ -110,10 +117,10 @@ class Step:
                     splits=stage.index in program.schedule.split_stages,
                     loss=loss if stage.index == last else None,
                 )
-                for stage in house.stages
-            ]
+                for stage in house.stages.values()
+            }
         if wanted.recorder is not None:
-            for worker in range(len(house.devices)):
+            for worker in house.devices:
                 runs = self._runs_of(worker)
                 modules = [module for stage in runs for module in house.stages[stage].modules]
                 meter = MemoryMeter(
@@ -121,13 +128,13 @@ class Step:
                 )
                 for run in runs.values():
                     run.meter = meter
-        if any(run.draws and stage.device.stream is None for run, stage in zip(self._runs, house.stages, strict=True)):
+        if any(run.draws and house.stages[stage].device.stream is None for stage, run in self._runs.items()):
             random_kernels.install()
 
     @property
-    def stages(self) -> int:
-        """How many there are."""
-        return len(self._runs)
+    def stages(self) -> list[int]:
+        """Those of this process, in order."""
+        return list(self._runs)
 
     def parameters(self, stage: int) -> list[Tensor]:
         """The parameters of a stage that require a gradient."""
@@ -140,11 +147,13 @@ class Step:
             inputs: for each micro-batch, what stage 0 gets.
 
         Returns:
-            For each micro-batch, what the last stage gave.
+            For each micro-batch, what the last stage gave; nothing if that is in another process and not wanted here.
         """
-        sent = [("F", 0, inputs)]
-        (outputs,) = self._run(self._program.forwards, sent, [("F", len(self._runs))], begins=True)
-        return outputs
+        shares = None if self._wanted.everywhere else 0
+        stages = len(self._house.placement)
+        awaited = [("F", stages)] if self._wanted.everywhere or self._house.has(stages) else []
+        received = self._run(self._program.forwards, [("F", 0, inputs)], awaited, begins=True, shares=shares)
+        return received[0] if received else []
 
     def backward(self, gradients: Sequence[tuple[Tensor | None, ...]], *, retain_graph: bool) -> list[Message]:
         """Runs everything after the forwards.
@@ -161,10 +170,12 @@ class Step:
                 "the backward of this mini-batch has failed before, so its graphs are gone; "
                 "call the pipe again for a new one"
             )
-        for run in self._runs:
+        for run in self._runs.values():
             run.aliases.take_gradients()  # a backward that wanted some parameters only left the others' gradients lying
-        sent = [("B", len(self._runs) - 1, [(tensors, None) for tensors in gradients])]
-        received = self._run(self._program.others, sent, self._returned, begins=False, retain_graph=retain_graph)
+        sent = [("B", len(self._house.placement) - 1, [(tensors, None) for tensors in gradients])]
+        company = self._house.company
+        with contextlib.nullcontext() if company is None else company.calling("backward"):
+            received = self._run(self._program.others, sent, self._returned, begins=False, retain_graph=retain_graph)
         return received[0] if received else []
 
     def run(self, inputs: Sequence[Message], targets: Sequence[Message]) -> tuple[list[Message], list[Message]]:
@@ -175,15 +186,17 @@ class Step:
             targets: for each micro-batch, what the loss compares the output with.
 
         Returns:
-            For each micro-batch, its part of the loss (and the output, if the loss keeps it); and the gradient of each
-            tensor that stage 0 was given, nothing without grad mode or if none requires one.
+            For each micro-batch, its part of the loss (and the output, if the loss keeps it and it is here or wanted
+            everywhere); and the gradient of each tensor that stage 0 was given, nothing without grad mode or if none
+            requires one.
         """
-        stages = len(self._runs)
+        stages = len(self._house.placement)
         sent = [("F", 0, inputs), ("target", stages - 1, targets)]
+        shares = None if self._wanted.everywhere else 1
         if not self._context.grad:
-            (outputs,) = self._run(self._program.forwards, sent, [("F", stages)], begins=True)
-            return outputs, []
-        outputs, *returned = self._run(self._program.whole, sent, [("F", stages), *self._returned], begins=True)
+            return self._run(self._program.forwards, sent, [("F", stages)], begins=True, shares=shares)[0], []
+        awaited = [("F", stages), *self._returned]
+        outputs, *returned = self._run(self._program.whole, sent, awaited, begins=True, shares=shares)
         return outputs, returned[0] if returned else []
 
     def take_gradients(self, stage: int, *, keep: bool = False) -> list[Tensor | None]:
@@ -199,7 +212,7 @@ class Step:
         return gradients
 
     def _runs_of(self, worker: int) -> dict[int, StageRun]:
-        return {stage: self._runs[stage] for stage, place in enumerate(self._house.placement) if place == worker}
+        return {stage: run for stage, run in self._runs.items() if self._house.placement[stage] == worker}
 
     def _run(
         self,
@@ -209,6 +222,7 @@ class Step:
         *,
         begins: bool,
         retain_graph: bool = False,
+        shares: int | None = 0,
     ) -> list[list[Message]]:
         """Runs the workers once.
 
@@ -218,6 +232,7 @@ class Step:
             awaited: what comes out, addressed as if to an action of that kind and stage.
             begins: this is the mini-batch's first run, in which layers go forward.
             retain_graph: whether the graphs are needed once more.
+            shares: how many of the tensors that leave the last stage are wanted in all processes; None: all.
 
         Returns:
             For each of `awaited`, the messages of all micro-batches.
@@ -229,44 +244,60 @@ class Step:
                 "call the pipe again in this process"
             )
         house.workers.refuse_own_thread()
-        transport: Transport = LocalTransport(house.placement, house.links)
+        micro_batches = self._program.schedule.micro_batches
+        local = LocalTransport(house.placement, house.links)
+        transport: Transport = local
+        if house.company is not None:
+            differentiates = orders is not self._program.forwards
+            scaler = self._wanted.scaler if differentiates else None
+            trip = Trip(self._runs, house.placement, house.skips, micro_batches, shares, differentiates, scaler)
+            transport = house.company.transport(local, trip)
         failure = Failure(transport.stop)
+        if house.company is not None:
+            house.company.during(failure)
         jobs = self._jobs(orders, transport, failure, begins=begins, retain_graph=retain_graph)
         # A context can be entered once at a time only, and each worker needs the caller's variables: copies.
         calls = [functools.partial(contextvars.copy_context().run, job) for job in jobs]
         # In evaluation nothing moves an accelerator's default generator, and what its layers draw must be remembered.
-        moved = house.devices if self._key.drawn else ()
+        moved = tuple(house.devices.values()) if self._key.drawn else ()
         with house.lock, random_states_kept(moved):
-            for device in house.devices:
+            for device in house.devices.values():
                 device.wait_for_caller()
             for kind, stage, messages in sent:
+                if not house.has(stage):
+                    continue
                 send = transport.outside.sender(kind, stage)
                 for micro_batch, (tensors, structure) in enumerate(messages):
                     send(micro_batch, tensors, structure)
             house.workers.run(calls, lambda error: failure.report(error, None))
-            for each in house.stages:
+            for each in house.stages.values():
                 each.hand_back()
         for job in jobs:
             job.disconnect()
+        transport.close()
         if failure.happened:
             self._failed = True
-            note_memory(failure.error, house.stages, self._runs)
-            for run in self._runs:
+            note_memory(failure.error, list(house.stages.values()), list(self._runs.values()))
+            for run in self._runs.values():
                 run.clear()
+            if house.company is not None:
+                failure.explain(house.company.explained)
             failure.raise_first()
         if recorder is not None:
             if begins:  # not before: a mini-batch that failed is no measurement
                 recorder.begin(self._wanted.number, self._program.schedule, loss_outside=self._loss is None)
-            for job in jobs:
-                recorder.add(self._wanted.number, job.recorded())
-        for device in house.devices:
+            intervals = [interval for job in jobs for interval in job.recorded()]
+            if house.company is not None:
+                intervals = house.company.shared(house.workers, intervals)
+            recorder.add(self._wanted.number, intervals)
+        for device in house.devices.values():
             device.hand_over(())
-        micro_batches = len(sent[0][2])
         received = []
         for kind, stage in awaited:
             messages = [transport.outside.receive((kind, stage, micro_batch)) for micro_batch in range(micro_batches)]
-            source = house.stages[0 if stage < 0 else -1].device
-            source.hand_over([tensor for tensors, _ in messages for tensor in tensors])
+            tensors = [tensor for tensors, _ in messages for tensor in tensors]
+            for source in house.devices.values():
+                source.hand_over(tensors)
             received.append(messages)
         return received
 
@@ -279,10 +310,11 @@ class Step:
             context=self._context if begins and not self._context.is_usual else None,
             modes=modes,
             turn=threading.Lock() if modes else None,
+            starting=None if house.company is None else house.company.starting,
         )
         jobs = []
-        for worker, (order, endpoint) in enumerate(zip(orders, transport.endpoints, strict=True)):
-            runs, device = self._runs_of(worker), house.devices[worker]
+        for worker, device in house.devices.items():
+            runs, order, endpoint = self._runs_of(worker), orders[worker], transport.endpoints[worker]
             stream = None
             if any(run.draws for run in runs.values()):
                 seeder = device.random_seeder() if self._key.drawn else None

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipework.runtime.device import Link
+    from pipework.schedule import Action
 
     # Tensors, and what the receiver must know of them: mostly the structure around them (None: a single tensor).
     Message: TypeAlias = tuple[tuple[Any, ...], Any]
@@ -43,13 +44,20 @@ class Endpoint(Protocol):
     def receive(self, address: Address) -> Message:
         """Waits for the value addressed to this action. Raises `Stopped` when another worker has failed."""
 
+    @property
+    def handlers(self) -> Mapping[str, Callable[[Action], None]]:
+        """What the worker is to do at actions of these kinds, if its schedule says what is transferred when."""
+
+    def finish(self) -> None:
+        """Called on the worker's thread after its last action, unless something has failed."""
+
 
 class Transport(Protocol):
     """Connects the workers of one run with each other and with the outside."""
 
     @property
-    def endpoints(self) -> Sequence[Endpoint]:
-        """One for each worker."""
+    def endpoints(self) -> Mapping[int, Endpoint]:
+        """One for each worker of this process, by its number."""
 
     @property
     def outside(self) -> Endpoint:
@@ -57,6 +65,9 @@ class Transport(Protocol):
 
     def stop(self) -> None:
         """Wakes every worker that waits: it raises `Stopped`."""
+
+    def close(self) -> None:
+        """After the run: lets go of the mini-batch."""
 
 
 class LocalEndpoint:
@@ -121,6 +132,14 @@ class LocalEndpoint:
             arrive()
         return message
 
+    @property
+    def handlers(self) -> Mapping[str, Callable[[Action], None]]:
+        """See `Endpoint.handlers`: values are sent as they are made."""
+        return {}
+
+    def finish(self) -> None:
+        """See `Endpoint.finish`: there is nothing to wait for."""
+
 
 class LocalTransport:
     """The endpoints of one run in one process, connected.
@@ -136,19 +155,24 @@ class LocalTransport:
 
     def __init__(self, placement: tuple[int, ...], links: Mapping[tuple[int, int], Link | None]) -> None:
         self._inboxes: list[Inbox] = [SimpleQueue() for _ in range(max(placement, default=-1) + 1)]
-        outside: Inbox = SimpleQueue()
-        inboxes = [*(self._inboxes[worker] for worker in placement), outside]
-        self.outside = LocalEndpoint(outside, inboxes, [*(links.get((worker, worker)) for worker in placement), None])
-        self.endpoints = [
-            LocalEndpoint(
+        self.outside_inbox: Inbox = SimpleQueue()
+        inboxes = [*(self._inboxes[worker] for worker in placement), self.outside_inbox]
+        self.outside = LocalEndpoint(
+            self.outside_inbox, inboxes, [*(links.get((worker, worker)) for worker in placement), None]
+        )
+        self.endpoints = {
+            number: LocalEndpoint(
                 inbox,
                 inboxes,
                 [*(links.get((number, worker)) if worker != number else None for worker in placement), None],
             )
             for number, inbox in enumerate(self._inboxes)
-        ]
+        }
 
     def stop(self) -> None:
         """See `Transport.stop`."""
         for inbox in self._inboxes:
             inbox.put(WAKE_UP)
+
+    def close(self) -> None:
+        """See `Transport.close`: nothing of it is known here."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipework.runtime.device import WorkerDevice
+
+# Seconds for which the caller waits at a stretch. The system may hand a signal to any thread; what Python does about it
+# is done by the main thread, which a signal to another one does not wake.
+_PULSE = 0.2
 
 
 class Workers:
@@ -75,7 +80,8 @@ class Workers:
                         queue.put(task)
                         task.queued = True
                 while not all(task.ended for task in tasks):
-                    wake.get()
+                    with contextlib.suppress(Empty):
+                        wake.get(timeout=_PULSE)
             except BaseException as error:
                 interruption = error
         if self._share != share:

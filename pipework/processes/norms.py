@@ -1,0 +1,105 @@
+"""The norm of the gradients of a model whose layers are in several processes.
+
+It is that of `torch.nn.utils.get_total_norm` of the un-partitioned model on one device, to the last bit: the norm of
+each gradient in its own dtype, then the norm of these, in the order in which PyTorch takes them. That is dtype by
+dtype, so the dtypes travel with the norms.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from torch import Tensor
+
+Norms = dict[str, list[tuple[str, float]]]
+"""For each stage, by its number as JSON has keys, the dtype and the norm of each gradient."""
+
+
+def norms_of_stages(stages: Mapping[int, Sequence[Tensor]], elsewhere: Collection[int], norm_type: float) -> Norms:
+    """The norms of one process.
+
+    Args:
+        stages: the parameters of each of its stages.
+        elsewhere: the ids of parameters that another process counts.
+        norm_type: which norm.
+
+    Raises:
+        TypeError: a gradient is sparse.
+    """
+    seen = set(elsewhere)
+    places: list[int] = []
+    gradients: list[Tensor] = []
+    for stage, parameters in stages.items():
+        for parameter in parameters:
+            if parameter.grad is not None and id(parameter) not in seen:
+                places.append(stage)
+                gradients.append(parameter.grad.detach())
+            seen.add(id(parameter))
+    for stage, gradient in zip(places, gradients, strict=True):
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"a gradient of shape {tuple(gradient.shape)} in stage {stage} has the layout {gradient.layout}, of "
+                "which PyTorch has no norm: make the layer without sparse=True, or clip the gradients of the others"
+            )
+    norms: Norms = {str(stage): [] for stage in stages}
+    for stage, norm in zip(places, _norms(gradients, float(norm_type)), strict=True):
+        norms[str(stage)].append(norm)
+    return norms
+
+
+def norm_of_all(processes: Sequence[Norms], norm_type: float) -> Tensor:
+    """The norm of the whole, on the CPU.
+
+    Args:
+        processes: the norms of each.
+        norm_type: which norm.
+
+    Example:
+        >>> norm_of_all([{"0": [["float32", 3.0]]}, {"1": [["float32", 4.0]]}], 2.0)
+        tensor(5.)
+    """
+    rows = {int(stage): row for norms in processes for stage, row in norms.items()}
+    by_dtype: dict[str, list[float]] = {}
+    for stage in sorted(rows):
+        for name, norm in rows[stage]:
+            by_dtype.setdefault(name, []).append(norm)
+    if not by_dtype:
+        return torch.tensor(0.0)
+    every = [(getattr(torch, name), norms) for name, norms in by_dtype.items()]
+    places = [place for _, _, (place,) in _grouped([torch.empty(0, dtype=dtype) for dtype, _ in every])]
+    ordered = [torch.tensor(every[place][1], dtype=every[place][0].to_real()) for place in places]
+    total: Tensor = torch.linalg.vector_norm(torch.cat(ordered), float(norm_type))
+    return total
+
+
+def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[tuple[str, float]]:
+    """The dtype and the norm of each, by the operators that PyTorch takes; each device is waited for once."""
+    devices: dict[torch.device, list[tuple[int, str, Tensor]]] = {}
+    for device, dtype, places in _grouped(gradients):
+        group = [gradients[place] for place in places]
+        if _has_foreach_support(group, device):
+            norms = list(torch._foreach_norm(group, norm_type))
+        else:
+            norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in group]
+        name = str(dtype).removeprefix("torch.")
+        devices.setdefault(device, []).extend([(place, name, norm) for place, norm in zip(places, norms, strict=True)])
+    found: dict[int, tuple[str, float]] = {}
+    for rows in devices.values():
+        values = torch.stack([norm for _, _, norm in rows]).tolist()  # in the widest dtype, which holds the others
+        for (place, name, _), value in zip(rows, values, strict=True):
+            found[place] = (name, value)
+    return [found[place] for place in range(len(gradients))]
+
+
+def _grouped(tensors: Sequence[Tensor]) -> list[tuple[torch.device, torch.dtype, list[int]]]:
+    """The places of the tensors of each device and dtype, in PyTorch's order of these."""
+    if not tensors:
+        return []
+    groups = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
+    return [(device, dtype, [int(place) for place in places]) for (device, dtype), (_, places) in groups.items()]

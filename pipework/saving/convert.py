@@ -1,0 +1,90 @@
+"""One plain file of the un-partitioned model, from a checkpoint of any number of stages."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipework.saving import steps
+from pipework.saving.files import check_sealed, sync_directory
+from pipework.saving.manifest import model_file, read_manifest
+from pipework.saving.tensor_files import open_tensors, write_by_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Converted(NamedTuple):
+    """What was written: how many tensors, how many bytes, and of which step."""
+
+    tensors: int
+    bytes: int
+    step: int
+
+
+def convert(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, force: bool = False) -> Converted:
+    """Writes the model of a checkpoint as one safetensors file, under the names that its state dict has.
+
+    Any program that reads safetensors can read it, and `module.load_state_dict(safetensors.torch.load_file(out))` loads
+    it. No more than one tensor is in memory at a time.
+
+    Args:
+        checkpoint: the directory of a step.
+        out: the file.
+        force: replace a file that is there, once all is written.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        ValueError: it is not the directory of a step.
+        FileExistsError: the file is there already; nothing was changed.
+        OSError: the checkpoint is damaged, or the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from torch import nn
+        >>> from pipework import Pipe, save_checkpoint
+        >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), balance=[1, 1], devices=["cpu", "cpu"])
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = save_checkpoint(directory, pipe, step=12)
+        ...     convert(path, path.parent / "model.safetensors").tensors
+        4
+    """
+    source, target = Path(checkpoint), Path(out)
+    if os.path.lexists(target) and not force:
+        raise FileExistsError(
+            f"{target} is there already: choose another name, or say that it is to be replaced, by --force on the "
+            "command line or force=True in Python. Nothing was changed"
+        )
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {target.parent} for {target.name}: make it first")
+    if not steps.is_complete(source):
+        found = [path.name for path in steps.saved_steps(source) if steps.is_complete(path)] if source.is_dir() else []
+        which = f"give one of the checkpoints in it, such as {source / found[0]}" if found else "wanted one"
+        if not source.exists():
+            which = "it does not exist"
+        raise ValueError(f"{source} is not the directory of a complete checkpoint: {which}")
+    manifest = read_manifest(source)
+    for stage in manifest.stages:
+        check_sealed(source / model_file(stage.stage), manifest.seal(model_file(stage.stage)))
+    partial = target.with_name(target.name + ".tmp")
+    with contextlib.ExitStack() as files:
+        stage_of = {name: stage for stage in manifest.stages for name in stage.tensors}
+        opened = {
+            stage.stage: files.enter_context(open_tensors(source / model_file(stage.stage)))
+            for stage in manifest.stages
+        }
+
+        def get(name: str) -> Tensor:
+            stage = stage_of[name]
+            return opened[stage.stage].read(stage.aliases.get(name, name))
+
+        try:
+            size = write_by_name(partial, manifest.tensors, get).bytes
+            os.rename(partial, target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    sync_directory(target.parent)
+    return Converted(len(manifest.tensors), size, manifest.step)

@@ -1,0 +1,283 @@
+"""The state of an optimizer by names of parameters, which mean the same however the layers are cut into stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipework.saving.files import UnfitError, making_sense
+from pipework.saving.packing import pack, unpack
+from pipework.saving.stages import listed, plain_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from pipework.saving.stages import Stages
+
+
+@dataclass
+class Part:
+    """What belongs to one stage: for a file of JSON and for one of tensors."""
+
+    kind: str
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON."""
+        return {"optimizer": self.kind, "groups": self.groups, "state": self.state}
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """The same as it was read.
+
+    Attributes:
+        file: where the JSON is from.
+        kind: the class of the optimizer.
+        groups: names of parameters and options of each group.
+        state: what is remembered of each parameter.
+        tensor: reads a tensor.
+    """
+
+    file: str
+    kind: str
+    groups: list[tuple[list[str], Any]]
+    state: Mapping[str, Any]
+    tensor: Callable[[str], Tensor]
+
+    @staticmethod
+    def of(file: str, value: Any, tensor: Callable[[str], Tensor]) -> SavedPart:
+        """From JSON.
+
+        Raises:
+            DamagedError: it is something else.
+        """
+        with making_sense(file):
+            groups = [
+                ([plain_name(str(name)) for name in each["parameters"]], dict(each["options"]))
+                for each in value["groups"]
+            ]
+            state = {plain_name(str(name)): dict(remembered) for name, remembered in value["state"].items()}
+            return SavedPart(file, str(value["optimizer"]), groups, state, tensor)
+
+    def unpacked(self, packed: Any) -> dict[str, Any]:
+        """What some of it stands for.
+
+        Raises:
+            DamagedError: nothing.
+        """
+        with making_sense(self.file):
+            return dict(unpack(packed, self.tensor))
+
+
+def take_apart(optimizer: Optimizer, stages: Stages) -> dict[int, Part]:
+    """The optimizer's state by stage. A parameter of several stages is in each of them.
+
+    Raises:
+        TypeError: it is no optimizer of PyTorch's, or remembers something that cannot be saved.
+        UnfitError: it has parameters that are not the pipe's.
+    """
+    check_optimizer(optimizer)
+    names = {number: _first_names(tensors) for number, tensors in stages.items()}
+    _refuse_foreign(optimizer, set().union(*names.values()))
+    state = optimizer.state_dict()
+    parameters = _by_index(optimizer, state)
+    _refuse_unowned(state, parameters)
+    parts = {}
+    for number, known in names.items():
+        part = parts[number] = Part(type(optimizer).__name__)
+        for index, group in enumerate(state["param_groups"]):
+            members = [known[id(parameters[i])] for i in group["params"] if id(parameters[i]) in known]
+            options = pack(_options(group), f"group {index}", part.tensors)
+            part.groups.append({"parameters": members, "options": options})
+        for index, remembered in state["state"].items():
+            name = known.get(id(parameters[index]))
+            if name is not None:
+                part.state[name] = pack(remembered, name, part.tensors)
+    return parts
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A state that fits the optimizer, in memory, and not yet taken over."""
+
+    optimizer: Optimizer
+    state: dict[str, Any]
+
+    def apply(self) -> Callable[[], None]:
+        """Gives the optimizer its state.
+
+        Returns:
+            What takes it back.
+        """
+        optimizer = self.optimizer
+        before = optimizer.state, optimizer.param_groups
+
+        def undo() -> None:
+            optimizer.state, optimizer.param_groups = before
+
+        try:
+            optimizer.load_state_dict(self.state)
+            self._put_dtypes_back()
+        except BaseException:
+            undo()
+            raise
+        return undo
+
+    def _put_dtypes_back(self) -> None:
+        """PyTorch casts all that is remembered to the parameter's dtype, which for some of it is not what it was."""
+        parameters = _by_index(self.optimizer, self.state)
+        for index, remembered in self.state["state"].items():
+            now = self.optimizer.state[parameters[index]]
+            for key, value in remembered.items():
+                if isinstance(value, torch.Tensor) and isinstance(now.get(key), torch.Tensor):
+                    now[key] = now[key] if now[key].dtype == value.dtype else value.to(now[key].device)
+
+
+def restore(optimizer: Optimizer, stages: Stages, parts: Iterable[SavedPart]) -> Restored:
+    """Puts the state together for an optimizer, which stays as it is until it is applied.
+
+    Raises:
+        UnfitError: it does not fit.
+    """
+    names: dict[int, list[str]] = {}
+    for tensors in stages.values():
+        for name, tensor in tensors.items():
+            names.setdefault(id(tensor), []).append(name)
+    _refuse_foreign(optimizer, names)
+    saved = _Saved.of(list(parts))
+    if saved.kinds - {type(optimizer).__name__}:
+        raise UnfitError(
+            f"the checkpoint has the state of {' and '.join(sorted(saved.kinds))}, and the optimizer is "
+            f"{type(optimizer).__name__}: make the same, or load without an optimizer. Nothing was changed"
+        )
+    # A name of each parameter under which there is something; a parameter of several stages is under several.
+    key = {which: next((name for name in each if name in saved.group), each[0]) for which, each in names.items()}
+    present = optimizer.state_dict()
+    parameters = _by_index(optimizer, present)
+    held = {id(parameter) for parameter in parameters.values()}
+    missing = [key[id(parameter)] for parameter in parameters.values() if key[id(parameter)] not in saved.group]
+    unexpected = [name for which, name in key.items() if name in saved.group and which not in held]
+    if missing or unexpected:
+        wrong = [
+            listed("parameters without any in the checkpoint", missing),
+            listed("parameters that only the checkpoint's optimizer has", unexpected),
+        ]
+        raise UnfitError(
+            f"the checkpoint does not fit the optimizer; {'; '.join(filter(None, wrong))}. Nothing was changed"
+        )
+    groups, state = [], {}
+    for number, group in enumerate(present["param_groups"]):
+        members = [key[id(parameters[index])] for index in group["params"]]
+        groups.append({**group, **saved.options(number, members)})
+        for index, name in zip(group["params"], members, strict=True):
+            if name in saved.state:
+                part, packed = saved.state[name]
+                remembered = part.unpacked(packed)
+                state[index] = {each: _laid_out(value, parameters[index]) for each, value in remembered.items()}
+    return Restored(optimizer, {**present, "state": state, "param_groups": groups})
+
+
+@dataclass
+class _Saved:
+    """All parts, by names of parameters."""
+
+    kinds: set[str]
+    groups: list[list[tuple[SavedPart, Any]]]
+    group: dict[str, int]
+    state: dict[str, tuple[SavedPart, Any]]
+
+    @staticmethod
+    def of(parts: list[SavedPart]) -> _Saved:
+        saved = _Saved({part.kind for part in parts}, [], {}, {})
+        for part in parts:
+            for number, (members, options) in enumerate(part.groups):
+                if number == len(saved.groups):
+                    saved.groups.append([])
+                saved.groups[number].append((part, options))
+                for name in members:
+                    saved.group.setdefault(name, number)
+            for name, remembered in part.state.items():
+                saved.state.setdefault(name, (part, remembered))
+        return saved
+
+    def options(self, number: int, members: list[str]) -> dict[str, Any]:
+        """What a group of these parameters was told, such as its learning rate."""
+        numbers = sorted({self.group[name] for name in members}) or [number]
+        found = [(each, *self.groups[each][0]) for each in numbers if each < len(self.groups)]
+        for other, _, options in found[1:]:
+            if options != found[0][2]:
+                raise UnfitError(
+                    f"group {number} of the optimizer has parameters of groups {numbers[0]} and {other} of the "
+                    "checkpoint, whose options differ: make the groups as they were. Nothing was changed"
+                )
+        return found[0][1].unpacked(found[0][2]) if found else {}
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuses what is no optimizer of PyTorch's.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"wanted a torch.optim.Optimizer, got a {type(optimizer).__name__}")
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    # Names that the optimizer was told are of the parameters that are there, not a setting.
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _first_names(tensors: Mapping[str, Tensor]) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), name)
+    return names
+
+
+def _by_index(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, Tensor]:
+    """What the numbers in a state dict stand for."""
+    return {
+        index: parameter
+        for packed, group in zip(state["param_groups"], optimizer.param_groups, strict=True)
+        for index, parameter in zip(packed["params"], group["params"], strict=True)
+    }
+
+
+def _refuse_foreign(optimizer: Optimizer, known: Iterable[int]) -> None:
+    here = set(known)
+    foreign = [
+        f"{tuple(parameter.shape)} in group {number} at position {position}"
+        for number, group in enumerate(optimizer.param_groups)
+        for position, parameter in enumerate(group["params"])
+        if id(parameter) not in here
+    ]
+    if foreign:
+        raise UnfitError(
+            f"the optimizer has parameters that are not the pipe's; {listed('their shapes', foreign)}. Make it of "
+            "pipe.parameters() alone, and save what else is trained by itself"
+        )
+
+
+def _refuse_unowned(state: Mapping[str, Any], parameters: Mapping[int, Tensor]) -> None:
+    unowned = [key for key in state["state"] if key not in parameters]
+    if unowned:
+        raise TypeError(
+            f"the optimizer remembers things that belong to no parameter, under {unowned[0]!r}: such a state cannot be "
+            "divided among stages"
+        )
+
+
+def _laid_out(value: Any, parameter: Tensor) -> Any:
+    """What has the shape of a parameter gets its memory layout, too, as when the optimizer made it."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or parameter.is_contiguous():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False).copy_(value)

@@ -1,0 +1,154 @@
+"""Reading a checkpoint: the files that hold what this rank needs, each of them compared before it is opened."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipework.saving import steps
+from pipework.saving.files import DamagedError, UnfitError, check_sealed
+from pipework.saving.manifest import MANIFEST, model_file, optimizer_files, read_json, read_manifest
+from pipework.saving.optimizer import SavedPart, restore
+from pipework.saving.stages import check_fits
+from pipework.saving.tensor_files import Kind, open_tensors
+from pipework.saving.training import read_training, what_differs
+
+if TYPE_CHECKING:
+    from collections.abc import Set
+    from pathlib import Path
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from pipework.saving.manifest import Manifest, Stage
+    from pipework.saving.optimizer import Restored
+    from pipework.saving.ranks import Seat
+    from pipework.saving.stages import Stages
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be loaded into: the stages of this rank, and what else was given."""
+
+    stages: Stages
+    optimizer: Optimizer | None
+    others: dict[str, Any]
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """What is under each name."""
+        return {name: Kind.of(tensor) for tensors in self.stages.values() for name, tensor in tensors.items()}
+
+
+@dataclass(frozen=True)
+class Content:
+    """What was read, is in memory, and fits.
+
+    Attributes:
+        step: how many steps were done.
+        tensors: parameters and buffers.
+        optimizer: the optimizer's state, if there is an optimizer to load into.
+        training: what belongs to no stage; no random states if this rank is to keep its own.
+        notes: what to log, each with its level.
+    """
+
+    step: int
+    tensors: dict[str, Tensor]
+    optimizer: Restored | None
+    training: dict[str, Any]
+    notes: list[tuple[int, str]]
+
+
+@dataclass(frozen=True)
+class Others:
+    """What a rank knows of all others.
+
+    Attributes:
+        seat: its own place among them.
+        names: of what they hold together.
+        alike: the random generators of all replicas are in the same state.
+    """
+
+    seat: Seat
+    names: Set[str]
+    alike: bool
+
+
+def read_content(path: Path, target: Target, others: Others) -> Content:
+    """Reads all that a rank needs of a checkpoint.
+
+    Args:
+        path: the checkpoint.
+        target: what is to be loaded into.
+        others: the other ranks.
+
+    Raises:
+        DamagedError: a file is not what was written.
+        UnfitError: the checkpoint is of something else.
+    """
+    manifest = read_manifest(path)
+    step = steps.step_of(path.name)
+    if step is not None and step != manifest.step:
+        raise DamagedError(f"{MANIFEST}: it is of step {manifest.step}")
+    check_fits(target.kinds, manifest.tensors, others.names)
+    stages = manifest.holders(target.kinds)
+    kept = stages if target.optimizer is not None else []
+    parts = [stage for stage in kept if stage.optimizer]
+    if kept and not parts:
+        raise UnfitError(f"{path} was saved without an optimizer: leave the optimizer out. Nothing was changed")
+    files = [model_file(stage.stage) for stage in stages]
+    for file in (*files, *(optimizer_files(stage.stage)[0] for stage in parts)):
+        check_sealed(path / file, manifest.seal(file))
+    training = read_training(path, manifest, others.seat, alike=others.alike)
+    for name in target.others:
+        if name not in training:
+            raise UnfitError(f"{path} was saved without a {name}: leave {name}= out. Nothing was changed")
+    tensors: dict[str, Tensor] = {}
+    for stage in stages:
+        tensors.update(read_model(path, stage, target.kinds))
+    _check_shared(target.stages, tensors)
+    restored = None
+    if target.optimizer is not None:
+        restored = _optimizer(path, manifest, parts, target.optimizer, target.stages)
+    notes = what_differs(manifest, others.seat, alike=others.alike)
+    return Content(manifest.step, tensors, restored, training, notes)
+
+
+def read_model(path: Path, stage: Stage, names: Set[str] | dict[str, Kind]) -> dict[str, Tensor]:
+    """The parameters and buffers of a stage that have one of these names."""
+    file = model_file(stage.stage)
+    with open_tensors(path / file) as opened:
+        found = {name: opened.read(stage.aliases.get(name, name)) for name in stage.tensors if name in names}
+    for name, tensor in found.items():
+        if Kind.of(tensor) != stage.tensors[name]:
+            raise DamagedError(f"{file}: {name} is {Kind.of(tensor)}, and {MANIFEST} says {stage.tensors[name]}")
+    return found
+
+
+def _optimizer(path: Path, manifest: Manifest, stages: list[Stage], optimizer: Optimizer, here: Stages) -> Restored:
+    with contextlib.ExitStack() as files:
+        parts = []
+        for stage in stages:
+            tensors, values = optimizer_files(stage.stage)
+            opened = files.enter_context(open_tensors(path / tensors))
+            parts.append(SavedPart.of(values, read_json(path, manifest, values), opened.read))
+        return restore(optimizer, here, parts)
+
+
+def _check_shared(stages: Stages, tensors: dict[str, Tensor]) -> None:
+    """One tensor under several names cannot have several contents."""
+    first: dict[int, str] = {}
+    for name, tensor in ((name, tensor) for held in stages.values() for name, tensor in held.items()):
+        known = first.setdefault(id(tensor), name)
+        if known != name and not _same_bytes(tensors[known], tensors[name]):
+            raise UnfitError(
+                f"{known} and {name} are one tensor in the pipe and differ in the checkpoint: tie them after loading, "
+                "or load into a pipe where they are not tied. Nothing was changed"
+            )
+
+
+def _same_bytes(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))  # NaN is like NaN

@@ -1,0 +1,128 @@
+"""Which tensors of a pipe this process holds, by stage and by their names in the un-partitioned module."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from pipework.saving.files import UnfitError
+from pipework.saving.tensor_files import Kind, check_savable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence, Set
+
+    from torch import Tensor
+
+    from pipework.pipe import Pipe
+
+Stages = dict[int, dict[str, "Tensor"]]
+
+_WRAPPER = "_orig_mod"  # under which what `torch.compile(module)` returns has the module
+
+
+def stages_of(pipe: Pipe, *, to_load: bool = False) -> Stages:
+    """The parameters and persistent buffers of each stage that this process holds, the tensors themselves.
+
+    Args:
+        pipe: whose they are.
+        to_load: values are to be read for them, so that layers which lie on the meta device until then will do.
+
+    Raises:
+        TypeError: it is no pipe, or a tensor cannot be saved.
+        ValueError: two tensors have one name.
+
+    Example:
+        >>> from pipework import Pipe
+        >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), balance=[1, 1], devices=["cpu", "cpu"])
+        >>> {number: list(tensors)[:3] for number, tensors in stages_of(pipe).items()}
+        {0: ['0.weight', '0.bias'], 1: ['1.weight', '1.bias', '1.running_mean']}
+    """
+    partitions: Any = getattr(pipe, "partitions", None)
+    if not isinstance(partitions, list):
+        inner = " (give its .module)" if hasattr(getattr(pipe, "module", None), "partitions") else ""
+        raise TypeError(f"wanted a pipework.Pipe, got a {type(pipe).__name__}{inner}")
+    waits = to_load and all(device.type != "meta" for device in pipe.devices)
+    stages: Stages = {number: {} for number in pipe.stages}
+    for tensors, part in zip(stages.values(), partitions, strict=True):
+        for name, tensor in _tensors(part):
+            check_savable(name, tensor, waits=waits)
+            if tensors.setdefault(plain_name(name), tensor) is not tensor:
+                raise ValueError(
+                    f"{name} would be saved as {plain_name(name)}, which is the name of another tensor: "
+                    f"call the module {_WRAPPER!r} otherwise, which is how torch.compile names what it wraps"
+                )
+    return stages
+
+
+def plain_name(name: str) -> str:
+    """The name that a tensor has where no module is wrapped by `torch.compile`.
+
+    Example:
+        >>> plain_name("2._orig_mod.0.weight")
+        '2.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != _WRAPPER)
+
+
+def aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """From the further names of tensors that have several to the first ones.
+
+    Example:
+        >>> layer = nn.Linear(2, 2, bias=False)
+        >>> aliases({"0.weight": layer.weight, "1.weight": layer.weight})
+        {'1.weight': '0.weight'}
+    """
+    first: dict[int, str] = {}
+    return {name: first[id(t)] for name, t in tensors.items() if first.setdefault(id(t), name) != name}
+
+
+def check_fits(wanted: Mapping[str, Kind], saved: Mapping[str, Kind], everywhere: Set[str]) -> None:
+    """Refuses a checkpoint of another model.
+
+    Args:
+        wanted: what this process holds.
+        saved: what the checkpoint has.
+        everywhere: the names that all processes hold.
+
+    Raises:
+        UnfitError: names are missing or unexpected, or a shape or dtype differs.
+    """
+    other = [name for name, kind in wanted.items() if name in saved and saved[name] != kind]
+    wrong = [
+        listed("missing in the checkpoint", [name for name in wanted if name not in saved]),
+        listed("unexpected in the checkpoint", [name for name in saved if name not in everywhere]),
+        listed(
+            "of another shape or dtype",
+            [f"{name} (it has {saved[name]}, the pipe {wanted[name]})" for name in other],
+        ),
+    ]
+    if any(wrong):
+        raise UnfitError(f"the checkpoint does not fit the pipe; {'; '.join(filter(None, wrong))}. Nothing was changed")
+
+
+def listed(what: str, names: Sequence[str], most: int = 8) -> str:
+    """The beginning of a long list, in words; nothing for an empty one.
+
+    Example:
+        >>> listed("missing", ["0.weight", "0.bias", "1.weight"], most=2)
+        'missing: 0.weight, 0.bias and 1 more'
+    """
+    if not names:
+        return ""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{what}: {', '.join(names[:most])}{more}"
+
+
+def _tensors(partition: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    # Not state_dict(): hooks may put other tensors there than those that are trained.
+    for prefix, module in partition.named_modules(remove_duplicate=False):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise TypeError(
+                f"layer {prefix!r} ({type(module).__name__}) has extra state, from get_extra_state(), which a "
+                "checkpoint does not hold: keep it in buffers, which may be tensors of bytes"
+            )
+        kept = {n: t for n, t in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, tensor in (*module._parameters.items(), *kept.items()):
+            if tensor is not None:
+                yield f"{prefix}.{name}" if prefix else name, tensor

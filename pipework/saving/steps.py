@@ -1,0 +1,131 @@
+"""The directories of a run's checkpoints: one for each step, under a name that says how far it has come.
+
+step-00000012.tmp        is being written
+step-00000012            is there; the file COMPLETE in it says that it is whole
+step-00000012.replaced   was whole, and is kept until what replaces it is
+"""  # fmt: skip
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import time
+from typing import TYPE_CHECKING, Final
+
+from pipework.saving.files import replace_file, sync_directory
+from pipework.saving.manifest import COMPLETE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_NAME: Final = re.compile(r"step-(\d{8,})(\.replaced|\.tmp)?")
+_PATIENCE: Final = 10.0  # seconds until another machine must see a file; network file systems remember old directories
+
+
+def step_name(step: int) -> str:
+    """The name of a step's directory.
+
+    Example:
+        >>> step_name(12)
+        'step-00000012'
+    """
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step that a name of a directory stands for, also of one that is to be replaced; None: for none.
+
+    Example:
+        >>> step_of("step-00000012"), step_of("step-00000012.replaced"), step_of("step-00000012.tmp"), step_of("best")
+        (12, 12, None, None)
+    """
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match and match[2] != ".tmp" and len(match[1]) < 100 else None
+
+
+def saved_steps(directory: Path) -> list[Path]:
+    """The checkpoints in a directory, complete or not, the newest first."""
+    if not directory.exists():
+        return []
+    found = [(step, path) for path in directory.iterdir() if (step := step_of(path.name)) is not None]
+    return [path for _, path in sorted(found, key=lambda each: (each[0], not each[1].suffix), reverse=True)]
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a checkpoint was completed; what is in it may be damaged."""
+    return (path / COMPLETE).is_file()
+
+
+def begin(directory: Path, step: int) -> Path:
+    """Makes an empty directory to write into, and clears away what interrupted savings left."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in list(directory.iterdir()):
+        match = _NAME.fullmatch(path.name)
+        if not match:
+            continue
+        whole = path.with_name(path.name.removesuffix(".replaced"))
+        if match[2] == ".tmp" or (match[2] == ".replaced" and is_complete(whole)):
+            shutil.rmtree(path)
+        elif match[2] == ".replaced":
+            # What was to replace it never came to be complete.
+            if whole.exists():
+                shutil.rmtree(whole)
+            os.rename(path, whole)
+    partial = directory / f"{step_name(step)}.tmp"
+    os.mkdir(partial)
+    return partial
+
+
+def finish(partial: Path, completion: bytes) -> Path:
+    """Gives a directory whose files are all there its name, and marks it as complete."""
+    sync_directory(partial)
+    final = partial.with_name(partial.name.removesuffix(".tmp"))
+    if final.exists():
+        os.rename(final, final.with_name(final.name + ".replaced"))
+    os.rename(partial, final)
+    sync_directory(final.parent)
+    replace_file(final / COMPLETE, completion)
+    return final
+
+
+def clear(final: Path, keep: int | None) -> None:
+    """Removes what a checkpoint replaces, and of the older ones all but the newest. Failing to is no error."""
+    paths = [path for path in saved_steps(final.parent) if (step_of(path.name) or 0) <= (step_of(final.name) or 0)]
+    whole = [path for path in paths if not path.suffix and is_complete(path)]
+    kept = set(paths if keep is None else whole[:keep]) - {final.with_name(final.name + ".replaced")}
+    for path in paths:
+        if path in kept:
+            continue
+        gone = path.with_name(path.name.removesuffix(".replaced") + ".tmp")
+        try:
+            # First under another name, so that never a part of it is taken for the whole.
+            os.rename(path, gone)
+            shutil.rmtree(gone)
+        except OSError as error:
+            logging.getLogger("pipework").warning("the old checkpoint %s could not be removed: %s", path, error)
+
+
+def discard(partial: Path) -> None:
+    """Removes what is there of a checkpoint whose writing failed, as far as that is possible."""
+    shutil.rmtree(partial, ignore_errors=True)
+    final = partial.with_name(partial.name.removesuffix(".tmp"))
+    if not is_complete(final):
+        shutil.rmtree(final, ignore_errors=True)
+
+
+def wait_for(path: Path) -> None:
+    """Waits until a file that another rank made is seen here.
+
+    Raises:
+        FileNotFoundError: it is not.
+    """
+    until = time.monotonic() + _PATIENCE
+    while not path.exists():
+        if time.monotonic() > until:
+            raise FileNotFoundError(
+                f"{path} was made by rank 0 and is not seen here: the directory of checkpoints must be on a file "
+                "system that all processes share, under the same name"
+            )
+        time.sleep(0.05)

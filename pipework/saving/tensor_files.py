@@ -1,0 +1,188 @@
+"""Tensors in a safetensors file: written one by one, so that no second copy of a model is ever in memory.
+
+The format is a length, a header in JSON and the bytes; what it cannot hold is refused before anything is written.
+Reading is left to the safetensors library, which checks a header that anybody may have made.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from contextlib import contextmanager
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+
+import torch
+
+from pipework.saving.files import DamagedError, unreadable, write_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from pipework.saving.files import Seal
+
+_CODES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
+    {
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+        torch.float8_e5m2: "F8_E5M2",
+        torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+        torch.complex64: "C64",
+        torch.int64: "I64",
+        torch.int32: "I32",
+        torch.int16: "I16",
+        torch.int8: "I8",
+        torch.uint64: "U64",
+        torch.uint32: "U32",
+        torch.uint16: "U16",
+        torch.uint8: "U8",
+        torch.bool: "BOOL",
+    }
+)
+_DTYPES: Final = MappingProxyType({str(dtype).removeprefix("torch."): dtype for dtype in _CODES})
+
+
+class Kind(NamedTuple):
+    """The dtype and the shape of a tensor.
+
+    Example:
+        >>> str(Kind.of(torch.zeros(2, 3)))
+        '(2, 3) float32'
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """Of a tensor."""
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.dtype}"
+
+
+def require_safetensors() -> Any:
+    """The module safetensors.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return import_module("safetensors")
+    except ImportError:
+        raise ImportError(
+            "checkpoints are kept in safetensors files, and safetensors is not installed: "
+            "pip install 'pipework[checkpoint]'"
+        ) from None
+
+
+def check_savable(name: str, tensor: Tensor, *, waits: bool = False) -> None:
+    """Refuses what a safetensors file cannot hold.
+
+    Args:
+        name: said in the error.
+        tensor: what is to be written.
+        waits: it is to be read instead, and on the meta device it waits for what is read.
+
+    Raises:
+        TypeError: the tensor is sparse, has no data, or is of a dtype that the format does not have.
+    """
+    reason = None
+    if tensor.layout != torch.strided:
+        reason = f"its layout is {tensor.layout}, wanted a dense tensor"
+    elif tensor.device.type == "meta" and not waits:
+        reason = "it lies on the meta device and has no data"
+    elif tensor.dtype not in _CODES:
+        reason = f"its dtype is {tensor.dtype}, wanted one of {', '.join(_DTYPES)}"
+    elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        reason = f"it is a {type(tensor).__name__}, whose data may lie anywhere; wanted a plain tensor"
+    if reason:
+        raise TypeError(f"{name!r} cannot be saved in a safetensors file: {reason}")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Seal:
+    """Writes tensors under their names. All of them passed `check_savable`."""
+    return write_by_name(path, {name: Kind.of(tensor) for name, tensor in tensors.items()}, tensors.__getitem__)
+
+
+def write_by_name(path: Path, kinds: Mapping[str, Kind], get: Callable[[str], Tensor]) -> Seal:
+    """The same for tensors that need not be in memory together: each is asked for when its turn comes."""
+    sizes = {name: _DTYPES[kind.dtype].itemsize * math.prod(kind.shape) for name, kind in kinds.items()}
+    # The widest elements first: then each tensor begins at a multiple of the size of its elements.
+    order = sorted(kinds, key=lambda name: (-_DTYPES[kinds[name].dtype].itemsize, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        start, end = end, end + sizes[name]
+        code = _CODES[_DTYPES[kinds[name].dtype]]
+        header[name] = {"dtype": code, "shape": kinds[name].shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield struct.pack("<Q", len(text)) + text
+        for name in order:
+            if sizes[name]:
+                yield bytes_of(get(name))
+
+    return write_file(path, pieces())
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The content of a tensor, as it is in a file."""
+    plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+class TensorFile:
+    """A safetensors file that is read tensor by tensor.
+
+    Args:
+        path: only its name is said in errors.
+        file: what safetensors opened.
+    """
+
+    def __init__(self, path: Path, file: Any) -> None:
+        self._path = path
+        self._file = file
+        self._names = frozenset(file.keys())
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, in memory of its own.
+
+        Raises:
+            DamagedError: it is not there or cannot be read.
+        """
+        if name not in self._names:
+            raise DamagedError(f"{self._path.name}: it holds no tensor {name!r}")
+        try:
+            tensor: Tensor = self._file.get_tensor(name)
+            return tensor.clone()
+        except Exception as error:
+            raise unreadable(self._path, error) from error
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[TensorFile]:
+    """Opens a safetensors file.
+
+    Raises:
+        DamagedError: it is none.
+    """
+    safetensors = require_safetensors()
+    try:
+        file = safetensors.safe_open(path, framework="pt", device="cpu")
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+    with file as opened:
+        yield TensorFile(path, opened)
