@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = {
     "two_stage_speed": ["--rounds", "1", "--recorded", "1", "--predict", "0", "--width", "16", "--tokens", "4"],
     "overhead": ["--seconds", "0.01", "--workers", "1", "2", "--stages", "2", "--chunks", "2", "64"],
+    "p2p_overhead": ["--rounds", "1", "--sizes", "tiny", "--chunks", "4"],
     "many_workers": ["--rounds", "1", "--workers", "2", "3", "--milliseconds", "1", "--micro-batches", "3"],
     "split_cost": ["--seconds", "0.01"],
     "zero_bubble": ["--seconds", "0.01", "--widths", "8", "16", "--chunks", "2", "4"],
@@ -33,6 +34,7 @@ TINY = {
     ],
     "schedule_speed": ["--quick", "--rounds", "1", "--largest", "16"],
     "receive_order": ["--workers", "2", "--chunks", "4"],
+    "detection": ["--rounds", "1", "--detect", "2.5", "--kinds", "exception"],
     "grain": ["--seconds", "0.01", "--milliseconds", "0.1", "1", "--micro-batches", "2"],
 }
 

@@ -74,14 +74,13 @@ def test_advice(both: Both) -> None:
 
 
 def meta_layer(library: Any) -> Any:
-    return library.pipe(nn.Sequential(nn.Linear(1, 1, device="meta")), [1])
+    return library.pipe(nn.Sequential(nn.Linear(1, 1, device="meta")), [1])(torch.ones(1, 1)).shape
 
 
 def test_meta_layer(both: Both) -> None:
     there, here = both(meta_layer)
     assert fails(there, "NotImplementedError")
-    assert fails(here, "ValueError")
-    assert "layer 0 lies on the meta device" in here[2]
+    assert here == (1, 1)
 
 
 def class_attributes(library: Any) -> list[Any]:

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -379,7 +380,9 @@ def test_error_2_modules_are_moved_for_you(stages: dict[str, Any]) -> None:
 
 
 def test_error_2_a_module_on_two_devices_is_refused(stages: dict[str, Any]) -> None:
-    layer = nn.ModuleList([stages["Stage1"]().cpu(), stages["Stage2"]().to("meta")])
+    layer = nn.ModuleList([stages["Stage1"](), stages["Stage2"]()])
+    places = [SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda:0")]
+    layer.parameters = lambda: iter(places)  # type: ignore[method-assign,assignment,return-value,misc]
     with pytest.raises(ValueError, match="should have all parameters on a single device"):
         pipework.Pipe(nn.Sequential(layer, nn.ReLU()))
 

@@ -4,8 +4,8 @@
   error that it raises if it begins with "Traceback". What a block prints must be shown. `...` stands for anything;
   after the comment `<!-- numbers vary -->` the numbers are those of one run and are not compared.
 * A `python` block that begins with a comment like `# train.py` is a script: it is written to that file, not run.
-* A `sh` block: commands of `python -m pipework` and `python -m pipework.compat` are run, and so are the page's scripts;
-  targets of make and other scripts must exist.
+* A `sh` block: commands of `python -m pipework` and `python -m pipework.compat` are run, and so are the page's scripts,
+  under torchrun too; targets of make and other scripts must exist.
 """
 
 import contextlib
@@ -71,8 +71,11 @@ class Python(CodeBlockParser):
 
 
 def output_of(command: list[str]) -> str:
-    """What a command of Python's prints."""
-    ran = subprocess.run([sys.executable, *command[1:]], capture_output=True, text=True, timeout=60, check=False)
+    """What a command of Python's prints, or torchrun's."""
+    arguments = command[1:]
+    if command[0] == "torchrun":
+        arguments = ["-m", "torch.distributed.run", "--standalone", *arguments]  # on a port that is free
+    ran = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, f"{shlex.join(command)}\n{ran.stderr}"
     return ran.stdout
 
@@ -92,7 +95,9 @@ class Shell(CodeBlockParser):
                     printed += output_of(command)
                 case ["python", script, *_] as command if Path(script).is_file():  # the page has it
                     printed += output_of(command)
-                case ["python", script, *_]:
+                case ["torchrun", "--nproc-per-node", _, script, *_] as command if Path(script).is_file():
+                    printed += output_of(command)
+                case ["python", script, *_] | ["torchrun", "--nproc-per-node", _, script, *_]:
                     assert (ROOT / script).is_file(), line
                 case _:
                     pytest.fail(f"nobody checks this command: {line}")

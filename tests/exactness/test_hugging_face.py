@@ -1,6 +1,5 @@
 """Hugging Face models: their outputs cross boundaries and leave the pipe as they are, their blocks train exactly."""
 
-import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,14 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework import Pipe, PipeSequential
+from pipework import PipeSequential
 from pipework.testing import reference_backward
+from tests.conftest import WAYS
+from tests.ranks import held
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything here has random weights
 transformers = pytest.importorskip("transformers")
 outputs = pytest.importorskip("transformers.modeling_outputs")
 masking = pytest.importorskip("transformers.masking_utils")
 
+outside = WAYS["outside"].pipe
 CHECKPOINT_MODES = ("never", "except_last", "always")
 WIDTH, TOKENS, WORDS = 16, 6, 11
 
@@ -78,7 +80,7 @@ def in_plain(model: nn.Sequential, x: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("balance", [[3], [1, 2], [1, 1, 1]], ids=str)
 def test_model_outputs_cross_boundaries_and_leave_the_pipe(balance: list[int], checkpoint: str) -> None:
     plain = nn.Sequential(Encode(), Again(), Score()).double()
-    pipe = Pipe(copy.deepcopy(plain), 3, checkpoint, balance=balance, devices=["cpu"] * len(balance))
+    pipe = outside(plain, 3, checkpoint, balance=balance)
     x = torch.randn(7, WIDTH, dtype=torch.float64)
     loss, scores, hidden = in_plain(plain, x)
     output = pipe(x)
@@ -94,7 +96,7 @@ def test_model_outputs_cross_boundaries_and_leave_the_pipe(balance: list[int], c
     torch.testing.assert_close(output[0], loss, rtol=1e-12, atol=0)
     for tensors in ((loss, scores, hidden), (output.loss, output.scores, output.nested.hidden_states[1])):
         (tensors[0] + tensors[1].sin().sum() + tensors[2].exp().mean()).backward()
-    for actual, expected in zip(pipe.parameters(), plain.parameters(), strict=True):
+    for actual, expected in zip(pipe.parameters(), held(plain, pipe).parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-14)
 
 
@@ -145,7 +147,7 @@ def test_gpt2(balance: list[int], checkpoint: str, assert_trained_alike: Callabl
     model.eval()
     assert torch.equal(plain(batches[0][0]), model(batches[0][0]).logits)
     model.train()
-    pipe = Pipe(copy.deepcopy(plain), 3, checkpoint, balance=balance, devices=["cpu"] * len(balance))
+    pipe = outside(plain, 3, checkpoint, balance=balance)
     assert_trained_alike(plain, pipe, batches, evaluate=True)
 
 
@@ -153,7 +155,7 @@ def test_gpt2(balance: list[int], checkpoint: str, assert_trained_alike: Callabl
 def test_gpt2_whose_head_is_its_embedding(checkpoint: str) -> None:
     plain = gpt2_layers(gpt2()).double()
     assert plain[0].words.weight is plain[5].weight
-    pipe = Pipe(copy.deepcopy(plain), 3, checkpoint, balance=[2, 4], devices=["cpu"] * 2)
+    pipe = outside(plain, 3, checkpoint, balance=[2, 4])
     words = torch.randint(WORDS, (7, TOKENS))
     plain.eval()
     pipe.eval()
@@ -161,7 +163,7 @@ def test_gpt2_whose_head_is_its_embedding(checkpoint: str) -> None:
     output = pipe(words)
     output.sum().backward()
     assert torch.equal(output, reference.output)
-    for actual, expected in zip(pipe.parameters(), plain.parameters(), strict=True):
+    for actual, expected in zip(pipe.parameters(), held(plain, pipe).parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-14)
 
 
@@ -210,7 +212,7 @@ def test_bert_with_a_mask(balance: list[int], checkpoint: str, assert_trained_al
     plain = PipeSequential(
         Begin(model.embeddings), *(Masked(layer) for layer in model.encoder.layer), End(model.pooler)
     )
-    pipe = Pipe(copy.deepcopy(plain), 3, checkpoint, balance=balance, devices=["cpu"] * len(balance))
+    pipe = outside(plain, 3, checkpoint, balance=balance)
     batches = [(torch.randint(WORDS, (rows, TOKENS)), torch.rand(rows, TOKENS) > 0.3) for rows in (6, 7, 2)]
     model.eval()
     words, present = batches[0]

@@ -141,6 +141,7 @@ class Scaled(Tensor):
         return result.as_subclass(Scaled) if func is Tensor.detach else result
 
 
+@pytest.mark.one_process("watches what all layers do, in one process")
 def test_a_parameter_of_a_class_of_its_own_keeps_its_operators() -> None:
     x, y = torch.randn(8, 6), torch.randn(8, 1)
     gradients = []

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pipework import Namespace, Pipe, pop, skippable, stash, verify_skippables
+from tests.ranks import held
 
 WIDTH = 6
 CHECKPOINT_MODES = ("never", "except_last", "always")
@@ -86,7 +87,7 @@ def test_one_stash_popped_by_several_layers(way: Any, checkpoint: str, balance: 
     x, y = torch.randn(6, WIDTH, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     way.reference(plain, x, y, 1, key=0)
     way.loss(pipe, x, y).backward()
-    for expected, actual in zip(plain.parameters(), pipe.parameters(), strict=True):
+    for expected, actual in zip(held(plain, pipe).parameters(), pipe.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-15)
 
 
@@ -94,7 +95,7 @@ def test_none_can_be_stashed(way: Any) -> None:
     module = nn.Sequential(StashNothing(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), PopNothing())
     pipe = way.pipe(module, 2, balance=[1] * 4)
     way.loss(pipe, torch.randn(4, WIDTH), torch.randn(4)).backward()
-    assert pipe[1].weight.grad is not None
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
 def test_retained_graphs_and_evaluation(way: Any) -> None:
@@ -110,19 +111,70 @@ def test_retained_graphs_and_evaluation(way: Any) -> None:
         assert torch.equal(parameter.grad, gradient * 2)
 
 
+@pytest.mark.one_process("nothing is computed")
 def test_unmatched_skips_are_refused_when_the_module_is_wrapped() -> None:
     with pytest.raises(TypeError, match="no module declared 'skip' as poppable but stashed"):
         Pipe(nn.Sequential(Down(), nn.Tanh()))
 
 
-def test_overwriting_a_stashed_tensor_on_its_way_is_an_error() -> None:
-    module = nn.Sequential(Down(), nn.ReLU(inplace=True), Up())
-    pipe = Pipe(module, 1, "never", balance=[1, 1, 1], devices=["cpu"] * 3)
-    with pytest.raises(RuntimeError, match="changed skip tensor 'skip' in place") as caught:
-        pipe(torch.randn(2, WIDTH))
-    assert caught.value.__notes__ == ["pipework: stage 2, micro-batch 0, action F"]
+@pytest.mark.one_process("a failure between processes ends the pipe: tests/mesh")
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("between", [[], [nn.Identity()], [nn.Identity(), nn.Flatten()]], ids=len)
+def test_overwriting_a_stashed_tensor_on_its_way_is_an_error(
+    checkpoint: str, grad: bool, between: list[nn.Module]
+) -> None:
+    module = nn.Sequential(Down(), *between, nn.ReLU(inplace=True), Up())
+    pipe = Pipe(module, 2, checkpoint, balance=[1] * len(module), devices=["cpu"] * len(module))
+    with (
+        torch.set_grad_enabled(grad),
+        pytest.raises(RuntimeError, match="changed skip tensor 'skip' in place") as caught,
+    ):
+        pipe(torch.randn(4, WIDTH))
+    stage = len(between) + 1
+    assert f"stage {stage} has changed" in str(caught.value)
+    assert f"pipework: stage {stage}, micro-batch" in caught.value.__notes__[0]
 
 
+@pytest.mark.one_process("a failure between processes ends the pipe: tests/mesh")
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("balance", [[1, 2], [1, 1, 2]], ids=str)
+def test_also_in_the_stage_that_pops_it(checkpoint: str, balance: list[int]) -> None:
+    between = [nn.Identity()] if len(balance) == 3 else []
+    module = nn.Sequential(Down(), *between, nn.ReLU(inplace=True), Up())
+    pipe = Pipe(module, 2, checkpoint, balance=balance, devices=["cpu"] * len(balance))
+    with pytest.raises(RuntimeError, match="changed skip tensor 'skip' in place"):
+        pipe(torch.randn(4, WIDTH))
+
+
+@pytest.mark.one_process("values are seen by all, in one process")
+def test_what_no_later_stage_pops_may_be_overwritten() -> None:
+    x = torch.randn(4, WIDTH)
+    module = nn.Sequential(Down(), nn.ReLU(), nn.ReLU(inplace=True), Up(), nn.ReLU(inplace=True))
+    expected = module(x)
+    pipe = Pipe(module, 2, "never", balance=[1, 1, 1, 1, 1], devices=["cpu"] * 5)
+    assert torch.equal(pipe(x), expected)
+
+    @skippable(stash=["half"])
+    class Split(nn.Module):
+        def forward(self, x):
+            rows = x.detach().clone()
+            yield stash("half", rows[:, : WIDTH // 2])
+            return rows[:, WIDTH // 2 :]
+
+    @skippable(pop=["half"])
+    class Join(nn.Module):
+        def forward(self, x):
+            half = yield pop("half")
+            return half + x
+
+    module = nn.Sequential(Split(), nn.ReLU(inplace=True), Join())
+    expected = module(x)
+    pipe = Pipe(module, balance=[1, 1, 1], devices=["cpu"] * 3)
+    assert torch.equal(pipe(x), expected)
+
+
+@pytest.mark.one_process("watches what all layers do, in one process")
 def test_a_skip_is_freed_at_its_last_use() -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
     seen: list[bool] = []

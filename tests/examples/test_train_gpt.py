@@ -1,10 +1,15 @@
-"""examples/train_gpt.py: what a run leaves, that it can be stopped and resumed, and that mistakes cost one line."""
+"""examples/train_gpt.py: what a run leaves, that it can be stopped and resumed, and that mistakes cost one line.
+
+Under torchrun it gives the same bits as in one process. Each such test costs three imports of torch: there are few.
+"""
 
 import argparse
 import contextlib
 import importlib.util
 import json
 import os
+import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,21 +21,25 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 import pipework.schedule
+from pipework.saving import convert
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+FILES = {"metrics.jsonl", "options.json", "checkpoints", "timeline.svg", "trace.json"}
 STEPS = 24
 TINY = ["--width", "16", "--layers", "2", "--batch-size", "16", "--stages", "2", "--chunks", "4"]
 
 
 @pytest.fixture(autouse=True)
 def ctrl_c_as_before() -> Iterator[None]:
-    """The script, which is made to be a process of its own, leaves Ctrl-C as a plain end of it."""
-    before = signal.getsignal(signal.SIGINT)
+    """The script, which is made to be a process of its own, leaves Ctrl-C and SIGTERM as a plain end of it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -64,20 +73,29 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines]
 
 
-def stop_after(script: ModuleType, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+def weights(folder: Path, step: int, place: Path) -> dict[str, Tensor]:
+    """The model of a checkpoint, under the plain model's names."""
+    convert(folder / "checkpoints" / f"step-{step:08}", place / "model.safetensors", force=True)
+    return load_file(place / "model.safetensors")
+
+
+def stop_after(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, steps: int, number: signal.Signals = signal.SIGINT
+) -> None:
     """Ctrl-C comes while this step, counted from the start of the process, is running."""
     train_step, count = script.train_step, iter(range(1, 10**6))
 
     def interrupted_step(*arguments: object) -> float:
         if next(count) == steps:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         return train_step(*arguments)
 
     monkeypatch.setattr(script, "train_step", interrupted_step)
 
 
 def test_a_run_leaves_metrics_a_checkpoint_a_picture_and_a_trace(run: Path) -> None:
-    assert {path.name for path in run.iterdir()} == {"metrics.jsonl", "checkpoint.pt", "timeline.svg", "trace.json"}
+    assert {path.name for path in run.iterdir()} == FILES
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{STEPS:08}"]
     picture = ElementTree.parse(run / "timeline.svg").getroot()
     titles = [text for text in picture.itertext() if text.startswith(("predicted", "measured"))]
     assert [title.partition(":")[0] for title in titles] == ["predicted", "measured"]
@@ -112,7 +130,7 @@ def test_the_report_tells_what_was_promised(
     assert "speed-up" in told
     assert "\x1b" not in told
     assert "\r" not in told
-    for name in (str(tmp_path / "run"), "metrics.jsonl", "checkpoint.pt", "timeline.svg", "trace.json"):
+    for name in (str(tmp_path / "run"), *FILES):
         assert name in told
 
 
@@ -151,12 +169,18 @@ def test_every_schedule_gives_the_same_loss_curve(
     assert f"schedule {pipework.schedule.build(schedule, workers=1, chunks=1).name}, 4 chunks" in told
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_resuming_goes_on_as_if_nothing_had_happened(
-    script: ModuleType, tiny: list[str], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: ModuleType,
+    tiny: list[str],
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
 ) -> None:
     folder = tmp_path / "stopped"
     with monkeypatch.context() as patch:
-        stop_after(script, patch, steps=9)
+        stop_after(script, patch, steps=9, number=number)
         assert script.main([*tiny, "--out", str(folder)]) == 130
     assert losses(folder) == losses(run)[:9]
     # As if the process had been killed later, in the middle of a line.
@@ -165,17 +189,15 @@ def test_resuming_goes_on_as_if_nothing_had_happened(
     torch.manual_seed(1234)
     assert script.main(["--resume", str(folder)]) == 0
     assert losses(folder) == losses(run)
-    first, second = (torch.load(each / "checkpoint.pt", weights_only=True) for each in (run, folder))
-    assert all(torch.equal(first["model"][name], value) for name, value in second["model"].items())
+    first, second = (weights(each, STEPS, tmp_path) for each in (run, folder))
+    assert all(torch.equal(first[name], value) for name, value in second.items())
 
 
 def test_a_finished_run_can_be_given_more_steps_other_stages_and_another_schedule(
     script: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "copy"
-    folder.mkdir()
-    for name in ("metrics.jsonl", "checkpoint.pt"):
-        (folder / name).write_bytes((run / name).read_bytes())
+    shutil.copytree(run, folder)
     more = ["--steps", str(STEPS + 3), "--stages", "4", "--schedule", "interleaved-1f1b"]
     assert script.main(["--resume", str(folder), *more]) == 0
     assert losses(folder)[:STEPS] == losses(run)
@@ -185,10 +207,10 @@ def test_a_finished_run_can_be_given_more_steps_other_stages_and_another_schedul
     assert "schedule interleaved-1f1b" in told
 
 
-def test_the_checkpoint_loads_into_the_plain_model(script: ModuleType, run: Path) -> None:
-    state = torch.load(run / "checkpoint.pt", weights_only=True)
-    model: nn.Module = script.gpt(state["options"]["width"], state["options"]["layers"])
-    model.load_state_dict(state["model"])
+def test_the_checkpoint_loads_into_the_plain_model(script: ModuleType, run: Path, tmp_path: Path) -> None:
+    options = json.loads((run / "options.json").read_text())
+    model: nn.Module = script.gpt(options["width"], options["layers"])
+    model.load_state_dict(weights(run, STEPS, tmp_path))
 
 
 @contextlib.contextmanager
@@ -233,13 +255,13 @@ def test_a_second_ctrl_c_ends_it_at_once_and_quietly(tiny: list[str], tmp_path: 
 
 def test_ctrl_c_during_the_report_ends_it_quietly(tiny: list[str], tmp_path: Path) -> None:
     with running([*tiny, "--steps", "3", "--compare"], tmp_path / "run") as process:
-        while process.poll() is None and not (tmp_path / "run" / "checkpoint.pt").exists():
+        while process.poll() is None and not list(tmp_path.glob("run/checkpoints/step-*/COMPLETE")):
             time.sleep(0.01)
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         _, complaint = process.communicate(timeout=30)
     assert (process.returncode, complaint) == (-signal.SIGINT, "")
-    assert (tmp_path / "run" / "checkpoint.pt").exists()
+    assert (tmp_path / "run" / "checkpoints" / "step-00000003" / "COMPLETE").exists()
 
 
 def test_without_out_each_run_has_a_fresh_folder(
@@ -275,8 +297,9 @@ def test_without_out_each_run_has_a_fresh_folder(
         (["--data", "{folder}/short.txt"], "the text has 1289 bytes and needs at least 1290"),
         (["--data", "{folder}/text.txt", "--out", "{folder}/text.txt/run"], "text.txt/run: Not a directory"),
         (["--data", "{folder}/text.txt", "--out", "{folder}/damaged"], "damaged: File exists"),
-        (["--resume", "{folder}"], "checkpoint.pt (FileNotFoundError)"),
+        (["--resume", "{folder}"], "options.json (FileNotFoundError)"),
         (["--resume", "{folder}/damaged"], "cannot load"),
+        (["--resume", "{folder}/other"], "options.json (KeyError)"),
         (["--unknown"], "--unknown"),
     ],
 )
@@ -287,7 +310,9 @@ def test_a_mistake_costs_one_line_and_status_2(
     (tmp_path / "short.txt").write_bytes(b"x" * 1289)
     (tmp_path / "text.txt").write_bytes(b"x" * 1290)
     (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "checkpoint.pt").write_bytes(b"no checkpoint")
+    (tmp_path / "damaged" / "options.json").write_bytes(b"no options")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "options.json").write_bytes(b"{}")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SystemExit) as stopped:
         script.main([option.format(folder=tmp_path) for option in options])
@@ -334,3 +359,100 @@ def test_the_bigram_baseline_counts_pairs(script: ModuleType) -> None:
     x, y = torch.tensor([[0, 1, 0]]), torch.tensor([[1, 0, 0]])
     probabilities = torch.tensor([129 / 384, 128 / 383, 1 / 384])
     assert script.bigram_loss(text, x, y) == pytest.approx(-probabilities.log().mean().item(), rel=1e-5)
+
+
+# ---- Under torchrun --------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def torchrun(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Two processes and their launcher in a terminal of their own, in which Ctrl-C is a key."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    master, terminal = pty.openpty()
+    # Who begins a session and then opens a terminal has it as its own, and is what its keys send signals to.
+    shell = ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', os.ttyname(terminal), *command, *arguments]
+    process = subprocess.Popen(shell, env=environment, start_new_session=True)
+    os.close(terminal)
+    try:
+        yield process, master
+    finally:
+        if process.poll() is None:
+            process.terminate()  # The launcher ends what it has started.
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.wait()
+        os.close(master)
+
+
+def all_output(process: subprocess.Popen[bytes], master: int, seconds: float = 120.0) -> str:
+    """What is written into a terminal until the process has ended."""
+    told, deadline = b"", time.monotonic() + seconds
+    os.set_blocking(master, False)
+    while time.monotonic() < deadline:
+        ended = process.poll() is not None
+        try:
+            told += os.read(master, 1 << 16)
+        except BlockingIOError:
+            time.sleep(0.05)
+        except OSError:  # nobody has it open any more
+            ended = True
+        if ended and process.poll() is not None:
+            return told.decode(errors="replace").replace("\r\n", "\n")
+    raise AssertionError(f"it has not ended:\n{told.decode(errors='replace')}")
+
+
+def test_a_run_of_one_process_goes_on_in_two(
+    script: ModuleType, tiny: list[str], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_after(script, patch, steps=5)
+        assert script.main([*tiny, "--out", str(folder)]) == 130
+    with torchrun(["--resume", str(folder)]) as (process, terminal):
+        told = all_output(process, terminal)
+    assert process.returncode == 0, told
+    assert losses(folder) == losses(run)
+    first, second = (weights(each, STEPS, tmp_path) for each in (run, folder))
+    assert all(torch.equal(first[name], value) for name, value in second.items())
+    assert {path.name for path in folder.iterdir()} == FILES
+    for once in ("this process has 1 partition", f"step {STEPS}/{STEPS}", "held-out loss", "measured", "files"):
+        assert told.count(once) == 1
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
+
+
+def test_one_ctrl_c_ends_both_processes_and_one_goes_on(
+    script: ModuleType, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = tmp_path / "run", tmp_path / "in one process"
+    with torchrun([*tiny, "--out", str(folder), "--steps", "100000"]) as (process, terminal):
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline:
+            if (folder / "metrics.jsonl").exists() and len((folder / "metrics.jsonl").read_text().splitlines()) >= 3:
+                break
+            time.sleep(0.02)
+        os.write(terminal, b"\x03")
+        told = all_output(process, terminal)
+    done = len(losses(folder))
+    assert f"stopped after step {done}; to go on: torchrun --nproc-per-node 2 {SCRIPT} --resume {folder}" in told
+    with monkeypatch.context() as patch:
+        stop_after(script, patch, steps=done)
+        assert script.main([*tiny, "--out", str(other), "--steps", "100000"]) == 130
+    assert losses(folder) == losses(other)
+    for each in (folder, other):
+        assert script.main(["--resume", str(each), "--steps", str(done + 2)]) == 0
+    assert losses(folder) == losses(other)
+    assert len(losses(folder)) == done + 2
+
+
+def test_a_mistake_of_two_processes_is_told_once(tiny: list[str], tmp_path: Path) -> None:
+    with torchrun([*tiny, "--out", str(tmp_path / "run"), "--stages", "3"]) as (process, terminal):
+        told = all_output(process, terminal)
+    assert process.returncode != 0
+    assert told.count("train_gpt.py: --stages is 3: 2 processes with 1f1b have 2\n") == 1
+    assert not (tmp_path / "run").exists()

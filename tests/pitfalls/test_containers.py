@@ -165,9 +165,13 @@ class Where(nn.Module):
 
 def places(first: str, second: str) -> nn.Sequential:
     """Six layers, of which the second and the fifth alone have parameters."""
-    return nn.Sequential(
-        Where(), nn.Linear(4, 4, device=first), Where(), nn.ReLU(), nn.Linear(4, 4, device=second), Where()
-    )
+    return nn.Sequential(Where(), lying(first), Where(), nn.ReLU(), lying(second), Where())
+
+
+def lying(device: str) -> nn.Module:
+    """What is on the meta device lies nowhere, and must say that it is to stay there."""
+    layer = nn.Linear(4, 4, device=device)
+    return WithDevice(layer, device) if device == "meta" else layer
 
 
 def accelerator() -> str:

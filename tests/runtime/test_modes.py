@@ -1,6 +1,8 @@
 """Capturing modes, and workers that take turns."""
 
 import threading
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -48,7 +50,11 @@ def test_a_worker_that_waits_lets_others_compute() -> None:
     turn = threading.Lock()
 
     class Endpoint:
+        handlers: Mapping[str, object] = MappingProxyType({})
+
         def sender(self, kind: str, stage: int) -> None: ...
+
+        def finish(self) -> None: ...
 
         def receive(self, address: tuple[str, int, int]) -> str:
             assert not turn.locked()

@@ -1,0 +1,230 @@
+"""A crash, an error or a full disk at any write of a save: what was complete stays so, and nothing is ever mixed.
+
+In one process, so that every single call can be tried: from the failing call on, nothing reaches the disk any more,
+and of what was not waited for with fsync half is lost, as if the machine had stopped. A few are done with processes
+that really end.
+"""
+
+import errno
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipework import load_checkpoint, save_checkpoint
+from tests.saving.harness import OPTIMIZERS, assert_same, make_pipe, remembered, snapshot, stir
+
+CALLS = ("write", "fsync", "rename", "replace", "open", "mkdir", "unlink", "rmdir", "close")
+
+
+class Stopped(BaseException):
+    """The machine stopped."""
+
+
+class Disk:
+    """Counts the calls that change a directory, and lets one fail.
+
+    Args:
+        fail_at: the number of the call; None: none.
+        dead: whether all calls after it fail, too, and what was not synchronised is lost. Otherwise the call alone is
+            an error.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fail_at: int | None, *, dead: bool) -> None:
+        self.calls = 0
+        self.fail_at = fail_at
+        self.dead = dead
+        self.unsafe: dict[int, Path] = {}
+        self.stopped = False
+        self.real = {name: getattr(os, name) for name in CALLS}
+        for name in CALLS:
+            monkeypatch.setattr(os, name, self.patched(name))
+
+    def patched(self, name: str) -> Callable[..., object]:
+        real = self.real[name]
+
+        def call(*args, **keywords):
+            if name == "close":
+                self.unsafe.pop(args[0], None) if not self.stopped else None
+                return real(*args)
+            number = self.calls
+            self.calls += 1
+            if self.stopped or number == self.fail_at:
+                if name == "write" and not self.stopped:
+                    real(args[0], bytes(args[1])[: len(args[1]) // 2])
+                if not self.dead:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                self.stop()
+            result = real(*args, **keywords)
+            if name == "open" and args[1] & os.O_CREAT:
+                self.unsafe[result] = Path(args[0])
+            elif name == "fsync":
+                self.unsafe.pop(args[0], None)
+            return result
+
+        return call
+
+    def stop(self) -> None:
+        if not self.stopped:
+            self.stopped = True
+            for path in self.unsafe.values():
+                if path.exists():
+                    os.truncate(path, path.stat().st_size // 2)
+        raise Stopped
+
+
+class Run:
+    """A training that costs nothing."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.pipe = make_pipe()
+        self.optimizer = OPTIMIZERS["adam"](self.pipe)
+        self.states: dict[int, list[dict]] = {}
+
+    def go(self, step: int) -> "Run":
+        stir(self.pipe, self.optimizer)
+        self.states.setdefault(step, []).append({**snapshot(self.pipe), **remembered(self.optimizer)})
+        return self
+
+    def save(self, directory: Path, step: int, keep: int | None = None) -> Path:
+        return save_checkpoint(directory, self.pipe, self.optimizer, step=step, keep=keep)
+
+
+def loaded(directory: Path) -> tuple[int, dict]:
+    torch.manual_seed(5)
+    pipe = make_pipe()
+    optimizer = OPTIMIZERS["adam"](pipe)
+    found = load_checkpoint(directory, pipe, optimizer)
+    return (0, {}) if found is None else (found.step, {**snapshot(pipe), **remembered(optimizer)})
+
+
+def same(actual: dict, expected: dict) -> bool:
+    try:
+        assert_same(actual, expected)
+    except AssertionError:
+        return False
+    return True
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, directory: Path, copy: Path, save: Callable[[Path], object]) -> int:
+    shutil.copytree(directory, copy)
+    with monkeypatch.context() as patch:
+        disk = Disk(patch, None, dead=False)
+        save(copy)
+    shutil.rmtree(copy)
+    return disk.calls
+
+
+def scenarios() -> Iterator[tuple[str, list[int], int, int | None]]:
+    """What is there already, what is saved, and how many are kept."""
+    yield "the first", [], 1, None
+    yield "another", [1], 2, None
+    yield "the same again", [1, 2], 2, None
+    yield "and the oldest go", [1, 2, 3], 4, 2
+
+
+SCENARIOS = {name: rest for name, *rest in scenarios()}
+
+
+def crash_everywhere(monkeypatch, tmp_path, scenario, dead, chosen: Callable[[int], list[int]]):
+    there, step, keep = SCENARIOS[scenario]
+    run, base = Run(), tmp_path / "base"
+    base.mkdir()
+    for each in there:
+        run.go(each).save(base, each)
+    run.go(step)
+    count = calls_of(monkeypatch, base, tmp_path / "copy", lambda place: run.save(place, step, keep))
+    assert count > 20
+    outcomes = set()
+    for number in chosen(count):
+        place = tmp_path / str(number)
+        shutil.copytree(base, place)
+        failed = True
+        with monkeypatch.context() as patch:
+            Disk(patch, number, dead=dead)
+            try:
+                run.save(place, step, keep)
+                failed = False  # it failed while old ones were removed, which is no error
+            except (OSError, Stopped):
+                pass
+        found, state = loaded(place)
+        new = found == step and same(state, run.states[step][-1])
+        assert new or (found == max(there, default=0) and (not there or same(state, run.states[found][0]))), number
+        assert new or failed, number
+        outcomes.add(new)
+        later = max(step, *there, 0) + 1
+        run.save(place, later, keep)
+        found, state = loaded(place)
+        assert found == later, number
+        assert same(state, run.states[step][-1]), number
+        left = {path.name for path in place.iterdir()}
+        assert not {name for name in left if not name[5:].isdigit()}, number
+        shutil.rmtree(place)
+    return outcomes
+
+
+@pytest.mark.parametrize("dead", [True, False], ids=["stops", "fails"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_crash_at_some_calls(monkeypatch, tmp_path, scenario, dead):
+    seed = random.Random(f"{scenario} {dead}")
+    crash_everywhere(monkeypatch, tmp_path, scenario, dead, lambda count: [*seed.sample(range(count), 12), count - 1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dead", [True, False], ids=["stops", "fails"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_crash_at_every_call(monkeypatch, tmp_path, scenario, dead):
+    assert crash_everywhere(monkeypatch, tmp_path, scenario, dead, lambda count: list(range(count))) == {True, False}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # of the threads of pytest-xdist
+def test_a_process_that_really_ends(monkeypatch, tmp_path):
+    run = Run().go(1)
+    run.save(tmp_path / "base", 1)
+    run.go(2)
+    count = calls_of(monkeypatch, tmp_path / "base", tmp_path / "copy", lambda place: run.save(place, 2))
+    for number in random.Random(0).sample(range(count), 8):
+        place = tmp_path / str(number)
+        shutil.copytree(tmp_path / "base", place)
+        child = os.fork()  # no worker was started yet: a pipe that never ran has no threads
+        if child == 0:
+            with monkeypatch.context() as patch:
+                disk = Disk(patch, number, dead=True)
+                disk.stop = lambda: os._exit(9)
+                run.save(place, 2)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        found, state = loaded(place)
+        assert same(state, run.states[found][0])
+
+
+def test_a_full_disk(monkeypatch, tmp_path):
+    run = Run().go(1)
+    run.save(tmp_path, 1)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    write, left = os.write, 2000
+
+    def limited(descriptor, data):
+        nonlocal left
+        if not left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(descriptor, data[:left])  # a short write first, as real ones
+        left -= written
+        return written
+
+    run.go(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", limited)
+        with pytest.raises(OSError, match="No space left on device"):
+            run.save(tmp_path, 2)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    assert loaded(tmp_path)[0] == 1
+    run.save(tmp_path, 2)
+    assert loaded(tmp_path)[0] == 2

@@ -1,0 +1,204 @@
+"""Layers that wait on the meta device, as nothing fills them: a checkpoint does, as if they had been there before."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipework import Mesh, Pipe, load_checkpoint, save_checkpoint
+from tests.saving.harness import assert_same, remembered, snapshot, train
+
+
+class Scaled(nn.Module):
+    """Nothing says how its scale is filled, so that all of it waits."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, features)
+        self.scale = nn.Parameter(torch.ones(features))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return nn.functional.dropout(self.linear(x) * self.scale, 0.2, self.training)
+
+
+class Masked(nn.Module):
+    """Has a buffer that no checkpoint has, and draws it."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(features))
+        self.register_buffer("mask", torch.empty(features), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.mask.copy_(torch.rand(self.mask.shape) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale * self.mask
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), Scaled(8), nn.Tanh(), nn.Dropout(0.1), Scaled(8), nn.Linear(8, 1))
+
+
+def make(module: nn.Sequential, *balance: int, **options: Any) -> tuple[Pipe, torch.optim.Optimizer]:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)  # made before there is memory
+    where = options or {"devices": ["cpu"] * len(balance)}
+    pipe = Pipe(module, 4, balance=balance or None, schedule="1f1b", loss_fn=nn.functional.mse_loss, **where)
+    return pipe, optimizer
+
+
+def on_meta(make: Callable[..., Any] = layers, *arguments: Any) -> Any:
+    with torch.device("meta"):
+        return make(*arguments)
+
+
+def waiting(pipe: nn.Module) -> list[str]:
+    return [name for name, tensor in pipe.state_dict().items() if tensor.is_meta]
+
+
+@pytest.mark.parametrize("balance", [(6,), (2, 4), (1, 2, 3)], ids=str)
+def test_they_go_on_as_if_they_had_never_stopped(tmp_path, balance):
+    pipe, optimizer = make(layers(), 3, 3)
+    train(pipe, optimizer, 2)
+    save_checkpoint(tmp_path, pipe, optimizer, step=2)
+    expected = train(pipe, optimizer, 2)
+    torch.manual_seed(9)
+    other, restored = make(on_meta(), *balance)
+    assert waiting(other) == [
+        f"{n}.{name}" for n in (1, 4) for name in ("scale", "seen", "linear.weight", "linear.bias")
+    ]
+    parameters = list(other.parameters())
+    assert load_checkpoint(tmp_path, other, restored).step == 2
+    assert waiting(other) == []
+    assert all(a is b for a, b in zip(parameters, other.parameters(), strict=True))
+    for actual, wanted in zip(train(other, restored, 2), expected, strict=True):
+        assert_same(actual, wanted)
+    assert_same(remembered(restored), remembered(optimizer))
+
+
+def test_nothing_is_initialised_that_the_checkpoint_has(tmp_path, monkeypatch):
+    pipe, _ = make(layers(), 6)
+    save_checkpoint(tmp_path, pipe, step=1)
+    other, _ = make(layers(), 2, 4)
+    for number, layer in enumerate(on_meta()):
+        setattr(other, str(number), layer)  # the linear ones alone could be filled, and are not yet
+    assert len(waiting(other)) == 12
+    monkeypatch.setattr(nn.Linear, "reset_parameters", lambda self: pytest.fail("it was initialised"))
+    load_checkpoint(tmp_path, other)
+    assert_same(snapshot(other), snapshot(pipe))
+
+
+def test_what_no_checkpoint_has_is_initialised_and_draws_nothing_from_the_callers_generator(tmp_path):
+    pipe = Pipe(nn.Sequential(nn.Linear(6, 6), Masked(6)), balance=[1, 1], devices=["cpu", "cpu"])
+    save_checkpoint(tmp_path, pipe, step=1)
+    state = torch.get_rng_state()
+    masks = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        other = Pipe(on_meta(lambda: nn.Sequential(nn.Linear(6, 6), Masked(6))), balance=[2])
+        assert waiting(other) == ["1.scale"]
+        load_checkpoint(tmp_path, other)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert_same(snapshot(other), snapshot(pipe))
+        masks.append(other[1].mask)
+    assert masks[0].min() >= 0.5
+    assert torch.equal(*masks)
+    other = Pipe(nn.Sequential(nn.Linear(6, 6), Masked(6)), balance=[2])
+    setattr(other, "1", on_meta(Masked, 6))  # put there later: only now a key is drawn for what it begins with
+    load_checkpoint(tmp_path, other)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same(snapshot(other), snapshot(pipe))
+
+
+def test_what_is_tied_stays_tied(tmp_path):
+    def tied() -> nn.Sequential:
+        module = layers()
+        module[4].linear.weight = module[1].linear.weight
+        return module
+
+    pipe, optimizer = make(tied(), 3, 3)
+    train(pipe, optimizer, 1)
+    save_checkpoint(tmp_path, pipe, optimizer, step=1)
+    other, restored = make(on_meta(tied), 2, 4)
+    load_checkpoint(tmp_path, other, restored)
+    assert other[4].linear.weight is other[1].linear.weight
+    assert_same(snapshot(other), snapshot(pipe))
+    assert_same(remembered(restored), remembered(optimizer))
+
+
+def test_a_load_that_fails_leaves_them_without_data(tmp_path):
+    pipe, optimizer = make(layers(), 6)
+    train(pipe, optimizer, 1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)  # whose state is empty, which one that is enabled refuses
+    save_checkpoint(tmp_path, pipe, optimizer, step=1, scaler=scaler)
+    other, restored = make(on_meta(), 6)
+    before = {name: t.clone() for name, t in other.state_dict().items() if not t.is_meta}
+    with pytest.raises(RuntimeError, match="source state dict is empty"):
+        load_checkpoint(tmp_path, other, restored, scaler=torch.amp.GradScaler("cpu"))
+    assert len(waiting(other)) == 8
+    assert_same({name: other.state_dict()[name] for name in before}, before)
+    assert not restored.state
+    other[1].scale.register_post_accumulate_grad_hook(print)
+    with pytest.raises(RuntimeError, match="cannot be given memory without losing its hooks"):
+        load_checkpoint(tmp_path, other, restored)
+    assert len(waiting(other)) == 8
+    assert not restored.state
+
+
+def test_what_is_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"'1\.scale' cannot be saved.*it lies on the meta device and has no data"):
+        save_checkpoint(tmp_path, make(on_meta(), 6)[0], step=1)
+    pipe, _ = make(layers(), 6)
+    save_checkpoint(tmp_path, pipe, step=1)
+    shapes = Pipe(on_meta(), balance=[3, 3], devices=["meta", "meta"])
+    with pytest.raises(TypeError, match="lies on the meta device and has no data"):
+        load_checkpoint(tmp_path, shapes)
+    smaller = on_meta()
+    smaller[1].scale = nn.Parameter(torch.empty(4, device="meta"))
+    with pytest.raises(ValueError, match=r"1\.scale \(it has \(8,\) float32, the pipe \(4,\) float32\)"):
+        load_checkpoint(tmp_path, make(smaller, 6)[0])
+
+
+# ---- Processes -------------------------------------------------------------------------------------------------------
+
+
+def load(mesh: Mesh, folder: str) -> dict[str, list[float]]:
+    """Everything that this process holds, and the gradients of a step; all bits of a float are in its JSON."""
+    with torch.device("meta"):
+        module = nn.Sequential(*layers(), Masked(1))
+    pipe = Pipe(module, 4, schedule="1f1b", loss_fn=nn.functional.mse_loss, balance=[2, 5], mesh=mesh)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    assert waiting(pipe) == [name for name in pipe.state_dict() if name[0] in "146"]
+    assert load_checkpoint(folder, pipe, optimizer) is not None
+    assert waiting(pipe) == []
+    assert all(tensor.is_meta for layer in module if layer not in list(pipe) for tensor in layer.parameters())
+    values = {**snapshot(pipe), **{f"{name}/buffer": buffer.clone() for name, buffer in pipe.named_buffers()}}
+    moments = {f"{name}/exp_avg": optimizer.state[parameter]["exp_avg"] for name, parameter in pipe.named_parameters()}
+    torch.manual_seed(5)
+    x = torch.randn(8, 6)
+    pipe(x, target=x[:, :1]).backward()
+    gradients = {f"{name}/grad": parameter.grad for name, parameter in pipe.named_parameters()}
+    every = {**values, **moments, **gradients}
+    return {name: tensor.flatten().tolist() for name, tensor in every.items()}
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_each_process_fills_what_it_holds(on_ranks: Callable[..., list[Any]], tmp_path: Path, dp: int) -> None:
+    pipe, optimizer = make(nn.Sequential(*layers(), Masked(1)), 7)
+    train(pipe, optimizer, 2)
+    save_checkpoint(tmp_path, pipe, optimizer, step=2)
+    found = on_ranks(2 * dp, load, init={"dp": dp}, folder=str(tmp_path))
+    assert found == found[:2] * dp, "replicas have the same values"
+    whole = {**found[0], **found[1]}
+    for name, tensor in pipe.state_dict().items():
+        assert whole[name] == tensor.flatten().tolist(), name
+    for name, parameter in pipe.named_parameters():
+        assert whole[f"{name}/exp_avg"] == optimizer.state[parameter]["exp_avg"].flatten().tolist(), name
+    assert all(map(whole.__contains__, ("6.mask/buffer", "4.scale/grad", "0.weight/grad")))
+    assert 0.5 <= whole["6.mask/buffer"][0] < 1.5

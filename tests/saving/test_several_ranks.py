@@ -1,0 +1,394 @@
+"""Several ranks, each a thread with some of the stages: they write one checkpoint, and load and fail together."""
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipework import Pipe, load_checkpoint, save_checkpoint
+from pipework.saving import load, reading, save, steps
+from pipework.saving.stages import stages_of
+from tests.saving.harness import Cut, assert_same, make_pipe, remembered, snapshot, stir
+
+
+class Meeting:
+    """Where the threads wait for each other."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.words = [""] * size
+        self.barrier = threading.Barrier(size, timeout=60)
+
+
+class Rank:
+    """One of the threads, and the stages of its pipe that it holds.
+
+    Its pipe has all stages, but what is not its own is never to be looked at.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int, held: set[int], stages: int, replica: tuple[int, int]) -> None:
+        self.meeting = meeting
+        self.rank, self.size = rank, meeting.size
+        self.replica, self.replicas = replica
+        self.everyone = range(self.size)
+        self.pipe = make_pipe(Cut(stages, "gpipe"))
+        self.stages = {number: tensors for number, tensors in stages_of(self.pipe).items() if number in held}
+        own = [t for tensors in self.stages.values() for t in tensors.values() if isinstance(t, torch.nn.Parameter)]
+        self.optimizer = torch.optim.Adam(own, lr=0.5)
+        self.done: Any = None
+
+    def all_words(self, text: str) -> list[str]:
+        self.meeting.words[self.rank] = text
+        self.meeting.barrier.wait()
+        words = list(self.meeting.words)
+        self.meeting.barrier.wait()
+        return words
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What this rank holds, and what its optimizer remembers of it."""
+        tensors = {name: t for each in self.stages.values() for name, t in each.items()}
+        moments = {f"{name}/exp_avg": self.optimizer.state.get(t, {}).get("exp_avg") for name, t in tensors.items()}
+        return {name: t.detach().clone() for name, t in {**tensors, **moments}.items() if t is not None}
+
+
+class Ranks:
+    """All of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *held: set[int], replicas: int = 1) -> None:
+        stages = max(map(max, held)) + 1
+        meeting = Meeting(len(held) * replicas)
+        self.ranks = [
+            Rank(meeting, number, held[number % len(held)], stages, (number // len(held), replicas))
+            for number in range(meeting.size)
+        ]
+        by_pipe = {rank.pipe: rank for rank in self.ranks}
+        for module in (save, load):
+            monkeypatch.setattr(module, "ranks_of", by_pipe.__getitem__)
+            monkeypatch.setattr(module, "stages_of", lambda pipe, **_: by_pipe[pipe].stages)
+
+    def __iter__(self):
+        return iter(self.ranks)
+
+    def __getitem__(self, number: int) -> Rank:
+        return self.ranks[number]
+
+    def all(self, call: Callable[[Rank], Any]) -> list[Any]:
+        """What each returned, or raised."""
+
+        def run(rank: Rank) -> None:
+            try:
+                rank.done = call(rank)
+            except Exception as error:
+                rank.done = error
+                if isinstance(error, threading.BrokenBarrierError):
+                    raise
+
+        threads = [threading.Thread(target=run, args=[rank], name=f"rank {rank.rank}") for rank in self.ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+            assert not thread.is_alive()
+        return [rank.done for rank in self.ranks]
+
+    def save(self, directory: Path, step: int = 1, **options: Any) -> list[Any]:
+        return self.all(lambda rank: save_checkpoint(directory, rank.pipe, rank.optimizer, step=step, **options))
+
+    def load(self, directory: Path, **options: Any) -> list[Any]:
+        return self.all(lambda rank: load_checkpoint(directory, rank.pipe, rank.optimizer, **options))
+
+
+def one_process(directory: Path, steps_done: tuple[int, ...] = (1,)) -> dict[str, Any]:
+    """Saves from a single process; returns the state of each step."""
+    pipe = make_pipe(Cut(4, "gpipe"))
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.5)
+    states = {}
+    for step in steps_done:
+        stir(pipe, optimizer)
+        save_checkpoint(directory, pipe, optimizer, step=step, data_position=step)
+        moments = {f"{name}/exp_avg": optimizer.state[p]["exp_avg"] for name, p in pipe.named_parameters()}
+        states[step] = {**snapshot(pipe), **{name: moment.clone() for name, moment in moments.items()}}
+    return states
+
+
+def loaded_in_one(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Pipe, dict[str, torch.Tensor]]:
+    monkeypatch.undo()
+    pipe = make_pipe()
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.1)
+    assert load_checkpoint(directory, pipe, optimizer) is not None
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    moments = {f"{name}/exp_avg": optimizer.state[p]["exp_avg"] for name, p in pipe.named_parameters()}
+    return pipe, {**snapshot(pipe), **moments}
+
+
+def stirred(ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Gives each rank something to remember; returns all of it."""
+    whole = {}
+    for rank in ranks:
+        stir(rank.pipe, rank.optimizer)
+        whole.update(rank.state())
+    return whole
+
+
+@pytest.mark.parametrize("held", [({0, 1}, {2, 3}), ({0, 3}, {1, 2}), ({0}, {1}, {2})], ids=str)
+def test_saved_by_several_loaded_by_one(monkeypatch, tmp_path, held):
+    ranks = Ranks(monkeypatch, *held)
+    whole = stirred(ranks)
+    draws = torch.get_rng_state()
+    assert ranks.save(tmp_path) == [tmp_path / "step-00000001"] * len(held)
+    torch.manual_seed(99)
+    _, state = loaded_in_one(tmp_path, monkeypatch)
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert state.keys() == whole.keys()
+    assert_same({name: state[name] for name in whole}, whole)
+
+
+@pytest.mark.parametrize("held", [({0, 1}, {2, 3}), ({0, 3}, {1, 2}), ({0}, {1}, {2}), ({0},)], ids=str)
+def test_saved_by_one_loaded_by_several(monkeypatch, tmp_path, held):
+    states = one_process(tmp_path)
+    ranks = Ranks(monkeypatch, *held)
+    before = [{name: t.clone() for name, t in rank.pipe.state_dict().items()} for rank in ranks]
+    found = ranks.load(tmp_path)
+    assert [(each.step, each.data_position) for each in found] == [(1, 1)] * len(held)
+    for rank, old in zip(ranks, before, strict=True):
+        assert_same(rank.state(), {name: states[1][name] for name in rank.state()})
+        others = {name: t for name, t in rank.pipe.state_dict().items() if name not in rank.state()}
+        assert_same(others, {name: old[name] for name in others})
+
+
+def test_each_reads_only_what_it_needs(monkeypatch, tmp_path):
+    one_process(tmp_path)
+    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
+    seen: dict[str, set[str]] = {}
+    check = reading.check_sealed
+
+    def watched(path, seal):
+        seen.setdefault(threading.current_thread().name, set()).add(path.name)
+        check(path, seal)
+
+    monkeypatch.setattr(reading, "check_sealed", watched)
+    ranks.load(tmp_path)
+    numbers = {name: {file[-17:-12] for file in files if "stage" in file} for name, files in seen.items()}
+    assert numbers == {"rank 0": {"00000"}, "rank 1": {"00002", "00003"}}, "stage 1 has no parameters"
+
+
+def test_replicas_write_once_and_all_load(monkeypatch, tmp_path):
+    ranks = Ranks(monkeypatch, {0, 1}, {2, 3}, replicas=2)
+    whole = {}
+    for rank in ranks:
+        stir(rank.pipe, rank.optimizer)
+        whole.update(rank.state() if rank.replica == 0 else {})
+    writers = []
+    monkeypatch.setattr(
+        save,
+        "write_tensors",
+        lambda path, tensors, write=save.write_tensors: (
+            writers.append((threading.current_thread().name, path.name)) or write(path, tensors)
+        ),
+    )
+    ranks.save(tmp_path)
+    assert {name for name, file in writers if not file.startswith("training")} == {"rank 0", "rank 1"}
+    assert {name for name, _ in writers} == {"rank 0", "rank 1", "rank 2"}, "each replica has random states"
+    assert len({file for _, file in writers}) == len(writers)
+    assert [each.step for each in ranks.load(tmp_path)] == [1] * 4
+    for rank in ranks:
+        assert_same(rank.state(), {name: whole[name] for name in rank.state()})
+
+
+@pytest.mark.parametrize("file", ["model-stage-00003.safetensors", "optimizer-stage-00000.json", "training.json"])
+def test_damage_that_one_sees_turns_all_back(monkeypatch, tmp_path, caplog, file):
+    states = one_process(tmp_path, steps_done=(1, 2))
+    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
+    (tmp_path / "step-00000002" / file).write_bytes(b"")
+    with caplog.at_level(logging.WARNING, "pipework"):
+        found = ranks.load(tmp_path)
+    assert [each.step for each in found] == [1, 1]
+    for rank in ranks:
+        assert_same(rank.state(), {name: states[1][name] for name in rank.state()})
+    assert len(caplog.records) == 2
+    assert all(f"{file}: it has 0 bytes" in record.getMessage() for record in caplog.records)
+    assert f"(seen by rank {int('3' in file)})" in caplog.records[0].getMessage()
+
+
+def test_one_that_cannot_write_stops_all(monkeypatch, tmp_path):
+    one_process(tmp_path)
+    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
+    stirred(ranks)
+
+    def full(path, tensors, write=save.write_tensors):
+        if "stage-00003" in path.name:
+            raise OSError(28, "No space left on device")
+        return write(path, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "write_tensors", full)
+        first, second = ranks.save(tmp_path, 2)
+    assert isinstance(second, OSError)
+    assert isinstance(first, RuntimeError)
+    assert str(first) == "rank 1 could not write its stages: OSError: [Errno 28] No space left on device"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert ranks.save(tmp_path, 2) == [tmp_path / "step-00000002"] * 2
+
+
+def test_what_cannot_be_saved_on_one_stops_all_before_anything_is_written(monkeypatch, tmp_path):
+    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
+    stirred(ranks)
+    ranks[1].optimizer.param_groups[0]["odd"] = object()
+    first, second = ranks.save(tmp_path / "run")
+    assert isinstance(second, TypeError)
+    assert "rank 1 could not prepare to save: TypeError: group 0/odd is a builtins.object" in str(first)
+    assert not (tmp_path / "run").exists()
+
+
+def test_different_steps_are_refused(monkeypatch, tmp_path):
+    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
+    errors = ranks.all(lambda rank: save_checkpoint(tmp_path / "run", rank.pipe, step=5 + rank.rank))
+    assert all("the ranks save different steps, [5, 6]" in str(error) for error in errors)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stage_of_two_ranks_is_refused(monkeypatch, tmp_path):
+    errors = Ranks(monkeypatch, {0, 1}, {1, 2}).save(tmp_path)
+    assert "wanted each stage from one rank, got stages 0 (rank 0), 1 (rank 0), 1 (rank 1), 2" in str(errors[0])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_of_ones_own_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(steps, "_PATIENCE", 0.2)
+    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
+    first, second = ranks.all(lambda rank: save_checkpoint(tmp_path / str(rank.rank), rank.pipe, step=1))
+    assert isinstance(second, FileNotFoundError)
+    assert "must be on a file system that all processes share" in str(second)
+    assert "rank 1 could not write its stages: FileNotFoundError" in str(first)
+
+
+def test_a_mark_that_one_does_not_see_is_an_error_for_all(monkeypatch, tmp_path):
+    monkeypatch.setattr(steps, "_PATIENCE", 0.2)
+    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
+    wait = steps.wait_for
+
+    def blind(path):
+        wait(
+            path.with_name("hidden") if (path.name, threading.current_thread().name) == ("COMPLETE", "rank 1") else path
+        )
+
+    monkeypatch.setattr(steps, "wait_for", blind)
+    first, second = ranks.save(tmp_path)
+    assert isinstance(second, FileNotFoundError)
+    assert "rank 1 could not see the checkpoint: FileNotFoundError" in str(first)
+
+
+def test_a_rank_that_does_not_fit_stops_all(monkeypatch, tmp_path):
+    one_process(tmp_path)
+    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
+    ranks[1].stages[3]["7.weight"] = torch.nn.Parameter(torch.zeros(3, 8))
+    before = [rank.state() for rank in ranks]
+    first, second = ranks.load(tmp_path)
+    assert "7.weight (it has (1, 8) float32, the pipe (3, 8) float32)" in str(second)
+    assert "rank 1 could not load" in str(first)
+    for rank, old in zip(ranks, before, strict=True):
+        assert_same(rank.state(), old)
+
+
+def test_a_rank_that_cannot_take_over_takes_all_back(monkeypatch, tmp_path):
+    one_process(tmp_path)
+    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
+    stirred(ranks)
+    before = [{**rank.state(), **remembered(rank.optimizer)} for rank in ranks]
+
+    def refuse(state):
+        raise RuntimeError("no")
+
+    ranks[1].optimizer.load_state_dict = refuse
+    first, second = ranks.load(tmp_path)
+    assert (str(first), str(second)) == ("rank 1 could not take over the state: RuntimeError: no", "no")
+    for rank, old in zip(ranks, before, strict=True):
+        assert_same({**rank.state(), **remembered(rank.optimizer)}, old)
+
+
+def test_copies_of_a_shared_parameter_on_two_ranks(monkeypatch, tmp_path):
+    """Each rank has its own tensor and saves it; one process that holds both has one."""
+
+    def tied() -> Pipe:
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        module[1].weight = module[0].weight
+        return Pipe(module, balance=[1, 1], devices=["cpu", "cpu"])
+
+    ranks = Ranks(monkeypatch, {0}, {1})
+    source = tied()
+    for rank in ranks:
+        pipe = tied()
+        pipe.load_state_dict(source.state_dict())
+        rank.stages = {rank.rank: stages_of(pipe)[rank.rank]}
+        rank.optimizer = torch.optim.Adam(rank.stages[rank.rank].values(), lr=0.5)
+        for parameter in rank.stages[rank.rank].values():
+            parameter.grad = torch.ones_like(parameter)
+        rank.optimizer.step()
+    ranks.save(tmp_path)
+    monkeypatch.undo()
+    pipe = tied()
+    optimizer = torch.optim.Adam(pipe.parameters())
+    load_checkpoint(tmp_path, pipe, optimizer)
+    assert torch.equal(pipe[0].weight, ranks[1].stages[1]["1.weight"])
+    assert optimizer.state[pipe[0].weight]["step"] == 1
+
+
+def test_what_one_alone_was_given(monkeypatch, tmp_path):
+    """As where the first stage has no parameters, and so no scheduler; and data that the last rank alone reads."""
+    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
+    schedulers = [torch.optim.lr_scheduler.StepLR(rank.optimizer, 3) for rank in ranks]
+    schedulers[1].last_epoch = 7
+
+    def save_with(rank: Rank) -> Path:
+        given = {"scheduler": schedulers[1], "data_position": [5]} if rank.rank else {}
+        return save_checkpoint(tmp_path, rank.pipe, rank.optimizer, step=1, **given)
+
+    path = ranks.all(save_with)[0]
+    assert sorted(file.name for file in path.glob("training*.json")) == ["training-rank-00001.json", "training.json"]
+    assert set(json.loads((path / "training-rank-00001.json").read_text())) == {"scheduler", "data_position"}
+    schedulers[1].last_epoch = 0
+    found = ranks.all(
+        lambda rank: load_checkpoint(
+            tmp_path, rank.pipe, rank.optimizer, scheduler=schedulers[1] if rank.rank else None
+        )
+    )
+    assert [each.data_position for each in found] == [[5], [5]]
+    assert schedulers[1].last_epoch == 7
+    monkeypatch.undo()
+    pipe = make_pipe()
+    optimizer = torch.optim.Adam(pipe.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    assert load_checkpoint(tmp_path, pipe, optimizer, scheduler=scheduler).data_position == [5]
+    assert scheduler.last_epoch == 7
+
+
+def test_each_gets_its_own_position_again(monkeypatch, tmp_path):
+    ranks = Ranks(monkeypatch, {0, 1}, {2, 3}, replicas=2)
+    positions = [{"row": 3}, {"row": 3}, {"row": 8}, {"row": torch.tensor(9)}]
+    (path, *_) = ranks.all(
+        lambda rank: save_checkpoint(tmp_path, rank.pipe, rank.optimizer, step=1, data_position=positions[rank.rank])
+    )
+    written = sorted(file.name for file in path.glob("training*.json"))
+    assert written == ["training-rank-00002.json", "training-rank-00003.json", "training.json"]
+    assert [each.data_position for each in ranks.load(tmp_path)] == positions
+    (path / "training-rank-00003.safetensors").write_bytes(b"")
+    assert all("training-rank-00003.safetensors: it has 0 bytes" in str(error) for error in ranks.load(tmp_path))
+
+
+def test_what_another_rank_cannot_save_is_refused(monkeypatch, tmp_path):
+    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
+    first, second = ranks.all(
+        lambda rank: save_checkpoint(tmp_path / "run", rank.pipe, step=1, data_position=object() if rank.rank else 1)
+    )
+    assert isinstance(second, TypeError)
+    assert "rank 1 could not prepare to save: TypeError: data_position is a builtins.object" in str(first)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_checkpoint_for_all(monkeypatch, tmp_path):
+    assert Ranks(monkeypatch, {0, 1}, {2, 3}).load(tmp_path) == [None, None]

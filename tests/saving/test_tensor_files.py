@@ -1,0 +1,60 @@
+import json
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipework.saving.files import DamagedError, seal_of
+from pipework.saving.tensor_files import _CODES, Kind, open_tensors, write_tensors
+
+
+def tensors():
+    made = {str(dtype): torch.arange(24).reshape(2, 3, 4).to(dtype) for dtype in _CODES}
+    made |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), 'quo"te é': torch.ones(1)}
+    made["turned"] = torch.randn(3, 4).t()
+    return made | {"view": made["torch.float32"][1:, ::2], "again": made["torch.float32"]}
+
+
+def test_the_library_reads_what_was_written(tmp_path):
+    file = tmp_path / "x.safetensors"
+    made = tensors()
+    seal = write_tensors(file, made)
+    assert seal == seal_of(file.read_bytes())
+    read = load_file(file)
+    assert read.keys() == made.keys()
+    for name, tensor in made.items():
+        assert Kind.of(read[name]) == Kind.of(tensor)
+        flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (read[name], tensor)]
+        assert torch.equal(*flat), name
+
+
+def test_and_the_other_way_round(tmp_path):
+    file = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(3), "b": torch.zeros(2, dtype=torch.bfloat16)}, file)
+    with open_tensors(file) as opened:
+        assert torch.equal(opened.read("a"), torch.ones(3))
+        with pytest.raises(DamagedError, match=r"x.safetensors: it holds no tensor 'c'"):
+            opened.read("c")
+
+
+def test_each_tensor_begins_where_its_elements_may(tmp_path):
+    file = tmp_path / "x.safetensors"
+    dtypes = {"a": torch.uint8, "b": torch.float32, "c": torch.int16}
+    write_tensors(file, {name: torch.ones(3, dtype=dtype) for name, dtype in dtypes.items()})
+    (length,) = struct.unpack("<Q", file.read_bytes()[:8])
+    header = json.loads(file.read_bytes()[8 : 8 + length])
+    assert length % 8 == 0
+    assert {name: entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"} == {
+        "b": 0,
+        "c": 12,
+        "a": 18,
+    }
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}x", struct.pack("<Q", 2**40) + b"{"])
+def test_no_safetensors_file(tmp_path, content):
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(content)
+    with pytest.raises(DamagedError, match=r"x.safetensors: it cannot be read"), open_tensors(file):
+        pass
