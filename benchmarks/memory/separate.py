@@ -62,6 +62,6 @@ def with_separate_memories(pipe: Pipe, storages: LiveStorages, *, when_taken: bo
     make = TakingLink if when_taken else CopyingLink
     links = {(a, b): make(storages, b) if a != b or when_taken else None for a in workers for b in workers}
     pipe._house = dataclasses.replace(house, links=links)
-    for stage, (here, there) in zip(house.stages, itertools.pairwise((*house.placement, -1)), strict=True):
+    for stage, (here, there) in zip(house.stages.values(), itertools.pairwise((*house.placement, -1)), strict=True):
         stage.shares_output = here == there  # as open_house says of stages on different devices
     return pipe

@@ -35,15 +35,16 @@ from benchmarks.measure import (
     timed,
 )
 from benchmarks.schedules import TRAINING
-from benchmarks.two_stage_speed import predictions, two_processes
-from benchmarks.two_stage_speed.task import WORKERS, Task, gradients_of, loss_of
+from benchmarks.two_processes import WORKERS, TwoProcesses, gradients_of, two_processes
+from benchmarks.two_stage_speed import predictions, ranks
+from benchmarks.two_stage_speed.ranks import PIPELINING
+from benchmarks.two_stage_speed.task import Task
 from pipework.pipe import Pipe
 
 ONE_CORE = "un-pipelined, one core, micro-batch by micro-batch"
 WHOLE = "un-pipelined, one core, the whole batch at once"
 OUTSIDE = "pipework gpipe, loss outside"
 TORCHGPIPE = "torchgpipe 0.0.7"
-PIPELINING = "torch.distributed.pipelining"
 BEST_TARGET = 0.52  # of the one-core time: within 4 % of a perfect split, for the best schedule that splits backwards
 
 
@@ -74,7 +75,7 @@ def unpipelined(task: Task, *, micro_batched: bool) -> Entrant:
 
     def run() -> None:
         for piece, target in pieces:
-            (loss_of(model(piece), target) / len(pieces)).backward()
+            (task.loss_of(model(piece), target) / len(pieces)).backward()
 
     return entrant(model, run)
 
@@ -82,7 +83,7 @@ def unpipelined(task: Task, *, micro_batched: bool) -> Entrant:
 def outside_loss(task: Task, model: nn.Module) -> Entrant:
     """A pipeline in this process that gives its outputs to a loss outside."""
     batch, target = task.batch()
-    return entrant(model, lambda: loss_of(model(batch), target).backward(), "gpipe")
+    return entrant(model, lambda: task.loss_of(model(batch), target).backward(), "gpipe")
 
 
 def inside_loss(task: Task, pipe: Pipe, schedule: str) -> Entrant:
@@ -99,7 +100,7 @@ def pipe_of(task: Task, schedule: str, *, inside: bool = True) -> Pipe:
         balance=task.balance(schedule),
         devices=["cpu"] * WORKERS,
         schedule=schedule,
-        loss_fn=loss_of if inside else None,
+        loss_fn=task.loss_of if inside else None,
     )
 
 
@@ -115,7 +116,7 @@ def torchgpipe_model(task: Task) -> nn.Module | None:
     return pipe
 
 
-def all_entrants(task: Task, processes: two_processes.TwoProcesses, pipes: dict[str, Pipe]) -> dict[str, Entrant]:
+def all_entrants(task: Task, processes: TwoProcesses, pipes: dict[str, Pipe]) -> dict[str, Entrant]:
     """Everyone, with what belongs together next to each other."""
     entrants = {
         ONE_CORE: unpipelined(task, micro_batched=True),
@@ -128,10 +129,8 @@ def all_entrants(task: Task, processes: two_processes.TwoProcesses, pipes: dict[
     other = torchgpipe_model(task)
     if other is not None:
         entrants[TORCHGPIPE] = outside_loss(task, other)
-    for schedule in two_processes.SCHEDULES:
-        entrants[f"{PIPELINING} {schedule}"] = Entrant(
-            partial(processes.step, schedule), partial(processes.gradients, schedule), schedule
-        )
+    for name, schedule in {**ranks.NAMES, **ranks.RIVALS}.items():
+        entrants[name] = Entrant(partial(processes.seconds, name), partial(processes.gradients, name), schedule)
     return entrants
 
 
@@ -157,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     recorded = arguments.recorded or (3 if arguments.quick else 5)
     task = Task(width=arguments.width, tokens=arguments.tokens)
 
-    with on_this_machine() as machine, two_processes.two_processes(task) as processes:
+    with on_this_machine() as machine, two_processes(partial(ranks.parts, task)) as processes:
         pipes = {
             OUTSIDE: pipe_of(task, "gpipe", inside=False),
             **{f"pipework {schedule}": pipe_of(task, schedule) for schedule in TRAINING},

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from benchmarks.two_processes import WORKERS
 from pipework.schedule import Costs, Schedule, build, recipe
-
-WORKERS = 2
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,10 @@ class Task:
         generator = torch.Generator().manual_seed(1)
         return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
+    def loss_of(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean square of the difference."""
+        return nn.functional.mse_loss(output, target)
+
     def balance(self, schedule: str) -> list[int]:
         """As many blocks for each stage of the schedule."""
         stages = WORKERS * recipe(schedule).stages_per_worker
@@ -56,13 +59,3 @@ class Task:
         order = self._built(schedule)
         costs = Costs(forward=1 / order.stages, backward=2 / order.stages)
         return order.simulate(costs).makespan / (3 * self.chunks)
-
-
-def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    """The mean square of the difference."""
-    return nn.functional.mse_loss(output, target)
-
-
-def gradients_of(model: nn.Module) -> list[Tensor]:
-    """What the last step left."""
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
