@@ -1,12 +1,13 @@
 """Trains a small GPT in a pipeline, byte by byte, on the source text of Python's own standard library.
 
     python examples/train_gpt.py               # about two minutes on two CPU cores; uses every accelerator it finds
+    torchrun --nproc-per-node 2 examples/train_gpt.py    # the same in two processes, with the same loss curve
     python examples/train_gpt.py --compare     # then also: how much faster than without a pipeline?
     python examples/train_gpt.py --schedule interleaved-1f1b --stages 4    # any schedule; the loss curve is the same
     python examples/train_gpt.py --data book.txt --stages 4 --steps 2000
     python examples/train_gpt.py --resume runs/gpt-1
 
-Ctrl-C leaves a checkpoint that --resume continues with the same loss curve.
+Ctrl-C leaves a checkpoint that --resume continues with the same loss curve, in as many processes as you like.
 Needs: pip install ".[train]"  # from a checkout
 """
 
@@ -21,6 +22,7 @@ import statistics
 import sys
 import sysconfig
 import time
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import NoReturn
@@ -29,7 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipework import Pipe
+import pipework
+from pipework import Mesh, Pipe
 from pipework.schedule import SCHEDULES
 
 CONTEXT, HEADS = 128, 4  # bytes that the model sees at a time; attention heads
@@ -38,6 +41,8 @@ CHECKPOINT_EVERY = 50  # steps
 
 
 def fail(message: object) -> NoReturn:
+    if os.environ.get("RANK", "0") != "0":
+        sys.exit()  # All processes find the same mistake: the first one tells it.
     print(f"train_gpt.py: {message}", file=sys.stderr)
     sys.exit(2)
 
@@ -54,7 +59,12 @@ add, modes = parser.add_argument, ["never", "except_last", "always"]
 training = [name for name in SCHEDULES if name != "forward-only"]
 add("--schedule", choices=training, default="1f1b", help="in which order the workers work (%(default)s)")
 add("--steps", type=positive, default=200, metavar="N", help="mini-batches to train on (%(default)s)")
-add("--stages", type=positive, metavar="N", help="partitions (as many as suit the accelerators, else 2 to 4 workers)")
+add(
+    "--stages",
+    type=positive,
+    metavar="N",
+    help="partitions (as many as suit the processes or accelerators, else 2 to 4)",
+)
 add("--chunks", type=positive, default=8, metavar="N", help="micro-batches in a mini-batch (%(default)s)")
 add("--checkpoint", choices=modes, default="never", help="what to recompute to save memory (%(default)s)")
 add("--batch-size", type=positive, default=32, metavar="N", help="rows of text in a mini-batch (%(default)s)")
@@ -134,22 +144,25 @@ class Plain(nn.Sequential):  # the model without a pipeline, called as a pipe is
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         return loss_fn(super().forward(x), target.to(x.device))
 
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
-# ---- Training: nothing here knows whether the model is a pipe --------------------------------------------------------
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
+
+# ---- Training: nothing here knows whether the model is a pipe, or in how many processes ------------------------------
+def train_step(model: Pipe | Plain, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
     optimizer.zero_grad()
     loss = model(x, target=y)  # in a pipe, this runs the whole schedule
     loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    model.clip_grad_norm_(1.0)  # in a pipe, by the norm of all gradients, wherever they are
     optimizer.step()
     return loss.item()
 
 
 @torch.no_grad()
-def write_sample(model: nn.Module, prompt: bytes, length: int = 300, temperature: float = 0.8) -> str:
+def write_sample(pipe: Pipe, prompt: bytes, length: int = 300, temperature: float = 0.8) -> str:
     row = torch.tensor([list(prompt)])
     for _ in range(length):
-        logits = model(row[:, -CONTEXT:])[0, -1].cpu()
+        logits = pipe(row[:, -CONTEXT:], outputs="all")[0, -1].cpu()  # all processes draw the same next byte
         row = torch.cat([row, torch.multinomial((logits / temperature).softmax(0), 1)[None]], dim=1)
     return re.sub(r"[^\n -~]", "?", bytes(row[0].tolist()).decode("latin-1"))
 
@@ -187,63 +200,101 @@ def compare(pipe: Pipe, optimizer: torch.optim.Optimizer, text: Tensor, rows: in
         print(f"{median / medians['the pipeline']:19.2f}  {1000 * median:5.0f} ms  {way}")
 
 
-# ---- From top to bottom ----------------------------------------------------------------------------------------------
-def main(argv: list[str] | None = None) -> int:
-    options, state = parser.parse_args(argv), {"step": 0}
+# ---- Options: checked before any work --------------------------------------------------------------------------------
+def checked_options(argv: list[str] | None, processes: int) -> argparse.Namespace:
+    """Also makes the folder of a new run, which is `options.run`."""
+    options = parser.parse_args(argv)
     if options.resume:
         try:
-            state = torch.load(f"{options.resume}/checkpoint.pt", map_location="cpu", weights_only=True)
-        except Exception as error:  # of many kinds, as damage is
-            fail(f"--resume: cannot load {options.resume}/checkpoint.pt ({type(error).__name__})")
-        options = parser.parse_args(argv, argparse.Namespace(**state["options"]))
-        for name in ("batch_size", "width", "layers", "seed", "data", "out"):
-            if getattr(options, name) != state["options"][name]:
-                fail(f"--{name.replace('_', '-')} is {state['options'][name]} in {options.resume}, and stays so")
-    first, steps = state["step"], options.steps
-    if steps <= first:
-        fail(f"{options.resume} has {first} steps behind it: to go on, give --steps more than that")
+            saved = json.loads(Path(options.resume, "options.json").read_text())
+            options = parser.parse_args(argv, argparse.Namespace(**saved))
+            fixed = {name: saved[name] for name in ("batch_size", "width", "layers", "seed", "data", "out")}
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            fail(f"--resume: cannot load {options.resume}/options.json ({type(error).__name__})")
+        for name, value in fixed.items():
+            if getattr(options, name) != value:
+                fail(f"--{name.replace('_', '-')} is {value} in {options.resume}, and stays so")
+    if find_spec("safetensors") is None:
+        fail("checkpoints are kept in safetensors files, and safetensors is not installed: pip install '.[train]'")
     if options.width % HEADS:
         fail(f"--width is {options.width}: it must be a multiple of {HEADS}, the number of attention heads")
-    if options.stages and options.stages > options.layers + 2:
-        fail(f"--stages is {options.stages}: there are only {options.layers + 2} layers, with embedding and head")
     of_each = SCHEDULES[options.schedule].stages_per_worker
-    if options.stages and options.stages % of_each:
-        fail(f"--stages is {options.stages}: with {options.schedule} each worker has {of_each} of them")
+    stages = options.stages or processes * of_each
+    if options.stages and processes and stages != processes * of_each:
+        fail(f"--stages is {stages}: {processes} processes with {options.schedule} have {processes * of_each}")
+    if options.stages and stages % of_each:
+        fail(f"--stages is {stages}: with {options.schedule} each worker has {of_each} of them")
+    if stages > options.layers + 2:
+        fail(f"--stages is {stages}: there are only {options.layers + 2} layers, with embedding and head")
+    if options.compare and processes:
+        fail("--compare is for one process: start it without torchrun")
     try:
-        text = read_text(options.data)
+        read_text(options.data)
         free = (folder for number in count(1) if not os.path.exists(folder := f"runs/gpt-{number}"))
-        run = Path(options.resume or options.out or next(free))
-        run.mkdir(parents=True, exist_ok=bool(options.resume))
-        metrics = run / "metrics.jsonl"
-        kept = metrics.read_text().splitlines(keepends=True)[:first] if options.resume else []
-        metrics.write_text("".join(kept))
+        options.run = options.resume or options.out or next(free)
+        Path(options.run).mkdir(parents=True, exist_ok=bool(options.resume))
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}")
+    return options
+
+
+def options_of_all(argv: list[str] | None, mesh: Mesh | None) -> argparse.Namespace:
+    """The first process checks the options and tells the others: so a mistake costs one line, too."""
+    if mesh is None:
+        return checked_options(argv, 0)
+    if mesh.rank > 0:
+        told = mesh.store.get("options")  # waits until it is there
+        if not told:
+            sys.exit()  # The first process has said why.
+        return argparse.Namespace(**json.loads(told))
+    told = ""
+    try:
+        options = checked_options(argv, len(mesh.ranks))
+        told = json.dumps(vars(options))
+    finally:
+        mesh.store.set("options", told)
+    return options
+
+
+# ---- From top to bottom ----------------------------------------------------------------------------------------------
+def main(argv: list[str] | None = None) -> int:
+    mesh = pipework.init()  # None, unless torchrun has started this process as one of several
+    options = options_of_all(argv, mesh)
+    first_process, run, steps = mesh is None or mesh.rank == 0, Path(options.run), options.steps
+    text = read_text(options.data)
     train_text, test_text = text.tensor_split([-(len(text) // 10)])
 
     torch.manual_seed(options.seed)
     model = gpt(options.width, options.layers)
-    found, workers = torch.accelerator.device_count(), (options.stages or 0) // of_each
+    found = torch.accelerator.device_count()
+    workers = 0 if mesh else (options.stages or 0) // SCHEDULES[options.schedule].stages_per_worker
     devices = [worker * found // workers if found else "cpu" for worker in range(workers)] or None
 
     # ---- This line makes it a pipeline; all that follows could be done with the model itself ----
-    settings = {"schedule": options.schedule, "checkpoint": options.checkpoint, "devices": devices}
+    settings = {"schedule": options.schedule, "checkpoint": options.checkpoint, "devices": devices, "mesh": mesh}
     pipe = Pipe(model, options.chunks, loss_fn=loss_fn, **settings)
     optimizer = torch.optim.AdamW(pipe.parameters(), betas=(0.9, 0.98), weight_decay=0.1, fused=True)
-    if options.resume:
-        pipe.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-    print(pipe)
-    print(f"{len(text):,} bytes of text, the last tenth held out; writing into {run}", flush=True)
+    try:
+        checkpoint = pipework.load_checkpoint(run / "checkpoints", pipe, optimizer) if options.resume else None
+    except (OSError, RuntimeError, ValueError) as error:
+        fail(f"--resume: {' '.join(str(error).split())}")
+    first = checkpoint.step if checkpoint else 0
+    if steps <= first:
+        fail(f"{options.resume} has {first} steps behind it: to go on, give --steps more than that")
+    metrics = run / "metrics.jsonl"
+    if first_process:
+        kept = metrics.read_text().splitlines(keepends=True)[:first] if first else []
+        metrics.write_text("".join(kept))
+        (run / "options.json").write_text(json.dumps(vars(options), indent=1))
+        print(pipe)
+        print(f"{len(text):,} bytes of text, the last tenth held out; writing into {run}", flush=True)
 
-    interrupted = False
+    def interrupt(number: int, _: object) -> None:
+        pipe.request_stop()  # The running step may end, in all processes, so that the checkpoint is whole.
+        signal.signal(number, signal.SIG_DFL)  # A second Ctrl-C does not wait.
 
-    def interrupt(*_: object) -> None:
-        nonlocal interrupted
-        interrupted = True  # The running step may end, so that the checkpoint is whole.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # A second Ctrl-C does not wait.
-
-    signal.signal(signal.SIGINT, interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C; a cluster that wants its machine back
+        signal.signal(number, interrupt)
     start = time.perf_counter()
     for step in range(first, steps):
         torch.manual_seed(1_000_000 * options.seed + step)  # What is random depends on the step: resuming is exact.
@@ -254,27 +305,27 @@ def main(argv: list[str] | None = None) -> int:
 
         seconds = (time.perf_counter() - start) / (step + 1 - first)
         speed = x.numel() / seconds
-        line = {"step": step + 1, "loss": loss, "learning_rate": rate, "tokens_per_second": round(speed)}
-        with metrics.open("a") as file:
-            print(json.dumps(line), file=file)
-        show_progress(step + 1, steps, loss, speed, left=(steps - step - 1) * seconds)
-        if interrupted or step + 1 == steps or (step + 1) % CHECKPOINT_EVERY == 0:
-            state = {"step": step + 1, "model": pipe.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save({**state, "options": vars(options)}, run / "checkpoint.part")
-            os.replace(run / "checkpoint.part", run / "checkpoint.pt")  # the old one or the new, never half a one
-        if interrupted and step + 1 < steps:
-            python = os.path.relpath(sys.executable)
-            print(f"\nstopped after step {step + 1}; to go on: {python} {sys.argv[0]} --resume {run}")
+        if first_process:
+            line = {"step": step + 1, "loss": loss, "learning_rate": rate, "tokens_per_second": round(speed)}
+            with metrics.open("a") as file:
+                print(json.dumps(line), file=file)
+            show_progress(step + 1, steps, loss, speed, left=(steps - step - 1) * seconds)
+        stopping = pipe.stopping  # the same in all processes
+        if stopping or step + 1 == steps or (step + 1) % CHECKPOINT_EVERY == 0:
+            pipework.save_checkpoint(run / "checkpoints", pipe, optimizer, step=step + 1, keep=2)
+        if stopping and step + 1 < steps:
+            if first_process:
+                again = f"torchrun --nproc-per-node {len(mesh.ranks)}" if mesh else os.path.relpath(sys.executable)
+                print(f"\nstopped after step {step + 1}; to go on: {again} {sys.argv[0]} --resume {run}", flush=True)
             return 130
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # All is saved: from here on, Ctrl-C simply ends it.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # All is saved: from here on, Ctrl-C simply ends it.
 
     # How well does the pipeline do? Five more steps, at rate 0, tell: they are recorded and leave the model as it is.
     optimizer.param_groups[0]["lr"] = 0.0
     with pipe.record() as recording:
         for _ in range(5):
             train_step(pipe, optimizer, *draw_batch(train_text, options.batch_size))
-    recording.save(run / "timeline.svg")  # the last one
-    recording.save(run / "trace.json")  # all five
 
     # What did it learn?
     pipe.eval()
@@ -282,19 +333,26 @@ def main(argv: list[str] | None = None) -> int:
     x, y = draw_batch(test_text, 512)
     with torch.no_grad():
         loss = pipe(x, target=y).item()
-    print("\nsample         " + write_sample(pipe, b"def ").replace("\n", "\n               "))
+    sample = write_sample(pipe, b"def ").replace("\n", "\n               ")
+    if not first_process:
+        return 0  # What remains is to tell, and each process knows all of it.
+    recording.save(run / "timeline.svg")  # the last step
+    recording.save(run / "trace.json")  # all five
+    print(f"\nsample         {sample}")
     print(f"\nheld-out loss  {loss:.3f} nats per byte")
     print(f"               {bigram_loss(train_text, x, y):.3f} if one knew only the byte before (bigram baseline)")
 
     print(f"speed          {speed:,.0f} tokens/s (a token is a byte)")
     print(f"bubble         {recording.bubble():.1%} measured, {recording.predicted().bubble:.1%} predicted")
-    print("memory         worker  device  parameters  activations (most at a time)")
-    for worker, device in enumerate(pipe.devices):
-        held = [pipe.partitions[stage] for stage in pipe.schedule().stages_of(worker)]
+    print("memory         worker  parameters  activations (most at a time)")
+    ends = [sum(pipe.balance[: stage + 1]) for stage in range(len(pipe.balance))]
+    partitions = [model[end - layers : end] for end, layers in zip(ends, pipe.balance, strict=True)]
+    for worker in range(len(pipe.devices)):
+        held = [partitions[stage] for stage in pipe.schedule().stages_of(worker)]
         size = sum(each.nbytes for partition in held for each in partition.parameters())
         most = recording.timeline().peak_memory(worker)
-        print(f"               {worker:<6}  {device!s:6}  {size / 2**20:6.2f} MiB  {most / 2**20:6.2f} MiB")
-    print(f"files          {run}: metrics.jsonl, checkpoint.pt, timeline.svg, trace.json")
+        print(f"               {worker:<6}  {size / 2**20:6.2f} MiB  {most / 2**20:6.2f} MiB")
+    print(f"files          {run}: metrics.jsonl, options.json, checkpoints, timeline.svg, trace.json")
     if options.compare:
         pipe.train()
         compare(pipe, optimizer, train_text, options.batch_size)
