@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import threading
-import time
 import weakref
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,9 +13,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from pipework.processes.agreement import agree
 from pipework.processes.channel import LostConnectionError
-from pipework.processes.errors import PREEMPTED, exit_code
+from pipework.processes.errors import PREEMPTED
 from pipework.processes.exchange import Exchange
-from pipework.processes.exiting import end_now
 from pipework.processes.faults import Faults
 from pipework.processes.meeting import Meeting
 from pipework.processes.names import named_stages
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 
     from pipework.processes.meeting import Connections, Terms
     from pipework.processes.mesh import Mesh
-    from pipework.processes.records import PeerFailure
     from pipework.runtime.company import Trip
     from pipework.runtime.transport import LocalTransport, Transport
     from pipework.runtime.workers import Workers
@@ -47,7 +44,6 @@ if TYPE_CHECKING:
     Result = TypeVar("Result")
 
 _LOG = logging.getLogger("pipework")
-_LOOK = 0.05  # seconds
 
 
 class Company:
@@ -104,7 +100,7 @@ class Company:
             self._preemption.install()
         # Neither the watch nor a run's failure may keep this object: dropping a pipe ends its threads and connections.
         hear = weakref.WeakMethod(self._hear_of_failure)
-        self.watch.on_failure(lambda failure: None if (method := hear()) is None else method(failure))
+        self.watch.on_failure(lambda _: None if (method := hear()) is None else method())
 
     @property
     def is_first(self) -> bool:
@@ -353,26 +349,14 @@ class Company:
         which = named_stages(self._placement, worker)
         return f"rank {self.everyone[position]} ({which}{f', replica {replica}' if self.mesh.replicas else ''})"
 
-    def _hear_of_failure(self, told: PeerFailure) -> None:
-        if (call := self.watch.inside) is not None:
-            threading.Thread(target=self._end_if_stuck, args=(call, told), name="pipework end", daemon=True).start()
+    def _hear_of_failure(self) -> None:
+        self.watch.bound(self.mesh.grace)
         with self._lock:
             failure = None if self._failure is None else self._failure()
         if failure is None:
             self.abort()
         else:
             failure.report(self.watch.error(), None)
-
-    def _end_if_stuck(self, call: int, failure: PeerFailure) -> None:
-        """Transfers end at once, but nobody can end a layer that does not return."""
-        deadline = time.monotonic() + self.mesh.grace
-        while time.monotonic() < deadline:
-            time.sleep(_LOOK)
-            if self.watch.inside != call:
-                return
-        error = self.watch.error()
-        text = f"{error}\nThis process is ended, because its present action does not come to an end:"
-        end_now(text, exit_code(error))
 
 
 def _where(error: BaseException) -> str | None:

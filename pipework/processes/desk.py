@@ -1,4 +1,4 @@
-"""How a watch sees and is seen: its two threads, and what it shares with them.
+"""How a watch sees and is seen: its threads, and what it shares with them.
 
 All goes through a store, beside the channels for tensors, so that a failure is seen although these are blocked. Under
 the prefix of the store that is given there are, for every rank:
@@ -10,7 +10,8 @@ the prefix of the store that is given there are, for every rank:
     bell              changes whenever one of the last two was written: the one key to look at every `poll` seconds
 
 One thread talks with the store, and may be blocked for ever when the store's machine stops or the network is cut. So a
-second one, which touches nothing that can block, notices when the first one gets no answers.
+second one, which touches nothing that can block, notices when the first one gets no answers. A third one comes when
+something has happened elsewhere, and ends the process if nothing else can.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from pipework.processes import records
+from pipework.processes.errors import PipelineError, exit_code
+from pipework.processes.exiting import end_now
 from pipework.processes.judge import Judge, Stopwatch, Times
 from pipework.processes.progress import Overdue
 from pipework.processes.records import Beat, Call, PeerFailure
@@ -42,6 +45,8 @@ _LOG = logging.getLogger("pipework")
 
 GRACE: Final = 2.0
 """Seconds that a program waits at most for the store to take a last word."""
+
+_LOOK: Final = 0.05  # seconds
 
 
 class Desk:
@@ -115,6 +120,29 @@ class Desk:
         if owner is not None:
             owner.tell(failure)
         return True
+
+    def error(self) -> PipelineError:
+        """What happened elsewhere, to be raised."""
+        failure = self.failure
+        if failure is None:
+            raise RuntimeError("nothing has failed, so there is no error: look at `failure` first")
+        return PipelineError(
+            failure.text,
+            rank=failure.rank,
+            where=failure.where,
+            kind=failure.kind,
+            traceback_text=failure.traceback_text,
+            own=failure.rank == self.rank,
+        )
+
+    def bound(self, seconds: float) -> None:
+        """See `Watch.bound`."""
+        if self.call.inside:
+            thread = threading.Thread(
+                target=_end_if_stuck, args=(self, self.call.number, seconds), name="pipework end", daemon=True
+            )
+            self.threads.append(thread)
+            thread.start()
 
     def say_soon(self) -> None:
         """Wakes the talking thread."""
@@ -257,6 +285,21 @@ def _guard(desk: Desk) -> None:
             place = f"the store at {desk.line.address}"
             text = f"{place} has been out of reach for {silence:.1f} s, as seen by {desk.names[desk.rank]}"
             desk.conclude(PeerFailure(None, "lost", text + desk.trouble))
+
+
+def _end_if_stuck(desk: Desk, number: int, seconds: float) -> None:
+    """Ends the process if it is still in the call of that number after so many seconds.
+
+    Like the other threads, this one knows nothing but the desk: what it were the last to hold, a process group for
+    example, would be destroyed by it while the interpreter exits, and that aborts the process.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if desk.closing.wait(_LOOK) or desk.call.number != number or not desk.call.inside:
+            return
+    error = desk.error()
+    text = f"{error}\nThis process is ended, because its present action does not come to an end:"
+    end_now(text, exit_code(error))
 
 
 def _reason() -> str:

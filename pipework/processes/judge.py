@@ -139,7 +139,7 @@ class Judge:
 
     @property
     def suspicious(self) -> bool:
-        """Whether somebody is silent for longer than usual, or not there yet, so that it is worth looking more often."""
+        """Whether somebody is silent for longer than usual, or not there yet: it is worth looking more often."""
         return any(seen.beat is None or seen.silence > 1.5 * self._times.beat for seen in self._others.values())
 
     @property

@@ -159,21 +159,21 @@ class Watch:
 
     def error(self) -> PipelineError:
         """The failure, to be raised."""
-        failure = self.failure
-        if failure is None:
-            raise RuntimeError("nothing has failed, so there is no error: look at `failure` first")
-        return PipelineError(
-            failure.text,
-            rank=failure.rank,
-            where=failure.where,
-            kind=failure.kind,
-            traceback_text=failure.traceback_text,
-            own=failure.rank == self._desk.rank,
-        )
+        return self._desk.error()
+
+    def bound(self, seconds: float) -> None:
+        """Something has happened elsewhere: if this rank is in a call and does not leave it soon, the process is ended.
+
+        Transfers can be ended from outside; a layer that does not return cannot.
+
+        Args:
+            seconds: so long it may still be in it.
+        """
+        self._desk.bound(seconds)
 
     @property
     def has_seen_all(self) -> bool:
-        """Whether all other ranks have shown a sign of life: should one be gone later, it is known which process it was.
+        """Whether all other ranks have shown a sign of life. Should one be gone later, its process can be named.
 
         It takes at most `poll` seconds after the last of them has begun to watch.
         """
