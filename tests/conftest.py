@@ -19,6 +19,7 @@ from pipework import Pipe
 from pipework.schedule import SCHEDULES, build
 from pipework.schedule.placement import wave_placement
 from pipework.testing import Reference, draw_key, reference_backward, reference_step
+from tests.nursery import Nursery
 from tests.ranks import RankPipe, held, own_mesh, recut
 
 # How long an example takes says more about what else the machine does than about the code.
@@ -45,6 +46,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def nurseries() -> Iterator[list[Nursery]]:
+    """Where ranks come from, as tests/jobs.py starts them; without the first rank, nothing is there."""
+    both = [Nursery(seed) for seed in (1, 2)]
+    yield both
+    for each in both:
+        each.close()
 
 
 @pytest.fixture

@@ -5,11 +5,8 @@ import math
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Container, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-import pipework
+from tests.jobs_member import Member
+from tests.nursery import ENVIRONMENT, Nursery
 
-MEMBER = Path(__file__).with_name("jobs_member.py")
 PATIENCE = 60.0  # seconds after which something is not slow but broken
 AFTER_FAILURE = 20.0  # the same once a rank has failed
 
@@ -43,6 +40,7 @@ class Job:
 
     def __init__(
         self,
+        nurseries: Sequence[Nursery],
         folder: Path,
         ranks: int,
         body: Callable[..., Any],
@@ -61,37 +59,31 @@ class Job:
         else:
             self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
             port = self._store.port
-        root = str(Path(pipework.__file__).parent.parent)
-        with ExitStack() as files:
-            self.processes = [
-                subprocess.Popen(
-                    [
-                        sys.executable,
-                        str(MEMBER),
-                        body.__code__.co_filename,
-                        body.__name__,
-                        *map(json.dumps, (init, arguments)),
-                    ],
-                    stdout=files.enter_context((folder / f"{rank}.out").open("w")),
-                    stderr=files.enter_context((folder / f"{rank}.err").open("w")),
-                    start_new_session=True,
-                    env={
-                        **os.environ,
-                        "PYTHONPATH": root,
-                        "OMP_NUM_THREADS": "1",
-                        "TORCH_CPP_LOG_LEVEL": "FATAL",
-                        "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": str(port),
-                        "TORCHELASTIC_USE_AGENT_STORE": str(not own_store),
-                        "RANK": str(rank),
-                        "LOCAL_RANK": str(rank),
-                        "WORLD_SIZE": str(ranks),
-                        "LOCAL_WORLD_SIZE": str(ranks),
-                        **environment,
-                    },
+        shared = {
+            **ENVIRONMENT,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": str(not own_store),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            **environment,
+        }
+        for nursery in nurseries:
+            nursery.open()
+        self.processes = [
+            # Sets have another order on the next rank, as in processes of their own.
+            nurseries[rank % len(nurseries)].start(
+                Member(
+                    body.__code__.co_filename,
+                    body.__name__,
+                    init,
+                    arguments,
+                    *(str(folder / f"{rank}.{kind}") for kind in ("out", "err")),
+                    {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), **shared},
                 )
-                for rank in range(ranks)
-            ]
+            )
+            for rank in range(ranks)
+        ]
 
     def ended(self, but: Container[int] = (), patience: float = PATIENCE) -> list[Ended]:
         """Waits for all ranks, but for those that hang on purpose and are killed."""
@@ -120,11 +112,13 @@ class Job:
         output, errors = ((self.folder / f"{rank}.{kind}").read_text() for kind in ("out", "err"))
         results = [line.removeprefix("RESULT ") for line in output.splitlines() if line.startswith("RESULT ")]
         result = json.loads(results[-1]) if results else None
-        return Ended(self.processes[rank].returncode, result, output, errors, seconds)
+        code = self.processes[rank].returncode
+        assert code is not None
+        return Ended(code, result, output, errors, seconds)
 
 
 @pytest.fixture
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Job]]:
+def start(nurseries: list[Nursery], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Job]]:
     """Starts a function of the test's module on several ranks; whatever still runs at the end of the test is killed."""
     jobs: list[Job] = []
 
@@ -138,7 +132,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Jo
         **arguments: Any,
     ) -> Job:
         folder = tmp_path_factory.mktemp("job")
-        jobs.append(Job(folder, ranks, body, init or {}, environment or {}, arguments, own_store=own_store))
+        jobs.append(Job(nurseries, folder, ranks, body, init or {}, environment or {}, arguments, own_store=own_store))
         return jobs[-1]
 
     yield started

@@ -2,32 +2,61 @@
 
 import importlib.util
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 import pipework
 
 
-def main() -> None:
-    path, function, settings, arguments = sys.argv[1:]
+class Member(NamedTuple):
+    """What a rank has to do.
+
+    Attributes:
+        path: of the test module.
+        function: its name there.
+        init: keywords of `pipework.init`.
+        arguments: of the function, beside the mesh.
+        output: the path of a file.
+        errors: the path of another one.
+        environment: all of it.
+    """
+
+    path: str
+    function: str
+    init: dict[str, Any]
+    arguments: dict[str, Any]
+    output: str
+    errors: str
+    environment: dict[str, str]
+
+
+def run_member(member: Member) -> None:
+    """What a process does that was forked for this, until it ends."""
+    os.setsid()
+    for number, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, member.output, os.O_WRONLY | os.O_CREAT),
+        (2, member.errors, os.O_WRONLY | os.O_CREAT),
+    ):
+        file = os.open(path, flags, 0o600)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(member.environment)
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location(Path(member.path).stem, member.path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # classes are found by the name of their module
     spec.loader.exec_module(module)
-    # What PyTorch imports for its first optimizer takes long on a busy machine, and keeps other threads waiting.
-    torch.optim.SGD([torch.zeros(1)])
-    mesh = pipework.init(**json.loads(settings))
+    mesh = pipework.init(**member.init)
     torch.manual_seed(0)
-    result = getattr(module, function)(mesh, **json.loads(arguments))
+    result = getattr(module, member.function)(mesh, **member.arguments)
     print("\nRESULT " + json.dumps(result), flush=True)
-
-
-if __name__ == "__main__":
-    main()
