@@ -51,8 +51,9 @@ class Progress:
 class Overdue:
     """Finds out that one action takes too long, while the process as such is well.
 
-    A rank that waits for another one has twice the time, so that the one is named which makes all the others wait. As
-    long as some rank has not even come to the call, such as one that still loads data, nobody who waits is stuck.
+    A rank that waits for another one has twice the time, so that the one is named which makes all the others wait; what
+    it does after such a wait has a time of its own. As long as some rank has not even come to the call, such as one
+    that still loads data, nobody who waits is stuck.
 
     Args:
         rank: whose progress it is.
@@ -66,7 +67,7 @@ class Overdue:
         self._name = name
         self._limit = limit
         self._clock = Stopwatch(longest)
-        self._current = (-1, -1)
+        self._current = (-1, -1, False)
         self._seconds = 0.0
 
     def look(self, now: float, progress: Progress, call: Call, *, all_came: bool = True) -> PeerFailure | None:
@@ -79,14 +80,15 @@ class Overdue:
             all_came: whether all other ranks have begun this call, too.
         """
         elapsed = self._clock.look(now)
-        current = (call.number, progress.count)
+        current = (call.number, progress.count, progress.waiting)
         if not call.inside or current != self._current or (progress.waiting and not all_came):
             self._current, self._seconds = current, 0.0
             return None
         self._seconds += elapsed
-        if self._seconds <= self._limit * (1 + progress.waiting):
+        waiting = current[-1]  # progress goes on meanwhile
+        if self._seconds <= self._limit * (1 + waiting):
             return None
-        doing = "has waited" if progress.waiting else "has been busy"
+        doing = "has waited" if waiting else "has been busy"
         action = describe_action(progress.action)
         text = f"{self._name} is stuck: it {doing} for {self._seconds:.1f} s with one action, {action}"
         return PeerFailure(self._rank, "stuck", text, action, "".join(_stacks()))

@@ -185,6 +185,16 @@ def test_who_waits_for_a_rank_that_has_not_come_to_the_call_is_not_stuck() -> No
     assert not progress.waiting
 
 
+def test_who_has_waited_for_long_has_not_been_busy() -> None:
+    """As when a connection is closed at last, and what that means takes a moment."""
+    progress = Progress()
+    overdue = Overdue(0, "rank 0", 3.0, longest=1.0)
+    with progress.waits():
+        assert all(overdue.look(second / 2, progress, CALL) is None for second in range(10))
+    later = [overdue.look(5 + second / 2, progress, CALL) for second in range(10)]
+    assert [failure is not None for failure in later].index(True) == 7
+
+
 def test_all_came() -> None:
     judging = judge(3)
     assert not judging.all_came(1)
