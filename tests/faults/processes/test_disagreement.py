@@ -16,7 +16,7 @@ BOUND = 5.0
 DIFFERENCES: dict[str, str] = {
     "schedule": 'schedule: "1f1b" on rank 0; "gpipe" on rank 1',
     "chunks": "chunks: 4 on rank 0; 8 on rank 1",
-    "model": 'first difference at 2.weight: "torch.float32 (8, 8)" on rank 0; "torch.float32 (9, 8)" on rank 1',
+    "model": 'first difference at 2.bias: "torch.float32 (8,)" on rank 0; "torch.float32 (9,)" on rank 1',
     "layer": 'layers, first difference at 1: "1: Tanh" on rank 0; "1: ReLU" on rank 1',
     "version": 'pipework: "{version}" on rank 0; "0.0.1" on rank 1',
     "torch": 'torch: "{torch}" on rank 0; "1.0" on rank 1',

@@ -88,7 +88,7 @@ def test_the_second_one_ends_a_rank_at_once(failing: Failing) -> None:
 @pytest.mark.parametrize("rank", ["rank=0,", ""])
 def test_at_each_action(failing: Failing, rank: str, action: str) -> None:
     where = "" if action == "optimizer" else ",micro_batch=1"
-    where = f"{rank}step=2,action={action}{where}"
+    where = f"{rank}step=3,action={action}{where}"
     if not rank and action in ("SEND_F", "RECV_B"):
         pytest.skip("the last rank has none")
     test_all_save_after_the_same_step(failing, f"{where},kind=terminate", 2, 1)
