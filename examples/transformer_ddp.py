@@ -59,6 +59,15 @@ def have_equal_parameters(pipe: Pipe) -> bool:
 
 def replica(rank: int, local_rank: int, replicas: int, meeting: str, options: argparse.Namespace) -> int:
     """What each process does; `replicas` of them are on this machine."""
+    equal = train_replica(rank, local_rank, replicas, meeting, options)
+    # DistributedDataParallel is gone by now. Were it the last to hold the process group, gloo could wait for ever.
+    distributed.barrier()
+    distributed.destroy_process_group()
+    return 0 if equal else 1
+
+
+def train_replica(rank: int, local_rank: int, replicas: int, meeting: str, options: argparse.Namespace) -> bool:
+    """Whether all processes end with the same parameters."""
     interrupted = False
 
     def interrupt(*_: object) -> None:
@@ -125,9 +134,7 @@ def replica(rank: int, local_rank: int, replicas: int, meeting: str, options: ar
     if rank == 0:
         print("stopped early" if stop else f"test perplexity {perplexity(loss):.1f}")
         print(f"parameters of all {world} processes: {'equal, to the last bit' if equal else 'DIFFERENT'}", flush=True)
-    distributed.barrier()
-    distributed.destroy_process_group()
-    return 0 if equal else 1
+    return equal
 
 
 def start_replica(rank: int, meeting: str, options: argparse.Namespace) -> None:
