@@ -172,6 +172,14 @@ class Taken(NamedTuple):
     processor: float
 
 
+def free_port() -> int:
+    """A port of this machine that nobody uses at the moment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
 class TwoProcesses:
     """Both processes, as the benchmark sees them.
 
@@ -181,9 +189,7 @@ class TwoProcesses:
 
     def __init__(self, make: Make) -> None:
         context = get_context("spawn")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self._connections = []
         self._processes = []
         for rank in range(WORKERS):

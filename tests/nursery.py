@@ -32,26 +32,24 @@ class RankProcess:
     """A rank, as `subprocess.Popen` would have it.
 
     Attributes:
-        returncode: as far as it was asked for; minus the number of the signal that has ended it.
+        returncode: None while it runs; minus the number of the signal that has ended it.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._code: int | None = None
         self._ended = threading.Event()
 
     def end(self, code: int) -> None:
-        self._code = code
+        self.returncode = code
         self._ended.set()
 
     def poll(self) -> int | None:
-        self.returncode = self._code
         return self.returncode
 
     def wait(self) -> int | None:
         self._ended.wait()
-        return self.poll()
+        return self.returncode
 
 
 class Nursery:

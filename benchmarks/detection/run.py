@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from torch.distributed import TCPStore
 
 import pipework
 from benchmarks.measure import Verdict, conclude, on_this_machine, parser, print_table
+from benchmarks.two_processes import free_port
 from pipework import Pipe, PipelineError
 from pipework.testing import faults
 
@@ -78,9 +78,7 @@ def kinds(detect: float) -> dict[str, Kind]:
 
 def measure(kind: Kind) -> float:
     """Seconds from the fault until the last of the others has raised."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         store = fork(lambda: serve(port))

@@ -289,9 +289,14 @@ def test_a_step_that_has_failed_keeps_no_tensors(start: Callable[..., Any]) -> N
         assert ended.code == 0, ended.errors
 
 
-def two_threads(mesh: Mesh) -> str:
+def small_training(mesh: Mesh) -> tuple[Pipe, Tensor, Tensor]:
+    """A pipe of two layers, a mini-batch and its target."""
     pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), 2, mesh=mesh, loss_fn=square)
-    x, y = torch.randn(4, 3), torch.zeros(4, 3)
+    return pipe, torch.randn(4, 3), torch.zeros(4, 3)
+
+
+def two_threads(mesh: Mesh) -> str:
+    pipe, x, y = small_training(mesh)
     messages = []
     inside, over = threading.Event(), threading.Event()
 
@@ -323,8 +328,7 @@ def test_calls_from_two_threads_are_refused(on_ranks: Run) -> None:
 
 
 def in_the_middle(mesh: Mesh) -> str:
-    pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), 2, mesh=mesh, loss_fn=square)
-    x, y = torch.randn(4, 3), torch.zeros(4, 3)
+    pipe, x, y = small_training(mesh)
     messages: list[str] = []
     inside, over = threading.Event(), threading.Event()
 
@@ -355,8 +359,7 @@ def test_a_call_in_the_middle_of_another_is_refused(on_ranks: Run) -> None:
 
 
 def evaluates_alone(mesh: Mesh) -> str:
-    pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), 2, mesh=mesh, loss_fn=square)
-    x, y = torch.randn(4, 3), torch.zeros(4, 3)
+    pipe, x, y = small_training(mesh)
     pipe(x, target=y).backward()
     pipe.train(pipe.data_parallel_rank == 0)
     torch.set_grad_enabled(pipe.data_parallel_rank == 0)

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-import pipework
 from pipework.processes.watch import Watch
+from tests.nursery import ENVIRONMENT
 
 MEMBER = Path(__file__).with_name("member.py")
 TIMES = {"beat": 0.1, "detect": 2.0, "poll": 0.05}
@@ -28,13 +28,12 @@ class Member:
     """A rank in a process of its own."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        root = str(Path(pipework.__file__).parent.parent)
         self.process = subprocess.Popen(
             [sys.executable, str(MEMBER), json.dumps(settings)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"},
+            env={**os.environ, **ENVIRONMENT},
         )
         self.events: list[dict[str, Any]] = []
         self.errors: list[str] = []
