@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from pipework.runtime import split
-from pipework.runtime.split_operation import Operation, Parts, Postponing
+from pipework.autograd.weight_split import store
+from pipework.autograd.weight_split.operation import Operation, Parts, Postponing
 
 
 def without_timer_slack() -> None:
@@ -134,12 +134,12 @@ class _HalfNap(Operation):
 @contextmanager
 def sleeping_in_halves() -> Iterator[None]:
     """Schedules that split backwards split those of layers that sleep, too."""
-    operators = split.OPERATORS
-    split.OPERATORS = MappingProxyType({**operators, nap: _HalfNap})  # type: ignore[misc]
+    operators = store.OPERATORS
+    store.OPERATORS = MappingProxyType({**operators, nap: _HalfNap})  # type: ignore[misc]
     try:
         yield
     finally:
-        split.OPERATORS = operators  # type: ignore[misc]
+        store.OPERATORS = operators  # type: ignore[misc]
 
 
 class Sleeper(nn.Module):

@@ -37,7 +37,7 @@ from sphinx.util.docutils import SphinxDirective
 import pipework.schedule
 from pipework.cli.arguments import written_costs
 from pipework.schedule import Simulation, simulate, svg, with_recompute
-from pipework.schedule.build import build_for_shares
+from pipework.schedule.registry import build_for_shares
 
 
 class SchedulePicture(SphinxDirective):

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipework.balance import balance_by_size, balance_by_time
-    from pipework.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
-    from pipework.checkpoint import is_checkpointing, is_recomputing
-    from pipework.microbatch import NoChunk
-    from pipework.partition import WithDevice, partition_model
+    from pipework.distributed.health.errors import PipelineError
+    from pipework.distributed.mesh import Mesh, init
+    from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
+    from pipework.model.checkpoint import is_checkpointing, is_recomputing
+    from pipework.model.microbatch import NoChunk
+    from pipework.model.sequential import PipeSequential
+    from pipework.model.with_device import WithDevice
     from pipework.pipe import Pipe
-    from pipework.processes.errors import PipelineError
-    from pipework.processes.mesh import Mesh, init
+    from pipework.planning.partition import partition_model
     from pipework.saving import Checkpoint, load_checkpoint, save_checkpoint
-    from pipework.sequential import PipeSequential
     from pipework.skip import Namespace, pop, skippable, stash, verify_skippables
 
 __version__ = "0.1.0"
@@ -54,21 +55,23 @@ def __getattr__(name: str) -> object:
         case "Pipe":
             home = "pipework.pipe"
         case "NoChunk":
-            home = "pipework.microbatch"
-        case "WithDevice" | "partition_model":
-            home = "pipework.partition"
+            home = "pipework.model.microbatch"
+        case "WithDevice":
+            home = "pipework.model.with_device"
+        case "partition_model":
+            home = "pipework.planning.partition"
         case "balance_by_size" | "balance_by_time":
             home = "pipework.balance"
         case "DeferredBatchNorm" | "convert_deferred_batch_norm":
-            home = "pipework.batchnorm"
+            home = "pipework.model.batchnorm"
         case "is_checkpointing" | "is_recomputing":
-            home = "pipework.checkpoint"
+            home = "pipework.model.checkpoint"
         case "init" | "Mesh":
-            home = "pipework.processes.mesh"
+            home = "pipework.distributed.mesh"
         case "PipelineError":
-            home = "pipework.processes.errors"
+            home = "pipework.distributed.health.errors"
         case "PipeSequential":
-            home = "pipework.sequential"
+            home = "pipework.model.sequential"
         case "save_checkpoint" | "load_checkpoint" | "Checkpoint":
             home = "pipework.saving"
         case "Namespace" | "pop" | "skippable" | "stash" | "verify_skippables":

@@ -10,32 +10,32 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from pipework import microbatch
-from pipework.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
-from pipework.checkpoint import MODES, checkpointed_micro_batches
-from pipework.contract import contract
-from pipework.layers import Layers, refuse_own_behaviour
-from pipework.loss import LossSettings
-from pipework.materialize import on_meta
-from pipework.partition import split_layers
-from pipework.plan import make_plan
-from pipework.predict import Sample, predict_step
-from pipework.runtime import values
-from pipework.runtime.context import CallerContext
-from pipework.runtime.house import open_house
-from pipework.runtime.loss import total
-from pipework.runtime.nodes import LossInside, LossOutside, attach
+from pipework.autograd.nodes import LossInside, LossOutside, attach
+from pipework.distributed.contract import contract
+from pipework.model import microbatch
+from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
+from pipework.model.checkpoint import MODES, checkpointed_micro_batches
+from pipework.model.layers import Layers, refuse_own_behaviour
+from pipework.model.loss import LossSettings
+from pipework.model.materialize import on_meta
+from pipework.model.sequential import tuple_rule
+from pipework.planning.partition import split_layers
+from pipework.planning.plan import make_plan
+from pipework.planning.predict import Sample, predict_step
+from pipework.runtime.caller_context import CallerContext
+from pipework.runtime.engine import make_engine
 from pipework.runtime.program import Program
-from pipework.runtime.random_stream import Key, draw_key
-from pipework.runtime.skips import Skip
-from pipework.runtime.step import Step, Wanted
-from pipework.runtime.views import refuse_shared_statistics
+from pipework.runtime.random.streams import Key, draw_key
+from pipework.runtime.skips.connections import Skip
+from pipework.runtime.stage.execution_views import refuse_shared_statistics
+from pipework.runtime.stage.loss import total
+from pipework.runtime.step import Step, StepOptions
 from pipework.schedule import with_recompute
-from pipework.sequential import tuple_rule
 from pipework.skip.layout import skip_edges
 from pipework.skip.verify import verify_skippables
 from pipework.summary import table
 from pipework.timeline import Recording
+from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-    from pipework.predict import Prediction
-    from pipework.processes.mesh import Mesh
-    from pipework.processes.ranks import Ranks
-    from pipework.runtime.house import House
+    from pipework.distributed.mesh import Mesh
+    from pipework.distributed.ranks import Ranks
+    from pipework.planning.predict import Prediction
+    from pipework.runtime.engine import Engine
     from pipework.runtime.transport import Message
     from pipework.schedule import Schedule
 
@@ -109,11 +109,11 @@ class Pipe(Layers):
         "_check_finite",
         "_checkpoint",
         "_chunks",
-        "_company",
+        "_peer_group",
         "_deferred",
         "_deferring",
         "_defers",
-        "_house",
+        "_engine",
         "_loss",
         "_opening",
         "_plan",
@@ -151,7 +151,7 @@ class Pipe(Layers):
             refuse_own_behaviour(module)
             verify_skippables(module)
         if mesh is not None:
-            from pipework.processes import joining  # which not every build of PyTorch has what it needs for
+            from pipework.distributed import joining  # which not every build of PyTorch has what it needs for
 
             mesh, devices = joining.devices_of_ranks(mesh, devices)
         plan = make_plan(module, schedule, chunks, balance, devices)
@@ -172,7 +172,7 @@ class Pipe(Layers):
             {name for stage in stages if stage not in here for name in partitions[stage]._modules},
         )
         self._skips = _skips(partitions)
-        self._company = None
+        self._peer_group = None
         if mesh is not None:
             agreed = contract(
                 module,
@@ -188,7 +188,7 @@ class Pipe(Layers):
                 **{"random key of layers on the meta device": key},
             )
             own = [*self.named_parameters(), *self.named_buffers()]
-            self._company = joining.join(mesh, plan.placement, self._skips, partitions, agreed, own, grad_scaler)
+            self._peer_group = joining.join(mesh, plan.placement, self._skips, partitions, agreed, own, grad_scaler)
         loss.place(self.output_device)
         self._chunks = chunks
         self._checkpoint = checkpoint
@@ -198,7 +198,7 @@ class Pipe(Layers):
         self._tuples = tuple_rule(module)
         self._defers = bool(deferred_batch_norm)
         self._deferred: list[DeferredBatchNorm] = []
-        self._house: House | None = None
+        self._engine: Engine | None = None
         self._opening = threading.Lock()
         self._deferring = threading.Lock()
         self._recording: Recording | None = None
@@ -230,31 +230,31 @@ class Pipe(Layers):
     @property
     def is_first(self) -> bool:
         """Whether the first stage is in this process, which then reads the inputs; others may pass None."""
-        return self._company is None or self._company.is_first
+        return self._peer_group is None or self._peer_group.is_first
 
     @property
     def is_last(self) -> bool:
         """Whether the last stage is in this process, which then reads the targets and has the outputs."""
-        return self._company is None or self._company.is_last
+        return self._peer_group is None or self._peer_group.is_last
 
     @property
     def data_parallel_rank(self) -> int:
         """Which of several replicas of the pipe this process belongs to; for a DistributedSampler."""
-        return 0 if self._company is None else self._company.mesh.data_parallel_rank
+        return 0 if self._peer_group is None else self._peer_group.mesh.data_parallel_rank
 
     @property
     def data_parallel_size(self) -> int:
         """How many replicas of the pipe there are, each of which is to be given other data."""
-        return 1 if self._company is None else self._company.mesh.data_parallel_size
+        return 1 if self._peer_group is None else self._peer_group.mesh.data_parallel_size
 
     @property
     def ranks(self) -> Ranks | None:
         """The processes of the pipe and its replicas, as one of them sees them; None: workers are threads."""
-        if self._company is None:
+        if self._peer_group is None:
             return None
-        from pipework.processes.ranks import Ranks
+        from pipework.distributed.ranks import Ranks
 
-        return Ranks(self._company, self._house_in_use().workers)
+        return Ranks(self._peer_group, self._engine_in_use().workers)
 
     @property
     def stopping(self) -> bool:
@@ -264,10 +264,10 @@ class Pipe(Layers):
         does not look is made to leave: the next training step does not begin, but raises SystemExit(143). Where workers
         are threads, signals are the program's own, and only `request_stop` counts.
         """
-        if self._company is None:
+        if self._peer_group is None:
             return self._stop_requested
-        self._company.stop_was_seen = True
-        return self._company.stopping
+        self._peer_group.stop_was_seen = True
+        return self._peer_group.stopping
 
     def request_stop(self) -> None:
         """Asks for `stopping`, in all processes; a program's signal handler may call it.
@@ -279,8 +279,8 @@ class Pipe(Layers):
             True
         """
         self._stop_requested = True
-        if self._company is not None:
-            self._company.request_stop()
+        if self._peer_group is not None:
+            self._peer_group.request_stop()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scales all gradients down so that their norm is at most a number, as `nn.utils.clip_grad_norm_` does.
@@ -307,11 +307,11 @@ class Pipe(Layers):
             >>> pipe.clip_grad_norm_(1.0) <= 1.0
             tensor(True)
         """
-        if self._company is None:
+        if self._peer_group is None:
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
-        with self._company.calling("clip_grad_norm_"):
+        with self._peer_group.calling("clip_grad_norm_"):
             stages = {stage: list(partition.parameters()) for stage, partition in self._partitions.items()}
-            norm = self._company.gradient_norm(self._house_in_use().workers, stages, norm_type)
+            norm = self._peer_group.gradient_norm(self._engine_in_use().workers, stages, norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
@@ -365,12 +365,12 @@ class Pipe(Layers):
             if target is not None:
                 raise ValueError("a pipe without layers has no loss: leave the target out")
             return nn.Sequential()(*inputs, **keyword_inputs)
-        if self._company is None:
+        if self._peer_group is None:
             return self._run(inputs, keyword_inputs, target, return_output=return_output, outputs=outputs)
-        self._house_in_use().workers.refuse_own_thread()
+        self._engine_in_use().workers.refuse_own_thread()
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
-        self._company.leave_if_unseen(what)
-        with self._company.calling(what):
+        self._peer_group.leave_if_unseen(what)
+        with self._peer_group.calling(what):
             return self._run(inputs, keyword_inputs, target, return_output=return_output, outputs=outputs)
 
     def _run(
@@ -390,14 +390,14 @@ class Pipe(Layers):
             )
         self._refuse_to_run_without_data()
         split = self._split(inputs, keyword_inputs) if self.is_first else None
-        house = self._house_in_use()
+        engine = self._engine_in_use()
         context = CallerContext.capture({"cpu", *(device.type for device in self._plan.devices)})
         # Of layers in other processes nothing is known here.
-        training = any(layer.training for layer in self) if self._company is None else self.training
+        training = any(layer.training for layer in self) if self._peer_group is None else self.training
         everywhere = outputs == "all"
         inside, key = target is not None, None
-        if self._company is not None:
-            opening = self._company.opening(
+        if self._peer_group is not None:
+            opening = self._peer_group.header(
                 training=training,
                 grad=context.grad,
                 everywhere=everywhere,
@@ -405,7 +405,8 @@ class Pipe(Layers):
                 recorded=self._recording is not None,
             )
             rows = None if split is None else split.rows
-            call = self._company.begin(house.workers, opening, rows, draw_key() if training else None, inside=inside)
+            key = draw_key() if training else None
+            call = self._peer_group.begin(engine.workers, opening, rows, key, inside=inside)
             split = split or microbatch.Split.elsewhere(call.rows, call.micro_batches)
             inside, key = call.inside, call.key
         assert split is not None
@@ -417,23 +418,24 @@ class Pipe(Layers):
         program = self._program(micro_batches, checkpointed, inside=inside)
         if not inside and training and context.grad:
             if not program.loss_may_be_outside:
-                reader = None if self._company is None else self._company.ranks[self._plan.placement[-1]]
+                reader = None if self._peer_group is None else self._peer_group.ranks[self._plan.placement[-1]]
                 missing = self._loss.missing_target(program.schedule.name, len(inputs), keyword_inputs, reader=reader)
-                raise missing if self._company is None else self._company.alike(missing)
-            if self._company is not None and not everywhere:
-                raise self._company.alike(self._loss.outside_of_one_rank(self._company.ranks[self._plan.placement[-1]]))
+                raise missing if self._peer_group is None else self._peer_group.alike(missing)
+            if self._peer_group is not None and not everywhere:
+                reads = self._peer_group.ranks[self._plan.placement[-1]]
+                raise self._peer_group.alike(self._loss.outside_of_one_rank(reads))
         inner = None
         if inside:
             inner = self._loss.inner(targets, split.rows, grad=context.grad, keeps_output=return_output)
-        if self._company is None and training:
+        if self._peer_group is None and training:
             key = draw_key()
         once = Key(key)
         step = Step(
-            house,
+            engine,
             program,
             context,
             once,
-            Wanted(
+            StepOptions(
                 self._check_finite,
                 self._recording,
                 self._steps,
@@ -451,9 +453,9 @@ class Pipe(Layers):
                 results, returned = step.run(split.micro_batches, targets or [])
             else:
                 results = step.forward(split.micro_batches)
-        if self._company is not None and key is None and self._company.any_of_own(house.workers, once.drawn):
+        if self._peer_group is not None and key is None and self._peer_group.any_of_own(engine.workers, once.drawn):
             once.value()  # layers of another process have drawn, and all generators must go on from the same state
-        rooted = self._company is not None
+        rooted = self._peer_group is not None
         if inner is not None:
             shared = LossInside(step, split.seams.join, returned, inner.scale_in(results[0][0][0].dtype))
             has_output = return_output and (everywhere or self.is_last)
@@ -466,7 +468,7 @@ class Pipe(Layers):
         if context.grad and any(joined.differentiable):
             backward = LossOutside(step, cut=joined.seams.cut, join=split.seams.join)
             tensors = attach(backward, split.tensors, tensors, joined.differentiable, step.stages, rooted=rooted)
-        return values.unflatten(tensors, joined.structure)
+        return nested.unflatten(tensors, joined.structure)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recording]:
@@ -501,8 +503,8 @@ class Pipe(Layers):
         """Says how long a training step will take and how much memory each stage will need, before there was one.
 
         Each stage runs its part of one micro-batch forward and backward on a copy, by itself; nothing of the pipe
-        changes. The schedule is then simulated with what was measured. Workers that run at the same time may slow each
-        other down, which this does not know.
+        changes. The schedule is then simulated with what was measured. Workers that run at the same time may slow
+        each other down, which this does not know.
 
         Args:
             inputs: of a mini-batch, as for the pipe itself.
@@ -524,7 +526,7 @@ class Pipe(Layers):
         """
         if not self._modules:
             raise ValueError("a pipe without layers does nothing that could be predicted")
-        if self._company is not None:
+        if self._peer_group is not None:
             raise ValueError("predict runs all stages in one process: make a pipe without a mesh to have it predicted")
         self._refuse_to_run_without_data()
         split = self._split(inputs, keyword_inputs)
@@ -537,7 +539,7 @@ class Pipe(Layers):
         if target is not None:
             targets = microbatch.split_target(target, split.rows, self.output_device)
             loss = self._loss.inner(targets, split.rows, grad=True, keeps_output=False)
-            sample = replace(sample, loss=loss, target=values.unflatten(*targets[0]))
+            sample = replace(sample, loss=loss, target=nested.unflatten(*targets[0]))
         return predict_step(
             self.partitions,
             self._plan.partitioning.devices,
@@ -567,17 +569,17 @@ class Pipe(Layers):
         return self._program(count, checkpointed, inside=True).schedule
 
     def _prepared(self, layer: nn.Module) -> nn.Module:
-        self._house = None  # its stages run the layer that was there before; whether it fits is checked for the next
+        self._engine = None  # its stages run the layer that was there before; whether it fits is checked for the next
         return convert_deferred_batch_norm(layer, self._chunks) if self._defers else layer
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: everything but the threads, which are made again when they are needed."""
-        if self._company is not None:
+        if self._peer_group is not None:
             raise TypeError(
                 "a pipe whose workers are processes cannot be copied or pickled: copy its layers, or save it with "
                 "pipework.save_checkpoint"
             )
-        return {**self.__dict__, "_house": None, "_recording": None, "_opening": None, "_deferring": None}
+        return {**self.__dict__, "_engine": None, "_recording": None, "_opening": None, "_deferring": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """See `__getstate__`."""
@@ -587,8 +589,8 @@ class Pipe(Layers):
 
     def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> microbatch.Split:
         """The mini-batch in micro-batches."""
-        if self._company is not None and inputs and not keyword_inputs and all(value is None for value in inputs):
-            rank = self._company.mesh.rank
+        if self._peer_group is not None and inputs and not keyword_inputs and all(value is None for value in inputs):
+            rank = self._peer_group.mesh.rank
             raise TypeError(
                 f"inputs do not have any tensors: they are read on rank {rank}, where pipe.is_first, and were None "
                 "there; only the others may pass None"
@@ -619,26 +621,26 @@ class Pipe(Layers):
         if key not in self._programs:
             plain = self._plan.schedule(micro_batches)
             program = Program.of(with_recompute(plain, checkpointed, loss_outside=not inside))
-            if self._company is not None:
+            if self._peer_group is not None:
                 pairs = [(skip.source, to) for skip in self._skips for to in skip.destinations if to > skip.source]
-                program = program.across(pairs, reduces=self._company.reduces)
+                program = program.across(pairs, reduces=self._peer_group.reduces)
             self._programs[key] = program
         return self._programs[key]
 
-    def _house_in_use(self) -> House:
+    def _engine_in_use(self) -> Engine:
         """The stages and workers, made at the first mini-batch and again after a copy, an unpickling or a fork."""
         with self._opening:  # two threads may call for the first time at once
             return self._opened()
 
-    def _opened(self) -> House:
-        if self._house is None or not self._house.workers.alive:
-            if self._company is None:
-                # Again for each house, since replacing a layer makes a new one.
+    def _opened(self) -> Engine:
+        if self._engine is None or not self._engine.workers.alive:
+            if self._peer_group is None:
+                # Again for each engine, since replacing a layer makes a new one.
                 verify_skippables(self)
                 refuse_shared_statistics(self.partitions)
                 self._skips = _skips(self.partitions)
             self._deferred = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
-            self._house = open_house(
+            self._engine = make_engine(
                 self._partitions,
                 self.balance,
                 self._plan.partitioning.devices,
@@ -646,9 +648,9 @@ class Pipe(Layers):
                 self._skips,
                 tuples=self._tuples,
                 loss=self._loss.function if isinstance(self._loss.function, nn.Module) else None,
-                company=self._company,
+                peers=self._peer_group,
             )
-        return self._house
+        return self._engine
 
 
 def _loss_and_output(
@@ -662,7 +664,7 @@ def _loss_and_output(
     if not has_output:
         return loss, None
     joined = microbatch.join([(tensors[1:], structure) for tensors, structure in results], split.rows)
-    return loss, values.unflatten(joined.tensors, joined.structure)
+    return loss, nested.unflatten(joined.tensors, joined.structure)
 
 
 def _skips(partitions: Sequence[nn.Sequential]) -> list[Skip]:

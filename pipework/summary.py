@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipework.schedule import simulate
-from pipework.schedule.aligned import aligned
+from pipework.schedule.draw.aligned import aligned
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,7 +29,7 @@ def table(pipe: Pipe) -> str:
     schedule = pipe.schedule()
     rows = [("partition", "device", "layers", "parameters", "bytes")]
     here = dict(zip(pipe.stages, pipe.partitions, strict=True))
-    ranks = None if pipe._company is None else pipe._company.ranks
+    ranks = None if pipe._peer_group is None else pipe._peer_group.ranks
     for number, layers in enumerate(pipe.balance):
         worker = schedule.placement[number]
         device = str(pipe.devices[worker])

@@ -1,7 +1,7 @@
 """The same test bodies in several rank processes at once, each a worker of every pipe: what is different there.
 
 All ranks run the same tests in the same order and draw the same random numbers. Each has the whole un-pipelined model,
-and compares the layers that its part of the pipe holds. tests/mesh/test_same_bodies.py starts them.
+and compares the layers that its part of the pipe holds. tests/distributed/together/test_same_bodies.py starts them.
 """
 
 import functools

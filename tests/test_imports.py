@@ -1,9 +1,12 @@
-"""Imports point one way: a room may use the rooms named here, and what is only for type checkers does not count."""
+"""Imports point one way: a folder may use the folders named here. Imports for type checkers do not count."""
 
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,31 +14,75 @@ import pytest
 import pipework
 
 PACKAGE = Path(pipework.__file__).parent
-CONCEPTS = {
-    "allotment", "balance", "batchnorm", "checkpoint", "layers", "loss", "materialize", "microbatch", "partition",
-    "sequential", "skip",
-}  # fmt: skip
-BELOW_PIPE = {"schedule", "timeline", "runtime", "processes", "summary", "plan", "contract", "predict"} | CONCEPTS
+# From below to above; a folder without subfolders here has none, or does not tell them apart.
 MAY_IMPORT = {
-    "schedule": set(),
-    "timeline": {"schedule"},
-    "runtime": {"schedule"},
-    "processes": {"runtime", "schedule"},
-    **dict.fromkeys(CONCEPTS, {"runtime"} | CONCEPTS),
-    "summary": {"schedule"},
-    "plan": {"balance", "partition", "runtime", "schedule"},
-    "contract": {"schedule", "plan", "__init__"},
-    "predict": {"balance", "runtime", "schedule", "summary"},
-    "pipe": BELOW_PIPE,
-    "saving": set(),  # what it needs of a pipe are its partitions
-    "__init__": BELOW_PIPE | {"pipe", "saving"},
-}
-# For the rooms that no other may import.
-EVERYTHING = BELOW_PIPE | {"pipe", "saving", "compat", "testing", "cli", "__init__"}
+    "schedule": {"schedule.generators", "schedule.passes", "schedule.analysis", "schedule.formats", "schedule.draw"},
+    "schedule.generators": {"schedule"},
+    "schedule.passes": {"schedule", "schedule.analysis"},
+    "schedule.analysis": {"schedule", "schedule.passes", "schedule.draw"},
+    "schedule.formats": {"schedule", "schedule.passes"},
+    "schedule.draw": {"schedule"},
+    "timeline": {"schedule", "schedule.analysis", "schedule.draw"},
+    "torch_private": set(),
+    "values": set(),
+    "autograd": {"torch_private", "autograd.weight_split"},
+    "autograd.weight_split": {"torch_private"},
+    "runtime": {
+        "autograd", "runtime.random", "runtime.skips", "runtime.stage", "schedule", "schedule.draw", "torch_private",
+        "values",
+    },
+    "runtime.random": set(),
+    "runtime.skips": {"autograd"},
+    "runtime.stage": {
+        "autograd", "autograd.weight_split", "runtime", "runtime.random", "runtime.skips", "torch_private", "values",
+    },
+    "model": {"runtime", "runtime.random", "runtime.stage", "values"},
+    "balance": {"autograd", "model", "values"},
+    "planning": {
+        "autograd", "autograd.weight_split", "balance", "model", "runtime", "runtime.random", "runtime.skips",
+        "runtime.stage", "schedule", "schedule.analysis", "schedule.draw", "summary",
+    },
+    "skip": {"model", "runtime.skips"},
+    "summary": {"schedule", "schedule.draw"},
+    "testing": {"model", "runtime", "runtime.random", "schedule"},
+    "distributed": {
+        "distributed.gradients", "distributed.health", "distributed.transport", "runtime", "schedule", "testing",
+        "timeline", "__init__",
+    },
+    "distributed.gradients": {"distributed.transport"},
+    "distributed.health": set(),
+    "distributed.transport": {"runtime.skips", "values"},
+    "backend": {"distributed", "model", "planning", "runtime", "runtime.random", "runtime.skips", "schedule"},
+    "pipe": {
+        "autograd", "backend", "distributed", "model", "planning", "runtime", "runtime.random", "runtime.skips",
+        "runtime.stage", "schedule", "skip", "summary", "timeline", "values",
+    },
+    "saving": {"__init__", "values"},  # what it needs of a pipe are its partitions
+    "__init__": {"balance", "distributed", "distributed.health", "model", "pipe", "planning", "saving", "skip"},
+}  # fmt: skip
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    """The name of a file's module below the package; that of the package itself is `__init__`."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+@cache
+def modules() -> dict[str, Path]:
+    return {module_of(path): path for path in FILES}
+
+
+def folder_of(module: str) -> str:
+    """The innermost entry of the table that a module belongs to."""
+    parts = module.split(".")
+    names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    return next((name for name in names if name in MAY_IMPORT), parts[0])
 
 
 def imported(node: ast.AST) -> Iterator[str]:
-    """The modules that are imported at run time anywhere below a node."""
+    """The names that are imported at run time anywhere below a node."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
@@ -43,21 +90,46 @@ def imported(node: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
             assert child.level == 0, "imports are absolute"
-            if child.module == "pipework":
-                yield from (f"pipework.{alias.name}" for alias in child.names)
-            else:
-                yield child.module or ""
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
         yield from imported(child)
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def modules_imported(path: Path) -> set[str]:
+    """The modules of this package that a file imports."""
+    found = set()
+    for name in imported(ast.parse(path.read_text())):
+        if name == "pipework" or name.startswith("pipework."):
+            inner = name.removeprefix("pipework").removeprefix(".")
+            parent = inner.rpartition(".")[0]
+            found.add(inner if inner in modules() else parent if parent in modules() else "__init__")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_imports_point_one_way(path: Path) -> None:
-    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    names = set(imported(ast.parse(path.read_text())))
-    rooms = {name.split(".")[1] for name in names if name.startswith("pipework.")}
-    assert rooms <= MAY_IMPORT.get(room, EVERYTHING) | {room}
-    if room == "schedule":
-        assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names | {"pipework"}
+    folder = folder_of(module_of(path))
+    if folder in MAY_IMPORT:  # compat, cli and __main__ may import everything, and nothing else may import them
+        folders = {folder_of(name) for name in modules_imported(path)}
+        assert folders - {folder} <= MAY_IMPORT[folder]
+    if folder.split(".")[0] == "schedule":
+        names = set(imported(ast.parse(path.read_text())))
+        allowed = sys.stdlib_module_names | {"pipework"} | ({"matplotlib"} if path.name == "png.py" else set())
+        assert {name.split(".")[0] for name in names} <= allowed
+
+
+def test_no_circles() -> None:
+    graph = {name: modules_imported(path) - {name} for name, path in modules().items()}
+    del graph["__init__"]  # finds its names when they are asked for
+    list(TopologicalSorter(graph).static_order())
+
+
+def test_one_class_per_name() -> None:
+    classes: Counter[str] = Counter()
+    for path in FILES:
+        if "compat" not in path.parts:  # which has the names of several libraries
+            tree = ast.parse(path.read_text())
+            classes.update(node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_")
+    assert not [name for name, count in classes.items() if count > 1]
 
 
 @pytest.mark.parametrize("module", ["pipework", "pipework.schedule"])

@@ -137,7 +137,7 @@ def test_len_iteration_and_indexing() -> None:
 
 def test_children_may_have_any_name() -> None:
     module = nn.Sequential()
-    for name in ("chunks", "devices", "_house"):
+    for name in ("chunks", "devices", "_engine"):
         module.add_module(name, nn.Linear(2, 2))
     pipe = Pipe(module, chunks=2, balance=[1, 2], devices=["cpu"] * 2)
     assert pipe.chunks == 2

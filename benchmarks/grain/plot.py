@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pipework.schedule.palette import INK, LINE, PAPER, QUIET
-from pipework.schedule.svg_marks import FONT, number, rectangle, text
+from pipework.schedule.draw.palette import INK, LINE, PAPER, QUIET
+from pipework.schedule.draw.svg_marks import FONT, number, rectangle, text
 
 COLOURS = ("#22272e", "#3a76c4", "#2f9153", "#b8549b")
 WIDTH, HEIGHT, LEFT, TOP, GAP = 400, 260, 68, 46, 34  # of a panel, and around it

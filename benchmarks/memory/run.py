@@ -24,7 +24,7 @@ from benchmarks.memory.allocator import bytes_in_use
 from benchmarks.memory.live import Block, LiveStorages
 from benchmarks.memory.separate import with_separate_memories
 from benchmarks.unet import UNet
-from pipework.checkpoint import MODES, checkpointed_micro_batches
+from pipework.model.checkpoint import MODES, checkpointed_micro_batches
 from pipework.pipe import Pipe
 from pipework.schedule import Costs, build, simulate, with_recompute
 

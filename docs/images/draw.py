@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from pipework.schedule import Costs, Timeline, build, simulate, svg, with_recompute
-from pipework.schedule.palette import ACTION, INK, LINE, PAPER, QUIET, worker_fill
+from pipework.schedule.draw.palette import ACTION, INK, LINE, PAPER, QUIET, worker_fill
 
 HERE = Path(__file__).parent
 GRADIENT = "#3b8a35"

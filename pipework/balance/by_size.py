@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 from pipework.balance.checks import check_partitions
 from pipework.balance.minimax import minimax_partition
 from pipework.balance.sandbox import copies, cut, entered, measuring_device, tensors_of, traceless
-from pipework.runtime.tuples import TupleRule
-from pipework.sequential import tuple_rule
+from pipework.model.sequential import tuple_rule
+from pipework.model.tuples import TupleRule
 
 
 def balance_by_size(

@@ -21,7 +21,7 @@ from pipework.balance.sandbox import (
     threads_of_a_worker,
     traceless,
 )
-from pipework.sequential import tuple_rule
+from pipework.model.sequential import tuple_rule
 
 Device = torch.device | str | int
 

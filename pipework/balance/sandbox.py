@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipework.runtime import boundary, values
+from pipework.autograd import boundary
+from pipework.values import nested
 
 
 def measuring_device(device: torch.device | str | int | None) -> torch.device:
@@ -32,20 +33,20 @@ def copies(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
 
 def cut(value: Any, device: torch.device) -> Any:
     """The same value with leaves in place of its tensors: no graph leads out of them, and their memory is their own."""
-    tensors, structure = values.flatten(value)
+    tensors, structure = nested.flatten(value)
     leaves = tuple([tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad) for tensor in tensors])
-    return values.unflatten(leaves, structure)
+    return nested.unflatten(leaves, structure)
 
 
 def entered(value: Any) -> Any:
     """What a layer gets of a value that was cut: it may begin with an in-place operation, which a leaf refuses."""
-    tensors, structure = values.flatten(value)
-    return values.unflatten(tuple(map(boundary.enter, tensors)), structure)
+    tensors, structure = nested.flatten(value)
+    return nested.unflatten(tuple(map(boundary.enter, tensors)), structure)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
     """All tensors in a nested value, each once."""
-    return list(values.flatten(value)[0])
+    return list(nested.flatten(value)[0])
 
 
 def now(device: torch.device) -> float:

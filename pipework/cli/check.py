@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from pipework.cli import arguments as shared
 from pipework.cli.report import Report
 from pipework.schedule import ScheduleError, simulate, validate
-from pipework.schedule.rules import ascending
-from pipework.schedule.units import counted, memory_text, time_text
+from pipework.schedule.analysis.rules import ascending
+from pipework.schedule.draw.units import counted, memory_text, time_text
 
 if TYPE_CHECKING:
     from pipework.cli.draw import Commands

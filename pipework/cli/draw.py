@@ -24,12 +24,12 @@ from pipework.schedule import (
     with_communication,
     with_recompute,
 )
-from pipework.schedule.build import build_for_shares
-from pipework.schedule.units import memory_text, time_text
+from pipework.schedule.draw.units import memory_text, time_text
+from pipework.schedule.registry import build_for_shares
 from pipework.timeline import png, trace_json
 
 if TYPE_CHECKING:
-    from pipework.schedule.svg import Colors
+    from pipework.schedule.draw.svg import Colors
 
     # The subparsers' class has no public name at run time.
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

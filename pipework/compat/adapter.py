@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from pipework.checkpoint import MODES
+from pipework.model.checkpoint import MODES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pipework.compat.engine import Engine
+    from pipework.compat.adapted_pipe import AdaptedPipe
 
     Device = torch.device | int | str
 
@@ -39,9 +39,11 @@ class Adapter(nn.Module):
 
     partitions: nn.ModuleList
     devices: list[torch.device]
-    _engine: Engine
+    _engine: AdaptedPipe
 
-    def __init__(self, engine: Engine, partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, engine: AdaptedPipe, partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]
+    ) -> None:
         super().__init__()
         self.__dict__["_engine"] = engine
         self.partitions = nn.ModuleList(partitions)

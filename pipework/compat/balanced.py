@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, SupportsInt
 import torch
 from torch import Tensor, nn
 
-from pipework.batchnorm import convert_deferred_batch_norm
+from pipework.compat.adapted_pipe import AdaptedPipe, TupleKeeping, sequence
 from pipework.compat.adapter import (
     Adapter,
     checked_chunks,
@@ -15,7 +15,7 @@ from pipework.compat.adapter import (
     refuse_shared_parameters,
     refuse_unfit,
 )
-from pipework.compat.engine import Engine, TupleKeeping, sequence
+from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.skip.verify import verify_skippables
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class BalancedPipe(Adapter):
         self._verify_split(module, counts, places)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)
-        engine = Engine(sequence(TupleKeeping, module), chunks, checkpoint, balance=counts, devices=places)
+        engine = AdaptedPipe(sequence(TupleKeeping, module), chunks, checkpoint, balance=counts, devices=places)
         super().__init__(engine, engine.partitions, places)
         self.balance = counts
 

@@ -9,7 +9,7 @@ import torch
 
 from pipework import balance
 from pipework.balance.minimax import minimax_partition
-from pipework.compat.engine import TupleKeeping, sequence
+from pipework.compat.adapted_pipe import TupleKeeping, sequence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

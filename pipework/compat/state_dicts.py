@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipework.batchnorm import COLLECTED
+from pipework.model.batchnorm import COLLECTED
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

@@ -1,57 +1,123 @@
-"""The few things that PyTorch's autograd engine only tells or does through private names, in one place.
-
-Each has a public counterpart that is too slow or missing; the comment says which.
-"""
+"""What all mini-batches of a pipe share in this process: stages, devices, links and threads."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+from pipework.runtime.device import WorkerDevice, is_accelerator, link
+from pipework.runtime.stage.execution_views import shared_modules
+from pipework.runtime.stage.stage import Stage
+from pipework.runtime.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping, Sequence
 
-    from torch import Tensor
-    from torch.autograd.graph import GradientEdge
+    import torch
+    from torch import nn
+
+    from pipework.model.tuples import TupleRule
+    from pipework.runtime.device import Link
+    from pipework.runtime.peers import Peers
+    from pipework.runtime.skips.connections import Skip
 
 
-_run = torch.autograd.Variable._execution_engine.run_backward
+@dataclass(frozen=True)
+class Engine:
+    """Stages, and the workers that live with them. Holds threads, so it is neither copied nor pickled.
 
-
-def run_backward(outputs: tuple[Tensor | GradientEdge, ...], gradients: tuple[Tensor, ...], retain_graph: bool) -> None:
-    """Accumulates the gradients of `outputs` into the leaves of their graph.
-
-    `torch.autograd.backward` does the same after 20 microseconds of checks that the boundary has made already.
+    Attributes:
+        stages: those whose workers are in this process, by number and in order.
+        placement: the worker of each stage, wherever it is.
+        devices: of the workers in this process, by number and in order.
+        skips: the skip connections between all layers.
+        peers: the other workers, each a process of its own; None: all are here.
+        links: see `LocalTransport`.
+        workers: the threads.
+        lock: held while the workers run, because a stage's slots can hold the leaves of one mini-batch only.
+        random_guards: a lock for each accelerator that several workers share, whose one default generator they move.
     """
-    # No graph of the gradients, no choice of inputs, unreachable leaves are allowed, gradients are accumulated.
-    _run(outputs, gradients, retain_graph, False, (), True, True)
+
+    stages: Mapping[int, Stage]
+    placement: tuple[int, ...]
+    devices: Mapping[int, WorkerDevice]
+    skips: Sequence[Skip]
+    peers: Peers | None
+    links: dict[tuple[int, int], Link | None]
+    workers: WorkerThreads
+    lock: threading.Lock
+    random_guards: dict[torch.device, threading.Lock]
+
+    def has(self, stage: int) -> bool:
+        """Whether what is addressed to this stage stays in this process.
+
+        -1 and behind the last stage is the caller: there, of the first stage's process and of the last's.
+        """
+        return min(max(stage, 0), len(self.placement) - 1) in self.stages
 
 
-def retains_graph() -> bool:
-    """Inside a node's backward: whether the caller asked for `retain_graph=True`. There is no public way to ask."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+def make_engine(
+    partitions: Mapping[int, nn.Sequential],
+    balance: Sequence[int],
+    devices: Sequence[torch.device],
+    placement: tuple[int, ...],
+    skips: Sequence[Skip],
+    *,
+    tuples: TupleRule,
+    loss: nn.Module | None = None,
+    peers: Peers | None = None,
+) -> Engine:
+    """Makes a stage of each partition, and a worker for each number in the placement.
 
-
-def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """The calling thread's innermost `saved_tensors_hooks`. There is no public way to ask."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return None if hooks is None else (hooks[0], hooks[1])
-
-
-def hook_gradient(output: Tensor, hook: Callable[[tuple[Tensor | None, ...]], None]) -> None:
-    """Calls `hook` with the gradients that the node of `output` gets, after all hooks of the tensor itself.
-
-    `Tensor.register_hook` would be called before hooks that the user registers later, which may change the gradient.
+    Args:
+        partitions: the layers of this process, by the number of their stage.
+        balance: how many layers each partition has, wherever it is.
+        devices: one for each partition, wherever it is.
+        placement: the worker of each partition, as the schedule has it.
+        skips: the skip connections between the layers.
+        tuples: how a tuple reaches a layer.
+        loss: computed by the last stage, if it is a module; its buffers are treated like those of the layers.
+        peers: the other workers; None: all are in this process.
     """
-    output.grad_fn.register_prehook(hook)  # type: ignore[union-attr]
-
-
-def gradients(output: GradientEdge, gradient: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """The gradients of `inputs`; the graph stays. As `torch.autograd.grad`, which checks more."""
-    return _run((output,), (gradient,), True, False, inputs, True, False)
-
-
-def in_transform() -> bool:
-    """Whether a `torch.func` transform is running. There is no public way to ask."""
-    return torch._C._are_functorch_transforms_active()
+    workers: dict[int, WorkerDevice] = {}
+    for index in sorted(partitions, key=placement.__getitem__):
+        workers.setdefault(placement[index], WorkerDevice(devices[index]))
+    named_layers = {
+        index: [(name, layer) for name, layer in partition._modules.items() if layer is not None]
+        for index, partition in partitions.items()
+    }
+    shared = shared_modules([[layer for _, layer in layers] for layers in named_layers.values()])
+    stages = {
+        index: Stage(
+            index,
+            layers,
+            first_number=sum(balance[:index]),
+            device=workers[placement[index]],
+            shared=shared,
+            skips=skips,
+            tuples=tuples,
+            loss=loss if index + 1 == len(placement) else None,
+            shares_output=index + 1 in partitions and devices[index] == devices[index + 1],
+        )
+        for index, layers in named_layers.items()
+    }
+    ways = {(stage, stage) for stage in stages} | {(stage, stage + 1) for stage in stages if stage + 1 in stages}
+    ways |= {(skip.source, to) for skip in skips for to in skip.destinations if skip.source in stages and to in stages}
+    pairs = {(placement[a], placement[b]) for a, b in ways} | {(placement[b], placement[a]) for a, b in ways}
+    return Engine(
+        stages=stages,
+        placement=placement,
+        devices=workers,
+        skips=skips,
+        peers=peers,
+        links={(source, target): link(workers[source], workers[target]) for source, target in sorted(pairs)},
+        workers=WorkerThreads(list(workers.values())),
+        lock=threading.Lock(),
+        random_guards={
+            device: threading.Lock()
+            for device, count in Counter(worker.device for worker in workers.values()).items()
+            if count > 1 and is_accelerator(device)
+        },
+    )

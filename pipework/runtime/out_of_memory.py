@@ -9,16 +9,16 @@ import torch
 
 from pipework.runtime.device import is_accelerator
 from pipework.runtime.failure import add_note
-from pipework.schedule.aligned import aligned
-from pipework.schedule.units import memory_text
+from pipework.schedule.draw.aligned import aligned
+from pipework.schedule.draw.units import memory_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
-    from pipework.runtime.stage import Stage
-    from pipework.runtime.stage_run import StageRun
+    from pipework.runtime.stage.stage import Stage
+    from pipework.runtime.stage.stage_run import StageRun
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

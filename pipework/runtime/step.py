@@ -8,17 +8,17 @@ import functools
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from pipework.runtime import random_kernels
-from pipework.runtime.company import Trip
+from pipework.runtime.caller_modes import Modes, TakingTurns
 from pipework.runtime.device import random_states_kept
 from pipework.runtime.failure import Failure
-from pipework.runtime.job import Conditions, Job
-from pipework.runtime.memory import MemoryMeter
-from pipework.runtime.modes import Modes, TakingTurns
 from pipework.runtime.out_of_memory import note_memory
-from pipework.runtime.random_stream import RandomStream
-from pipework.runtime.stage_run import StageRun
+from pipework.runtime.peers import RunSpec
+from pipework.runtime.random import kernels
+from pipework.runtime.random.streams import RandomStream
+from pipework.runtime.stage.memory_meter import MemoryMeter
+from pipework.runtime.stage.stage_run import StageRun
 from pipework.runtime.transport import LocalTransport
+from pipework.runtime.worker import RunConditions, WorkerRun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from pipework.runtime.context import CallerContext
-    from pipework.runtime.house import House
-    from pipework.runtime.loss import InnerLoss
+    from pipework.runtime.caller_context import CallerContext
+    from pipework.runtime.engine import Engine
     from pipework.runtime.program import Program
-    from pipework.runtime.random_stream import Key
+    from pipework.runtime.random.streams import Key
+    from pipework.runtime.stage.loss import InnerLoss
     from pipework.runtime.transport import Message, Transport
     from pipework.schedule import Interval, Schedule
     from pipework.schedule.phases import Orders
@@ -46,7 +46,7 @@ class Recorder(Protocol):
         """A worker did these actions, in seconds of a clock that all share, and bytes."""
 
 
-class Wanted(NamedTuple):
+class StepOptions(NamedTuple):
     """What somebody asks of a mini-batch, beside its result.
 
     Attributes:
@@ -71,7 +71,7 @@ class Step:
     If it is inside, `run` does both.
 
     Args:
-        house: the pipe's stages and workers.
+        engine: the pipe's stages and workers.
         program: the order of everything.
         context: what the calling thread has set.
         key: names the random numbers.
@@ -84,17 +84,17 @@ class Step:
 
     def __init__(
         self,
-        house: House,
+        engine: Engine,
         program: Program,
         context: CallerContext,
         key: Key,
-        wanted: Wanted,
+        wanted: StepOptions,
         *,
         loss: InnerLoss | None = None,
         own_leaves: frozenset[int] = frozenset(),
         input_gradients: bool = True,
     ) -> None:
-        self._house = house
+        self._engine = engine
         self._program = program
         self._context = context
         self._key = key
@@ -103,9 +103,9 @@ class Step:
         self._failed = False
         # Most models' inputs need no gradient, and a message for each micro-batch that says so is not free.
         self._returned = [("B", -1)] if input_gradients else []
-        last = len(house.placement) - 1
-        house.workers.refuse_own_thread()
-        with house.lock:  # while workers run for another thread, the slots hold what is theirs
+        last = len(engine.placement) - 1
+        engine.workers.refuse_own_thread()
+        with engine.lock:  # while workers run for another thread, the slots hold what is theirs
             self._runs = {
                 stage.index: StageRun(
                     stage,
@@ -117,19 +117,19 @@ class Step:
                     splits=stage.index in program.schedule.split_stages,
                     loss=loss if stage.index == last else None,
                 )
-                for stage in house.stages.values()
+                for stage in engine.stages.values()
             }
         if wanted.recorder is not None:
-            for worker in house.devices:
+            for worker in engine.devices:
                 runs = self._runs_of(worker)
-                modules = [module for stage in runs for module in house.stages[stage].modules]
+                modules = [module for stage in runs for module in engine.stages[stage].modules]
                 meter = MemoryMeter(
                     [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
                 )
                 for run in runs.values():
                     run.meter = meter
-        if any(run.draws and house.stages[stage].device.stream is None for stage, run in self._runs.items()):
-            random_kernels.install()
+        if any(run.draws and engine.stages[stage].device.stream is None for stage, run in self._runs.items()):
+            kernels.install()
 
     @property
     def stages(self) -> list[int]:
@@ -150,8 +150,8 @@ class Step:
             For each micro-batch, what the last stage gave; nothing if that is in another process and not wanted here.
         """
         shares = None if self._wanted.everywhere else 0
-        stages = len(self._house.placement)
-        awaited = [("F", stages)] if self._wanted.everywhere or self._house.has(stages) else []
+        stages = len(self._engine.placement)
+        awaited = [("F", stages)] if self._wanted.everywhere or self._engine.has(stages) else []
         received = self._run(self._program.forwards, [("F", 0, inputs)], awaited, begins=True, shares=shares)
         return received[0] if received else []
 
@@ -172,9 +172,9 @@ class Step:
             )
         for run in self._runs.values():
             run.aliases.take_gradients()  # a backward that wanted some parameters only left the others' gradients lying
-        sent = [("B", len(self._house.placement) - 1, [(tensors, None) for tensors in gradients])]
-        company = self._house.company
-        with contextlib.nullcontext() if company is None else company.calling("backward"):
+        sent = [("B", len(self._engine.placement) - 1, [(tensors, None) for tensors in gradients])]
+        peers = self._engine.peers
+        with contextlib.nullcontext() if peers is None else peers.calling("backward"):
             received = self._run(self._program.others, sent, self._returned, begins=False, retain_graph=retain_graph)
         return received[0] if received else []
 
@@ -190,7 +190,7 @@ class Step:
             everywhere); and the gradient of each tensor that stage 0 was given, nothing without grad mode or if none
             requires one.
         """
-        stages = len(self._house.placement)
+        stages = len(self._engine.placement)
         sent = [("F", 0, inputs), ("target", stages - 1, targets)]
         shares = None if self._wanted.everywhere else 1
         if not self._context.grad:
@@ -208,11 +208,11 @@ class Step:
         """
         aliases = self._runs[stage].aliases
         gradients = [alias.grad for alias in aliases.leaves] if keep else aliases.take_gradients()
-        self._house.stages[stage].device.hand_over(gradients)
+        self._engine.stages[stage].device.hand_over(gradients)
         return gradients
 
     def _runs_of(self, worker: int) -> dict[int, StageRun]:
-        return {stage: run for stage, run in self._runs.items() if self._house.placement[stage] == worker}
+        return {stage: run for stage, run in self._runs.items() if self._engine.placement[stage] == worker}
 
     def _run(
         self,
@@ -237,89 +237,89 @@ class Step:
         Returns:
             For each of `awaited`, the messages of all micro-batches.
         """
-        house, recorder = self._house, self._wanted.recorder
-        if not house.workers.alive:
+        engine, recorder = self._engine, self._wanted.recorder
+        if not engine.workers.alive:
             raise RuntimeError(
                 "this mini-batch went forward before the process was forked, and its workers' threads stayed behind; "
                 "call the pipe again in this process"
             )
-        house.workers.refuse_own_thread()
+        engine.workers.refuse_own_thread()
         micro_batches = self._program.schedule.micro_batches
-        local = LocalTransport(house.placement, house.links)
+        local = LocalTransport(engine.placement, engine.links)
         transport: Transport = local
-        if house.company is not None:
+        if engine.peers is not None:
             differentiates = orders is not self._program.forwards
             scaler = self._wanted.scaler if differentiates else None
-            trip = Trip(self._runs, house.placement, house.skips, micro_batches, shares, differentiates, scaler)
-            transport = house.company.transport(local, trip)
+            spec = RunSpec(self._runs, engine.placement, engine.skips, micro_batches, shares, differentiates, scaler)
+            transport = engine.peers.transport(local, spec)
         failure = Failure(transport.stop)
-        if house.company is not None:
-            house.company.during(failure)
+        if engine.peers is not None:
+            engine.peers.during(failure)
         jobs = self._jobs(orders, transport, failure, begins=begins, retain_graph=retain_graph)
         # A context can be entered once at a time only, and each worker needs the caller's variables: copies.
         calls = [functools.partial(contextvars.copy_context().run, job) for job in jobs]
         # In evaluation nothing moves an accelerator's default generator, and what its layers draw must be remembered.
-        moved = tuple(house.devices.values()) if self._key.drawn else ()
-        with house.lock, random_states_kept(moved):
-            for device in house.devices.values():
+        moved = tuple(engine.devices.values()) if self._key.drawn else ()
+        with engine.lock, random_states_kept(moved):
+            for device in engine.devices.values():
                 device.wait_for_caller()
             for kind, stage, messages in sent:
-                if not house.has(stage):
+                if not engine.has(stage):
                     continue
                 send = transport.outside.sender(kind, stage)
                 for micro_batch, (tensors, structure) in enumerate(messages):
                     send(micro_batch, tensors, structure)
-            house.workers.run(calls, lambda error: failure.report(error, None))
-            for each in house.stages.values():
+            engine.workers.run(calls, lambda error: failure.report(error, None))
+            for each in engine.stages.values():
                 each.hand_back()
         for job in jobs:
             job.disconnect()
         transport.close()
         if failure.happened:
             self._failed = True
-            note_memory(failure.error, list(house.stages.values()), list(self._runs.values()))
+            note_memory(failure.error, list(engine.stages.values()), list(self._runs.values()))
             for run in self._runs.values():
                 run.clear()
-            if house.company is not None:
-                failure.explain(house.company.explained)
+            if engine.peers is not None:
+                failure.explain(engine.peers.explained)
             failure.raise_first()
         if recorder is not None:
             if begins:  # not before: a mini-batch that failed is no measurement
                 recorder.begin(self._wanted.number, self._program.schedule, loss_outside=self._loss is None)
             intervals = [interval for job in jobs for interval in job.recorded()]
-            if house.company is not None:
-                intervals = house.company.shared(house.workers, intervals)
+            if engine.peers is not None:
+                intervals = engine.peers.shared(engine.workers, intervals)
             recorder.add(self._wanted.number, intervals)
-        for device in house.devices.values():
+        for device in engine.devices.values():
             device.hand_over(())
         received = []
         for kind, stage in awaited:
             messages = [transport.outside.receive((kind, stage, micro_batch)) for micro_batch in range(micro_batches)]
             tensors = [tensor for tensors, _ in messages for tensor in tensors]
-            for source in house.devices.values():
+            for source in engine.devices.values():
                 source.hand_over(tensors)
             received.append(messages)
         return received
 
     def _jobs(
         self, orders: Orders, transport: Transport, failure: Failure, *, begins: bool, retain_graph: bool
-    ) -> list[Job]:
-        house, modes = self._house, Modes.capture()
-        conditions = Conditions(
+    ) -> list[WorkerRun]:
+        engine, modes = self._engine, Modes.capture()
+        conditions = RunConditions(
             failure,
             context=self._context if begins and not self._context.is_usual else None,
             modes=modes,
             turn=threading.Lock() if modes else None,
-            starting=None if house.company is None else house.company.starting,
+            starting=None if engine.peers is None else engine.peers.starting,
         )
         jobs = []
-        for worker, device in house.devices.items():
+        for worker, device in engine.devices.items():
             runs, order, endpoint = self._runs_of(worker), orders[worker], transport.endpoints[worker]
             stream = None
             if any(run.draws for run in runs.values()):
                 seeder = device.random_seeder() if self._key.drawn else None
-                stream = RandomStream(self._key, seeder, house.random_guards.get(device.device))
-            job = Job(worker, runs, order, device, conditions, stream, recorded=self._wanted.recorder is not None)
+                stream = RandomStream(self._key, seeder, engine.random_guards.get(device.device))
+            job = WorkerRun(worker, runs, order, device, conditions, stream, recorded=self._wanted.recorder is not None)
             turn = conditions.turn
             job.connect(endpoint if turn is None else TakingTurns(endpoint, turn), retain_graph=retain_graph)
             jobs.append(job)

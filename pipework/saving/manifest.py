@@ -53,7 +53,7 @@ def training_files(rank: int) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class Stage:
+class SavedStage:
     """What was saved of a stage.
 
     Attributes:
@@ -81,7 +81,7 @@ class Stage:
         }
 
     @classmethod
-    def from_json(cls, value: Any) -> Stage:
+    def from_json(cls, value: Any) -> SavedStage:
         """The same from a JSON value; what was compiled where it was written has its plain name, too."""
         kinds = {
             str(name): Kind(str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in value["tensors"].items()
@@ -112,7 +112,7 @@ class Manifest:
     step: int
     ranks: int
     replicas: int
-    stages: tuple[Stage, ...]
+    stages: tuple[SavedStage, ...]
     files: Mapping[str, Seal]
 
     def to_bytes(self) -> bytes:
@@ -158,7 +158,7 @@ class Manifest:
                 int(value["step"]),
                 ranks,
                 replicas,
-                tuple(Stage.from_json(stage) for stage in value["stages"]),
+                tuple(SavedStage.from_json(stage) for stage in value["stages"]),
                 {name: Seal(int(seal["bytes"]), str(seal["sha256"])) for name, seal in value["files"].items()},
             )
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -179,7 +179,7 @@ class Manifest:
             raise DamagedError(f"{MANIFEST}: it does not list {file}")
         return self.files[file]
 
-    def holders(self, names: Iterable[str]) -> list[Stage]:
+    def holders(self, names: Iterable[str]) -> list[SavedStage]:
         """The stages that have one of these names."""
         wanted = set(names)
         return [stage for stage in self.stages if not wanted.isdisjoint(stage.tensors)]

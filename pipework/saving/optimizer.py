@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipework.saving.files import UnfitError, making_sense
-from pipework.saving.packing import pack, unpack
 from pipework.saving.stages import listed, plain_name
+from pipework.values.packing import pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from pipework.saving.manifest import Manifest, Stage
+    from pipework.saving.manifest import Manifest, SavedStage
     from pipework.saving.optimizer import Restored
     from pipework.saving.ranks import Seat
     from pipework.saving.stages import Stages
@@ -117,7 +117,7 @@ def read_content(path: Path, target: Target, others: Others) -> Content:
     return Content(manifest.step, tensors, restored, training, notes)
 
 
-def read_model(path: Path, stage: Stage, names: Set[str] | dict[str, Kind]) -> dict[str, Tensor]:
+def read_model(path: Path, stage: SavedStage, names: Set[str] | dict[str, Kind]) -> dict[str, Tensor]:
     """The parameters and buffers of a stage that have one of these names."""
     file = model_file(stage.stage)
     with open_tensors(path / file) as opened:
@@ -128,7 +128,9 @@ def read_model(path: Path, stage: Stage, names: Set[str] | dict[str, Kind]) -> d
     return found
 
 
-def _optimizer(path: Path, manifest: Manifest, stages: list[Stage], optimizer: Optimizer, here: Stages) -> Restored:
+def _optimizer(
+    path: Path, manifest: Manifest, stages: list[SavedStage], optimizer: Optimizer, here: Stages
+) -> Restored:
     with contextlib.ExitStack() as files:
         parts = []
         for stage in stages:

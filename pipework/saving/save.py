@@ -13,7 +13,7 @@ from pipework.saving.manifest import (
     COMPLETE,
     MANIFEST,
     Manifest,
-    Stage,
+    SavedStage,
     completion,
     model_file,
     optimizer_files,
@@ -137,7 +137,7 @@ class _Gathered:
 class _Written:
     """What this rank wrote."""
 
-    stages: list[Stage]
+    stages: list[SavedStage]
     files: dict[str, Seal]
 
     def to_json(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _write(partial: Path, gathered: _Gathered, training: Packed, ranks: Ranks) -
                 pair = optimizer_files(number)
                 written.files.update(_write_pair(partial, pair, part.to_json(), part.tensors))
             kinds = {name: Kind.of(tensor) for name, tensor in tensors.items()}
-            written.stages.append(Stage(number, ranks.rank, kinds, same, optimizer=part is not None))
+            written.stages.append(SavedStage(number, ranks.rank, kinds, same, optimizer=part is not None))
     if training.values:
         pair = training_files(ranks.rank)
         written.files.update(_write_pair(partial, pair, training.values, training.all_tensors))
@@ -206,7 +206,9 @@ def _seal(partial: Path, step: int, said: list[Any], ranks: Ranks) -> None:
     """Makes a checkpoint of what all ranks wrote."""
     if ranks.rank != 0:
         return
-    stages = sorted((Stage.from_json(each) for word in said for each in word["stages"]), key=lambda stage: stage.stage)
+    stages = sorted(
+        (SavedStage.from_json(each) for word in said for each in word["stages"]), key=lambda stage: stage.stage
+    )
     if [stage.stage for stage in stages] != list(range(len(stages))):
         found = [f"{stage.stage} (rank {stage.rank})" for stage in stages]
         raise ValueError(f"wanted each stage from one rank, got stages {', '.join(found)}")

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pipework.saving.files import DamagedError, check_sealed, making_sense
 from pipework.saving.manifest import read_json, training_files
-from pipework.saving.packing import pack, unpack
 from pipework.saving.tensor_files import Kind, bytes_of, open_tensors
+from pipework.values.packing import pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

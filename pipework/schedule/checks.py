@@ -1,25 +1,145 @@
-"""Checks of arguments that several schedules share."""
+"""What a schedule is refused for: when it is made, types and numbers out of range; by a pass, what is there already."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-def positive_integer(name: str, value: object) -> None:
-    """Refuse everything but an int that is at least 1.
+from pipework.schedule.action import KINDS, OF_STAGES, TRANSFERS, Action
 
-    Args:
-        name: the argument's name, for the message.
-        value: what was given for it.
+if TYPE_CHECKING:
+    from pipework.schedule.schedule import Schedule
+
+_FORWARD_ONLY = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+_EVERY_KIND = (*KINDS, *TRANSFERS, *OF_STAGES)
+
+
+def checked_tuple(name: str, value: Any, example: str) -> tuple[Any, ...]:
+    """A sequence as a tuple.
 
     Raises:
-        TypeError: not an int (a bool is none).
-        ValueError: less than 1.
+        TypeError: it is none.
 
     Example:
-        >>> positive_integer("workers", 0)
+        >>> checked_tuple("placement", 3, "(0, 1)")
         Traceback (most recent call last):
-        ValueError: workers is 0: wanted an integer of at least 1
+        TypeError: placement is 3, an int: wanted a sequence such as (0, 1)
     """
-    if type(value) is not int:
-        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}: wanted an integer of at least 1")
-    if value < 1:
-        raise ValueError(f"{name} is {value}: wanted an integer of at least 1")
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        kind = type(value).__name__
+        article = "an" if kind[0] in "aeiou" else "a"
+        raise TypeError(f"{name} is {value!r}, {article} {kind}: wanted a sequence such as {example}")
+    return tuple(value)
+
+
+def check_placement(placement: Sequence[int], workers: int | None = None) -> None:
+    """Refuse a placement that places a stage nowhere, or leaves a worker without one.
+
+    Args:
+        placement: the worker of each stage.
+        workers: how many there are; None: as many as it names.
+
+    Raises:
+        TypeError: a worker that is not an int.
+        ValueError: an empty one, a worker out of range, or an idle one.
+    """
+    if not placement:
+        raise ValueError("placement is empty: give the worker of each stage, such as (0, 1) for two stages")
+    for stage, worker in enumerate(placement):
+        if type(worker) is not int:
+            raise TypeError(f"placement of stage {stage} is {worker!r}: wanted the number of its worker, an int")
+    workers = max(placement) + 1 if workers is None else workers
+    for stage, worker in enumerate(placement):
+        if not 0 <= worker < workers:
+            raise ValueError(
+                f"stage {stage} is placed on worker {worker}, but there are orders for the workers 0 to {workers - 1}: "
+                "correct placement, or give an order for each worker"
+            )
+    idle = sorted(set(range(workers)) - set(placement))
+    if idle:
+        raise ValueError(f"worker {idle[0]} holds no stage: place a stage on it, or leave its order out")
+
+
+def checked_skips(skips: Any) -> tuple[tuple[int, int], ...]:
+    """Skips as pairs of stages.
+
+    Raises:
+        TypeError: one that is no pair of ints.
+
+    Example:
+        >>> checked_skips([[0, 2]])
+        ((0, 2),)
+    """
+    pairs = []
+    for skip in checked_tuple("skips", skips, "((0, 2),)"):
+        pair = tuple(skip) if isinstance(skip, Sequence) and not isinstance(skip, str) else ()
+        if len(pair) != 2 or not all(type(stage) is int for stage in pair):
+            raise TypeError(f"a skip is {skip!r}: wanted a pair of stages, from and to, such as (0, 2)")
+        pairs.append((pair[0], pair[1]))
+    return tuple(pairs)
+
+
+def check_skips(skips: Sequence[tuple[int, int]], stages: int) -> None:
+    """Refuse skips that pass over no stage, and those that stand twice.
+
+    Raises:
+        ValueError: such a one.
+    """
+    for source, target in skips:
+        if not 0 <= source < target - 1 < stages - 1:
+            raise ValueError(
+                f"a skip goes from stage {source} to stage {target}: wanted one that passes over a stage between, "
+                f"among the stages 0 to {stages - 1}; with_skips() leaves the others out"
+            )
+    if len(set(skips)) < len(skips):
+        raise ValueError(f"skips is {skips!r}: wanted each pair once; values between the same stages go together")
+
+
+def check_order(worker: int, order: Sequence[Action], stages: int, *, inference: bool) -> None:
+    """Refuse what is no action, or one of a stage or kind that there is not.
+
+    Raises:
+        TypeError: something else than an action of numbers.
+        ValueError: a kind or number out of range.
+    """
+    kinds = _FORWARD_ONLY if inference else _EVERY_KIND
+    for position, action in enumerate(order):
+        if not isinstance(action, Action):
+            raise TypeError(
+                f"position {position} of worker {worker}'s order is {action!r}: wanted an Action, "
+                "such as Action('F', 0, 0)"
+            )
+        kind, stage, micro_batch, peer = action
+        if type(stage) is not int or type(micro_batch) is not int or type(peer) is not int:
+            got = ", ".join(type(number).__name__ for number in action[1:])
+            raise TypeError(
+                f"{action!r} in worker {worker}'s order: wanted an int for stage, micro_batch and peer, got {got}"
+            )
+        if kind not in kinds:
+            which = f"{', '.join(kinds)}, since the schedule is one of inference" if inference else ", ".join(kinds)
+            raise ValueError(f"{action!r} in worker {worker}'s order: kind must be one of {which}")
+        if not 0 <= stage < stages:
+            raise ValueError(f"{action} in worker {worker}'s order: placement has the stages 0 to {stages - 1}")
+        if (micro_batch < 0) != (kind in OF_STAGES):
+            which = "it is done once for all micro-batches" if micro_batch >= 0 else "micro-batches are counted from 0"
+            raise ValueError(f"{action!r} in worker {worker}'s order: {which}")
+        if (0 <= peer < stages) != (kind in TRANSFERS):
+            ends = f"wanted a peer, one of the stages 0 to {stages - 1}" if kind in TRANSFERS else "it has no peer"
+            raise ValueError(f"{action!r} in worker {worker}'s order: {ends}")
+
+
+def refuse_kind(schedule: Schedule, kind: str, does: str) -> None:
+    """Refuse a schedule that has what a pass is to add.
+
+    Args:
+        schedule: what the pass was given.
+        kind: of the actions that it adds.
+        does: what a worker with such an action does, for the message.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for worker, order in enumerate(schedule.orders):
+        for action in order:
+            if action.kind == kind:
+                raise ValueError(f"worker {worker} {does} already, {action}: pass the schedule without {kind}")

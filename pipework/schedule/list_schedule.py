@@ -1,4 +1,4 @@
-"""List scheduling: from wishes to orders, within a limit of memory, and with weight halves in the gaps."""
+"""List scheduling: from priorities to orders, within a limit of memory, and with weight halves in the gaps."""
 
 from __future__ import annotations
 
@@ -10,49 +10,50 @@ from math import inf
 from typing import Literal, NamedTuple, get_args
 
 from pipework.schedule.action import Action
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.arguments import positive_integer
 from pipework.schedule.costs import Costs, checked
 from pipework.schedule.phases import Orders
 
 Overtaking = Literal["none", "backwards", "all"]
-"""Which wishes may be taken before others that come first."""
+"""Which priorities may be taken before others that come first."""
 
 
 def list_schedule(
     placement: Sequence[int],
-    wishes: Sequence[Sequence[Action]],
+    priorities: Sequence[Sequence[Action]],
     limit: int,
     costs: Costs | None = None,
     *,
     overtaking: Overtaking = "none",
 ) -> Orders:
-    """Let every worker take, whenever it is free, the first of its wishes that it can.
+    """Let every worker take, whenever it is free, the first of its priorities that it can.
 
     ::
 
-        wishes of worker 0    F0 F1 F2 I0 F3 I1 ...       F2 has its data, but the limit is 2:
+        priorities of worker 0    F0 F1 F2 I0 F3 I1 ...       F2 has its data, but the limit is 2:
         its order             F0 F1 .  .  I0 W0 F2 ...    it waits for W0, which frees a micro-batch
 
     A wish can be taken if its data is there and, for a forward, if memory is left. Failing that, the worker runs
     the weight half of the oldest backward that was split, and failing that, it waits. So weight halves fill the gaps,
     and come by force where memory is full.
 
-    Who may overtake decides how faithful the orders are to the wishes:
+    Who may overtake decides how faithful the orders are to the priorities:
 
-    * ``"none"``: only the first of all wishes that are left is ever taken. The wishes are the order, but for ``W``.
+    * ``"none"``: only the first of all priorities that are left is ever taken. The priorities are the order, but for
+      ``W``.
     * ``"backwards"``: a backward may come before its turn. It needs no memory, and somebody waits for it.
-    * ``"all"``: forwards run ahead, too, as far as memory goes. The wishes are mere preferences.
+    * ``"all"``: forwards run ahead, too, as far as memory goes. The priorities are mere preferences.
 
-    No worker waits for ever, whatever the costs. If forwards keep their turn, that is up to the wishes: in some order
-    of all workers' wishes together, data comes before its use, and the limit is kept even if each ``W`` follows at
-    once. Of the wishes that are left, the first in that order can always be taken. If they do not keep it, it is up to
-    the banker's algorithm: a forward is taken only if there is room left for one more on each later stage of its
-    worker, so that what has begun can go through.
+    No worker waits for ever, whatever the costs. If forwards keep their turn, that is up to the priorities: in some
+    order of all workers' priorities together, data comes before its use, and the limit is kept even if each ``W``
+    follows at once. Of the priorities that are left, the first in that order can always be taken. If they do not keep
+    it, it is up to the banker's algorithm: a forward is taken only if there is room left for one more on each later
+    stage of its worker, so that what has begun can go through.
 
     Args:
         placement: the worker of each stage.
-        wishes: of each worker, its ``F``, and ``B`` or ``I``, in the order of preference; in that order, those of one
-            stage and one kind must have ascending micro-batches.
+        priorities: of each worker, its ``F``, and ``B`` or ``I``, in the order of preference; in that order, those of
+            one stage and one kind must have ascending micro-batches.
         limit: how many activations, of one micro-batch on one stage each, a worker may hold.
         costs: times, which decide what can be taken when; unit costs if None.
         overtaking: what may be taken though an earlier wish is left.
@@ -62,21 +63,21 @@ def list_schedule(
 
     Raises:
         TypeError: the limit is not an int, or costs are not Costs.
-        ValueError: with so small a limit, the wishes cannot all be fulfilled; there are wishes for other stages than
-            those of the placement, or costs; or there is no such way to overtake.
+        ValueError: with so small a limit, the priorities cannot all be fulfilled; there are priorities for other stages
+            than those of the placement, or costs; or there is no such way to overtake.
 
     Example:
-        >>> wishes = [[Action(kind, 0, i) for i in range(3) for kind in "FI"]]
-        >>> [str(action) for action in list_schedule([0], wishes, limit=2)[0]]
+        >>> priorities = [[Action(kind, 0, i) for i in range(3) for kind in "FI"]]
+        >>> [str(action) for action in list_schedule([0], priorities, limit=2)[0]]
         ['0F0', '0I0', '0F1', '0I1', '0W0', '0F2', '0I2', '0W1', '0W2']
     """
-    _check_wishes(placement, wishes)
+    _check_wishes(placement, priorities)
     positive_integer("limit", limit)
     if overtaking not in get_args(Overtaking):
         raise ValueError(f"overtaking is {overtaking!r}: wanted one of {', '.join(map(repr, get_args(Overtaking)))}")
     spread = checked(costs).spread(len(placement))
-    ready = _Ready(placement, wishes, spread.transfer)
-    workers = [_Worker(each, limit, overtaking, ready) for each in wishes]
+    ready = _Ready(placement, priorities, spread.transfer)
+    workers = [_Worker(each, limit, overtaking, ready) for each in priorities]
     events = [(0.0, number) for number in range(len(workers))]  # when to look at which worker; a heap
     while events:
         time, number = heappop(events)
@@ -93,18 +94,18 @@ def list_schedule(
         # A worker that is busy will look by itself; one that is free at that very moment may have looked before.
         if arrival is not None and workers[arrival[1]].free <= arrival[0]:
             heappush(events, arrival)
-    left = sum(map(len, wishes)) - sum(action.kind != "W" for worker in workers for action in worker.order)
+    left = sum(map(len, priorities)) - sum(action.kind != "W" for worker in workers for action in worker.order)
     if left:
         raise ValueError(f"{left} actions wait for ever if a worker may hold {limit} activations: raise the limit")
     return tuple(tuple(worker.order) for worker in workers)
 
 
-def _check_wishes(placement: Sequence[int], wishes: Sequence[Sequence[Action]]) -> None:
-    """Each worker has wishes for both directions of all of its stages, and for no others."""
+def _check_wishes(placement: Sequence[int], priorities: Sequence[Sequence[Action]]) -> None:
+    """Each worker has priorities for both directions of all of its stages, and for no others."""
     workers = 1 + max(placement, default=-1)
-    if not workers or len(wishes) != workers:
-        raise ValueError(f"there are wishes for {len(wishes)} workers, but the placement has {workers}")
-    for worker, own in enumerate(wishes):
+    if not workers or len(priorities) != workers:
+        raise ValueError(f"there are priorities for {len(priorities)} workers, but the placement has {workers}")
+    for worker, own in enumerate(priorities):
         found = {(action.stage, action.kind == "F") for action in own}
         wanted = {(stage, way) for stage, home in enumerate(placement) if home == worker for way in (True, False)}
         if found != wanted:
@@ -117,10 +118,12 @@ def _check_wishes(placement: Sequence[int], wishes: Sequence[Sequence[Action]]) 
 class _Ready:
     """When the data of forwards and backwards arrives: infinity as long as nobody knows."""
 
-    def __init__(self, placement: Sequence[int], wishes: Sequence[Sequence[Action]], transfer: Sequence[float]) -> None:
+    def __init__(
+        self, placement: Sequence[int], priorities: Sequence[Sequence[Action]], transfer: Sequence[float]
+    ) -> None:
         self._placement = placement
         self._transfer = transfer
-        last = max(micro_batch for each in wishes for _, _, micro_batch, _ in each)
+        last = max(micro_batch for each in priorities for _, _, micro_batch, _ in each)
         self.forward = [[inf if stage else 0.0] * (last + 1) for stage in range(len(placement))]
         self.backward = [[inf] * (last + 1) for _ in placement]
 
@@ -143,7 +146,7 @@ class _Ready:
 
 
 class _Lane(NamedTuple):
-    """The wishes of one stage in one direction: only the first of them can be next."""
+    """The priorities of one stage in one direction: only the first of them can be next."""
 
     ranked: deque[tuple[int, Action]]
     arrivals: Sequence[float]
@@ -151,21 +154,21 @@ class _Lane(NamedTuple):
 
 
 class _Worker:
-    """A worker's wishes that are left, and what it has done."""
+    """A worker's priorities that are left, and what it has done."""
 
-    def __init__(self, wishes: Sequence[Action], limit: int, overtaking: Overtaking, ready: _Ready) -> None:
+    def __init__(self, priorities: Sequence[Action], limit: int, overtaking: Overtaking, ready: _Ready) -> None:
         self.free = 0.0
         self.order: list[Action] = []
         self._waits = {"none": "FBI", "backwards": "F", "all": ""}[overtaking]
         self._held = 0
         self._weights: deque[Action] = deque()
         lanes: dict[tuple[int, bool], _Lane] = {}
-        stages = sorted({action.stage for action in wishes})
+        stages = sorted({action.stage for action in priorities})
         for position, stage in enumerate(stages):
             reserve = len(stages) - position - 1 if overtaking == "all" else 0
             lanes[stage, True] = _Lane(deque(), ready.forward[stage], limit - reserve - 1)
             lanes[stage, False] = _Lane(deque(), ready.backward[stage], inf)
-        for rank, action in enumerate(wishes):
+        for rank, action in enumerate(priorities):
             lanes[action.stage, action.kind == "F"].ranked.append((rank, action))
         self._lanes = tuple(lanes.values())
         self._heads = sorted((lane.ranked[0][0], number) for number, lane in enumerate(self._lanes))

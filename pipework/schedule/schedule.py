@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pipework.schedule.schedule_checks import check_order, check_placement, check_skips, checked_skips, checked_tuple
+from pipework.schedule.checks import check_order, check_placement, check_skips, checked_skips, checked_tuple
 
 if TYPE_CHECKING:
     from pipework.schedule.action import Action
-    from pipework.schedule.channels import Channel
+    from pipework.schedule.analysis.channels import Channel
+    from pipework.schedule.analysis.simulate import Simulation
+    from pipework.schedule.analysis.validate import Validation
     from pipework.schedule.costs import Costs
-    from pipework.schedule.csv_form import Form
-    from pipework.schedule.simulate import Simulation
-    from pipework.schedule.svg import Colors, Labels
-    from pipework.schedule.validate import Validation
+    from pipework.schedule.draw.svg import Colors, Labels
+    from pipework.schedule.formats.csv_form import Form
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Schedule:
         memory_limit: float | Sequence[float] | None = None,
     ) -> Validation:
         """Say whether this schedule can be executed, and if not, why; see :func:`pipework.schedule.validate`."""
-        from pipework.schedule.validate import validate
+        from pipework.schedule.analysis.validate import validate
 
         return validate(self, costs, loss_outside=loss_outside, channel=channel, memory_limit=memory_limit)
 
@@ -151,7 +151,7 @@ class Schedule:
         memory_limit: float | Sequence[float] | None = None,
     ) -> Simulation:
         """Predict times and memory; see :func:`pipework.schedule.simulate`."""
-        from pipework.schedule.simulate import simulate
+        from pipework.schedule.analysis.simulate import simulate
 
         return simulate(self, costs, loss_outside=loss_outside, channel=channel, memory_limit=memory_limit)
 
@@ -164,7 +164,7 @@ class Schedule:
             worker 0  0F0 0F1  .   .  0B0 0B1
             worker 1   .  1F0 1F1 1B0 1B1  .
         """
-        from pipework.schedule.grid import grid
+        from pipework.schedule.draw.grid import grid
 
         return grid(self.simulate(costs).timeline, max_width=max_width)
 
@@ -177,7 +177,7 @@ class Schedule:
         labels: Labels | None = None,
     ) -> str:
         """Draw the predicted timeline as an SVG picture; see :func:`pipework.schedule.svg`."""
-        from pipework.schedule.svg import svg
+        from pipework.schedule.draw.svg import svg
 
         return svg(self.simulate(costs).timeline, colors=colors, update=update, labels=labels)
 
@@ -192,7 +192,7 @@ class Schedule:
             worker 0 0F0 0B0
             worker 1 1F0 1B0
         """
-        from pipework.schedule.text import to_orders_text
+        from pipework.schedule.formats.orders_text import to_orders_text
 
         return to_orders_text(self)
 
@@ -208,7 +208,7 @@ class Schedule:
             >>> Schedule.from_orders_text(fill_drain(3, 5).to_orders_text()) == fill_drain(3, 5)
             True
         """
-        from pipework.schedule.text import from_orders_text
+        from pipework.schedule.formats.orders_text import from_orders_text
 
         return from_orders_text(text)
 
@@ -232,7 +232,7 @@ class Schedule:
             1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD
             <BLANKLINE>
         """
-        from pipework.schedule.csv_form import to_csv
+        from pipework.schedule.formats.csv_form import to_csv
 
         return to_csv(self, form=form)
 
@@ -254,13 +254,13 @@ class Schedule:
             >>> Schedule.from_csv("0F0,0B0").validate().ok
             True
         """
-        from pipework.schedule.csv_form import from_csv
+        from pipework.schedule.formats.csv_form import from_csv
 
         return from_csv(text, name=name)
 
     def to_json(self) -> str:
         """Write everything that the schedule is, as JSON that :meth:`from_json` reads back."""
-        from pipework.schedule.json_form import to_json
+        from pipework.schedule.formats.json_form import to_json
 
         return to_json(self)
 
@@ -276,7 +276,7 @@ class Schedule:
             >>> Schedule.from_json(zb_v(2, 3).to_json()) == zb_v(2, 3)
             True
         """
-        from pipework.schedule.json_form import from_json
+        from pipework.schedule.formats.json_form import from_json
 
         return from_json(text)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from pipework.runtime import skip_tracker
+from pipework.runtime.skips import skip_tracker
 from pipework.skip.commands import pop, stash
 
 if TYPE_CHECKING:

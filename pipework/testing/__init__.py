@@ -1,6 +1,6 @@
 """What checks a pipe: the un-pipelined model, run micro-batch by micro-batch with the same random numbers."""
 
-from pipework.runtime.random_stream import draw_key
+from pipework.runtime.random.streams import draw_key
 from pipework.testing.random import micro_batch_random
 from pipework.testing.reference import Reference, reference_backward
 from pipework.testing.step import reference_step

@@ -6,9 +6,9 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from pipework.runtime import random_kernels
 from pipework.runtime.device import WorkerDevice, random_states_kept
-from pipework.runtime.random_stream import Key, RandomStream
+from pipework.runtime.random import kernels
+from pipework.runtime.random.streams import Key, RandomStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +43,7 @@ def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iter
     """
     devices = {parameter.device for parameter in model.parameters()}
     worker = WorkerDevice(devices.pop()) if len(devices) == 1 else None
-    random_kernels.install()
+    kernels.install()
     stream = RandomStream(Key(key), None if worker is None else worker.random_seeder())
     behind = itertools.count(1)
     running: list[nn.Module] = []
@@ -61,7 +61,7 @@ def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iter
     for layer in {id(layer): layer for layer in model}.values():
         handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave, always_call=True)]
     try:
-        with random_states_kept([] if worker is None else [worker]), random_kernels.drawing_from(stream):
+        with random_states_kept([] if worker is None else [worker]), kernels.drawing_from(stream):
             stream.enter(0, micro_batch)
             yield
     finally:

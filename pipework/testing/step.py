@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipework.sequential import tuple_rule
+from pipework.model.sequential import tuple_rule
 from pipework.testing.random import micro_batch_random
 from pipework.testing.reference import Reference, gradients_added, micro_batches
 

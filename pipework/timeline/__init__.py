@@ -1,6 +1,6 @@
 """Timelines of real steps: recorded by the pipe, drawn above what the schedule predicts, or traced."""
 
-from pipework.timeline.png import png
+from pipework.schedule.draw.png import png
 from pipework.timeline.recording import Recording
 from pipework.timeline.trace import trace, trace_json
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 
 from pipework.schedule import Costs, Interval, Schedule, Simulation, Timeline, simulate, svg
+from pipework.schedule.draw.png import png
 from pipework.timeline.measure import measured_costs
-from pipework.timeline.png import png
 from pipework.timeline.trace import trace_json
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import pipework
-from pipework.processes import exiting, preemption
-from pipework.processes.watch import Watch
+from pipework.distributed.health import preemption, process_exit
+from pipework.distributed.health.monitor import HealthMonitor
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
@@ -53,10 +53,10 @@ def test_what_is_taken_if_nothing_is_said(name: str, shown: str) -> None:
 
 
 def test_other_times() -> None:
-    defaults = inspect.signature(Watch).parameters
+    defaults = inspect.signature(HealthMonitor).parameters
     assert (defaults["beat"].default, defaults["poll"].default) == (0.5, 0.1)
     assert "sign of\nlife every half second, and tell what happens within a tenth of a second" in PAGE
-    assert exiting.GRACE == 5.0
+    assert process_exit.GRACE == 5.0
     assert inspect.signature(pipework.init).parameters["grace"].default == 5.0
     assert "return within 5 seconds after another one has failed (`pipework.init(grace=5)`)" in PAGE
     assert preemption._HASTE == 2.0

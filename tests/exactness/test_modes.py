@@ -127,7 +127,7 @@ def test_the_modes_of_a_backward_are_those_around_it() -> None:
     assert (forward.products, backward.products) == (12, 20)
 
 
-@pytest.mark.one_process("a failure between processes ends the pipe: tests/mesh")
+@pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
 def test_an_error_in_a_mode_is_the_callers_and_the_pipe_goes_on(way: Any) -> None:
     class Refusing(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

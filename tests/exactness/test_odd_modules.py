@@ -81,7 +81,7 @@ def test_outputs_that_share_memory(function: object, receiver: type, balance: li
         assert_same_gradients(pipe, plain)
 
 
-@pytest.mark.one_process("a failure between processes ends the pipe: tests/mesh")
+@pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_overwriting_one_of_two_outputs_that_overlap_is_refused(checkpoint: str) -> None:
     pipe = in_two(PipeSequential(Returns(with_a_view), Overwrite()), checkpoint)
@@ -93,7 +93,7 @@ def test_overwriting_one_of_two_outputs_that_overlap_is_refused(checkpoint: str)
 # Opaque objects
 
 
-@pytest.mark.one_process("a failure between processes ends the pipe: tests/mesh")
+@pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("last", [True, False])
 def test_an_opaque_object_that_holds_a_gradient_is_refused(last: bool, checkpoint: str) -> None:
@@ -444,7 +444,7 @@ def test_an_input_that_is_no_leaf_may_be_overwritten_beside_one_that_is(checkpoi
         torch.testing.assert_close((leaf.grad, source.grad), expected_gradients, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.one_process("a failure between processes ends the pipe: tests/mesh")
+@pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
 def test_an_input_that_is_a_leaf_may_not_be_overwritten_beside_one_that_is_none() -> None:
     pipe = in_two(PipeSequential(AddDoubled(), nn.Linear(4, 4)))
     leaf = torch.randn(4, 4, requires_grad=True)

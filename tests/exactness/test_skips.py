@@ -117,7 +117,7 @@ def test_unmatched_skips_are_refused_when_the_module_is_wrapped() -> None:
         Pipe(nn.Sequential(Down(), nn.Tanh()))
 
 
-@pytest.mark.one_process("a failure between processes ends the pipe: tests/mesh")
+@pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("between", [[], [nn.Identity()], [nn.Identity(), nn.Flatten()]], ids=len)
@@ -136,7 +136,7 @@ def test_overwriting_a_stashed_tensor_on_its_way_is_an_error(
     assert f"pipework: stage {stage}, micro-batch" in caught.value.__notes__[0]
 
 
-@pytest.mark.one_process("a failure between processes ends the pipe: tests/mesh")
+@pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("balance", [[1, 2], [1, 1, 2]], ids=str)
 def test_also_in_the_stage_that_pops_it(checkpoint: str, balance: list[int]) -> None:

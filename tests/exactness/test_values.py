@@ -259,7 +259,7 @@ def test_deferred_batch_norm_counts_the_whole_mini_batch_once(
     assert len(list(held(plain, pipe).parameters())) == len(list(pipe.parameters()))
 
 
-@pytest.mark.one_process("a failure between processes ends the pipe: tests/mesh")
+@pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
 def test_a_mini_batch_that_failed_leaves_nothing_in_deferred_statistics(way: Any) -> None:
     class Sometimes(nn.Module):
         fail = False

@@ -22,7 +22,7 @@ class Mishap(Exception):
     """Raised by a layer on purpose."""
 
 
-class Trip(torch.autograd.Function):
+class RunSpec(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: "Fragile", micro_batch: int) -> torch.Tensor:
         ctx.layer, ctx.micro_batch = layer, micro_batch
@@ -46,7 +46,7 @@ class Fragile(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         micro_batch = int(x[0, -1])
         self.maybe_fail("forward", micro_batch)
-        y = Trip.apply(self.linear(x), self, micro_batch)
+        y = RunSpec.apply(self.linear(x), self, micro_batch)
         return torch.cat([y, x[:, -1:]], dim=1)
 
     def maybe_fail(self, direction: str, micro_batch: int) -> None:

@@ -99,30 +99,30 @@ class Rendezvous:
 
 class MeetInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, meeting: Rendezvous | None) -> Tensor:
-        ctx.meeting = meeting
+    def forward(ctx: Any, x: Tensor, rendezvous: Rendezvous | None) -> Tensor:
+        ctx.rendezvous = rendezvous
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        if ctx.meeting is not None:
-            ctx.meeting.wait()
+        if ctx.rendezvous is not None:
+            ctx.rendezvous.wait()
         return gradient, None
 
 
 class Meet(nn.Module):
     """Waits for the other stage in one kind of action, on the micro-batch whose number its input holds."""
 
-    def __init__(self, action: str, micro_batch: int, meeting: Rendezvous) -> None:
+    def __init__(self, action: str, micro_batch: int, rendezvous: Rendezvous) -> None:
         super().__init__()
-        self.action, self.micro_batch, self.meeting = action, micro_batch, meeting
+        self.action, self.micro_batch, self.rendezvous = action, micro_batch, rendezvous
         self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         is_meant = int(x.detach()[0, 0]) == self.micro_batch
         if is_meant and self.action == ("R" if is_recomputing() else "F"):
-            self.meeting.wait()
-        return MeetInBackward.apply(x * self.gain, self.meeting if is_meant and self.action == "B" else None)
+            self.rendezvous.wait()
+        return MeetInBackward.apply(x * self.gain, self.rendezvous if is_meant and self.action == "B" else None)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_21_partitions_on_the_cpu_run_at_the_same_time(action: str, first: int, 
     """All partitions on the CPU shared one thread, so that they took turns; and autograd ran the whole backward on the
     thread that called it.
     """
-    meeting = Rendezvous()
-    module = nn.Sequential(Meet(action, first, meeting), Meet(action, second, meeting))
+    rendezvous = Rendezvous()
+    module = nn.Sequential(Meet(action, first, rendezvous), Meet(action, second, rendezvous))
     pipe = Pipe(module, 2, checkpoint, balance=[1, 1], devices=["cpu"] * 2)
     pipe(torch.tensor([[0.0], [1.0]])).sum().backward()
-    assert meeting.met == {"pipework worker 0", "pipework worker 1"}
+    assert rendezvous.met == {"pipework worker 0", "pipework worker 1"}
     assert [parameter.grad.item() for parameter in pipe.parameters()] == [1.0, 1.0]

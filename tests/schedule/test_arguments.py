@@ -104,11 +104,14 @@ REFUSED = {
         lambda: svg(Timeline((), 1), colors="red"),
         "colors is 'red': wanted one of 'action', 'worker'",
     ),
-    "wishes of too few workers": (
+    "priorities of too few workers": (
         lambda: list_schedule((0, 1), [[F0, B0]], 1),
-        "there are wishes for 1 workers, but the placement has 2",
+        "there are priorities for 1 workers, but the placement has 2",
     ),
-    "wishes for nothing": (lambda: list_schedule((), [], 1), "there are wishes for 0 workers, but the placement has 0"),
+    "priorities for nothing": (
+        lambda: list_schedule((), [], 1),
+        "there are priorities for 0 workers, but the placement has 0",
+    ),
     "a wish that is missing": (
         lambda: list_schedule((0, 1), [[F0, B0], [F1]], 1),
         "worker 1 has no wish for a backward of stage 1, which it holds",

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from pipework.schedule import Action, Costs, Schedule, build, list_schedule
 from pipework.schedule.placement import loop_placement, wave_placement
-from pipework.schedule.wishes import Hops, repeated
+from pipework.schedule.priorities import Hops, repeated
 
 
 def actions(text):
@@ -16,17 +16,17 @@ def shown(orders):
 
 
 def test_wishes_wait_for_data_and_weights_fill_the_gaps():
-    wishes = [actions("0F0 0F1 0I0 0I1"), actions("1F0 1I0 1F1 1I1")]
-    assert shown(list_schedule((0, 1), wishes, limit=2)) == [
+    priorities = [actions("0F0 0F1 0I0 0I1"), actions("1F0 1I0 1F1 1I1")]
+    assert shown(list_schedule((0, 1), priorities, limit=2)) == [
         "0F0 0F1 0I0 0W0 0I1 0W1",
         "1F0 1I0 1F1 1I1 1W0 1W1",
     ]
 
 
 def test_memory_forces_weights():
-    wishes = [actions("0F0 0I0 0F1 0I1 0F2 0I2")]
-    assert shown(list_schedule((0,), wishes, limit=1)) == ["0F0 0I0 0W0 0F1 0I1 0W1 0F2 0I2 0W2"]
-    assert shown(list_schedule((0,), wishes, limit=3)) == ["0F0 0I0 0F1 0I1 0F2 0I2 0W0 0W1 0W2"]
+    priorities = [actions("0F0 0I0 0F1 0I1 0F2 0I2")]
+    assert shown(list_schedule((0,), priorities, limit=1)) == ["0F0 0I0 0W0 0F1 0I1 0W1 0F2 0I2 0W2"]
+    assert shown(list_schedule((0,), priorities, limit=3)) == ["0F0 0I0 0F1 0I1 0F2 0I2 0W0 0W1 0W2"]
 
 
 def test_a_whole_backward_frees_memory_at_once():
@@ -35,24 +35,24 @@ def test_a_whole_backward_frees_memory_at_once():
 
 def test_who_may_overtake():
     # Worker 0 would rather wait for the gradient of micro-batch 0 than begin micro-batch 1.
-    wishes = [actions("0F0 0B0 0F1 0B1"), actions("1F0 1B0 1F1 1B1")]
-    assert shown(list_schedule((0, 1), wishes, limit=2))[0] == "0F0 0B0 0F1 0B1"
-    assert shown(list_schedule((0, 1), wishes, limit=2, overtaking="backwards"))[0] == "0F0 0B0 0F1 0B1"
-    assert shown(list_schedule((0, 1), wishes, limit=2, overtaking="all"))[0] == "0F0 0F1 0B0 0B1"
+    priorities = [actions("0F0 0B0 0F1 0B1"), actions("1F0 1B0 1F1 1B1")]
+    assert shown(list_schedule((0, 1), priorities, limit=2))[0] == "0F0 0B0 0F1 0B1"
+    assert shown(list_schedule((0, 1), priorities, limit=2, overtaking="backwards"))[0] == "0F0 0B0 0F1 0B1"
+    assert shown(list_schedule((0, 1), priorities, limit=2, overtaking="all"))[0] == "0F0 0F1 0B0 0B1"
     # A slow worker 1: its gradient is there before worker 0 has come to the last of its forwards.
-    wishes = [actions("0F0 0F1 0F2 0B0 0B1 0B2"), actions("1F0 1B0 1F1 1B1 1F2 1B2")]
+    priorities = [actions("0F0 0F1 0F2 0B0 0B1 0B2"), actions("1F0 1B0 1F1 1B1 1F2 1B2")]
     slow = Costs(forward=[4, 1], transfer=0.5)
-    assert shown(list_schedule((0, 1), wishes, 2, slow, overtaking="backwards"))[0] == "0F0 0F1 0B0 0F2 0B1 0B2"
+    assert shown(list_schedule((0, 1), priorities, 2, slow, overtaking="backwards"))[0] == "0F0 0F1 0B0 0F2 0B1 0B2"
     with pytest.raises(ValueError, match="6 actions wait for ever if a worker may hold 2 activations: raise the limit"):
-        list_schedule((0, 1), wishes, 2, slow)
+        list_schedule((0, 1), priorities, 2, slow)
 
 
 def test_the_banker_keeps_room_for_what_has_begun():
     # Both stages on one worker: two micro-batches on stage 0 would leave no room for stage 1.
-    wishes = [actions("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1")]
-    assert shown(list_schedule((0, 0), wishes, 2, overtaking="all")) == ["0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"]
+    priorities = [actions("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1")]
+    assert shown(list_schedule((0, 0), priorities, 2, overtaking="all")) == ["0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"]
     with pytest.raises(ValueError, match="wait for ever"):
-        list_schedule((0, 0), wishes, 2)
+        list_schedule((0, 0), priorities, 2)
 
 
 numbers = st.integers(1, 5)
@@ -60,10 +60,10 @@ numbers = st.integers(1, 5)
 
 @given(numbers, numbers, st.integers(1, 8), st.integers(0, 20), st.randoms(use_true_random=False))
 def test_preferences_never_lead_to_a_wait_for_ever(p, v, m, more, random):
-    """With overtaking, any wishes at all give a valid schedule within the limit."""
+    """With overtaking, any priorities at all give a valid schedule within the limit."""
     placement = loop_placement(p, v) if v % 2 else wave_placement(p, v)
     limit = v + more
-    wishes = []
+    priorities = []
     for worker in range(p):
         lanes = [
             [Action(kind, stage, i) for i in range(m)]
@@ -74,9 +74,9 @@ def test_preferences_never_lead_to_a_wait_for_ever(p, v, m, more, random):
         order = [lane for lane in lanes for _ in range(m)]
         random.shuffle(order)
         fronts = {id(lane): iter(lane) for lane in lanes}
-        wishes.append([next(fronts[id(lane)]) for lane in order])
+        priorities.append([next(fronts[id(lane)]) for lane in order])
     costs = Costs(forward=[random.uniform(0.1, 3) for _ in placement], transfer=random.choice([0, 0.7]))
-    schedule = Schedule("any", placement, list_schedule(placement, wishes, limit, costs, overtaking="all"))
+    schedule = Schedule("any", placement, list_schedule(placement, priorities, limit, costs, overtaking="all"))
     validation = schedule.validate()
     assert validation.ok
     assert validation.ascending
@@ -84,8 +84,8 @@ def test_preferences_never_lead_to_a_wait_for_ever(p, v, m, more, random):
 
 
 def test_two_hundred_thousand_actions_are_ordered():
-    wishes = repeated(64, 512, Hops(down=2, back=2, turn=3, loss=4))
-    orders = list_schedule(wave_placement(64, 2), wishes, 66, overtaking="backwards")
+    priorities = repeated(64, 512, Hops(down=2, back=2, turn=3, loss=4))
+    orders = list_schedule(wave_placement(64, 2), priorities, 66, overtaking="backwards")
     assert sum(map(len, orders)) == 196_608
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipework.runtime import skip_tracker
-from pipework.runtime.tuples import TupleRule
-from pipework.runtime.views import View
+from pipework.model.tuples import TupleRule
+from pipework.runtime.skips import skip_tracker
+from pipework.runtime.stage.execution_views import View
 from pipework.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
 
 

@@ -9,8 +9,7 @@ import time
 import pytest
 
 import pipework
-from pipework.processes.faults import Faults
-from pipework.testing.faults import KINDS, Fault, InjectedFault, fail_at, faults_from_environment
+from pipework.testing.faults import KINDS, Fault, Faults, InjectedFault, fail_at, faults_from_environment
 
 
 def test_what_is_left_open_matches_everything() -> None:

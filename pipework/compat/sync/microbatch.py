@@ -1,5 +1,5 @@
 """Inputs that are not split."""
 
-from pipework.microbatch import NoChunk
+from pipework.model.microbatch import NoChunk
 
 __all__ = ["NoChunk"]

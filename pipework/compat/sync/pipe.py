@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
 
-from pipework import partition
+from pipework.compat.adapted_pipe import AdaptedPipe, Whole
 from pipework.compat.adapter import (
     Adapter,
     checked_chunks,
@@ -17,10 +17,10 @@ from pipework.compat.adapter import (
     refuse_shared_parameters,
     refuse_unfit,
 )
-from pipework.compat.engine import Engine, Whole
 from pipework.compat.sync.partitions import cpu_workers, group, merged
-from pipework.microbatch import NoChunk
-from pipework.sequential import PipeSequential
+from pipework.model import with_device
+from pipework.model.microbatch import NoChunk
+from pipework.model.sequential import PipeSequential
 from pipework.skip.verify import verify_skippables
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class BalanceError(ValueError):
     """Kept because old code may catch it; a balance is given to `partition_model`, which raises ValueError."""
 
 
-class WithDevice(partition.WithDevice):
+class WithDevice(with_device.WithDevice):
     """Says on which device a layer runs; see `pipework.WithDevice`.
 
     Args:
@@ -90,7 +90,7 @@ class Pipe(Adapter):
             balance, places = None, cpu_workers(len(layers))
         else:
             balance, places = [len(each.layers) for each in workers], [each.device for each in workers]
-        engine = Engine(layers, chunks, checkpoint, deferred_batch_norm, balance=balance, devices=places)
+        engine = AdaptedPipe(layers, chunks, checkpoint, deferred_batch_norm, balance=balance, devices=places)
         remaining = iter(engine)
         partitions = [PipeSequential(*(next(remaining) for _ in each.layers)) for each in groups]
         super().__init__(engine, partitions, devices)

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from pipework.partition import choose_partitioning, split_layers
+from pipework.planning.partition import choose_partitioning, split_layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipework.partition import Device
+    from pipework.model.with_device import Device
 
 __all__ = ["partition_model"]
 

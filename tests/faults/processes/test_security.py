@@ -72,9 +72,9 @@ def trains_beside_garbage(mesh: Mesh, port: int) -> list[float]:
     while hasattr(store, "underlying_store"):
         prefix = f"{store.prefix}/{prefix}" if hasattr(store, "prefix") else prefix
         store = store.underlying_store
-    keys = [key for key in intruder.list_keys() if "/watch/" in key]
+    keys = [key for key in intruder.list_keys() if "/monitor/" in key]
     assert keys
-    place = keys[0].rsplit("/watch/", 1)[0] + "/watch/"
+    place = keys[0].rsplit("/monitor/", 1)[0] + "/monitor/"
     evil = [b"cos\nsystem\n(S'touch /tmp/no'\ntR.", b"[" * 10_000, b'{"rank": 0}', b"\xff" * 1000, b'"text"', b"{}"]
     for step in range(12):
         if mesh.rank == 0:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from pipework import balance
-from pipework.compat.engine import sequence
-from pipework.sequential import PipeSequential
+from pipework.compat.adapted_pipe import sequence
+from pipework.model.sequential import PipeSequential
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipework.partition import Device
+    from pipework.model.with_device import Device
 
 __all__ = ["balance_by_size", "balance_by_time"]
 

@@ -1,5 +1,5 @@
 """Batch norm with the running statistics of whole mini-batches."""
 
-from pipework.batchnorm import DeferredBatchNorm
+from pipework.model.batchnorm import DeferredBatchNorm
 
 __all__ = ["DeferredBatchNorm"]

@@ -1,0 +1,152 @@
+"""Alias leaves: what a worker differentiates with respect to in place of the user's parameters.
+
+    the user's Parameter p           alias = p.detach().requires_grad_()          one per stage and mini-batch
+      p.grad, its hooks, DDP           alias.grad: the stage's gradient buffer
+            ^                                         |
+            +--- one autograd node per stage ---------+   handed over once, when the user's backward() arrives
+
+Workers may run backward before the user calls it, several times per mini-batch and at the same time as each other.
+None of that may be seen on the user's parameters: their hooks fire once, with the whole gradient. So for the time of
+a run the aliases stand in the modules' slots. They share memory and version counter with the parameters: no copy is
+made, and writing to a parameter before a retained backward is PyTorch's error, as it should be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from pipework.autograd.weight_split.store import SplitAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import nn
+
+    from pipework.autograd.weight_split.store import WeightGradientStore
+    from pipework.runtime.stage.stage import Layer
+
+
+class Aliases:
+    """The alias leaves of one stage for one mini-batch.
+
+    Where backwards are split, parameters whose gradients may wait get aliases of another kind (see `split`).
+
+    The slots are read anew each time, so that freezing a layer, unfreezing it or replacing a parameter works between
+    two mini-batches.
+    """
+
+    __slots__ = ("_slots", "leaves", "parameters")
+
+    def __init__(self, layers: Iterable[nn.Module], weight_store: WeightGradientStore | None = None) -> None:
+        by_parameter: dict[int, tuple[Tensor, Tensor]] = {}
+        self._slots: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
+        found = [
+            (slots, name, parameter, compiled)
+            for slots, compiled in _slot_dicts(layers)
+            for name, parameter in slots.items()
+            if parameter is not None and parameter.requires_grad
+        ]
+        # A compiler is not to be asked about each operator.
+        compiled_parameters = {id(parameter) for _, _, parameter, compiled in found if compiled}
+        for slots, name, parameter, _ in found:
+            if id(parameter) not in by_parameter:
+                _refuse_foreign_alias(parameter)
+                plain = parameter.detach()
+                # A class of its own may have operators of its own.
+                whole = type(plain) is not Tensor or id(parameter) in compiled_parameters
+                waits = None if weight_store is None else weight_store.known(parameter)
+                if weight_store is None or whole or waits is False:
+                    alias = plain.requires_grad_()
+                else:
+                    alias = SplitAlias.of(plain, weight_store, waits)
+                by_parameter[id(parameter)] = (parameter, alias)
+            self._slots.append((slots, name, parameter, by_parameter[id(parameter)][1]))
+        self.parameters = [parameter for parameter, _ in by_parameter.values()]
+        self.leaves = [alias for _, alias in by_parameter.values()]
+
+    @property
+    def any_may_wait(self) -> bool:
+        """Whether the gradient of any parameter may be put off."""
+        return any(isinstance(leaf, SplitAlias) for leaf in self.leaves)
+
+    @property
+    def versions(self) -> list[int]:
+        """Differs after a parameter has been changed in place."""
+        return [parameter._version for parameter in self.parameters]  # they count together with the aliases
+
+    @contextlib.contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """For the time of the context, the modules find the aliases where their parameters were.
+
+        What is found there is put back, even if it is not the parameter of before: the user may have replaced it.
+
+        Raises:
+            RuntimeError: another pipe that has the same layers is running them at this moment.
+        """
+        thread = threading.get_ident()
+        found: list[Tensor | None] = []
+        try:
+            for slots, name, parameter, alias in self._slots:
+                present = slots.get(name)
+                if present is not parameter and present is not None:
+                    _refuse_foreign_alias(present)
+                alias.pipework_thread = thread  # type: ignore[attr-defined]
+                found.append(present)
+                slots[name] = alias
+            yield
+        finally:
+            for (slots, name, _, alias), present in zip(self._slots, found, strict=False):
+                if slots.get(name) is alias:  # a layer that replaced its own parameter keeps what it put there
+                    slots[name] = present
+
+    def named(self, layers: Iterable[Layer]) -> Iterator[tuple[str, Tensor]]:
+        """The aliases with the names of their parameters in the un-partitioned module."""
+        by_slot = {(id(slots), name): alias for slots, name, _, alias in self._slots}
+        for layer in layers:
+            for prefix, module in layer.module.named_modules(prefix=layer.name):
+                for name in module._parameters:
+                    if (id(module._parameters), name) in by_slot:
+                        yield f"{prefix}.{name}", by_slot[id(module._parameters), name]
+
+    def take_gradients(self) -> list[Tensor | None]:
+        """The gradient of each parameter, None where it got none.
+
+        No reference is kept, so autograd may make these tensors the parameters' `.grad` without a copy.
+        """
+        gradients = [alias.grad for alias in self.leaves]
+        for alias in self.leaves:
+            alias.grad = None
+        return gradients
+
+
+def _refuse_foreign_alias(found: Tensor) -> None:
+    """An alias in a slot is right only if it was put there by this thread: then a pipe is a layer of another pipe."""
+    if (
+        type(found) in (Tensor, SplitAlias)
+        and getattr(found, "pipework_thread", threading.get_ident()) != threading.get_ident()
+    ):
+        raise RuntimeError(
+            "another pipe is running a layer that this pipe has, too; pipes that share layers can be called one after "
+            "the other, not at the same time"
+        )
+
+
+def _slot_dicts(layers: Iterable[nn.Module]) -> Iterable[tuple[dict[str, Tensor | None], bool]]:
+    """The parameter dictionaries of all modules below, each once, and whether a compiled module uses them.
+
+    Faster than `named_parameters`, which builds names that nobody needs here.
+    """
+    found: dict[int, tuple[dict[str, Tensor | None], bool]] = {}
+    stack = [(layer, False) for layer in list(layers)[::-1]]
+    while stack:
+        module, compiled = stack.pop()
+        compiled = compiled or module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+        if id(module) in found and found[id(module)][1] >= compiled:
+            continue
+        found[id(module)] = module._parameters, compiled  # type: ignore[assignment]
+        stack.extend([(child, compiled) for child in reversed(module._modules.values()) if child is not None])
+    return found.values()

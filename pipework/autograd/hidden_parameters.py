@@ -1,0 +1,57 @@
+"""Finds parameters that a layer reaches past its module slots.
+
+A layer that keeps `self.cache = [other.weight]`, or closes over a parameter, uses the real parameter where the
+runtime expects an alias leaf. Its worker would then write into the user's `.grad`, once per micro-batch and from
+another thread. So the first graph of each stage is searched once for leaves that are none of the stage's own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from pipework.autograd.aliases import Aliases
+    from pipework.runtime.stage.stage import Stage
+
+
+def refuse_hidden_parameters(
+    stage: Stage, aliases: Aliases, leaves: Iterable[Tensor], outputs: Iterable[Tensor]
+) -> None:
+    """Raises a RuntimeError if the graph of `outputs` ends in anything but the aliases and the stage's inputs."""
+    known = {id(leaf) for leaf in (*aliases.leaves, *leaves)}
+    for variable in graph_leaves(outputs):
+        if id(variable) not in known:
+            first, last = stage.layers[0].name, stage.layers[-1].name
+            raise RuntimeError(
+                f"stage {stage.index} (layers {first!r} to {last!r}) uses {_name(variable, stage)} "
+                "past its module's own slot, for example through a list, a closure or an attribute that is not "
+                "a registered parameter. Let the layer read it as an attribute of the module that owns it "
+                "(self.weight), or register it there with register_parameter."
+            )
+
+
+def graph_leaves(outputs: Iterable[Tensor]) -> Iterable[Tensor]:
+    """All tensors that a backward from `outputs` would accumulate into."""
+    stack: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+
+
+def _name(variable: Tensor, stage: Stage) -> str:
+    """Aliases share their parameter's memory, so that is how a parameter whose slot holds an alias is recognised."""
+    for layer in stage.layers:
+        for name, alias in layer.module.named_parameters():
+            if alias.data_ptr() == variable.data_ptr() and alias.shape == variable.shape:
+                return f"parameter '{layer.name}.{name}' of layer {layer.name!r}"
+    return f"a tensor of shape {tuple(variable.shape)} that requires a gradient and is no parameter of these layers"

@@ -1,0 +1,217 @@
+"""What the user's autograd graph sees of a mini-batch: one node per stage, chained by tokens.
+
+    inputs, params of stage 0    params of stage 1            params of the last stage
+              |                        |                                |
+         [StageNode 0] --token--> [StageNode 1] --token--> ... [StageNode last] --> outputs
+
+The user's backward reaches the last node first. If the loss is outside, it sends the outputs' gradients through the
+workers, which fill every stage's gradient buffers; if the loss is inside, they were filled when the loss was computed.
+Then each node in turn hands its stage's buffers to autograd. So a parameter's hooks fire once, with the whole gradient,
+and the last stage's gradients are there for a reducer (DistributedDataParallel) before the first's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipework import torch_private
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pipework.runtime.step import Step
+    from pipework.runtime.transport import Message
+
+
+class Backward(Protocol):
+    """Where the nodes of one mini-batch get their gradients from."""
+
+    @property
+    def step(self) -> Step:
+        """The mini-batch."""
+
+    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> float | None:
+        """Called by the last node, with the gradients of the pipe's outputs.
+
+        Returns:
+            What all gradients are to be multiplied by; None: there are none.
+        """
+
+    def of_inputs(self, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
+        """The gradients of the pipe's input tensors."""
+
+    def of_parameters(self, stage: int, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
+        """The gradients of a stage's parameters."""
+
+
+@dataclass
+class LossOutside:
+    """The workers go backward when the user's backward begins.
+
+    Attributes:
+        step: the mini-batch.
+        cut: makes each micro-batch's output gradients of the whole outputs' gradients.
+        join: makes the gradients of the pipe's input tensors of what came back from stage 0.
+        returned: what came back from stage 0, between the last node's backward and the first one's.
+    """
+
+    step: Step
+    cut: Callable[[Sequence[Tensor | None]], list[tuple[Tensor | None, ...]]]
+    join: Callable[[Sequence[Message]], list[Tensor | None]]
+    returned: list[Message] = field(default_factory=list)
+
+    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> float:
+        """See `Backward`: runs everything that computes the gradients."""
+        self.returned = self.step.backward(self.cut(gradients), retain_graph=retain_graph)
+        return 1.0
+
+    def of_inputs(self, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
+        """See `Backward`."""
+        of_inputs, self.returned = self.join(self.returned), []
+        return of_inputs
+
+    def of_parameters(self, stage: int, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
+        """See `Backward`."""
+        return self.step.take_gradients(stage)
+
+
+@dataclass
+class LossInside:
+    """The workers have gone backward already, from a loss whose gradient they took to be `scale`.
+
+    Attributes:
+        step: the mini-batch.
+        join: makes the gradients of the pipe's input tensors of what came back from stage 0.
+        returned: what came back from stage 0.
+        scale: the factor that all gradients carry.
+    """
+
+    step: Step
+    join: Callable[[Sequence[Message]], list[Tensor | None]]
+    returned: list[Message]
+    scale: float = 1.0
+
+    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> float | None:
+        """See `Backward`: all that is left to do is to multiply, and mostly not even that."""
+        (gradient,) = gradients
+        if gradient is None:  # a node behind the loss may bring no gradient at all
+            return None
+        return 1.0 if gradient.is_meta else float(gradient) / self.scale
+
+    def of_inputs(self, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
+        """See `Backward`."""
+        gradients = self.join(self.returned)
+        if not retain_graph:
+            self.returned = []
+        return [_multiplied(gradient, factor, keep=retain_graph) for gradient in gradients]
+
+    def of_parameters(self, stage: int, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
+        """See `Backward`; without `retain_graph` the buffers themselves, which autograd may keep without a copy."""
+        gradients = self.step.take_gradients(stage, keep=retain_graph)
+        return [_multiplied(gradient, factor, keep=retain_graph) for gradient in gradients]
+
+
+def _multiplied(gradient: Tensor | None, factor: float, *, keep: bool) -> Tensor | None:
+    if gradient is None:
+        return None
+    if keep:
+        return gradient * factor
+    return gradient if factor == 1.0 else gradient.mul_(factor)
+
+
+class StageNode(torch.autograd.Function):
+    """One stage of a mini-batch that has gone forward already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        shared: Backward,
+        stage: int,
+        outputs: tuple[Tensor, ...] | None,
+        fixed: list[Tensor],
+        token: Tensor,
+        *sources: Tensor,
+    ) -> Any:
+        """Returns the next token, or for the last stage the outputs.
+
+        Args:
+            ctx: the node.
+            shared: what the nodes of this mini-batch share.
+            stage: its number.
+            outputs: the joined outputs if this is the last stage.
+            fixed: those outputs that need no gradient.
+            token: connects the node with the previous stage's.
+            sources: for stage 0 the pipe's input tensors; then the stage's parameters.
+        """
+        # Nothing of the outputs may be kept here: an output refers to its node, and a cycle would outlive the user's
+        # last reference.
+        ctx.shared = shared
+        ctx.stage = stage
+        ctx.is_last = outputs is not None
+        ctx.set_materialize_grads(False)
+        # Saved and read only so that a second backward without retain_graph is PyTorch's own error.
+        ctx.save_for_backward(token)
+        if outputs is None:
+            return torch.zeros((), dtype=torch.float64, device="cpu")
+        ctx.mark_non_differentiable(*fixed)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """Hands over the stage's gradients; for the last stage, first runs everything that computes them."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a pipe cannot be differentiated twice (create_graph=True): its stages compute their gradients on "
+                "graphs of their own. Compute a gradient penalty on the un-partitioned module, or outside of the pipe."
+            )
+        (token,) = ctx.saved_tensors
+        shared: Backward = ctx.shared
+        retain_graph = torch_private.retains_graph()
+        # What all gradients are multiplied by travels from node to node, as the token's gradient. Kept anywhere else it
+        # could be another backward's, which runs within a hook of this one.
+        factor: float | None
+        if ctx.is_last:
+            factor = shared.begin(gradients, retain_graph=retain_graph)
+        else:
+            factor = None if gradients[0] is None else float(gradients[0])
+        if factor is None:
+            return (None,) * len(ctx.needs_input_grad)
+        of_inputs = shared.of_inputs(factor, retain_graph=retain_graph) if ctx.stage == 0 else []
+        of_parameters = shared.of_parameters(ctx.stage, factor, retain_graph=retain_graph)
+        return (None, None, None, None, torch.full_like(token, factor), *of_inputs, *of_parameters)
+
+
+def attach(
+    shared: Backward,
+    inputs: Sequence[Tensor],
+    outputs: tuple[Tensor, ...],
+    differentiable: Sequence[bool],
+    stages: Sequence[int],
+    *,
+    rooted: bool = False,
+) -> tuple[Tensor, ...]:
+    """Puts a mini-batch that has gone forward into the user's autograd graph.
+
+    Args:
+        shared: what the nodes share.
+        inputs: the pipe's input tensors.
+        outputs: the joined outputs, without a graph.
+        differentiable: for each output, whether it requires a gradient.
+        stages: their numbers, in order; if the workers are processes, of those of this process.
+        rooted: the outputs require a gradient even if nothing here does.
+
+    Returns:
+        The outputs, as results of the graph.
+    """
+    fixed = [output for output, needs in zip(outputs, differentiable, strict=True) if not needs]
+    apply: Callable[..., Any] = StageNode.apply
+    token = torch.zeros((), dtype=torch.float64, device="cpu", requires_grad=rooted)
+    *others, last = stages
+    for stage in others:
+        token = apply(shared, stage, None, [], token, *(inputs if stage == 0 else ()), *shared.step.parameters(stage))
+    sources = (*(inputs if last == 0 else ()), *shared.step.parameters(last))
+    return apply(shared, last, outputs, fixed, token, *sources)  # type: ignore[no-any-return]

@@ -1,0 +1,99 @@
+"""The `Pipe` that works inside of an adapter: it cuts mini-batches as the old libraries did."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipework.model import microbatch
+from pipework.model.tuples import TupleRule
+from pipework.pipe import Pipe
+from pipework.values import nested
+
+Kind = TypeVar("Kind", bound=nn.Sequential)
+
+
+class TupleKeeping(nn.Sequential):
+    """Layers of which each gets a tuple as one argument, as in torchgpipe and fairscale."""
+
+    _tuple_rule: ClassVar[TupleRule] = TupleRule.WHOLE
+
+
+def sequence(kind: type[Kind], module: nn.Sequential) -> Kind:
+    """The layers of a module in a sequence of another kind."""
+    layers = kind(OrderedDict((name, layer) for name, layer in module._modules.items() if layer is not None))
+    layers.training = module.training
+    return layers
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An input of which no tensor is cut, in however deep a structure."""
+
+    value: Any
+
+
+class AdaptedPipe(Pipe):
+    """Cuts every tensor with `torch.chunk`, by itself.
+
+    Nine rows in eight chunks are five micro-batches then, and tensors need not have the same number of rows if as many
+    pieces come out.
+    """
+
+    def use(self, chunks: int, checkpoint: str) -> None:
+        """Sets what the old pipes let their users change after the construction."""
+        self._chunks = chunks
+        self._checkpoint = checkpoint
+
+    def forward(self, *inputs: Any, **keyword_inputs: Any) -> Any:
+        """As `Pipe.forward`; but outputs never share memory with what the layers hold.
+
+        The outputs of several micro-batches are concatenated. The old libraries did so with a single one, too: it could
+        be overwritten, and viewed in another shape.
+        """
+        output = super().forward(*inputs, **keyword_inputs)
+        if self._chunks == 1 or any(isinstance(each, Tensor) and len(each) == 1 for each in pytree.tree_leaves(inputs)):
+            tensors, structure = nested.flatten(output)
+            return nested.unflatten(tuple(map(_concatenated, tensors)), structure)
+        return output
+
+    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> microbatch.Split:
+        whole: list[Tensor] = []
+        unwrapped = tuple([_unwrapped(each, whole) for each in inputs])
+        tensors, structure, is_split = microbatch.flattened((unwrapped, keyword_inputs))
+        kept = {id(tensor) for tensor in whole}
+        sizes = tuple(
+            [
+                _sizes(tensor, self._chunks) if split and id(tensor) not in kept else None
+                for tensor, split in zip(tensors, is_split, strict=True)
+            ]
+        )
+        counts = list(dict.fromkeys(len(each) for each in sizes if each is not None))
+        if not counts:
+            raise TypeError(f"inputs do not have any tensors: {inputs}")
+        if len(counts) > 1:
+            raise RuntimeError(f"Found different number of chunks produced for inputs: {counts[0]} and {counts[1]}")
+        return microbatch.Split.of(tensors, sizes, structure)
+
+
+def _unwrapped(value: Any, whole: list[Tensor]) -> Any:
+    """The input itself; adds the tensors that are not to be cut to the list."""
+    if not isinstance(value, Whole):
+        return value
+    tensors, structure = nested.flatten(value.value)
+    views = tuple([tensor.view_as(tensor) for tensor in tensors])  # another input may be the same tensor
+    whole += views
+    return nested.unflatten(views, structure) if views else value.value
+
+
+def _concatenated(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor]) if tensor.dim() else tensor.clone()
+
+
+def _sizes(tensor: Tensor, chunks: int) -> list[int]:
+    return [len(piece) for piece in tensor.detach().chunk(chunks)]

@@ -1,0 +1,62 @@
+"""What all processes of a pipe must have in common, as JSON values that are compared before any work."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import pipework
+from pipework.schedule import Schedule
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from pipework.planning.plan import Plan
+
+
+def contract(module: nn.Sequential, plan: Plan, **settings: Any) -> dict[str, Any]:
+    """The versions, the plan, the layers with the forms of their parameters, and settings.
+
+    Values of parameters are not compared: those of other ranks' layers are dropped anyway. Nor is it compared which
+    ones require a gradient. Of a layer that another rank holds, that is of no effect; it may change between any two
+    steps; and where it matters, for replicas and for tied parameters, it is compared in each step.
+
+    Args:
+        module: the layers, not yet split.
+        plan: how they are to be split.
+        settings: the pipe's other arguments.
+
+    Example:
+        >>> from torch import nn
+        >>> from pipework.planning.plan import make_plan
+        >>> module = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+        >>> agreed = contract(module, make_plan(module, "gpipe", 1, [1, 1], ["cpu", "cpu"]), chunks=1)
+        >>> agreed["layers"], agreed["parameters"]["0.weight"]
+        (['0: Linear', '1: ReLU'], 'torch.float32 (3, 2)')
+        >>> layer = nn.Linear(2, 2)
+        >>> tied = nn.Sequential(layer, layer)
+        >>> contract(tied, make_plan(tied, "gpipe", 1, [1, 1], ["cpu", "cpu"]))["parameters"]["1.bias"]
+        'torch.float32 (2,), tied to 0.bias'
+    """
+    schedule = plan.source
+    if isinstance(schedule, Schedule):  # the orders of one by name follow from the version; these may differ anywhere
+        schedule = f"{schedule.name}, orders {hashlib.sha256(schedule.to_json().encode()).hexdigest()[:16]}"
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    names: dict[int, str] = {}  # of each tensor, the first
+    return {
+        "pipework": pipework.__version__,
+        "torch": torch.__version__,
+        "schedule": schedule,
+        "balance": list(plan.partitioning.balance),
+        "placement": list(plan.placement),
+        "layers": [f"{name}: {type(layer).__qualname__}" for name, layer in module.named_children()],
+        "parameters": {name: _form(tensor, name, names.setdefault(id(tensor), name)) for name, tensor in tensors},
+        **settings,
+    }
+
+
+def _form(tensor: Tensor, name: str, first: str) -> str:
+    """What is said of a parameter or a buffer; if it has several names, that it is the one with the first of them."""
+    return f"{tensor.dtype} {tuple(tensor.shape)}{'' if name == first else f', tied to {first}'}"

@@ -1,0 +1,1 @@
+"""What ranks do to gradients together: data parallelism, tied parameters, the norm, infinities."""

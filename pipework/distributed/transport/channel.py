@@ -1,0 +1,386 @@
+"""The way between two ranks, there and back: messages in order, described whenever the receiver expects another form.
+
+A message is a packet with four numbers, and with its tensors if they are small. Larger ones follow, each by itself and
+device_channel from and into their memory:
+
+    sender                                             receiver
+    packet: number, what changed, what has arrived --> packet: posted ahead, with the tensors it expects
+    large tensors                                  --> buffers in the form of the last message to the same address
+    or, if the form is another one:
+    the four numbers alone, and a byte for each large tensor that was expected, which ends its receive
+    the description, then the tensors              --> buffers in the form that is described
+
+gloo takes a message that is shorter than its buffer without a word, and ends the process at a longer one. So nothing is
+received whose size was not agreed on before. The numbers alone and a byte for a tensor are where the former is of use.
+
+What has arrived is acknowledged in the packets that go the other way: only then may the sender let go of its memory.
+
+Tensors on an accelerator go straight to the other one if there is a way (see `device_channel`): in the order in which
+they are sent, and received when their sizes are known. Else they are copied to the CPU and back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+
+from pipework.distributed.transport import header
+from pipework.distributed.transport.packet import Packet, Packets, fits_in_packet
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from pipework.distributed.transport.device_channel import DeviceChannel
+    from pipework.runtime.transport import Address, Message
+
+
+_BREAKING_TAG = 2**31 - 1
+
+
+class Group(Protocol):
+    """What is used of PyTorch's process groups."""
+
+    def rank(self) -> int:
+        """The number of this process in the group."""
+
+    def size(self) -> int:
+        """How many there are."""
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int) -> Any:
+        """Starts to send; the result has a `wait()`."""
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
+        """Starts to receive into this memory."""
+
+    def abort(self) -> None:
+        """Ends all transfers, where the backend can."""
+
+
+class LostConnectionError(Exception):
+    """A transfer has failed, because the other rank is gone or because the channel was broken on purpose.
+
+    Args:
+        rank: the other one; None: not known which.
+    """
+
+    def __init__(self, rank: int | None) -> None:
+        super().__init__("a connection was lost" if rank is None else f"the connection to rank {rank} was lost")
+        self.rank = rank
+
+
+class _Expected(NamedTuple):
+    """What a message is like if it is like the last one to the same address, as both sides know.
+
+    Attributes:
+        form: of it.
+        packets: for it.
+        packed: whether its tensors are in the packet, too.
+    """
+
+    form: header.Description
+    packets: Packets
+    packed: bool
+
+
+class _Posted(NamedTuple):
+    """A message that is expected.
+
+    Attributes:
+        number: of the message.
+        expected: what it is like if nothing has changed.
+        packet: filled as soon as it arrives.
+        work: ends then.
+        buffers: for tensors that are not in the packet.
+        works: end when these are filled.
+    """
+
+    number: int
+    expected: _Expected
+    packet: Packet
+    work: Any
+    buffers: tuple[Tensor | None, ...]
+    works: list[Any]
+
+
+class _Kept(NamedTuple):
+    """A message that may not have arrived yet.
+
+    Attributes:
+        number: of the message.
+        works: end when it is sent.
+        packet: of it.
+        packets: where that belongs.
+        parts: what else was sent.
+    """
+
+    number: int
+    works: list[Any]
+    packet: Packet
+    packets: Packets
+    parts: list[Tensor]
+
+
+def break_group(group: Group) -> None:
+    """Ends all transfers of a group, in whichever thread they are waited for. The group is of no use any more.
+
+    A wait that runs out of time closes all connections of a gloo group for good, and with them every other wait ends:
+    this is the one way to end a wait from outside.
+    """
+    if group.size() > 1:
+        with contextlib.suppress(RuntimeError):
+            other = (group.rank() + 1) % group.size()
+            group.recv([torch.empty(1)], other, _BREAKING_TAG).wait(timedelta(milliseconds=1))
+
+
+class Channel:
+    """Messages between this rank and another one; see above.
+
+    Every message has an address, which must be received as often as it is sent. Sending never waits for the receiver.
+
+    Args:
+        rank: the other one.
+        outgoing: a group of the two, for what is sent.
+        incoming: likewise for what is received. Another one, since a backend may transfer everything of a group in the
+            order in which it was asked for.
+        device: where this rank computes.
+        device_channel: the way for tensors on accelerators; None: they go through the CPU.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        outgoing: Group,
+        incoming: Group,
+        device: torch.device | None = None,
+        device_channel: DeviceChannel | None = None,
+    ) -> None:
+        self._rank = rank
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._peer = 1 - outgoing.rank()
+        self._device = device
+        self._device_channel = device_channel
+        # A new address is expected to get a message with nothing in it, whose packet is the numbers alone.
+        self._nothing = _Expected(header.Description((), None), Packets(()), packed=True)
+        self._packets: WeakValueDictionary[Any, Packets] = WeakValueDictionary()  # by the forms of the tensors in them
+        # The form of the last message to each address, which the other side knows as well.
+        self._sent_forms: dict[Address, _Expected] = {}
+        self._received_forms: dict[Address, _Expected] = {}
+        self._sent = 0
+        self._kept: deque[_Kept] = deque()
+        self._posted: dict[Address, _Posted] = {}
+        self._expected = 0
+        self._arrived = 0  # all before this number
+        self._arrived_early: set[int] = set()
+        # Messages that had to be received before they were asked for.
+        self._drawn: dict[Address, tuple[header.Description, tuple[Tensor | None, ...]]] = {}
+
+    def send(self, address: Address, tensors: Sequence[Tensor | None], around: Any) -> None:
+        """Sends a message, and goes on at once.
+
+        Raises:
+            TypeError: something is among the plain values that cannot travel.
+            LostConnectionError: the other rank is gone.
+        """
+        expected = self._sent_forms.get(address, self._nothing)
+        description, parts = b"", []
+        if expected.form.fits(tensors, around):
+            packets = expected.packets
+            packet = packets.get()
+            if expected.packed:
+                packet.put(tensors)
+            else:
+                parts = self._memories(tensors)
+        else:
+            form = header.describe(tensors, around)
+            description = header.encode(form)
+            # A copy: what stands around the tensors may be changed by whoever sends it.
+            self._sent_forms[address] = self._expect(header.decode(description))
+            packets = self._nothing.packets
+            packet = packets.get()
+            if not expected.packed:
+                parts = [_a_byte() for each in expected.form.forms if self._is_posted(each)]
+            parts += [torch.frombuffer(bytearray(description), dtype=torch.uint8), *self._memories(tensors)]
+        number, self._sent = self._sent, self._sent + 1
+        packet.numbers[:] = [number, len(description), self._arrived, 0]
+        try:
+            works = [self._outgoing.send([packet.memory], self._peer, 2 * number)]
+            works += [self._outgoing.send([part], self._peer, 2 * number + 1) for part in parts]
+            if self._device_channel is not None:
+                memories = [header.memory_of(t) for t in tensors if t is not None and header.lies_on_accelerator(t)]
+                works += [self._device_channel.send(memory) for memory in memories if memory.numel()]
+                parts += memories
+        except RuntimeError as error:
+            raise LostConnectionError(self._rank) from error
+        self._kept.append(_Kept(number, works, packet, packets, parts))
+
+    def post(self, address: Address) -> None:
+        """Makes room for the next message to this address. All posts are in the order in which the other rank sends."""
+        number, self._expected = self._expected, self._expected + 1
+        expected = self._received_forms.get(address, self._nothing)
+        packet = expected.packets.get()
+        buffers = () if expected.packed else self._buffers(expected.form)
+        try:
+            work = self._incoming.recv([packet.memory], self._peer, 2 * number)
+            works = self._receive(number, buffers)
+        except RuntimeError as error:
+            raise LostConnectionError(self._rank) from error
+        self._posted[address] = _Posted(number, expected, packet, work, buffers, works)
+
+    def take(self, address: Address) -> Message:
+        """Waits for a message that was posted.
+
+        Raises:
+            LostConnectionError: the other rank is gone.
+            RuntimeError: another message has come.
+        """
+        if self._device_channel is not None:
+            for earlier in list(self._posted):  # in the order in which they were sent
+                if earlier == address or address in self._drawn:
+                    break
+                self._drawn[earlier] = self._draw(earlier)
+        form, buffers = self._drawn.pop(address) if address in self._drawn else self._draw(address)
+        ready = [self._ready(buffer, each) for buffer, each in zip(buffers, form.forms, strict=True)]
+        return tuple(ready), form.around
+
+    def _draw(self, address: Address) -> tuple[header.Description, tuple[Tensor | None, ...]]:
+        """Waits for a message, and returns its form and its tensors."""
+        number, expected, packet, work, buffers, works = self._posted.pop(address)
+        form = expected.form
+        with self._transferring():
+            work.wait()
+        came, length, arrived, _ = packet.numbers
+        if came != number:
+            raise RuntimeError(
+                f"message {came} of rank {self._rank} came in place of message {number}, which {address} waits for"
+            )
+        with self._transferring():
+            for each in works:
+                each.wait()
+        if length:
+            data = torch.empty(length, dtype=torch.uint8)
+            with self._transferring():
+                self._incoming.recv([data], self._peer, 2 * number + 1).wait()
+            description = data.numpy().tobytes()
+            form = header.decode(description)
+            # Likewise: what the layers get of it is theirs.
+            self._received_forms[address] = self._expect(header.decode(description))
+            buffers = self._buffers(form)
+            with self._transferring():
+                for each in self._receive(number, buffers):
+                    each.wait()
+        elif expected.packed:
+            buffers = packet.tensors()
+        if not length and header.may_be_changed(form.around):
+            form = header.decode(header.encode(form))
+        if self._device_channel is not None:
+            buffers = _with_straight(self._device_channel, buffers, form)
+        expected.packets.give_back(packet)
+        self._let_go(arrived)
+        self._note_arrival(number)
+        return form, buffers
+
+    def _ready(self, buffer: Tensor | None, form: header.TensorForm | None) -> Tensor | None:
+        """A received tensor where it belongs."""
+        if buffer is None or form is None:
+            return None
+        if form.on_accelerator and self._device_channel is None and self._device is not None:
+            buffer = buffer.to(self._device)
+        return buffer.requires_grad_() if form.requires_grad else buffer
+
+    @contextlib.contextmanager
+    def _transferring(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise LostConnectionError(self._rank) from error
+
+    def flush(self) -> None:
+        """Waits until everything has been sent."""
+        self._let_go(self._sent)
+
+    def abort(self) -> None:
+        """Ends all transfers, in whichever thread they are waited for; the channel is of no use any more."""
+        break_group(self._outgoing)
+        break_group(self._incoming)
+        if self._device_channel is not None:
+            self._device_channel.abort()
+
+    def forget(self) -> None:
+        """After it was aborted and nobody waits any more: lets go of all tensors that were on their way."""
+        self._kept.clear()
+        self._posted.clear()
+        self._drawn.clear()
+
+    def _memories(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """What is transferred of tensors through the CPU, beside their packet."""
+        present = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
+        if self._device_channel is not None:
+            present = [tensor for tensor in present if not header.lies_on_accelerator(tensor)]
+        return [header.memory_of(tensor).cpu() for tensor in present]
+
+    def _buffers(self, form: header.Description) -> tuple[Tensor | None, ...]:
+        """Memory for what comes through the CPU."""
+        return tuple([each.room() if each is not None and self._through_cpu(each) else None for each in form.forms])
+
+    def _through_cpu(self, form: header.TensorForm) -> bool:
+        return self._device_channel is None or not form.on_accelerator
+
+    def _is_posted(self, form: header.TensorForm | None) -> bool:
+        """Whether the receive of such a tensor is posted ahead."""
+        return form is not None and 0 not in form.shape and self._through_cpu(form)
+
+    def _receive(self, number: int, buffers: Sequence[Tensor | None]) -> list[Any]:
+        return [
+            self._incoming.recv([header.memory_of(buffer)], self._peer, 2 * number + 1)
+            for buffer in buffers
+            if buffer is not None and buffer.numel()
+        ]
+
+    def _expect(self, form: header.Description) -> _Expected:
+        """What is expected after a message of that form."""
+        if not fits_in_packet(form.forms):
+            return _Expected(form, self._nothing.packets, packed=False)
+        packets = self._packets.get(form.forms)
+        if packets is None:
+            packets = self._packets[form.forms] = Packets(form.forms)
+        return _Expected(form, packets, packed=True)
+
+    def _let_go(self, arrived: int) -> None:
+        """What has arrived elsewhere need not be kept here."""
+        while self._kept and self._kept[0].number < arrived:
+            kept = self._kept[0]
+            try:
+                for work in kept.works:
+                    work.wait()
+            except RuntimeError as error:
+                raise LostConnectionError(self._rank) from error
+            kept.packets.give_back(kept.packet)
+            self._kept.popleft()
+
+    def _note_arrival(self, number: int) -> None:
+        self._arrived_early.add(number)
+        while self._arrived in self._arrived_early:
+            self._arrived_early.remove(self._arrived)
+            self._arrived += 1
+
+
+def _a_byte() -> Tensor:
+    return torch.zeros(1, dtype=torch.uint8)
+
+
+def _with_straight(
+    device_channel: DeviceChannel, buffers: tuple[Tensor | None, ...], form: header.Description
+) -> tuple[Tensor | None, ...]:
+    """The tensors of a message with those that come device_channel from the other accelerator."""
+    pairs = zip(buffers, form.forms, strict=True)
+    return tuple([device_channel.receive(each) if each and each.on_accelerator else buffer for buffer, each in pairs])

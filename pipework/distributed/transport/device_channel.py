@@ -1,0 +1,49 @@
+"""The way between the accelerators of two ranks by their own backend, such as NCCL's, without the CPU.
+
+Such a backend knows no tags: everything is received in the order in which it is sent, and into memory of its size. A
+wait makes the present stream wait, not the program.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipework.distributed.transport import header
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from pipework.distributed.transport.channel import Group
+
+
+class DeviceChannel:
+    """Tensors to and from one other rank.
+
+    Args:
+        outgoing: a group of the two, for what is sent.
+        incoming: likewise for what is received.
+        device: where this rank computes.
+    """
+
+    def __init__(self, outgoing: Group, incoming: Group, device: torch.device) -> None:
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._peer = 1 - outgoing.rank()
+        self._device = device
+
+    def send(self, memory: Tensor) -> Any:
+        """Starts to send; the result has a `wait()`."""
+        return self._outgoing.send([memory], self._peer, 0)
+
+    def receive(self, form: header.TensorForm) -> Tensor:
+        """The next tensor, which is of this form."""
+        tensor = form.room(self._device)
+        if tensor.numel():
+            self._incoming.recv([header.memory_of(tensor)], self._peer, 0).wait()
+        return tensor
+
+    def abort(self) -> None:
+        """Ends all transfers."""
+        self._outgoing.abort()
+        self._incoming.abort()

@@ -1,0 +1,228 @@
+"""One run of the workers, if each is a process: what stays here goes through queues, all else through channels.
+
+A stage's actions hand over what they make as always. It lies in an outbox until the schedule says that it is sent, and
+what comes from another rank is received into buffers from the moment at which the schedule says so.
+"""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from pipework.distributed.peer_group import PeerGroup
+    from pipework.distributed.rendezvous import Connections
+    from pipework.distributed.transport.channel import Channel
+    from pipework.runtime.peers import RunSpec
+    from pipework.runtime.skips.connections import Skip
+    from pipework.runtime.transport import Address, Endpoint, LocalTransport, Message, Send
+    from pipework.schedule import Action
+
+
+class RankTransport:
+    """The endpoints of this rank.
+
+    Args:
+        worker: the number of this rank's worker.
+        local: what stays in this process.
+        run: the run.
+        connections: to the other ranks.
+        peer_group: does what concerns more than two ranks.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        local: LocalTransport,
+        run: RunSpec,
+        connections: Connections,
+        peer_group: PeerGroup,
+    ) -> None:
+        self.outside: Endpoint = local.outside
+        self.endpoints = {worker: RankEndpoint(worker, local, run, connections.channels, peer_group)}
+        self._stop = local.stop
+        self._connections = connections
+        self._peer_group = peer_group
+        self._stopped = False
+
+    def stop(self) -> None:
+        """See `Transport.stop`."""
+        self._stopped = True
+        self._stop()
+        self._peer_group.abort()
+
+    def close(self) -> None:
+        """See `Transport.close`: stages know their endpoint, and so it must not know them any longer."""
+        for endpoint in self.endpoints.values():
+            endpoint.close()
+        if self._stopped:
+            self._connections.forget()
+
+
+class RankEndpoint:
+    """The endpoint of the one worker that is in this process; arguments as above."""
+
+    def __init__(
+        self,
+        worker: int,
+        local: LocalTransport,
+        run: RunSpec,
+        channels: Mapping[int, Channel],
+        peer_group: PeerGroup,
+    ) -> None:
+        self._worker = worker
+        self._own: Endpoint = local.endpoints[worker]
+        self._outputs = local.outside_inbox
+        self._run = run
+        self._channels = channels
+        self._peer_group = peer_group
+        self._stages = len(run.placement)
+        self._outbox: dict[Address, tuple[Sequence[Tensor | None], Any]] = {}
+        self._posted: dict[Address, Channel] = {}
+        self._results: list[tuple[int, tuple[Tensor | None, ...], Any]] = []
+        self._ways: dict[tuple[str, int, int], list[str]] = {}
+
+    def sender(self, kind: str, stage: int) -> Send:
+        """See `Endpoint.sender`; what goes to another rank waits for the action that sends it."""
+        if stage == self._stages and self._run.shares != 0:
+            return self._sender_of_results(self._own.sender(kind, stage))
+        if not 0 <= stage < self._stages or self._run.placement[stage] == self._worker:
+            return self._own.sender(kind, stage)
+        outbox = self._outbox
+
+        def keep(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Any) -> None:
+            outbox[kind, stage, micro_batch] = tensors, structure
+
+        return keep
+
+    def receive(self, address: Address) -> Message:
+        """See `Endpoint.receive`."""
+        channel = self._posted.pop(address, None)
+        if channel is None:
+            return self._own.receive(address)
+        with self._peer_group.monitor.progress.waits():
+            return channel.take(address)
+
+    @property
+    def handlers(self) -> Mapping[str, Callable[[Action], None]]:
+        """See `Endpoint.handlers`."""
+        return {
+            "SEND_F": self._send,
+            "SEND_B": self._send,
+            "RECV_F": self._post,
+            "RECV_B": self._post,
+            "REDUCE_GRAD": lambda action: self._peer_group.reduce(self._run, action.stage),
+        }
+
+    def finish(self) -> None:
+        """See `Endpoint.finish`: exchanges results, and waits until everything that was sent has arrived."""
+        with self._peer_group.monitor.progress.waits():
+            self._peer_group.complete(self._run)
+            last = self._run.placement[-1]
+            if self._run.shares != 0:
+                if last == self._worker:
+                    self._send_results()
+                else:
+                    self._receive_results(self._channels[last])
+            for channel in self._channels.values():
+                channel.flush()
+
+    def close(self) -> None:
+        """After the run: lets go of the stages, and of what was on its way if something has failed."""
+        self._run = self._run._replace(runs={})
+        self._outbox.clear()
+        self._results.clear()
+
+    def _send(self, action: Action) -> None:
+        kind, source, micro_batch, target = action
+        channel = self._channels[self._run.placement[target]]
+        for name in self._names(kind[-1], source, target):
+            channel.send((name, target, micro_batch), *self._outbox.pop((name, target, micro_batch)))
+
+    def _post(self, action: Action) -> None:
+        kind, target, micro_batch, source = action
+        channel = self._channels[self._run.placement[source]]
+        for name in self._names(kind[-1], source, target):
+            address = (name, target, micro_batch)
+            channel.post(address)
+            self._posted[address] = channel
+
+    def _names(self, kind: str, source: int, target: int) -> list[str]:
+        """The kinds of addresses to which values, or gradients, go from one stage to another."""
+        way = (kind, source, target)
+        if way not in self._ways:
+            self._ways[way] = names_of_messages(kind, source, target, self._run.skips)
+        return self._ways[way]
+
+    def _sender_of_results(self, send: Send) -> Send:
+        def send_and_keep(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Any) -> None:
+            send(micro_batch, tensors, structure)
+            self._results.append((micro_batch, tensors, structure))
+
+        return send_and_keep
+
+    def _send_results(self) -> None:
+        """What comes out of the last stage, to all other ranks; losses, which have no dimension, in one message."""
+        self._results.sort(key=itemgetter(0))  # a schedule may have another order
+        stops = self._peer_group.asked_to_stop()
+        losses: list[Tensor] = []
+        needs_gradient = False
+        if self._run.shares is not None:
+            parts = [tensors[0] for _, tensors, _ in self._results]
+            needs_gradient = any(part is not None and part.requires_grad for part in parts)
+            losses = [torch.stack([part.detach() for part in parts if part is not None])]
+        for channel in self._others():
+            channel.send(("results", self._stages, 0), losses, needs_gradient + 2 * stops)
+            if self._run.shares is None:
+                for micro_batch, tensors, structure in self._results:
+                    channel.send(("output", self._stages, micro_batch), tensors, structure)
+        self._peer_group.stopping |= stops
+
+    def _receive_results(self, channel: Channel) -> None:
+        def received(address: Address) -> Message:
+            channel.post(address)
+            return channel.take(address)
+
+        losses, flags = received(("results", self._stages, 0))
+        self._peer_group.stopping |= bool(flags & 2)
+        if self._run.shares is None:
+            for micro_batch in range(self._run.micro_batches):
+                message = received(("output", self._stages, micro_batch))
+                self._outputs.put((("F", self._stages, micro_batch), message, None))
+            return
+        for micro_batch, loss in enumerate(losses[0].unbind()):
+            loss = loss.detach().requires_grad_(bool(flags & 1))
+            self._outputs.put((("F", self._stages, micro_batch), ((loss,), None), None))
+
+    def _others(self) -> list[Channel]:
+        return [self._channels[worker] for worker in sorted({*self._run.placement} - {self._worker})]
+
+
+def names_of_messages(kind: str, source: int, target: int, skips: Sequence[Skip]) -> list[str]:
+    """What goes from one stage device_channel to another, in the order in which it is sent.
+
+    Args:
+        kind: "F" values, "B" gradients.
+        source: the stage that makes them.
+        target: the stage that needs them.
+        skips: all of the pipe.
+
+    Example:
+        >>> from pipework.runtime.skips.connections import Skip
+        >>> names_of_messages("B", 2, 1, [Skip("a", 0, (2,)), Skip("b", 1, (2,))])
+        ['B', 'B skip 1 from 2']
+    """
+    step = 1 if kind == "F" else -1
+    names = [kind] if target == source + step else []
+    for number, skip in enumerate(skips):
+        if kind == "F" and skip.source == source and target in skip.destinations:
+            names.append(f"F skip {number}")
+        if kind == "B" and skip.source == target and source in skip.destinations:
+            names.append(f"B skip {number} from {source}")
+    return names

@@ -1,0 +1,300 @@
+"""Batch norm whose running statistics are those of the whole mini-batch, although it only sees micro-batches.
+
+Each micro-batch is normalised with its own statistics, since the others are not there yet. But running statistics that
+were updated for each micro-batch would decay m times as fast, and know nothing of how the micro-batches differ. So the
+statistics of the micro-batches are collected, and `commit` updates the running ones once.
+
+Of k groups of n_i values with means μ_i and sums of squared deviations M_i, the whole has
+
+    n = Σ n_i        μ = Σ n_i μ_i / n        M = Σ M_i + Σ n_i (μ_i - μ)²
+
+which loses no digits, as Σx² - (Σx)²/n would (Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for
+computing sample variances, 1979; here for all groups at once).
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from pipework.runtime.stage.recompute_phase import is_recomputing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+COLLECTED = ("sum", "sum_squares")
+"""Buffers of the deferred batch norms of older libraries, which are no state of a model."""
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Statistics of some values, for each channel.
+
+    Attributes:
+        count: how many values there are for each channel.
+        mean: their mean.
+        deviations: the sum of their squared deviations from it.
+    """
+
+    count: int
+    mean: Tensor
+    deviations: Tensor
+
+
+def merged(groups: Sequence[Moments]) -> Moments:
+    """The moments of all values of several groups together.
+
+    Example:
+        >>> left, right = torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0], [9.0]])
+        >>> groups = [Moments(len(x), x.mean(0), x.var(0, correction=0) * len(x)) for x in (left, right)]
+        >>> merged(groups)
+        Moments(count=5, mean=tensor([5.]), deviations=tensor([40.]))
+    """
+    if len(groups) == 1:
+        return groups[0]
+    means = torch.stack([group.mean for group in groups])
+    counts = means.new_tensor([[group.count] for group in groups])
+    total = sum(group.count for group in groups)
+    mean = (means * counts).sum(0) / total
+    within = torch.stack([group.deviations for group in groups]).sum(0)
+    return Moments(total, mean, within + ((means - mean).square() * counts).sum(0))
+
+
+class _Collected:
+    """What the micro-batches of the present mini-batch have left; shared by shallow copies of a module."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.moments: list[Moments] = []
+        self.is_managed = False  # whether somebody else commits
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self.lock:
+            return {"moments": list(self.moments), "is_managed": self.is_managed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, lock=threading.Lock())
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """Batch norm that normalises micro-batches, and updates its running statistics once for each mini-batch.
+
+    The running mean, the running (unbiased) variance and `num_batches_tracked` are what `nn.BatchNorm1d`, `2d` or `3d`
+    would have had from the whole mini-batch. In evaluation mode it is an ordinary batch norm.
+
+    Inside a `Pipe` the update follows the forward of the last micro-batch. Elsewhere it comes by itself after every
+    `chunks` forwards in training mode.
+
+    Args:
+        num_features: the number of channels, C in an input of shape (N, C, ...).
+        eps: added to the variance before its root is taken.
+        momentum: the weight of a mini-batch in the running statistics; None: all mini-batches weigh the same.
+        affine: whether there are a weight and a bias to learn.
+        chunks: the number of micro-batches of a mini-batch.
+        device: where parameters and buffers lie.
+        dtype: of parameters and buffers.
+        bias: whether an affine one has a bias.
+
+    Raises:
+        ValueError: `chunks` is no positive integer.
+
+    Example:
+        >>> batch = torch.randn(8, 3)
+        >>> deferred, whole = DeferredBatchNorm(3, chunks=4), nn.BatchNorm1d(3)
+        >>> for micro_batch in batch.chunk(4):
+        ...     _ = deferred(micro_batch)
+        >>> _ = whole(batch)
+        >>> torch.testing.assert_close(deferred.running_var, whole.running_var)
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        chunks: int = 1,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, True, device, dtype, bias=bias)
+        self._prepare(_checked(chunks), _BatchNorm)
+
+    def _prepare(self, chunks: int, replaces: type[_BatchNorm]) -> None:
+        self.chunks = chunks
+        self._replaces = replaces
+        self._collected = _Collected()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalises one micro-batch; in training mode, remembers its statistics.
+
+        Args:
+            input: of shape (N, C, ...).
+        """
+        if not (self.training and self.track_running_stats and self.running_mean is not None):
+            return super().forward(input)
+        self._check_input_dim(input)
+        # With momentum 1 the kernel writes the micro-batch's own statistics over what stands in the running ones. They
+        # are computed in any case, so that the statistics cost no second pass over the input.
+        mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_mean)
+        output = functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        count = input.numel() // self.num_features
+        if mean.dtype in (torch.float16, torch.bfloat16):
+            self._collect(_moments_in_float32(input, count))
+        else:
+            self._collect(Moments(count, mean, variance * (count - 1)))
+        return output
+
+    @classmethod
+    def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
+        """Replaces all batch norms in a module; see the function of the same name."""
+        return convert_deferred_batch_norm(module, chunks)
+
+    def begin_mini_batch(self) -> None:
+        """Forgets what a mini-batch that failed has left. From here to `commit` nothing is committed by itself."""
+        with self._collected.lock:
+            self._collected.moments.clear()
+            self._collected.is_managed = True
+
+    def abandon(self) -> None:
+        """Forgets what a mini-batch that failed has left, and commits by itself again."""
+        with self._collected.lock:
+            self._collected.moments.clear()
+            self._collected.is_managed = False
+
+    def commit(self) -> None:
+        """Updates the running statistics with all that was collected, if anything was."""
+        with self._collected.lock:
+            self._collected.is_managed = False
+            self._commit()
+
+    def _collect(self, moments: Moments) -> None:
+        # Two stages may run the same module at the same time. The question stands inside the lock, where torch.compile
+        # does not go: before it, the answer was compiled in and stayed for good.
+        with self._collected.lock:
+            if is_recomputing():
+                return
+            self._collected.moments.append(moments)
+            if not self._collected.is_managed and len(self._collected.moments) >= self.chunks:
+                self._commit()
+
+    @torch.no_grad()
+    def _commit(self) -> None:
+        groups = self._collected.moments
+        if not groups:
+            return
+        mean, variance = self.running_mean, self.running_var
+        assert mean is not None
+        assert variance is not None
+        weight = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                weight = 1.0 / float(self.num_batches_tracked)
+        # A micro-batch without rows has no mean; and the module may have been moved since its first micro-batch.
+        groups = [
+            Moments(group.count, group.mean.to(mean.device), group.deviations.to(mean.device))
+            for group in groups
+            if group.count
+        ]
+        self._collected.moments.clear()
+        if groups:
+            whole = merged(groups)
+            mean.copy_((1 - weight) * mean + weight * whole.mean)
+            variance.copy_((1 - weight) * variance + weight * (whole.deviations / (whole.count - 1)))
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if self._replaces is not _BatchNorm:
+            cast("Any", self._replaces)._check_input_dim(self, input)
+        elif input.dim() < 2:
+            raise ValueError(f"expected an input of 2 dimensions or more, (N, C, ...), got shape {tuple(input.shape)}")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        # torchgpipe and its descendants saved what they had collected, too: zeros, but in the middle of a mini-batch.
+        for name in COLLECTED:
+            state_dict.pop(prefix + name, None)
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def extra_repr(self) -> str:
+        """What `repr` shows."""
+        inherited: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        return f"{inherited}, chunks={self.chunks}"
+
+
+def convert_deferred_batch_norm(module: nn.Module, chunks: int) -> nn.Module:
+    """Replaces all batch norms that track statistics by deferred ones, at any depth and in place.
+
+    `nn.SyncBatchNorm`, instance norms and subclasses with a forward of their own stay as they are. So do deferred batch
+    norms for the same number of chunks. Parameters and buffers stay the same objects, and device, dtype, training flag
+    and hooks are kept. A batch norm that stands at several places is replaced by one and the same.
+
+    Args:
+        module: what to search; may be a batch norm itself.
+        chunks: the number of micro-batches of a mini-batch.
+
+    Returns:
+        The module, or what replaces it.
+
+    Raises:
+        ValueError: `chunks` is no positive integer, or a lazy batch norm has no shape yet.
+
+    Example:
+        >>> module = convert_deferred_batch_norm(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)), chunks=8)
+        >>> module[1].chunks
+        8
+    """
+    _checked(chunks)
+    replacements = {
+        id(found): _deferred(found, chunks)
+        for found in module.modules()
+        if isinstance(found, _BatchNorm) and _is_to_be_replaced(found, chunks)
+    }
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if id(child) in replacements:
+                parent._modules[name] = replacements[id(child)]
+    return replacements.get(id(module), module)
+
+
+def _is_to_be_replaced(batch_norm: _BatchNorm, chunks: int) -> bool:
+    if isinstance(batch_norm, LazyModuleMixin) and batch_norm.has_uninitialized_params():
+        raise ValueError(
+            f"{type(batch_norm).__name__} has no shape yet: run the module once on a small batch before it is converted"
+        )
+    if isinstance(batch_norm, DeferredBatchNorm):
+        return batch_norm.chunks != chunks
+    is_ordinary = type(batch_norm).forward is _BatchNorm.forward
+    return is_ordinary and batch_norm.track_running_stats and batch_norm.running_mean is not None
+
+
+def _deferred(batch_norm: _BatchNorm, chunks: int) -> DeferredBatchNorm:
+    """A deferred batch norm that takes over all attributes, parameters, buffers and hooks."""
+    deferred = DeferredBatchNorm.__new__(DeferredBatchNorm)
+    deferred.__dict__.update(batch_norm.__dict__)
+    replaces = batch_norm._replaces if isinstance(batch_norm, DeferredBatchNorm) else type(batch_norm)
+    deferred._prepare(chunks, replaces)
+    return deferred
+
+
+def _checked(chunks: int) -> int:
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
+    return chunks
+
+
+@torch.no_grad()
+def _moments_in_float32(input: Tensor, count: int) -> Moments:
+    """For batch norms of a half type, whose own statistics have too few digits to be merged."""
+    dimensions = [dimension for dimension in range(input.dim()) if dimension != 1]
+    variance, mean = torch.var_mean(input.float(), dimensions, correction=0)
+    return Moments(count, mean, variance * count)

@@ -1,0 +1,283 @@
+"""What a pipe is as a container: layers under the names of the un-partitioned module, which stay where they are put."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections import OrderedDict
+from textwrap import indent
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+
+import torch
+from torch import nn
+
+from pipework.model.materialize import filling, materialize_partitions, move, waits, why_not
+from pipework.model.sequential import PipeSequential
+from pipework.model.with_device import WithDevice
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+
+class Layers(nn.Module):
+    """Layers in partitions, each of which has a device.
+
+    Args:
+        partitions: the layers, grouped and moved already, by the number of their stage.
+        devices: of each partition.
+        first_layers: of each partition, the number of its first layer in the un-partitioned module.
+        key: from which the layers on the meta device were initialised, if there were any.
+        elsewhere: the names of the layers of other processes.
+    """
+
+    # Everything else that is set is a layer, whose name may be any: "chunks", "devices".
+    _own_attributes: ClassVar[frozenset[str]] = frozenset(
+        ("_elsewhere", "_first_layers", "_key", "_partitions", "_stage_devices", "_waiting")
+    )
+
+    # What a pipe is made with is read only. Methods such as `forward` may be replaced.
+    _refused_attributes: ClassVar[frozenset[str]] = frozenset(
+        (
+            "balance",
+            "checkpoint",
+            "chunks",
+            "devices",
+            "input_device",
+            "output_device",
+            "partitions",
+            "schedule",
+            "stages",
+        )
+    )
+
+    def __init__(
+        self,
+        partitions: Mapping[int, nn.Sequential],
+        devices: Sequence[torch.device],
+        first_layers: Sequence[int],
+        key: int | None = None,
+        elsewhere: Collection[str] = (),
+    ) -> None:
+        super().__init__()
+        # Not add_module: it would refuse the names of children that are called as something in this class.
+        for partition in partitions.values():
+            self._modules.update(partition._modules)
+        self._stage_devices = tuple(devices)
+        self._partitions = dict(partitions)
+        self._first_layers = tuple(first_layers)
+        self._key = key
+        self._elsewhere = frozenset(elsewhere)
+        self._waiting = bool(self._on_meta())
+
+    @property
+    def partitions(self) -> list[nn.Sequential]:
+        """The partitions, which are the same layers in groups; those of this process."""
+        return list(self._partitions.values())
+
+    @property
+    def stages(self) -> list[int]:
+        """The number of the stage of each of `partitions`: all of them, unless workers are processes."""
+        return list(self._partitions)
+
+    @property
+    def input_device(self) -> torch.device:
+        """Where the inputs are moved to."""
+        return self._stage_devices[0] if self._stage_devices else torch.device("cpu")
+
+    @property
+    def output_device(self) -> torch.device:
+        """Where the outputs lie, and where the target is moved to."""
+        return self._stage_devices[-1] if self._stage_devices else torch.device("cpu")
+
+    def __len__(self) -> int:
+        """The number of layers."""
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The layers in order."""
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """The layer at a position; negative ones count from the end. For several, use `pipe.partitions` or a list."""
+        if isinstance(index, slice):
+            given = ":".join("" if bound is None else repr(bound) for bound in (index.start, index.stop))
+            given += "" if index.step is None else f":{index.step!r}"
+            raise TypeError(
+                f"pipe[{given}]: wanted the position of one layer; for several, write "
+                f"nn.Sequential(*list(pipe)[{given}]), or use pipe.partitions"
+            )
+        return list(self)[operator.index(index)]
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the training flag of all layers, as `nn.Module.train` does."""
+        super().train(mode)
+        for partition in self._partitions.values():
+            partition.training = mode
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Changes the dtype, as `nn.Module.to` does. Moving to a device is refused."""
+        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None:
+            _refuse_to_move()
+        return super().to(*args, **kwargs)
+
+    def cuda(self, device: int | torch.device | None = None) -> NoReturn:
+        """Refused: the pipe manages where its layers are."""
+        _refuse_to_move()
+
+    def cpu(self) -> NoReturn:
+        """Refused: the pipe manages where its layers are."""
+        _refuse_to_move()
+
+    def xpu(self, device: int | torch.device | None = None) -> NoReturn:
+        """Refused: the pipe manages where its layers are."""
+        _refuse_to_move()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads parameters and buffers, as `nn.Module.load_state_dict` does; layers on the meta device are filled.
+
+        The state dict may be that of the whole model: what belongs to layers of other processes is left out.
+        """
+        if self._elsewhere:
+            own = {key: value for key, value in state_dict.items() if key.partition(".")[0] not in self._elsewhere}
+            metadata = getattr(state_dict, "_metadata", None)
+            state_dict = OrderedDict(own)
+            if metadata is not None:
+                state_dict._metadata = metadata  # type: ignore[attr-defined]
+        if not assign:
+            with self._filling():
+                return super().load_state_dict(state_dict, strict, assign)
+        result = super().load_state_dict(state_dict, strict, assign)
+        self._waiting = True
+        self._materialize()
+        return result
+
+    @contextlib.contextmanager
+    def _filling(self) -> Iterator[None]:
+        """Layers on the meta device have memory inside, to copy values into; an error sends them back.
+
+        Afterwards, what nobody has written into, such as a mask that no state dict has, is initialised if it can be.
+        """
+        waiting = self._on_meta()
+        with filling(waiting):
+            yield
+        if waiting:
+            self._waiting = True
+            self._materialize()
+
+    def _on_meta(self) -> list[tuple[nn.Module, torch.device]]:
+        """The layers that have no data and so cannot run, with their devices."""
+        pairs = zip(self.partitions, self._stage_devices, strict=True)
+        return [(layer, device) for part, device in pairs for layer in part if waits(layer, device)]
+
+    def _materialize(self) -> list[str]:
+        """Tries again to initialise what lies on the meta device; returns the names of layers that cannot be."""
+        if not self._waiting:
+            return []
+        left = materialize_partitions(self.partitions, self._stage_devices, self._first_layers, self._key)
+        for part, device in zip(reversed(self.partitions), reversed(self._stage_devices), strict=True):
+            move(part, device)
+        self._waiting = bool(left)
+        return left
+
+    def _refuse_to_run_without_data(self) -> None:
+        """Raises a RuntimeError if a layer lies on the meta device, although it is to run elsewhere."""
+        left = self._materialize()
+        if left:
+            layers: dict[str, Any] = dict(self._modules)
+            reasons = [f"layer {name!r}:\n" + indent(why_not(layers[name]), "    ") for name in left]
+            raise RuntimeError(
+                "layers that were built on the meta device have no data and could not be initialised.\n"
+                + "\n".join(reasons)
+                + "\nGive such a class a reset_parameters() that fills all that it owns, as the classes of torch.nn "
+                "have, or load a checkpoint: pipe.load_state_dict(...)"
+            )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Keeps the pipe's own attributes apart from children of the same name; a child can be replaced."""
+        if name in self._own_attributes:
+            object.__setattr__(self, name, value)
+            return
+        children = self.__dict__.get("_modules", {})
+        if "_partitions" in self.__dict__ and name in children:
+            self._replace(name, value)
+            return
+        if "_partitions" in self.__dict__ and isinstance(value, nn.Module) and name not in self._refused_attributes:
+            raise AttributeError(
+                f"{name!r} is not among the layers of this pipe ({', '.join(children)}), and none can be added; "
+                "put the module into the nn.Sequential before it is wrapped"
+            )
+        if "_partitions" in self.__dict__ and name in self._refused_attributes:
+            raise AttributeError(f"{name!r} of a pipe cannot be changed: make a new Pipe of the same layers")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """A layer cannot be taken out."""
+        if name in self.__dict__.get("_modules", {}):
+            raise AttributeError(f"layer {name!r} cannot be removed from a pipe; replace it, as by nn.Identity()")
+        super().__delattr__(name)
+
+    def _replace(self, name: str, layer: Any) -> None:
+        """Puts another layer in the place of one."""
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"layer {name!r} of a pipe can be replaced by a module only, got {type(layer).__name__}")
+        layer = self._prepared(layer.module if isinstance(layer, WithDevice) else layer)
+        super().__setattr__(name, layer)
+        for partition, device in zip(self._partitions.values(), self._stage_devices, strict=True):
+            if name in partition._modules:
+                move(layer, device)
+                partition._modules[name] = layer
+                self._waiting = self._waiting or waits(layer, device)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Replaces the layer of that name; a pipe cannot get more layers.
+
+        Raises:
+            AttributeError: there is no layer of that name.
+            TypeError: it is no module.
+        """
+        self.__setattr__(name, module)
+
+    def _prepared(self, layer: nn.Module) -> nn.Module:
+        """What really takes the place of a layer that is replaced."""
+        return layer
+
+
+def refuse_own_behaviour(module: nn.Sequential) -> None:
+    """A pipe runs the layers; whatever else the module does would silently be left out."""
+    own = [
+        what
+        for what, there in (
+            ("a forward of its own", type(module).forward not in (nn.Sequential.forward, PipeSequential.forward)),
+            ("parameters of its own", any(parameter is not None for parameter in module._parameters.values())),
+            ("buffers of its own", any(buffer is not None for buffer in module._buffers.values())),
+            ("hooks", has_hooks(module)),
+        )
+        if there
+    ]
+    if own:
+        raise TypeError(
+            f"{type(module).__name__} has {' and '.join(own)}, which a pipe of its layers would leave out; "
+            "wrap it as one layer, nn.Sequential(module), or give a plain nn.Sequential of its layers"
+        )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something happens when the module itself is called, beside its forward.
+
+    Example:
+        >>> module = nn.Sequential(nn.ReLU())
+        >>> handle = module[0].register_full_backward_pre_hook(print)
+        >>> has_hooks(module), has_hooks(module[0])
+        (False, True)
+    """
+    backward = module._backward_hooks or module._backward_pre_hooks
+    return bool(module._forward_hooks or module._forward_pre_hooks or backward)
+
+
+def _refuse_to_move() -> NoReturn:
+    raise TypeError(
+        "denied to move parameters and buffers, because Pipe should manage device placement; "
+        "leave .cuda()/.to(device) out and pass devices= to Pipe; inputs are moved for you"
+    )

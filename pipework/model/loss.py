@@ -1,0 +1,173 @@
+"""The loss inside of a pipe, as its user describes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, SupportsFloat
+
+from torch import nn
+
+from pipework.runtime.stage.loss import InnerLoss, mean_weights
+from pipework.values import nested
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    import torch
+    from torch import Tensor
+
+    from pipework.runtime.transport import Message
+
+REDUCTIONS = ("mean", "sum")
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What the arguments of `Pipe` say of the loss.
+
+    Attributes:
+        function: from a micro-batch's output and target to its loss; None: the last layer returns the loss.
+        reduction: 'mean': the mini-batch's loss is the weighted mean of its micro-batches'; 'sum': their sum.
+        weight: from a micro-batch's target to its weight in the mean; None: its rows.
+        grad_scaler: whose scale the gradients carry on their way through the pipe.
+
+    Raises:
+        TypeError: something is not callable, or no `GradScaler`.
+        ValueError: an unknown reduction, a weight for a sum, a function with another reduction, or with parameters.
+    """
+
+    function: Callable[[Any, Any], Tensor] | None = None
+    reduction: str = "mean"
+    weight: Callable[[Any], Any] | None = None
+    grad_scaler: torch.amp.GradScaler | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("loss_fn", self.function), ("loss_weight", self.weight)):
+            if isinstance(value, type):
+                raise TypeError(f"{name} is the class {value.__name__}: write {value.__name__}()")
+            if value is not None and not callable(value):
+                raise TypeError(f"{name} is {value!r}: wanted a function")
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"loss_reduction is {self.reduction!r}: wanted one of {', '.join(map(repr, REDUCTIONS))}")
+        if self.weight is not None and self.reduction == "sum":
+            raise ValueError(
+                "loss_weight says what counts in a mean, but loss_reduction is 'sum': leave one of them out"
+            )
+        self._refuse_other_reduction()
+        if isinstance(self.function, nn.Module) and next(self.function.parameters(), None) is not None:
+            raise ValueError(
+                f"loss_fn ({type(self.function).__name__}) has parameters, which the pipe would not train: make it the "
+                "last layer, which takes the target as its last argument and returns the loss, and leave loss_fn out"
+            )
+        if self.grad_scaler is not None and not callable(getattr(self.grad_scaler, "get_scale", None)):
+            raise TypeError(f"grad_scaler is {self.grad_scaler!r}: wanted a torch.amp.GradScaler")
+
+    def _refuse_other_reduction(self) -> None:
+        """Raises a ValueError if the function says itself that it reduces in another way, as PyTorch's losses do."""
+        own = getattr(self.function, "reduction", None)
+        name = type(self.function).__name__
+        if own == "none":
+            raise ValueError(
+                f"loss_fn ({name}) has reduction='none', which gives no single number: make it with reduction="
+                f"{self.reduction!r}"
+            )
+        if own == "sum" and self.reduction == "mean":
+            raise ValueError(
+                f"loss_fn ({name}) has reduction='sum', and loss_reduction is 'mean', so the pipe would take the mean "
+                "of its micro-batches' sums: give Pipe loss_reduction=\"sum\", or make loss_fn with reduction='mean'"
+            )
+
+    def missing_target(
+        self,
+        schedule: str,
+        inputs: int,
+        keywords: Collection[str],
+        *,
+        call: str = "pipe",
+        reader: int | None = None,
+    ) -> ValueError:
+        """The error of a training step without a target, if the schedule goes backward before the last output is there.
+
+        Args:
+            schedule: its name.
+            inputs: how many positional inputs were given.
+            keywords: the names of the others.
+            call: what was called.
+            reader: if workers are processes, the rank that reads the target.
+        """
+        outputs = "For outputs alone use torch.no_grad() or pipe.eval()"
+        if self.function is None:
+            return ValueError(
+                f"schedule {schedule!r} goes backward before the last output is there, so it needs the loss inside: "
+                f"give Pipe a loss_fn and call {call}(x, target=y); or choose schedule='gpipe'. {outputs}"
+            )
+        got = f"got {inputs} positional input{'' if inputs == 1 else 's'}"
+        if keywords:
+            got += f", keywords: {', '.join(keywords)}"
+        if reader is not None:
+            outputs += "; for a loss outside of the pipe choose schedule='gpipe'"
+            return ValueError(
+                f"schedule {schedule!r} computes the loss inside and got no target: {_not_there(reader)}. Call "
+                f"{call}(x, target=y) on every rank, with y at least there ({got} here). {outputs}"
+            )
+        return ValueError(
+            f"schedule {schedule!r} computes the loss inside and got no target: call {call}(x, target=y) ({got}). "
+            f"{outputs}"
+        )
+
+    def outside_of_one_rank(self, reader: int) -> ValueError:
+        """The error of a training step whose loss is outside, if the outputs reach one of several processes only.
+
+        Args:
+            reader: the rank that reads the target.
+        """
+        inside = "give Pipe a loss_fn and call" if self.function is None else "call"
+        return ValueError(
+            f"there is no target ({_not_there(reader)}), so the loss is outside, and every process must compute it: "
+            f'call pipe(x, outputs="all") and take the same loss there; or {inside} pipe(x, target=y)'
+        )
+
+    def place(self, device: torch.device) -> None:
+        """Moves the buffers of a loss function that is a module, such as the weights of classes."""
+        if isinstance(self.function, nn.Module):
+            self.function.to(device)
+
+    def inner(
+        self, targets: Sequence[Message] | None, rows: Sequence[int], *, grad: bool, keeps_output: bool
+    ) -> InnerLoss:
+        """What the last stage of one mini-batch computes.
+
+        Args:
+            targets: of the micro-batches; None: another process has them, and computes the loss.
+            rows: of the micro-batches.
+            grad: whether gradients are wanted.
+            keeps_output: whether the output is wanted, too.
+        """
+        return InnerLoss(
+            self.function,
+            None if self.reduction == "sum" or targets is None else mean_weights(self._amounts(targets, rows)),
+            self.grad_scaler.get_scale() if grad and self.grad_scaler is not None else 1.0,
+            keeps_output,
+        )
+
+    def _amounts(self, targets: Sequence[Message], rows: Sequence[int]) -> list[float]:
+        # Before the first action: a schedule may go backward with the first micro-batch before the last goes forward.
+        if self.weight is None:
+            return list(rows)
+        amounts = []
+        for number, target in enumerate(targets):
+            amount = self.weight(nested.unflatten(*target))
+            if not (isinstance(amount, SupportsFloat) and getattr(amount, "ndim", 0) == 0):
+                got = f"a tensor of shape {tuple(amount.shape)}" if hasattr(amount, "shape") else type(amount).__name__
+                raise TypeError(f"loss_weight gave {got} for micro-batch {number}: wanted a number of at least 0")
+            amounts.append(float(amount))
+            if not amounts[-1] >= 0:
+                raise ValueError(
+                    f"loss_weight gave {amounts[-1]} for micro-batch {number}: wanted a number of at least 0"
+                )
+        return amounts
+
+
+def _not_there(rank: int) -> str:
+    """Where the target is missing, if workers are processes."""
+    return f"it is read on rank {rank}, where pipe.is_last, and it was None there"

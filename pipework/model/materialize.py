@@ -1,0 +1,296 @@
+"""Layers that were built on the meta device are given memory and initialised, each where it will run.
+
+A model that is larger than the host is built under `with torch.device("meta")`, which makes tensors without data. What
+fills a module is its `reset_parameters()`, PyTorch's convention: the constructors of torch.nn call it, and so do most
+that users write. It is called for children first, then for their parent, which is the order of constructors: where a
+parent fills a child's parameter anew, as `nn.MultiheadAttention` does with a bias, the parent has the last word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pipework.model.meta_memory import MetaMemory
+from pipework.runtime.random.streams import draw_key, mix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+_RESETS = ("reset_parameters", "_reset_parameters")  # nn.MultiheadAttention and nn.Transformer have the second
+
+
+@dataclass(frozen=True, eq=False)
+class _Slot:
+    """Where a module has a tensor: among its parameters, its buffers, or its plain attributes."""
+
+    module: nn.Module
+    path: str
+    name: str
+    tensor: Tensor
+    kind: str
+
+    @property
+    def registry(self) -> dict[str, Any]:
+        """The dict with the tensor in it."""
+        if self.kind == "attribute":
+            return self.module.__dict__
+        return self.module._parameters if self.kind == "parameter" else self.module._buffers
+
+    def why(self) -> str:
+        """What is wrong, for the error message."""
+        kind = type(self.module).__name__
+        cause = "has no reset_parameters()" if _reset_of(self.module) is None else "does not fill it when it is reset"
+        unsaved = self.kind == "attribute" or self.name in self.module._non_persistent_buffers_set
+        where = f"{self.path}.{self.name}" if self.path else self.name
+        return f"{where}: {self.kind} of {kind}, which {cause}" + ("; not in a state_dict either" if unsaved else "")
+
+
+def on_meta(layer: nn.Module) -> bool:
+    """Whether any tensor of a layer lies on the meta device and so has no data.
+
+    Example:
+        >>> on_meta(nn.Linear(2, 2)), on_meta(nn.Linear(2, 2, device="meta"))
+        (False, True)
+    """
+    return any(slot.tensor.is_meta for slot in _slots(layer))
+
+
+def waits(layer: nn.Module, device: torch.device) -> bool:
+    """Whether a layer lacks the data with which it could run on a device."""
+    return device.type != "meta" and on_meta(layer)
+
+
+def materialize_layers(layers: Sequence[tuple[int, str, nn.Module]], device: torch.device | str, key: int) -> list[str]:
+    """Gives what lies on the meta device memory on a device, and initialises it.
+
+    A layer's values depend on the key and its index alone, not on which other layers are here or on the device: they
+    are drawn on the CPU. What has data already keeps it, also where it is tied to what has none. Parameters stay the
+    same objects.
+
+    Args:
+        layers: the index of each in the un-partitioned module, its name and the layer.
+        device: where they will run.
+        key: from `draw_key`.
+
+    Returns:
+        The names of the layers that cannot be initialised, and lie on the meta device still (see `why_not`).
+
+    Raises:
+        RuntimeError: something holds on to a tensor in a way that giving it memory would break.
+
+    Example:
+        >>> layer = nn.Linear(2, 3, device="meta")
+        >>> materialize_layers([(0, "first", layer)], "cpu", key=1)
+        []
+        >>> layer(torch.zeros(1, 2)).shape
+        torch.Size([1, 3])
+    """
+    left = []
+    for index, name, layer in layers:
+        if not waits(layer, torch.device(device)):
+            continue
+        try:
+            _, unfilled = _initialised(layer, mix(key, index, 0))
+        except Exception as error:
+            error.add_note(f"while layer {name!r}, which was built on the meta device, was initialised")
+            raise
+        if unfilled:
+            left.append(name)
+        else:
+            layer.to(device)
+    return left
+
+
+def materialize_partitions(
+    partitions: Sequence[nn.Sequential],
+    devices: Sequence[torch.device],
+    first_layers: Sequence[int],
+    key: int | None = None,
+) -> list[str]:
+    """Initialises the layers on the meta device, each on the device of its partition.
+
+    Args:
+        partitions: Layers of a module.
+        devices: One for each partition.
+        first_layers: The number of the first layer of each partition in the module.
+        key: What values depend on, beside the layer; None: drawn from the caller's generator if there are such layers.
+
+    Returns:
+        The names of the layers that cannot be initialised.
+
+    Example:
+        >>> partition = nn.Sequential(nn.Linear(2, 2, device="meta"))
+        >>> materialize_partitions([partition], [torch.device("cpu")], [0])
+        []
+        >>> partition[0].weight.device
+        device(type='cpu')
+    """
+    left = []
+    for part, device, first in zip(partitions, devices, first_layers, strict=True):
+        if waits(part, device):
+            key = draw_key() if key is None else key
+            named = [(first + n, name, part[n]) for n, name in enumerate(part._modules)]
+            left += materialize_layers(named, device, key)
+    return left
+
+
+def why_not(layer: nn.Module) -> str:
+    """Why a layer on the meta device cannot be initialised, one line for each of the tensors.
+
+    Example:
+        >>> class Scale(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.scale = nn.Parameter(torch.ones(2, device="meta"))
+        >>> print(why_not(Scale()))
+        scale: parameter of Scale, which has no reset_parameters()
+    """
+    meta_memory, unfilled = _initialised(layer, 0)
+    if meta_memory is not None:
+        meta_memory.take_back()
+    return "\n".join(slot.why() for slot in unfilled)
+
+
+def move(layer: nn.Module, device: torch.device) -> None:
+    """Moves what has data to a device. What has none stays on the meta device."""
+    if not waits(layer, device):
+        layer.to(device)
+    else:
+        layer._apply(lambda t: t if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def filling(layers: Sequence[tuple[nn.Module, torch.device]]) -> Iterator[None]:
+    """What lies on the meta device has memory inside, to copy into. What nobody has written into goes back there.
+
+    Example:
+        >>> layer = nn.Linear(2, 2, device="meta")
+        >>> with torch.no_grad(), filling([(layer, torch.device("cpu"))]):
+        ...     _ = layer.weight.fill_(1.0)
+        >>> layer.weight.device.type, layer.bias.device.type
+        ('cpu', 'meta')
+    """
+    allotments: list[MetaMemory] = []
+    failed = True
+    try:
+        for layer, device in layers:
+            allotments.append(MetaMemory(layer, device))
+        yield
+        failed = False
+    finally:
+        for meta_memory in allotments:
+            back = [tensor for tensor in meta_memory.tensors if failed or not meta_memory.is_written(tensor)]
+            if back:
+                meta_memory.take_back(*back)
+
+
+def _initialised(layer: nn.Module, seed: int) -> tuple[MetaMemory | None, list[_Slot]]:
+    """Memory for a layer, filled; or what could not be filled, and then the whole layer lies on meta as before."""
+    slots = _slots(layer)
+    missing = [slot for slot in slots if slot.tensor.is_meta]
+    hopeless = [slot for slot in missing if all(_reset_of(m) is None for m in layer.modules() if _owns(m, slot))]
+    if hopeless:
+        return None, hopeless
+    bare = {id(slot.tensor) for slot in missing}
+    meta_memory = MetaMemory(layer, torch.device("cpu"))
+    try:
+        with _as_in_a_constructor(seed):
+            _reset(layer, slots, bare, meta_memory)
+        unfilled = [slot for slot in missing if not _is_filled(slot, meta_memory)]
+    except BaseException:
+        meta_memory.take_back()
+        raise
+    if unfilled:
+        meta_memory.take_back()
+        return None, unfilled
+    return meta_memory, []
+
+
+def _reset(layer: nn.Module, slots: list[_Slot], bare: set[int], meta_memory: MetaMemory) -> None:
+    """Calls what fills the modules that have a tensor in `bare`, children first."""
+    done: set[int] = set()
+    for module in _children_first(layer, set()):
+        inside = set(module.modules())
+        below = [slot for slot in slots if slot.module in inside and slot.kind != "attribute"]
+        own = {id(slot.tensor) for slot in below if slot.module is module}
+        needed = own & bare or any(s.module is module and s.tensor.is_meta for s in slots)
+        reset = _reset_of(module)
+        # A parent without tensors of its own may fill those of its children, unless they had values before.
+        all_bare = bool(below) and all(id(slot.tensor) in bare for slot in below)
+        if reset is None or not (needed or all_bare):
+            continue
+        tied = {id(slot.tensor) for slot in below if slot.module is module and id(slot.tensor) in done}
+        kept = [slot for slot in below if id(slot.tensor) not in bare or id(slot.tensor) in tied]
+        before = [(slot.tensor, slot.tensor.clone()) for slot in kept if not slot.tensor.is_meta]
+        reset()
+        for slot in below:
+            _put_back(slot)
+        for tensor, values in before:
+            tensor.copy_(values)
+        given = {id(tensor) for tensor in meta_memory.tensors}
+        done |= {id(s.tensor) for s in below if id(s.tensor) in own & given and meta_memory.is_filled(s.tensor)}
+
+
+def _put_back(slot: _Slot) -> None:
+    """A reset that puts a new tensor into the slot has filled the old one, which others know."""
+    new = slot.registry.get(slot.name)
+    if slot.kind == "attribute" or new is None or new is slot.tensor:
+        return
+    if slot.kind == "buffer" and (new.shape != slot.tensor.shape or new.dtype != slot.tensor.dtype):
+        return
+    slot.tensor.copy_(new)
+    slot.registry[slot.name] = slot.tensor
+
+
+def _is_filled(slot: _Slot, meta_memory: MetaMemory) -> bool:
+    now = slot.registry.get(slot.name)
+    if now is slot.tensor and slot.kind != "attribute":
+        return meta_memory.is_filled(slot.tensor)
+    return not (isinstance(now, Tensor) and now.is_meta)
+
+
+def _slots(layer: nn.Module) -> list[_Slot]:
+    found = []
+    for path, module in layer.named_modules():
+        kinds = (("parameter", module._parameters), ("buffer", module._buffers), ("attribute", module.__dict__))
+        for kind, registry in kinds:
+            found += [_Slot(module, path, n, t, kind) for n, t in registry.items() if isinstance(t, Tensor)]
+    return found
+
+
+def _owns(module: nn.Module, slot: _Slot) -> bool:
+    return any(inner is slot.module for inner in module.modules())
+
+
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    """What fills a module, if it can be called without being told anything."""
+    for name in _RESETS:
+        found = getattr(module, name, None)
+        if callable(found):
+            with contextlib.suppress(TypeError, ValueError):
+                inspect.signature(found).bind()
+                return found  # type: ignore[no-any-return]
+    return None
+
+
+def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child in module.children():
+        yield from _children_first(child, seen)
+    yield module
+
+
+@contextlib.contextmanager
+def _as_in_a_constructor(seed: int) -> Iterator[None]:
+    """On the CPU, from a seed; the caller's generator is as before afterwards, and no default device interferes."""
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield

@@ -1,0 +1,126 @@
+"""Memory for tensors on the meta device, which stay the same objects, and can be sent back there."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import swap_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class MetaMemory:
+    """Gives a module's parameters and buffers on the meta device memory.
+
+    The tensors stay the same objects, so that an optimizer which has them already keeps working, and what is tied stays
+    tied. What they hold is marked, so that it can be told what nobody has filled.
+
+    Args:
+        module: the module.
+        device: where the memory is.
+
+    Raises:
+        RuntimeError: something holds on to a tensor in a way that an exchange would break. Nothing has changed then.
+
+    Example:
+        >>> layer = nn.Linear(2, 2, bias=False, device="meta")
+        >>> weight = layer.weight
+        >>> meta_memory = MetaMemory(layer, torch.device("cpu"))
+        >>> layer.weight is weight, weight.device, meta_memory.is_filled(weight)
+        (True, device(type='cpu'), False)
+        >>> meta_memory.take_back(weight)
+        >>> weight.device
+        device(type='meta')
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module = module
+        self._meta: dict[int, tuple[Tensor, Tensor, int]] = {}  # the tensor, its other self, its version when marked
+        with torch.inference_mode(False), _without_references(module):
+            try:
+                for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                    if tensor.is_meta:
+                        self._give(name, tensor, device)
+            except BaseException:
+                self.take_back()
+                raise
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that have been given memory, and have it still."""
+        return [tensor for tensor, _, _ in self._meta.values()]
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Whether anything has been written into the tensor, other than through `.data`."""
+        return tensor._version != self._meta[id(tensor)][2] or not tensor.numel()
+
+    def is_filled(self, tensor: Tensor) -> bool:
+        """Whether all of the tensor has been filled, as well as can be told: no floating-point number is NaN.
+
+        Of integers it can only be told that something was written.
+        """
+        if tensor.is_floating_point() or tensor.is_complex():
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # some narrow types cannot be looked at
+                return not bool(torch.isnan(tensor.detach()).any())
+            return self.is_written(tensor)
+        return self.is_written(tensor) or not bool(torch.all(tensor == _mark(tensor.dtype)))
+
+    def take_back(self, *tensors: Tensor) -> None:
+        """Sends tensors back to the meta device; all that were given memory if none is named."""
+        with _without_references(self._module):
+            for tensor in tensors or self.tensors:
+                _exchange(tensor, self._meta.pop(id(tensor))[1])
+
+    def _give(self, name: str, tensor: Tensor, device: torch.device) -> None:
+        _refuse_hooks(name, tensor)
+        other: Tensor = torch.empty_like(tensor, device=device, requires_grad=False)
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # some narrow types cannot even be filled
+            other.fill_(_mark(tensor.dtype))
+        if isinstance(tensor, nn.Parameter):
+            other = nn.Parameter(other, tensor.requires_grad)
+        other.__class__ = type(tensor)
+        other.__dict__.update(tensor.__dict__)  # what users note on a parameter, such as that it has no weight decay
+        try:
+            _exchange(tensor, other)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{name!r} lies on the meta device and cannot be given memory, because something holds on to it "
+                f"({error}): make that, such as a graph, a compiled module or a wrapper, after the pipe"
+            ) from error
+        self._meta[id(tensor)] = (tensor, other, tensor._version)
+
+
+def _exchange(tensor: Tensor, other: Tensor) -> None:
+    swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+
+
+def _mark(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _refuse_hooks(name: str, tensor: Tensor) -> None:
+    """An exchange would drop them without a word."""
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise RuntimeError(
+            f"{name!r} lies on the meta device and cannot be given memory without losing its hooks: register them "
+            "after the pipe is made"
+        )
+
+
+@contextlib.contextmanager
+def _without_references(module: nn.Module) -> Iterator[None]:
+    """Recurrent modules keep weak references to their weights, and PyTorch exchanges no tensor that has any."""
+    recurrent = [each for each in module.modules() if isinstance(each, nn.RNNBase)]
+    for each in recurrent:
+        each._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for each in recurrent:
+            each._init_flat_weights()

@@ -1,0 +1,354 @@
+"""Splits a mini-batch into micro-batches, and joins what comes out of them.
+
+Tensors are split along dimension 0. Everything else goes to every micro-batch as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pipework.values import nested
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipework.runtime.transport import Message
+    from pipework.values.nested import Structure
+
+
+class NoChunk:
+    """An input tensor that every micro-batch gets whole, such as a mask of shape (1, 1, tokens, tokens).
+
+    If it requires a gradient, it gets the sum over the micro-batches.
+
+    Args:
+        tensor: the tensor.
+
+    Raises:
+        TypeError: it is no tensor.
+
+    Example:
+        >>> from torch import nn
+        >>> from pipework import Pipe
+        >>> pipe = Pipe(nn.Sequential(nn.Bilinear(2, 2, 3)), chunks=2)
+        >>> pipe(torch.ones(4, 2), NoChunk(torch.ones(2, 2))).shape
+        torch.Size([4, 3])
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"NoChunk only supported for tensors: got {type(tensor).__name__}")
+        self.tensor = tensor
+
+    def __repr__(self) -> str:
+        return f"NoChunk({self.tensor!r})"
+
+
+@dataclass(frozen=True)
+class Split:
+    """A mini-batch taken apart.
+
+    Attributes:
+        tensors: the tensors among the inputs, whole.
+        sizes: for each of them its rows in each micro-batch; None: every micro-batch gets all of it.
+        micro_batches: for each micro-batch what stage 0 gets: a leaf for each of `tensors`, and what stands around
+            them.
+        rows: of each micro-batch.
+    """
+
+    tensors: tuple[Tensor, ...]
+    sizes: tuple[Sequence[int] | None, ...]
+    micro_batches: list[Message]
+    rows: Sequence[int]
+
+    @classmethod
+    def of(
+        cls,
+        tensors: tuple[Tensor, ...],
+        sizes: tuple[Sequence[int] | None, ...],
+        structure: Structure | None,
+        device: torch.device | None = None,
+    ) -> Split:
+        """Cuts tensors.
+
+        Args:
+            tensors: whole.
+            sizes: see above; at least one is not None, and all others have the same length.
+            structure: what stands around the tensors.
+            device: where the tensors are moved to first; None: they stay.
+        """
+        rows = next(each for each in sizes if each is not None)
+        if device is not None:
+            tensors = tuple([tensor.to(device, non_blocking=True) for tensor in tensors])
+        pieces = [_leaves(tensor, each, len(rows)) for tensor, each in zip(tensors, sizes, strict=True)]
+        return cls(tensors, sizes, [(leaves, structure) for leaves in zip(*pieces, strict=True)], rows)
+
+    @classmethod
+    def elsewhere(cls, rows: int, micro_batches: int) -> Split:
+        """A mini-batch of which another process has the tensors."""
+        return cls((), (), [], _sizes(rows, micro_batches))
+
+    @property
+    def seams(self) -> InputSeams:
+        """Where the inputs were split."""
+        return InputSeams(tuple([tensor.shape for tensor in self.tensors]), self.sizes)
+
+
+def split(
+    arguments: tuple[Any, ...], keywords: dict[str, Any], chunks: int, device: torch.device | None = None
+) -> Split:
+    """Splits the pipe's arguments into micro-batches that differ by one row at most.
+
+    There are `min(chunks, rows)` of them, or one if there are no rows. Each gets views of the tensors, cut from their
+    graph; one requires a gradient if the tensor does.
+
+    Args:
+        arguments: positional.
+        keywords: by name.
+        chunks: how many micro-batches are wanted.
+        device: where the tensors are moved to first; None: they stay.
+
+    Raises:
+        TypeError: there is no tensor to split among the inputs.
+        ValueError: a tensor has no dimension to split, or tensors have different numbers of rows.
+
+    Example:
+        >>> [tuple(tensors[0].shape) for tensors, _ in split((torch.zeros(9, 2),), {}, 4).micro_batches]
+        [(3, 2), (2, 2), (2, 2), (2, 2)]
+    """
+    if len(arguments) == 1 and not keywords and isinstance(arguments[0], Tensor):
+        # One tensor alone travels without the structure of a call around it.
+        tensors, structure = nested.flatten(arguments[0])
+        is_split: tuple[bool, ...] = (True,)
+    else:
+        tensors, structure, is_split = flattened((arguments, keywords))
+    rows = _common_rows([tensor for tensor, split in zip(tensors, is_split, strict=True) if split], arguments, keywords)
+    sizes = _sizes(rows, max(1, min(chunks, rows)))
+    return Split.of(tensors, tuple([sizes if split else None for split in is_split]), structure, device)
+
+
+def split_target(target: Any, rows: Sequence[int], device: torch.device) -> list[Message]:
+    """Splits what the loss compares the outputs with, like the inputs.
+
+    Args:
+        target: any nested structure; what is no tensor, and `NoChunk`, goes to every micro-batch as it is.
+        rows: of each micro-batch.
+        device: where the tensors are moved to.
+
+    Raises:
+        ValueError: a tensor has another number of rows than the inputs, or requires a gradient.
+
+    Example:
+        >>> [tensors[0].tolist() for tensors, _ in split_target(torch.arange(3), [2, 1], torch.device("cpu"))]
+        [[0, 1], [2]]
+    """
+    tensors, structure, is_split = flattened(target)
+    total = sum(rows)
+    for tensor, split in zip(tensors, is_split, strict=True):
+        if tensor.requires_grad:
+            raise ValueError(
+                f"a target tensor of shape {tuple(tensor.shape)} requires a gradient, which it would not get: "
+                "detach() it, or give it to the pipe as an input"
+            )
+        if split and (tensor.dim() == 0 or tensor.shape[0] != total):
+            raise ValueError(
+                f"the inputs have {total} rows and a target tensor has shape {tuple(tensor.shape)}: wanted as many "
+                "rows; wrap a tensor that every micro-batch should get whole in NoChunk"
+            )
+    moved = [tensor.to(device, non_blocking=True) for tensor in tensors]
+    pieces = [
+        _leaves(tensor, list(rows) if split else None, len(rows)) for tensor, split in zip(moved, is_split, strict=True)
+    ]
+    columns = list(zip(*pieces, strict=True)) if pieces else [()] * len(rows)
+    return [(column, structure) for column in columns]
+
+
+def arguments_of(message: Message) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments that a micro-batch of `split` stands for.
+
+    Example:
+        >>> arguments_of(split((torch.zeros(2), 5), {}, 1).micro_batches[0])
+        ((tensor([0., 0.]), 5), {})
+    """
+    tensors, structure = message
+    if structure is None:
+        return tensors, {}
+    arguments, keywords = nested.unflatten(tensors, structure)
+    return arguments, keywords
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The outputs of all micro-batches as the outputs of the mini-batch.
+
+    Attributes:
+        tensors: joined along dimension 0, without a graph.
+        structure: what stands around them.
+        differentiable: for each tensor, whether any micro-batch's part requires a gradient.
+        seams: where each tensor is to be cut again.
+    """
+
+    tensors: tuple[Tensor, ...]
+    structure: Structure | None
+    differentiable: tuple[bool, ...]
+    seams: Seams
+
+
+def join(outputs: Sequence[Message], rows: Sequence[int]) -> Joined:
+    """Joins the micro-batches' outputs.
+
+    Tensors are concatenated, 0-dimensional ones averaged by rows, other values collected in a list.
+
+    Raises:
+        ValueError: the outputs of two micro-batches differ in structure.
+    """
+    tensors, first = outputs[0]
+    for number, (_, structure) in enumerate(outputs):
+        if not (structure is first is None or nested.same_nesting(structure, first)):
+            raise ValueError(
+                "the outputs of all micro-batches must be nested alike, but "
+                f"micro-batch 0 gave {nested.describe(first)} and "
+                f"micro-batch {number} gave {nested.describe(structure)}; "
+                "let the last layer return the same nesting whatever the number of rows"
+            )
+    columns = list(zip(*(tensors for tensors, _ in outputs), strict=True))
+    total = max(1, sum(rows))
+    shares = tuple([count / total for count in rows])
+    tensors = tuple([_joined([part.detach() for part in column], shares) for column in columns])
+    sizes = tuple([tuple([part.shape[0] for part in column]) if column[0].dim() else None for column in columns])
+    return Joined(
+        tensors=tensors,
+        structure=nested.collect([structure for _, structure in outputs]),
+        differentiable=tuple([any(part.requires_grad for part in column) for column in columns]),
+        seams=Seams(sizes, shares),
+    )
+
+
+@dataclass(frozen=True)
+class Seams:
+    """Where joined outputs are to be cut again: the gradients of the whole become those of the micro-batches.
+
+    Attributes:
+        sizes: for each tensor the rows of each micro-batch's part; None: it was averaged.
+        shares: the weight of each micro-batch in an average.
+    """
+
+    sizes: tuple[tuple[int, ...] | None, ...]
+    shares: tuple[float, ...]
+
+    def cut(self, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor | None, ...]]:
+        """For each micro-batch the gradient of each of its output tensors."""
+        columns: list[Sequence[Tensor | None]] = []
+        for gradient, sizes in zip(gradients, self.sizes, strict=True):
+            if gradient is None:
+                columns.append([None] * len(self.shares))
+            elif sizes is None:
+                columns.append([gradient * share for share in self.shares])
+            else:
+                columns.append(gradient.split_with_sizes(sizes))
+        return list(zip(*columns, strict=True))
+
+
+@dataclass(frozen=True)
+class InputSeams:
+    """Where inputs were split: the gradients of the micro-batches become those of the whole tensors.
+
+    Attributes:
+        shapes: of the whole input tensors.
+        sizes: for each of them its rows in each micro-batch; None: every micro-batch got all of it.
+    """
+
+    shapes: tuple[torch.Size, ...]
+    sizes: tuple[Sequence[int] | None, ...]
+
+    def join(self, gradients: Sequence[Message]) -> list[Tensor | None]:
+        """For each input tensor its gradient; None where no micro-batch has one, or if nothing was sent back."""
+        if not gradients:
+            return [None] * len(self.shapes)
+        columns = zip(*(tensors for tensors, _ in gradients), strict=True)
+        return [_joined_gradient(*each) for each in zip(self.shapes, self.sizes, columns, strict=True)]
+
+
+def flattened(value: Any) -> tuple[tuple[Tensor, ...], Structure | None, tuple[bool, ...]]:
+    """The tensors of a value, what stands around them, and for each tensor whether it is to be split."""
+    if type(value) is Tensor:  # the usual case; subclasses, too, go the way of all other values
+        return (value,), None, (True,)
+    whole: set[int] = set()
+
+    def unwrap(wrapper: NoChunk) -> Tensor:
+        # Not the tensor itself, which may be there without a wrapper, too.
+        tensor = wrapper.tensor.view_as(wrapper.tensor)
+        whole.add(id(tensor))
+        return tensor
+
+    tensors, structure = nested.flatten(nested.replaced(value, NoChunk, unwrap))
+    return tensors, structure, tuple([id(tensor) not in whole for tensor in tensors])
+
+
+def _common_rows(tensors: Sequence[Tensor], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int:
+    if not tensors:
+        kinds = ", ".join(type(value).__name__ for value in (*arguments, *keywords.values())) or "nothing"
+        raise TypeError(
+            f"inputs do not have any tensors: got {kinds}; a mini-batch is split along dimension 0 of its tensors "
+            "(those in NoChunk are not split)"
+        )
+    for position, tensor in enumerate(tensors):
+        if tensor.dim() == 0:
+            raise ValueError(
+                f"input tensor {position} is 0-dimensional and cannot be split into micro-batches; "
+                "give it a first dimension of the batch's rows, or wrap it in NoChunk, "
+                "so that every micro-batch gets it as it is"
+            )
+        if tensor.shape[0] != tensors[0].shape[0]:
+            raise ValueError(
+                "all input tensors must have the same number of rows (dimension 0), but "
+                f"input tensor 0 has shape {tuple(tensors[0].shape)} and "
+                f"input tensor {position} has shape {tuple(tensor.shape)}; "
+                "wrap a tensor that every micro-batch should get whole, such as a mask, in NoChunk"
+            )
+    return tensors[0].shape[0]
+
+
+def _sizes(rows: int, count: int) -> list[int]:
+    """The rows of each micro-batch, as `torch.tensor_split` has them."""
+    least, more = divmod(rows, count)
+    return [least + 1] * more + [least] * (count - more)
+
+
+def _leaves(tensor: Tensor, sizes: Sequence[int] | None, count: int) -> Sequence[Tensor]:
+    """The tensor's part in each micro-batch; without sizes all of it in each."""
+    whole = tensor.detach()
+    pieces: Sequence[Tensor] = [whole] * count if sizes is None else whole.split_with_sizes(sizes)
+    # A view is no leaf that could require a gradient: each is taken out of its base.
+    return [piece.detach().requires_grad_() for piece in pieces] if tensor.requires_grad else pieces
+
+
+def _joined_gradient(shape: torch.Size, sizes: Sequence[int] | None, column: Sequence[Tensor | None]) -> Tensor | None:
+    """The gradient of one input tensor."""
+    present = [gradient for gradient in column if gradient is not None]
+    if not present:
+        return None
+    like, *others = present
+    if sizes is None:
+        for gradient in others:
+            like = like + gradient
+        return like
+    return torch.cat(
+        [
+            like.new_zeros((rows, *shape[1:])) if gradient is None else gradient
+            for rows, gradient in zip(sizes, column, strict=True)
+        ]
+    )
+
+
+def _joined(column: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    if column[0].dim() == 0:
+        total = column[0] * shares[0]
+        for part, share in zip(column[1:], shares[1:], strict=True):
+            total = total + part * share
+        return total
+    return torch.cat(list(column)) if len(column) > 1 else column[0]

@@ -1,0 +1,1 @@
+"""How a model becomes a pipe: cut, devices, schedule, and what a step will cost."""

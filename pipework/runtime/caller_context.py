@@ -1,0 +1,90 @@
+"""What the caller's thread has set, set again on a worker.
+
+New threads inherit neither grad mode, inference mode, autocast, saved-tensor hooks nor the default device, so a model
+would compute something else inside a worker than outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipework import torch_private
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """One device type's autocast state."""
+
+    device_type: str
+    dtype: torch.dtype
+    cache_enabled: bool
+
+    def entered(self) -> torch.autocast:
+        """A context manager that sets this state."""
+        return torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=self.cache_enabled)
+
+
+@dataclass(frozen=True)
+class CallerContext:
+    """The thread-local settings of the thread that called the pipe, taken by `capture`."""
+
+    grad: bool
+    inference: bool
+    autocasts: tuple[Autocast, ...]
+    saved_tensor_hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
+    default_device: torch.device | None
+
+    @classmethod
+    def capture(cls, device_types: Iterable[str]) -> CallerContext:
+        """Reads the current thread's settings; autocast for the given device types."""
+        default_device = torch.get_default_device()
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocasts=tuple(
+                Autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled())
+                for device_type in sorted(set(device_types) - {"meta"})  # which PyTorch's autocast does not know
+                if torch.is_autocast_enabled(device_type)
+            ),
+            saved_tensor_hooks=torch_private.saved_tensor_hooks(),
+            # The CPU is what a thread has anyway; entering it as a default device would cost every operator a
+            # microsecond.
+            default_device=None if default_device.type == "cpu" else default_device,
+        )
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether a new thread has all of this anyway, so that nothing need be entered."""
+        return self.grad and not (self.inference or self.autocasts or self.saved_tensor_hooks or self.default_device)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Sets everything for a forward computation on the current thread."""
+        with contextlib.ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for autocast in self.autocasts:
+                stack.enter_context(autocast.entered())
+            if self.saved_tensor_hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
+            if self.default_device is not None:
+                stack.enter_context(self.default_device)
+            yield
+
+    @contextlib.contextmanager
+    def without_autocast(self) -> Iterator[None]:
+        """Inside of `entered`: switches autocast off for a backward, and leaves what it has cast in its cache."""
+        with contextlib.ExitStack() as stack:
+            for autocast in self.autocasts:
+                stack.enter_context(torch.autocast(autocast.device_type, enabled=False))
+            yield

@@ -1,0 +1,144 @@
+"""Lets one thread draw CPU random numbers from a generator of its own.
+
+PyTorch has a single default generator for the CPU. Two workers that draw from it at once get numbers that depend on
+who came first, and saving and restoring its state around a recomputation is a race. Every random operator of the CPU
+ends in one of a few kernels that take a `generator` argument, so it is enough to stand before those kernels and fill
+that argument in:
+
+    F.dropout -> aten::bernoulli_.float(self, p, generator=None) -> [here] -> the same kernel, generator=the thread's
+    own
+
+A thread without a stream (every thread but a worker inside a layer) passes straight through. The override is
+process-wide, as the dispatcher is, so it is installed once, when a worker first meets a layer that may draw, and
+never on import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from pipework.runtime.random.streams import RandomStream
+
+
+class _ThreadStream(threading.local):
+    """The stream that the current thread draws from; the class attribute is what a new thread sees."""
+
+    stream: RandomStream | None = None
+
+
+# The dispatcher's table is process-wide state that PyTorch owns; these three names mirror it and nothing else.
+thread_stream = _ThreadStream()
+_lock = threading.Lock()
+_library: torch.library.Library | None = None
+
+
+def install() -> None:
+    """Routes the CPU's random kernels through the current thread's stream, if it has one. Once is enough."""
+    global _library
+    if _library is not None:
+        return
+    with _lock:
+        if _library is None:
+            library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+            with warnings.catch_warnings():
+                # PyTorch warns that a kernel is replaced, which is the purpose.
+                warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
+                for operator in drawing_kernels():
+                    library.impl(  # type: ignore[no-untyped-call]
+                        operator.removeprefix("aten::"),
+                        _with_thread_stream(operator),
+                        "CPU",
+                        with_keyset=True,
+                        allow_override=True,
+                    )
+            _library = library
+            _install_state_access()
+
+
+def installed() -> bool:
+    """Whether the override stands in this process."""
+    return _library is not None
+
+
+def _install_state_access() -> None:
+    """Lets `get_rng_state` and `set_rng_state` mean the thread's stream, if it has one.
+
+    torch.utils.checkpoint saves the state in a layer's forward, and puts it back to compute the layer again.
+    """
+    get_state, set_state = torch.get_rng_state, torch.set_rng_state
+
+    def get_rng_state() -> Tensor:
+        stream = thread_stream.stream
+        return get_state() if stream is None else stream.generator().get_state()
+
+    def set_rng_state(new_state: Tensor) -> None:
+        stream = thread_stream.stream
+        if stream is None:
+            set_state(new_state)
+        else:
+            stream.generator().set_state(new_state)
+
+    for function, original in ((get_rng_state, get_state), (set_rng_state, set_state)):
+        functools.update_wrapper(function, original)
+        for module in (torch, torch.random):
+            setattr(module, function.__name__, function)
+
+
+@contextlib.contextmanager
+def drawing_from(stream: RandomStream) -> Iterator[None]:
+    """For the time of the context, this thread's CPU random numbers come from the stream."""
+    before, thread_stream.stream = thread_stream.stream, stream
+    try:
+        yield
+    finally:
+        thread_stream.stream = before
+
+
+def drawing_kernels() -> list[str]:
+    """The operators with a CPU kernel that takes a generator; every other random operator is made of these."""
+    return [
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::")
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
+        and _generator_position(name) is not None
+    ]
+
+
+def _generator_position(operator: str) -> tuple[int, bool] | None:
+    """Where the operator's generator argument stands, and whether it can only be given by keyword."""
+    name, _, overload = operator.partition(".")
+    for position, argument in enumerate(torch._C._get_schema(name, overload).arguments):
+        if argument.name == "generator":
+            return position, argument.kwarg_only
+    return None
+
+
+def _with_thread_stream(operator: str) -> Callable[..., Any]:
+    kernel = torch.library.get_kernel(operator, "CPU")
+    found = _generator_position(operator)
+    assert found is not None
+    position, keyword_only = found
+
+    def draw(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        stream = thread_stream.stream
+        if stream is not None:
+            if keyword_only or len(args) <= position:
+                if kwargs.get("generator") is None:
+                    kwargs["generator"] = stream.generator()
+            elif args[position] is None:
+                args = (*args[:position], stream.generator(), *args[position + 1 :])
+        return kernel.call_boxed(keyset, *args, **kwargs)
+
+    return draw

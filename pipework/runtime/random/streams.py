@@ -1,0 +1,176 @@
+"""Random numbers that belong to (key, layer, micro-batch), whoever computes them and however often.
+
+A training call draws one 64-bit key from the caller's generator, so `torch.manual_seed` governs it. Each layer
+starts a stream of its own for each micro-batch, named by its index in the un-partitioned module. So a dropout mask
+is the same for any number of stages, any schedule, any order of execution, and when it is recomputed.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from pipework.runtime.random import kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+_MASK = (1 << 64) - 1
+
+# Modules of torch.nn that compute the same thing at every call. What is not listed (a user's own class, a dropout, a
+# module with hooks) may draw: being wrong in that direction costs a microsecond, in the other a mask that cannot be
+# reproduced.
+_NEVER_DRAW = (
+    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Unflatten,
+    nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag,
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LocalResponseNorm,
+    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+    nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.GLU,
+    nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.Softmax, nn.LogSoftmax, nn.Hardtanh,
+    nn.Hardswish, nn.Hardsigmoid, nn.Upsample, nn.PixelShuffle, nn.PixelUnshuffle,
+    nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d,
+)  # fmt: skip
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def may_draw(layer: nn.Module) -> bool:
+    """Whether running the layer might draw random numbers; False only where that is certain.
+
+    Example:
+        >>> may_draw(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), may_draw(nn.Dropout(0.1)), may_draw(nn.Dropout(0.0))
+        (False, True, False)
+    """
+    for module in layer.modules():
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+            return True
+        if type(module) in _DROPOUTS:
+            if getattr(module, "p", 1) > 0:
+                return True
+        elif type(module) not in _NEVER_DRAW:
+            return True
+    return False
+
+
+def function_may_draw(function: Callable[..., object] | None) -> bool:
+    """The same for a loss function.
+
+    Example:
+        >>> function_may_draw(nn.functional.cross_entropy), function_may_draw(lambda output, target: output.mean())
+        (False, True)
+    """
+    if isinstance(function, nn.Module):
+        return not type(function).__module__.startswith("torch.nn.modules.loss") and may_draw(function)
+    return function is not None and getattr(function, "__module__", "") != nn.functional.__name__
+
+
+def draw_key() -> int:
+    """One 64-bit draw from the caller's default CPU generator."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+
+
+class Key:
+    """The key of one call, drawn when it is first asked for.
+
+    A training call asks at once. An evaluation call leaves the caller's generator alone unless a layer really draws.
+    """
+
+    __slots__ = ("_lock", "_value")
+
+    def __init__(self, value: int | None = None) -> None:
+        self._value = value
+        self._lock = threading.Lock()
+
+    @property
+    def drawn(self) -> bool:
+        """Whether the key has been drawn already, as it is for every training call."""
+        return self._value is not None
+
+    def value(self) -> int:
+        """The 64-bit key."""
+        with self._lock:
+            if self._value is None:
+                # The asking worker is inside a layer: its own stream must step aside, or it would ask itself for the
+                # key.
+                stream, kernels.thread_stream.stream = kernels.thread_stream.stream, None
+                try:
+                    self._value = draw_key()
+                finally:
+                    kernels.thread_stream.stream = stream
+            return self._value
+
+
+class RandomStream:
+    """Where one worker's CPU random numbers come from at present; restarts whenever it enters a (layer, micro-batch).
+
+    Entering only notes the place, since most layers draw nothing: the generator is seeded at the first draw.
+
+    Args:
+        key: of this call.
+        seed_device: moves the default generator of an accelerator to a seed.
+        guard: entered around a stage's layers if several workers share that generator.
+    """
+
+    __slots__ = ("_generator", "_key", "_layer", "_micro_batch", "_seed_device", "_seeded", "guard")
+
+    def __init__(
+        self,
+        key: Key,
+        seed_device: Callable[[int], None] | None = None,
+        guard: AbstractContextManager[object] | None = None,
+    ) -> None:
+        self.guard = guard
+        self._key = key
+        self._layer = -1
+        self._micro_batch = -1
+        self._seeded = False
+        self._generator: torch.Generator | None = None
+        self._seed_device = seed_device
+
+    def enter(self, layer: int, micro_batch: int) -> None:
+        """Starts the stream of this layer and micro-batch."""
+        self._layer = layer
+        self._micro_batch = micro_batch
+        self._seeded = False
+        if self._seed_device is not None:
+            # An accelerator's fused kernels take no generator, so its default generator itself is moved to the stream.
+            self._seed_device(self.seed())
+
+    def seed(self) -> int:
+        """The 64-bit seed of the present (key, layer, micro-batch)."""
+        return mix(self._key.value(), self._layer, self._micro_batch)
+
+    def generator(self) -> torch.Generator:
+        """The generator to draw the next CPU numbers from."""
+        if self._generator is None:
+            self._generator = torch.Generator("cpu")
+        if not self._seeded:
+            self._generator.manual_seed(self.seed())
+            self._seeded = True
+        return self._generator
+
+
+def mix(key: int, layer: int, micro_batch: int) -> int:
+    """A 64-bit seed that differs in every bit for neighbouring arguments.
+
+    SplitMix64's finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014) after each
+    argument.
+
+    Example:
+        >>> mix(1, 2, 3) == mix(1, 2, 3), mix(1, 2, 3) == mix(1, 3, 2)
+        (True, False)
+    """
+    state = key & _MASK
+    for word in (layer, micro_batch):
+        state = (state + 0x9E3779B97F4A7C15 * (word + 1)) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state

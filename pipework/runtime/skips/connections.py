@@ -1,0 +1,155 @@
+r"""Skip connections between stages: a tensor goes straight from the stage that stashes it to those that pop it.
+
+    stage 0  -- value --> stage 1 -- value --> stage 2        gradients take the same ways back
+        \________________ skip ________________/
+
+To a stage, what it pops are further inputs and what it stashes are further outputs: they are cut from the graph, kept
+for a recomputation, differentiated and freed like the others. This file says how they are told apart and sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipework.autograd import boundary
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from torch import Tensor
+
+    from pipework.runtime.transport import Endpoint, Send
+    from pipework.values.nested import Structure
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A skip connection.
+
+    Attributes:
+        key: names it to the layers.
+        source: the stage that stashes.
+        destinations: the stages that pop.
+    """
+
+    key: Hashable
+    source: int
+    destinations: tuple[int, ...]
+
+
+class Bundle(NamedTuple):
+    """The structure around a stage's tensors if skips are among them: the value's own come first, then the skips'."""
+
+    structure: Structure | None
+    own: int
+    present: tuple[bool, ...]  # for each skip whether it is a tensor; None may be stashed, too
+
+
+class SkipPorts:
+    """Where one stage's skips come from and go to.
+
+    Args:
+        stage: its number.
+        skips: all of the pipe.
+    """
+
+    def __init__(self, stage: int, skips: Sequence[Skip]) -> None:
+        self._stage = stage
+        numbered = list(enumerate(skips))
+        self._incoming = [(n, skip) for n, skip in numbered if stage in skip.destinations and stage != skip.source]
+        self._outgoing = [
+            (n, skip) for n, skip in numbered if stage == skip.source and any(d != stage for d in skip.destinations)
+        ]
+        self.touched = any(stage == skip.source or stage in skip.destinations for skip in skips)
+        self._present_in: dict[int, tuple[bool, ...]] = {}
+        self._present_out: dict[int, tuple[bool, ...]] = {}
+
+    def connect(self, endpoint: Endpoint) -> None:
+        """Prepares for one run of the worker."""
+        self._receive = endpoint.receive
+        self._senders: list[list[Send]] = [
+            [endpoint.sender(f"F skip {n}", stage) for stage in skip.destinations if stage != self._stage]
+            for n, skip in self._outgoing
+        ]
+        self._gradient_senders: list[Send] = [
+            endpoint.sender(f"B skip {n} from {self._stage}", skip.source) for n, skip in self._incoming
+        ]
+
+    def receive(
+        self, micro_batch: int, leaves: tuple[Tensor, ...], structure: Structure | None
+    ) -> tuple[tuple[Tensor, ...], Bundle]:
+        """Waits for what the stage will pop, and adds it to its inputs."""
+        skips: list[Tensor] = []
+        present = []
+        for n, _ in self._incoming:
+            tensors, _ = self._receive((f"F skip {n}", self._stage, micro_batch))
+            skips += tensors
+            present.append(bool(tensors))
+        self._present_in[micro_batch] = tuple(present)
+        return leaves + tuple(skips), Bundle(structure, len(leaves), tuple(present))
+
+    def send(self, micro_batch: int, tensors: Sequence[Tensor], present: tuple[bool, ...]) -> None:
+        """Sends what the stage has stashed to every stage that pops it, each a leaf of its own."""
+        self._present_out[micro_batch] = present
+        remaining = iter(tensors)
+        for senders, is_tensor in zip(self._senders, present, strict=True):
+            tensor = next(remaining) if is_tensor else None
+            for send in senders:
+                send(micro_batch, () if tensor is None else (boundary.cut(tensor),), None)
+
+    def stashed(self, tensors: Sequence[Tensor], present: tuple[bool, ...]) -> list[tuple[int, Tensor]]:
+        """What the stage has stashed, with the number of the skip."""
+        numbers = [n for (n, _), is_tensor in zip(self._outgoing, present, strict=True) if is_tensor]
+        return list(zip(numbers, tensors, strict=True))
+
+    def receive_gradients(self, micro_batch: int) -> tuple[Tensor | None, ...]:
+        """Waits for the gradients of what was stashed: the sum over the stages that popped it, the last one's first."""
+        gradients = []
+        for (n, skip), is_tensor in zip(self._outgoing, self._present_out[micro_batch], strict=True):
+            total: Tensor | None = None
+            for stage in sorted(skip.destinations, reverse=True):
+                if stage != self._stage:
+                    (part,) = self._receive((f"B skip {n} from {stage}", self._stage, micro_batch))[0]
+                    total = part if total is None else total if part is None else total + part
+            if is_tensor:
+                gradients.append(total)
+        return tuple(gradients)
+
+    def send_gradients(self, micro_batch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Sends the gradients of what was popped back to where it was stashed. Returns those of the value itself."""
+        present = self._present_in[micro_batch]
+        own = len(gradients) - sum(present)
+        remaining = iter(gradients[own:])
+        for send, is_tensor in zip(self._gradient_senders, present, strict=True):
+            send(micro_batch, (next(remaining) if is_tensor else None,), None)
+        return gradients[:own]
+
+    def tracker(self, aliases: Sequence[Tensor], present: tuple[bool, ...]) -> StageTracker:
+        """The tracker that the stage's layers talk to while they run on one micro-batch."""
+        remaining = iter(aliases)
+        popped = {
+            skip.key: next(remaining) if is_tensor else None
+            for (_, skip), is_tensor in zip(self._incoming, present, strict=True)
+        }
+        return StageTracker(popped, [skip.key for _, skip in self._outgoing])
+
+
+class StageTracker:
+    """The `SkipTracker` of one stage and micro-batch: what it will pop is there, what it stashes is collected."""
+
+    def __init__(self, popped: dict[Hashable, Tensor | None], outgoing: Sequence[Hashable]) -> None:
+        self._tensors = popped
+        self._outgoing = outgoing
+
+    def save(self, key: Hashable, tensor: Tensor | None, poppers: int) -> None:
+        """See `SkipTracker.save`."""
+        self._tensors[key] = tensor
+
+    def load(self, key: Hashable) -> Tensor | None:
+        """See `SkipTracker.load`."""
+        return self._tensors[key]
+
+    def outgoing(self) -> tuple[Tensor | None, ...]:
+        """What the stage has stashed for other stages."""
+        return tuple([self._tensors[key] for key in self._outgoing])

@@ -1,0 +1,1 @@
+"""One stage at run time: its layers, buffers, loss and memory."""

@@ -1,0 +1,107 @@
+"""The loss inside of the pipe: what the last stage makes of a micro-batch's output."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pipework.values import nested
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pipework.values.nested import Structure
+
+
+@dataclass(frozen=True)
+class InnerLoss:
+    """How the output of a micro-batch becomes its part of the mini-batch's loss.
+
+    Attributes:
+        function: from output and target to the loss; None: the last layer takes the target as its last positional
+            argument and returns the loss.
+        weights: the factor of each micro-batch's loss; None: none has one.
+        scale: gradients carry this factor, so that small ones survive in float16.
+        keeps_output: whether the output is wanted, too.
+    """
+
+    function: Callable[[Any, Any], Tensor] | None
+    weights: tuple[float, ...] | None = None
+    scale: float = 1.0
+    keeps_output: bool = False
+
+    @property
+    def description(self) -> str:
+        """What people call the function."""
+        return getattr(self.function, "__name__", None) or type(self.function).__name__
+
+    def scale_in(self, dtype: torch.dtype) -> float:
+        """The scale as the gradient of a loss of this dtype holds it."""
+        return torch.full((), self.scale, dtype=dtype, device="cpu").item()
+
+    def part(self, value: Any, micro_batch: int) -> Tensor:
+        """The micro-batch's part of the loss: what was computed, times its weight.
+
+        Args:
+            value: what the function, or the last layer, gave.
+            micro_batch: its number.
+
+        Raises:
+            TypeError: that is no tensor.
+            ValueError: that is no 0-dimensional one.
+        """
+        if not isinstance(value, Tensor) or value.dim() or value.is_complex():
+            raise self._no_loss(value)
+        if self.weights is None:
+            return value
+        weight = self.weights[micro_batch]
+        # What counts nothing must not spoil the rest: the mean over no element is NaN, and so is 0 x NaN.
+        return value * weight if weight else value.new_zeros(())
+
+    def _no_loss(self, value: Any) -> TypeError | ValueError:
+        source = "the last layer" if self.function is None else f"loss_fn ({self.description})"
+        if not isinstance(value, Tensor):
+            hint = "; give the pipe a loss_fn, or let its last layer take the target and return the loss"
+            return TypeError(
+                f"{source} returned {type(value).__name__}, wanted the loss as a 0-dimensional tensor{hint}"
+            )
+        if value.is_complex():
+            return TypeError(
+                f"{source} returned a complex loss ({value.dtype}), wanted a real one: take .abs() or .real"
+            )
+        return ValueError(
+            f"{source} returned a tensor of shape {tuple(value.shape)}, wanted a 0-dimensional loss: reduce it, "
+            "for example with reduction='mean', or with .mean()"
+        )
+
+    def outputs(self, output: Any, part: Tensor) -> tuple[tuple[Tensor, ...], Structure | None]:
+        """What leaves the last stage: the loss first, then the output without its graph if it is wanted."""
+        if not self.keeps_output:
+            return (part,), None
+        tensors, structure = nested.flatten(output)
+        return (part, *(tensor.detach() for tensor in tensors)), structure
+
+
+def mean_weights(amounts: Sequence[float]) -> tuple[float, ...]:
+    """Each micro-batch's share in a mean; if there is nothing to take the mean of, NaN as from any mean of nothing.
+
+    Example:
+        >>> mean_weights([3, 1])
+        (0.75, 0.25)
+    """
+    total = sum(amounts)
+    return tuple([amount / total if total else math.nan for amount in amounts])
+
+
+def total(parts: Sequence[Tensor]) -> Tensor:
+    """The mini-batch's loss: its parts, added in the order of the micro-batches."""
+    loss, *others = parts
+    loss = loss.detach()
+    with torch.no_grad():  # cheaper than detaching each part
+        for part in others:
+            loss = loss + part
+    return loss

@@ -1,0 +1,109 @@
+"""Counts the bytes that are kept for the backwards of the micro-batches in flight, while a mini-batch is recorded."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from pipework import torch_private
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+
+
+class MemoryMeter:
+    """Live activation bytes of one worker: its stages' inputs and what their graphs save, but no parameters or buffers.
+
+    A stage holds its inputs until its backward, where their gradients gather, also those that no graph saves. A storage
+    counts once per stage and micro-batch, however often it is saved.
+
+    Args:
+        persistent: tensors that live anyway and are not counted.
+    """
+
+    def __init__(self, persistent: Iterable[Tensor]) -> None:
+        self._persistent = {tensor.untyped_storage().data_ptr() for tensor in persistent}
+        self._held: dict[tuple[int, int], int] = {}
+        self._inputs: dict[tuple[int, int], dict[int, int]] = {}
+        self._peak = 0
+        self._sent = 0
+
+    @contextlib.contextmanager
+    def measuring(
+        self, stage: int, micro_batch: int, inputs: Iterable[Tensor], target: Iterable[Tensor] = ()
+    ) -> Iterator[None]:
+        """Counts the inputs and what is saved inside as held for this micro-batch of the stage, until `released`."""
+        # The caller's micro-batches are slices of one storage, of which each holds its own rows.
+        of_inputs = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in inputs}
+        self._inputs[stage, micro_batch] = of_inputs
+        own = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in target} | of_inputs
+        sizes: dict[int, int] = {}
+        if torch.is_grad_enabled():  # without a backward to come, nothing is kept
+            sizes = {address: size for address, size in of_inputs.items() if address not in self._persistent}
+        outer = (
+            torch_private.saved_tensor_hooks()
+        )  # only the innermost hooks are called, so these must call the user's own
+
+        def pack(tensor: Tensor) -> Any:
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            if address not in self._persistent:
+                sizes[address] = own.get(address, storage.nbytes())
+            if outer is not None:
+                return outer[0](tensor)
+            # Not the tensor itself: an output that its own node saves would be a cycle that nobody can free. And with
+            # hooks it is not autograd that sees whether a saved tensor has been overwritten.
+            return tensor.detach(), tensor._version
+
+        def unpack(packed: Any) -> Tensor:
+            if outer is not None:
+                return outer[1](packed)
+            tensor: Tensor
+            tensor, version = packed
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version "
+                    f"{version} instead"
+                )
+            return tensor
+
+        unpack.may_be_called_twice = outer is None  # type: ignore[attr-defined]
+        with saved_tensors_hooks(pack, unpack):
+            yield
+        self._hold(stage, micro_batch, sum(sizes.values()))
+
+    def checkpointed(self, stage: int, micro_batch: int, kept: Iterable[Tensor]) -> None:
+        """After the first pass of a checkpointed micro-batch: only its inputs and copies of buffers are kept."""
+        self._hold(stage, micro_batch, sum(tensor.nbytes for tensor in kept))
+
+    def waiting(self, stage: int, micro_batch: int, kept: Iterable[Tensor]) -> None:
+        """After the I of a micro-batch: what its W needs is kept."""
+        storages = [tensor.untyped_storage() for tensor in kept]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        sizes |= {address: size for address, size in self._inputs[stage, micro_batch].items() if address in sizes}
+        self._hold(stage, micro_batch, sum(size for address, size in sizes.items() if address not in self._persistent))
+
+    def released(self, stage: int, micro_batch: int) -> None:
+        """After the backward of a micro-batch: nothing of it is kept."""
+        self._held.pop((stage, micro_batch), None)
+        self._inputs.pop((stage, micro_batch), None)
+
+    def sending(self, tensors: Iterable[Tensor]) -> None:
+        """What an action sends to other stages."""
+        self._sent += sum(tensor.nbytes for tensor in tensors)
+
+    def read(self, stage: int, micro_batch: int) -> tuple[int, int, int]:
+        """The most bytes held at once since the last call, what a micro-batch holds now, and what has been sent."""
+        peak, self._peak = self._peak, sum(self._held.values())
+        sent, self._sent = self._sent, 0
+        return peak, self._held.get((stage, micro_batch), 0), sent
+
+    def _hold(self, stage: int, micro_batch: int, size: int) -> None:
+        self._held[stage, micro_batch] = size
+        self._peak = max(self._peak, sum(self._held.values()))

@@ -1,0 +1,97 @@
+"""A partition as a schedule sees it: what does not change from mini-batch to mini-batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import nn
+
+from pipework.runtime.skips.stashed import StashedTensors
+from pipework.runtime.stage.buffers import MutableBuffers
+from pipework.runtime.stage.execution_views import execution_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipework.model.tuples import TupleRule
+    from pipework.runtime.device import WorkerDevice
+    from pipework.runtime.skips.connections import Skip
+
+
+class Layer(NamedTuple):
+    """One layer as a stage runs it."""
+
+    module: nn.Module
+    number: int  # in the un-partitioned module; names the layer's random stream
+    name: str
+    takes_tuple_whole: bool
+
+
+class Stage:
+    """A partition with everything about it that does not change from mini-batch to mini-batch.
+
+    Args:
+        index: the stage's number.
+        layers: the user's layers in order, with their names.
+        first_number: of the first of them in the un-partitioned module.
+        device: where the stage's worker computes.
+        shared: ids of the modules that other stages run, too.
+        shares_output: the next stage uses the memory of this one's outputs, until after its own backward.
+        skips: all skip connections of the pipe.
+        tuples: how a tuple reaches a layer.
+        loss: computed behind the layers, if it is a module.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[tuple[str, nn.Module]],
+        *,
+        first_number: int,
+        device: WorkerDevice,
+        shared: set[int],
+        shares_output: bool,
+        skips: Sequence[Skip],
+        tuples: TupleRule,
+        loss: nn.Module | None = None,
+    ) -> None:
+        self.index = index
+        self.skips = skips
+        self.stashed = StashedTensors(index, skips)
+        self.device = device
+        self.shares_output = shares_output
+        names = [name for name, _ in layers]
+        runnable, self._views = execution_layers([layer for _, layer in layers], shared)
+        self.layers = [
+            Layer(module, number, name, tuples.keeps_whole(module))
+            for number, (name, module) in enumerate(zip(names, runnable, strict=True), start=first_number)
+        ]
+        # If it takes the target, too, that does not count.
+        last = self.layers[-1]
+        whole = tuples.keeps_whole(last.module, others=1)
+        self.layers_with_target = [*self.layers[:-1], last._replace(takes_tuple_whole=whole)]
+        # The situations in which a graph of this stage has been searched for hidden parameters.
+        self.inspected: set[tuple[bool, bool, int]] = set()
+        # By the id of a parameter, whether its gradient can wait for a W half, as its use has shown.
+        self.waits: dict[int, bool] = {}
+        self.buffers = MutableBuffers(runnable if loss is None else [*runnable, loss])
+
+    def refresh(self) -> None:
+        """Takes over what the user has changed in modules that are run through views."""
+        for view in self._views:
+            view.refresh()
+
+    def hand_back(self) -> None:
+        """After a run: what modules that are run through views have assigned to themselves is the user's."""
+        for view in self._views:
+            view.hand_back()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The layers' modules, as they are run."""
+        return [layer.module for layer in self.layers]
+
+    @property
+    def training(self) -> bool:
+        """Whether any of the layers is in training mode: a stage in evaluation mode is not checkpointed."""
+        return any(layer.module.training for layer in self.layers)

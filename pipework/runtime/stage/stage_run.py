@@ -1,0 +1,489 @@
+"""One mini-batch on one stage: what the stage's F, R and B actions do to a micro-batch.
+
+A `Stage` lives as long as its pipe; a `StageRun` holds what one mini-batch leaves on it between its actions:
+
+    F  receive -> leaves -> layers -> outputs -> send, cut from the graph          keeps leaves and graph roots
+       (checkpointed: the graph is dropped at once)                                 keeps leaves only
+    R  leaves -> layers again                                                       now keeps graph roots, too
+    B  receive gradients -> autograd from the roots -> leaf.grad -> send            keeps nothing
+    I  the same, but for the gradients of parameters that can wait                  keeps what these need (see `split`)
+    W  these gradients                                                              keeps nothing
+
+Parameter gradients gather in the alias leaves (see `parameters`), in the order of the B actions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from pipework import torch_private
+from pipework.autograd import boundary, hidden_parameters
+from pipework.autograd.aliases import Aliases
+from pipework.autograd.weight_split.store import WeightGradientStore
+from pipework.runtime.failure import add_note
+from pipework.runtime.random.streams import function_may_draw, may_draw
+from pipework.runtime.skips import skip_tracker
+from pipework.runtime.skips.connections import Bundle, SkipPorts
+from pipework.runtime.skips.stashed import Arrived, Stashed, arrived_tensors
+from pipework.runtime.stage.finite import refuse_non_finite
+from pipework.runtime.stage.recompute_phase import checkpointing, recomputing
+from pipework.values import nested
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence, Set
+
+    from pipework.runtime.caller_context import CallerContext
+    from pipework.runtime.random.streams import RandomStream
+    from pipework.runtime.stage.buffers import Snapshot
+    from pipework.runtime.stage.loss import InnerLoss
+    from pipework.runtime.stage.memory_meter import MemoryMeter
+    from pipework.runtime.stage.stage import Stage
+    from pipework.runtime.transport import Endpoint
+    from pipework.schedule import Action
+    from pipework.values.nested import Structure
+
+    Root: TypeAlias = Tensor | GradientEdge | None  # where a backward starts; None: there is nothing to differentiate
+    # What makes a value of tensors: a Structure, None for a single tensor, a Bundle if the stage has skips.
+    Around: TypeAlias = Any
+
+
+_gradient = operator.attrgetter("grad")
+
+
+class StageRun:
+    """One stage's part in one mini-batch. All actions of a stage are executed by one worker, one after the other."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        context: CallerContext,
+        checkpointed: Set[int],
+        *,
+        own_leaves: frozenset[int],
+        sends_gradients: bool,
+        check_finite: bool,
+        splits: bool = False,
+        loss: InnerLoss | None = None,
+    ) -> None:
+        self._stage = stage
+        self._check_finite = check_finite
+        self._index = stage.index
+        self._layers = stage.layers
+        self._context = context
+        self._grad = context.grad
+        self._checkpointed = checkpointed if context.grad and stage.training else frozenset[int]()
+        self._inputs: dict[int, tuple[tuple[Tensor, ...], Around, Snapshot, list[int]]] = {}
+        self._graphs: dict[int, tuple[tuple[Tensor, ...], tuple[Root, ...]]] = {}
+        # Whether the layers overwrite their input is seen on the first micro-batch, which is treated as if they did.
+        # The caller's own leaves are always given as they are: PyTorch is to refuse an in-place operation on them.
+        self._overwrites: bool | None = None
+        self._own_leaves = own_leaves if stage.index == 0 else frozenset[int]()
+        self._sends_gradients = sends_gradients
+        self._loss = loss
+        self._targets: dict[int, tuple[tuple[Tensor, ...], Any]] = {}  # the tensors, and the whole
+        self._seed: Tensor | None = None
+        self._inspected = False  # whether a graph has been searched for hidden parameters
+        self._takes_target = -1
+        if loss is not None and loss.function is None:  # the last layer takes the target, too
+            self._layers = stage.layers_with_target
+            self._takes_target = self._layers[-1].number
+        stage.refresh()
+        self.draws = any(map(may_draw, stage.modules)) or (loss is not None and function_may_draw(loss.function))
+        self._weight_store = WeightGradientStore(stage.waits) if splits and context.grad else None
+        self.aliases = Aliases(stage.modules if context.grad else (), self._weight_store)
+        if not self.aliases.any_may_wait:
+            self._weight_store = None
+        self._parameter_versions = self.aliases.versions
+        self.meter: MemoryMeter | None = None
+        ports = SkipPorts(stage.index, stage.skips)
+        self._skips = ports if ports.touched else None
+        self._stashed = stage.stashed
+
+    def connect(
+        self,
+        endpoint: Endpoint,
+        *,
+        stream: RandomStream | None,
+        started: Callable[[], None] | None = None,
+        retain_graph: bool = False,
+        context_entered: bool = False,
+    ) -> None:
+        """Prepares for one run of the worker.
+
+        Args:
+            endpoint: the worker's side of the transport.
+            stream: where the worker's random numbers come from; None: the layers draw none.
+            started: called when an action has all that it waits for and begins to compute; None: nobody wants to know.
+            retain_graph: whether the B actions leave their graphs for another run.
+            context_entered: whether the caller's settings for the layers are in force during the whole run.
+        """
+        self._receive = endpoint.receive
+        self._context_entered = context_entered
+        self._send_output = endpoint.sender("F", self._index + 1)
+        self._send_gradient = endpoint.sender("B", self._index - 1) if self._sends_gradients else None
+        self._enter_stream = None if stream is None else stream.enter
+        self._guard = None if stream is None else stream.guard
+        if self._skips is not None:
+            self._skips.connect(endpoint)
+        self._watched = not (self.meter is None and self._guard is None and self._skips is None)
+        self._started = started
+        self._retain_graph = retain_graph
+        self._autocast_off = context_entered and bool(self._context.autocasts)
+
+    def disconnect(self) -> None:
+        """After a run: lets go of who wanted to know when an action starts, which knows this object."""
+        self._started = None
+        if self._weight_store is not None:
+            self._weight_store.learn(self.aliases.parameters, self.aliases.leaves)
+
+    def forward(self, action: Action) -> None:
+        """F: computes the stage's output for one micro-batch and sends it on."""
+        micro_batch = action.micro_batch
+        leaves, structure = self._receive(action[:3])
+        arrived: list[Arrived] = []
+        if isinstance(structure, Stashed):
+            arrived, structure = arrived_tensors(leaves, structure), structure.structure
+        if self._skips is not None:
+            leaves, structure = self._skips.receive(micro_batch, leaves, structure)
+        if self._loss is not None:
+            tensors, around = self._receive(("target", self._index, micro_batch))
+            # Slices of one tensor count their versions together, and one that is overwritten concerns no other.
+            tensors = tuple([boundary.enter_slice(tensor) for tensor in tensors])
+            self._targets[micro_batch] = tensors, nested.unflatten(tensors, around)
+        if self._started is not None:
+            self._started()
+        if micro_batch in self._checkpointed:
+            outputs, structure = self._first_pass(leaves, structure, micro_batch, arrived)
+        else:
+            outputs, structure = self._compute(leaves, structure, micro_batch)
+            if self._grad:
+                self._keep_graph(micro_batch, leaves, outputs)
+        if self._check_finite:
+            refuse_non_finite(outputs, f"an output of stage {self._index}")
+        if arrived:
+            self._stashed.refuse_overwritten(arrived)
+        # The references to the graph end here: what is sent has none, and this frame must not keep it either.
+        outputs = tuple(map(boundary.cut, outputs))
+        if self._loss is not None:
+            if micro_batch not in self._checkpointed:
+                del self._targets[micro_batch]
+            if self._seed is None:
+                self._seed = outputs[0].new_full((), self._loss.scale)
+        if self.meter is not None:
+            self.meter.sending(outputs)
+        if self._skips is not None:
+            structure, own, present = structure
+            self._skips.send(micro_batch, outputs[own:], present)
+            outputs, own_stashed = outputs[:own], self._skips.stashed(outputs[own:], present)
+            structure = self._stashed.around(structure, outputs, arrived, own_stashed)
+        elif arrived:
+            structure = self._stashed.around(structure, outputs, arrived, ())
+        self._send_output(micro_batch, outputs, structure)
+
+    def recompute(self, action: Action) -> None:
+        """R: computes a checkpointed micro-batch again and keeps the graph. Needs no gradient: it may run early."""
+        if self._started is not None:
+            self._started()
+        micro_batch = action.micro_batch
+        if micro_batch not in self._inputs:
+            return  # this stage is in evaluation mode: nothing was checkpointed here
+        again = self._retain_graph
+        leaves, structure, buffers, versions = self._inputs[micro_batch] if again else self._inputs.pop(micro_batch)
+        # A stage that overwrites its input gets copies; but the caller's micro-batches count their versions together.
+        untouched = self._overwrites or versions == [leaf._version for leaf in leaves]
+        if not untouched or self._parameter_versions != self.aliases.versions:
+            raise RuntimeError(
+                f"an input or a parameter of stage {self._index} has been modified by an inplace operation since its "
+                "forward, so it cannot be recomputed for its backward. Call backward() before optimizer.step() and "
+                "before the batch's memory is used again, or use checkpoint='never' if autograd need not have them"
+            )
+        if self._overwrites:
+            leaves = tuple(map(_private_copy, leaves))
+        context = contextlib.nullcontext() if self._context_entered else self._context.entered()
+        with context, recomputing(), buffers.standing_in(again=again):
+            outputs, _ = self._compute(leaves, structure, micro_batch)
+            self._keep_graph(micro_batch, leaves, outputs)
+        self._targets.pop(micro_batch, None)  # a loss inside is recomputed once
+
+    def backward(self, action: Action) -> None:
+        """B: differentiates one micro-batch, adds to the parameters' gradients, sends the input's gradient on."""
+        self._differentiate(action)
+        self._end_backward(action.micro_batch)
+
+    def input_gradient(self, action: Action) -> None:
+        """I: the same, but that the gradients of parameters wait for the W, where that is possible."""
+        self._differentiate(action)
+        if self.meter is not None and not self._retain_graph:
+            waiting = () if self._weight_store is None else self._weight_store.kept(action.micro_batch)
+            self.meter.waiting(self._index, action.micro_batch, waiting)
+
+    def weight_gradient(self, action: Action) -> None:
+        """W: forms the gradients that have waited, and adds them to the parameters'."""
+        if self._started is not None:
+            self._started()
+        self._end_backward(action.micro_batch)
+
+    def _end_backward(self, micro_batch: int) -> None:
+        if self._weight_store is not None:
+            self._weight_store.add_weight_gradients(micro_batch, again=self._retain_graph)
+            self._check_parameters()
+        if self.meter is not None and not self._retain_graph:
+            self.meter.released(self._index, micro_batch)
+
+    def _check_parameters(self) -> None:
+        if self._check_finite:
+            for name, alias in self.aliases.named(self._layers):
+                refuse_non_finite([alias.grad], f"the gradient of parameter {name!r}")
+
+    def _differentiate(self, action: Action) -> None:
+        """Runs autograd for one micro-batch, and sends the input's gradient on."""
+        micro_batch = action.micro_batch
+        gradients = self._received_gradients(action)
+        if self._skips is not None:
+            gradients += self._skips.receive_gradients(micro_batch)
+        if self._started is not None:
+            self._started()
+        leaves, roots = self._graphs[micro_batch] if self._retain_graph else self._graphs.pop(micro_batch)
+        starts, seeds = _differentiable(roots, gradients)
+        if starts:
+            if self._enter_stream is not None:
+                # A backward may draw, too: a stream of its own, apart from all layers'.
+                self._enter_stream(-1 - self._index, micro_batch)
+            if self._weight_store is not None:
+                run = functools.partial(self._run_backward, starts, seeds)
+                self._weight_store.differentiate(micro_batch, run)
+            else:
+                self._run_backward(starts, seeds)
+        of_leaves = tuple(map(_gradient, leaves))
+        if self._check_finite:
+            refuse_non_finite(of_leaves, f"the gradient of an input of stage {self._index}")
+            self._check_parameters()
+        if self._skips is not None:
+            of_leaves = self._skips.send_gradients(micro_batch, of_leaves)
+        if self._send_gradient is not None:
+            self._send_gradient(micro_batch, of_leaves, None)
+        if self._retain_graph:
+            for leaf in leaves:
+                leaf.grad = None
+
+    def _run_backward(self, starts: tuple[Tensor | GradientEdge, ...], seeds: tuple[Tensor, ...]) -> None:
+        if self._autocast_off:  # as PyTorch advises for a backward
+            with self._context.without_autocast():
+                torch_private.run_backward(starts, seeds, self._retain_graph)
+        else:
+            torch_private.run_backward(starts, seeds, self._retain_graph)
+
+    def _received_gradients(self, action: Action) -> tuple[Tensor | None, ...]:
+        """The gradients of the stage's outputs; a loss inside has that of its own scale, and begins here."""
+        if self._loss is None:
+            gradients, _ = self._receive(("B", self._index, action.micro_batch))
+            return gradients
+        _, roots = self._graphs[action.micro_batch]
+        return self._seed, *[None] * (len(roots) - 1)
+
+    def clear(self) -> None:
+        """Lets go of every tensor, after a failure: a traceback leads to this object."""
+        self._targets.clear()
+        self._inputs.clear()
+        self._graphs.clear()
+        if self._weight_store is not None:
+            self._weight_store.clear()
+        self.aliases.take_gradients()
+
+    def _first_pass(
+        self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int, arrived: Sequence[Arrived]
+    ) -> tuple[tuple[Tensor, ...], Around]:
+        """Computes a micro-batch whose graph will not be kept, only its input.
+
+        Autograd records it all the same: only so is it known which outputs require a gradient, and a module that
+        asks for grad mode does the same in both passes. The graph dies with the outputs that leave this function's
+        caller; its peak is that of the recomputation.
+        """
+        buffers = self._stage.buffers.snapshot()
+        # A stage that begins with an in-place operation would overwrite the input that the recomputation needs.
+        own = leaves if self._overwrites is False else tuple(map(_private_copy, leaves))
+        versions = [leaf._version for leaf in own]
+        with checkpointing():
+            outputs, structure_out = self._compute(own, structure, micro_batch)
+            if not self._inspected:
+                self._inspect(own, outputs)
+        target, _ = self._targets.get(micro_batch, ((), None))
+        if any(not tensor.is_inference() and tensor._version for tensor in target):
+            raise RuntimeError(
+                "the loss changed its target in place, and checkpointing needs the target again. Clone it in the loss, "
+                "or use checkpoint='never'"
+            )
+        kept = [leaf._version for leaf in leaves]
+        self._inputs[micro_batch] = leaves, structure, self._stage.buffers.learn(buffers), kept
+        if versions != [leaf._version for leaf in own]:
+            if own is leaves:
+                raise RuntimeError(
+                    f"stage {self._index}, which begins with layer {self._layers[0].name!r}, changed its "
+                    "input in place, which it did not do for the first micro-batch; checkpointing needs that input "
+                    "again. Clone the input in that layer, or use checkpoint='never'."
+                )
+            self._stashed.refuse_overwritten(arrived, own)
+            self._overwrites = True
+            self._refuse_overlap(leaves)
+        if self.meter is not None:
+            self.meter.checkpointed(self._index, micro_batch, [*leaves, *self._inputs[micro_batch][2].tensors])
+        return outputs, structure_out
+
+    def _compute(
+        self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
+    ) -> tuple[tuple[Tensor, ...], Around]:
+        """Runs the layers on one micro-batch."""
+        if self._weight_store is None:
+            return self._compute_whole(leaves, structure, micro_batch)
+        self._weight_store.begin(micro_batch)
+        result = self._compute_whole(leaves, structure, micro_batch)
+        self._weight_store.end()
+        return result
+
+    def _compute_whole(
+        self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
+    ) -> tuple[tuple[Tensor, ...], Around]:
+        if not self._watched:
+            return self._run_layers(leaves, structure, micro_batch)
+        with contextlib.ExitStack() as stack:
+            if self._guard is not None:
+                stack.enter_context(self._guard)
+            if self.meter is not None:
+                target, _ = self._targets.get(micro_batch, ((), None))
+                stack.enter_context(self.meter.measuring(self._index, micro_batch, leaves, target))
+            if self._skips is None:
+                return self._run_layers(leaves, structure, micro_batch)
+            return self._run_layers_with_skips(self._skips, leaves, structure, micro_batch)
+
+    def _run_layers_with_skips(
+        self, skips: SkipPorts, leaves: tuple[Tensor, ...], bundle: Bundle, micro_batch: int
+    ) -> tuple[tuple[Tensor, ...], Bundle]:
+        """The same, where some inputs are popped and some outputs stashed."""
+        popped = leaves[bundle.own :]
+        aliases = [boundary.enter(leaf) for leaf in popped]
+        tracker = skips.tracker(aliases, bundle.present)
+        with skip_tracker.using(tracker):
+            outputs, structure = self._run_layers(leaves[: bundle.own], bundle.structure, micro_batch)
+        self._see_overwriting(popped, aliases)
+        stashed = tracker.outgoing()
+        present = tuple([tensor is not None for tensor in stashed])
+        return outputs + tuple([t for t in stashed if t is not None]), Bundle(structure, len(outputs), present)
+
+    def _run_layers(
+        self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
+    ) -> tuple[tuple[Tensor, ...], Around]:
+        aliased = self._overwrites is not False
+        aliases = leaves
+        if aliased:
+            own, enter = self._own_leaves, boundary.enter_slice if self._index == 0 else boundary.enter
+            aliases = tuple([leaf if n in own else enter(leaf) for n, leaf in enumerate(leaves)])
+        value = aliases[0] if structure is None else nested.unflatten(aliases, structure)
+        enter_stream = self._enter_stream
+        # A single tensor, the usual case, goes the way of all other values.
+        has_arguments = structure is not None and self._index == 0
+        takes_target = self._takes_target
+        for module, number, name, takes_tuple_whole in self._layers:
+            if enter_stream is not None:
+                enter_stream(number, micro_batch)
+            try:
+                if has_arguments or number == takes_target:
+                    arguments, keywords = value if has_arguments else (_spread(value, takes_tuple_whole), {})
+                    if number == takes_target:
+                        arguments = (*arguments, self._targets[micro_batch][1])
+                    value, has_arguments = module(*arguments, **keywords), False
+                else:
+                    value = module(*value) if type(value) is tuple and not takes_tuple_whole else module(value)
+            except BaseException as error:
+                add_note(error, f"in layer {name!r} ({type(module).__name__})")
+                if number == takes_target and isinstance(error, TypeError):
+                    add_note(
+                        error,
+                        "the pipe has no loss_fn, so the last layer is given the target and returns the loss; "
+                        "or give Pipe a loss_fn",
+                    )
+                raise
+        if aliased:
+            self._see_overwriting(leaves, aliases)
+        return nested.flatten(value) if self._loss is None else self._with_loss(self._loss, value, micro_batch)
+
+    def _with_loss(self, loss: InnerLoss, output: Any, micro_batch: int) -> tuple[tuple[Tensor, ...], Structure | None]:
+        """What leaves the last stage if the loss is inside."""
+        value = output
+        if loss.function is not None:
+            if self._enter_stream is not None:
+                self._enter_stream(self._layers[-1].number + 1, micro_batch)
+            try:
+                value = loss.function(output, self._targets[micro_batch][1])
+            except BaseException as error:
+                add_note(error, f"in loss_fn ({loss.description})")
+                raise
+        return loss.outputs(output, loss.part(value, micro_batch))
+
+    def _see_overwriting(self, leaves: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
+        seen = [boundary.report_overwriting(leaf, alias) for leaf, alias in zip(leaves, aliases, strict=True)]
+        self._overwrites = bool(self._overwrites) or any(seen)
+        if any(seen):
+            self._refuse_overlap(leaves)
+
+    def _refuse_overlap(self, leaves: Sequence[Tensor]) -> None:
+        storages = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+        if len(storages) < len(leaves) and any(leaf.requires_grad for leaf in leaves):
+            raise RuntimeError(
+                f"stage {self._index}, which begins with layer {self._layers[0].name!r}, changed an input in place, "
+                "and its inputs share memory, so that the gradient of another one would be wrong. Send a clone, or "
+                "make the operation not in-place"
+            )
+
+    def _keep_graph(self, micro_batch: int, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+        """Keeps what B needs: where the graph begins and ends, but not the outputs' memory."""
+        if not self._inspected:
+            self._inspect(leaves, outputs)
+        self._graphs[micro_batch] = leaves, tuple(map(_itself if self._stage.shares_output else _edge, outputs))
+
+    def _inspect(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+        if not any(output.requires_grad for output in outputs):
+            return
+        # Once for each situation in which another graph may come out.
+        situation = (self._loss is None, self._stage.training, len(self.aliases.leaves))
+        if situation not in self._stage.inspected:
+            hidden_parameters.refuse_hidden_parameters(self._stage, self.aliases, leaves, outputs)
+            self._stage.inspected.add(situation)
+        self._inspected = True
+
+
+def _spread(value: Any, takes_tuple_whole: bool) -> tuple[Any, ...]:
+    """As `TupleRule.arguments`, whose answer was asked for once: it looks at the layer's signature."""
+    return value if type(value) is tuple and not takes_tuple_whole else (value,)
+
+
+def _differentiable(
+    roots: tuple[Root, ...], gradients: tuple[Tensor | None, ...]
+) -> tuple[tuple[Tensor | GradientEdge, ...], tuple[Tensor, ...]]:
+    """Where a backward starts, and with which gradients."""
+    if len(roots) == 1:  # the usual case
+        root, gradient = roots[0], gradients[0]
+        return ((), ()) if root is None or gradient is None else ((root,), (gradient,))
+    pairs = zip(roots, gradients, strict=True)
+    present = [(root, gradient) for root, gradient in pairs if root is not None and gradient is not None]
+    return tuple([root for root, _ in present]), tuple([gradient for _, gradient in present])
+
+
+def _itself(output: Tensor) -> Root:
+    return output if output.requires_grad else None
+
+
+def _edge(output: Tensor) -> Root:
+    """The output's edge into the graph, from which a backward can start without keeping the output's memory alive."""
+    node = output.grad_fn
+    return _itself(output) if node is None else GradientEdge(node, output.output_nr)
+
+
+def _private_copy(leaf: Tensor) -> Tensor:
+    """A leaf with memory of its own."""
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)

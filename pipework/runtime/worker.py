@@ -1,0 +1,152 @@
+"""What one worker does in one run: its list of actions, under the conditions of whoever called."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipework.runtime.failure import Stopped
+from pipework.runtime.loop import run_actions
+from pipework.runtime.random import kernels
+from pipework.schedule import KINDS, Interval
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pipework.runtime.caller_context import CallerContext
+    from pipework.runtime.caller_modes import Modes
+    from pipework.runtime.device import WorkerDevice
+    from pipework.runtime.failure import Failure
+    from pipework.runtime.random.streams import RandomStream
+    from pipework.runtime.stage.stage_run import StageRun
+    from pipework.runtime.transport import Endpoint
+    from pipework.schedule import Action
+
+
+@dataclass(frozen=True)
+class RunConditions:
+    """What holds for all workers of a run.
+
+    Attributes:
+        failure: where the first exception is kept.
+        context: the caller's settings for the layers; None: the usual ones, or the run begins after the forward.
+        modes: the caller's modes.
+        turn: held by the one worker that computes, if there are modes; None: workers need not take turns.
+        starting: told of each action that is about to begin; None: nobody wants to know.
+    """
+
+    failure: Failure
+    context: CallerContext | None
+    modes: Modes
+    turn: threading.Lock | None
+    starting: Callable[[Action], None] | None = None
+
+
+class WorkerRun:
+    """One worker's list of actions, ready to be called on its thread.
+
+    Args:
+        worker: its number.
+        runs: the worker's stages.
+        order: the actions.
+        device: the worker's.
+        conditions: what holds for all workers.
+        stream: where the worker's random numbers come from; None: its layers draw none.
+        recorded: whether somebody wants to know when what was done.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        runs: Mapping[int, StageRun],
+        order: Sequence[Action],
+        device: WorkerDevice,
+        conditions: RunConditions,
+        stream: RandomStream | None,
+        *,
+        recorded: bool,
+    ) -> None:
+        self._worker = worker
+        self._stages = list(runs)
+        self._runs = list(runs.values())
+        self._order = order
+        self._device = device
+        self._conditions = conditions
+        self._stream = stream
+        self._marks: list[tuple[Action, Any, Any, tuple[int, int, int]]] | None = [] if recorded else None
+        self._meter = self._runs[0].meter
+        self._handlers: dict[tuple[str, int], Callable[[Action], None]] = {}
+        for stage, run in runs.items():
+            self._handlers["F", stage] = run.forward
+            self._handlers["R", stage] = run.recompute
+            self._handlers["B", stage] = run.backward
+            self._handlers["I", stage] = run.input_gradient
+            self._handlers["W", stage] = run.weight_gradient
+
+    def connect(self, endpoint: Endpoint, *, retain_graph: bool) -> None:
+        """Prepares the worker's stages for the run."""
+        self._finish = endpoint.finish
+        for kind, handler in endpoint.handlers.items():
+            self._handlers.update({(kind, stage): handler for stage in self._stages})
+        for run in self._runs:
+            run.connect(
+                endpoint,
+                stream=self._stream,
+                started=None if self._marks is None else self._mark_start,
+                retain_graph=retain_graph,
+                context_entered=self._conditions.context is not None,
+            )
+
+    def __call__(self) -> None:
+        """Executes the actions; what goes wrong is kept in the failure."""
+        try:
+            with contextlib.ExitStack() as stack:
+                conditions = self._conditions
+                if conditions.turn is not None:
+                    stack.enter_context(conditions.turn)
+                if conditions.context is not None:
+                    stack.enter_context(conditions.context.entered())
+                if self._stream is not None:
+                    stack.enter_context(kernels.drawing_from(self._stream))
+                if conditions.modes:
+                    stack.enter_context(conditions.modes.entered())
+                # On the worker's thread, where no Ctrl-C can come between putting an alias in and taking it out.
+                for run in self._runs:
+                    stack.enter_context(run.aliases.standing_in())
+                finished = None
+                if self._marks is not None:
+                    self._clock = self._device.clock()
+                    finished = self._mark_end
+                run_actions(self._order, self._handlers, conditions.failure, finished, conditions.starting)
+                if not conditions.failure.happened:
+                    self._finish()
+        except Stopped:
+            pass
+        except BaseException as error:  # entering or leaving a context
+            self._conditions.failure.report(error, None)
+
+    def disconnect(self) -> None:
+        """After the run."""
+        for run in self._runs:
+            run.disconnect()
+
+    def recorded(self) -> list[Interval]:
+        """What was done and when, in seconds and bytes."""
+        seconds = self._clock.seconds
+        return [
+            Interval(self._worker, action, seconds(start), seconds(end), most, held=held, sent=sent)
+            for action, start, end, (most, held, sent) in self._marks or ()
+        ]
+
+    def _mark_start(self) -> None:
+        self._start = self._clock.now()
+
+    def _mark_end(self, action: Action) -> None:
+        assert self._marks is not None
+        if action.kind not in KINDS:
+            return
+        end = self._clock.now()
+        sizes = (0, 0, 0) if self._meter is None else self._meter.read(action.stage, action.micro_batch)
+        self._marks.append((action, self._start, end, sizes))

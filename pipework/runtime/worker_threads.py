@@ -1,0 +1,139 @@
+"""The threads that execute actions in one process: one per worker, idle between mini-batches, gone with their pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pipework.runtime.device import WorkerDevice
+
+# Seconds for which the caller waits at a stretch. The system may hand a signal to any thread; what Python does about it
+# is done by the main thread, which a signal to another one does not wake.
+_PULSE = 0.2
+
+
+class WorkerThreads:
+    """A thread for each device of a pipe.
+
+    The threads know their queue and their device, never the pipe, so that dropping the pipe ends them.
+
+    Args:
+        devices: one for each worker.
+    """
+
+    def __init__(self, devices: Sequence[WorkerDevice]) -> None:
+        self._process = os.getpid()
+        self._cpu_workers = sum(device.stream is None for device in devices)
+        self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
+        self._threads = [
+            threading.Thread(target=_serve, args=(queue, device), name=f"pipework worker {number}", daemon=True)
+            for number, (queue, device) in enumerate(zip(self._queues, devices, strict=True))
+        ]
+        self._share = 0
+        for thread in self._threads:
+            thread.start()
+        weakref.finalize(self, _end, self._queues, self._threads)
+
+    @property
+    def alive(self) -> bool:
+        """False in a process that was forked off after the threads had been started: threads are not copied."""
+        return self._process == os.getpid()
+
+    def refuse_own_thread(self) -> None:
+        """Raises a RuntimeError on one of these threads, which would wait for itself for ever."""
+        if threading.current_thread() in self._threads:
+            raise RuntimeError(
+                "a layer of a pipe has called that pipe, or a backward of it, from inside: its workers are busy with "
+                "the layer. Call the layers themselves, or another pipe of a copy of them"
+            )
+
+    def run(self, jobs: Sequence[Callable[[], None]], interrupted: Callable[[BaseException], None]) -> None:
+        """Runs one job on each worker and waits until all have ended. Jobs must not raise.
+
+        The caller may be interrupted (Ctrl-C) between any two instructions. So what has happened is kept as state that
+        can be looked at again, never as a message that is lost if the interruption comes just after it was taken.
+
+        Args:
+            jobs: one for each worker.
+            interrupted: called if the caller is interrupted; it must make the jobs end soon.
+        """
+        threads = torch.get_num_threads()
+        share = max(1, threads // max(1, self._cpu_workers))
+        wake: SimpleQueue[None] = SimpleQueue()
+        tasks = [_Task(job, share, wake) for job in jobs]
+        interruption: BaseException | None = None
+        while not all(task.ended for task in tasks):
+            try:
+                if interruption is not None:
+                    interrupted(interruption)
+                for queue, task in zip(self._queues, tasks, strict=True):
+                    if not task.queued:
+                        queue.put(task)
+                        task.queued = True
+                while not all(task.ended for task in tasks):
+                    with contextlib.suppress(Empty):
+                        wake.get(timeout=_PULSE)
+            except BaseException as error:
+                interruption = error
+        if self._share != share:
+            # Intra-op threads are each thread's own, but what a worker sets is also what threads born later start with.
+            torch.set_num_threads(threads)
+            self._share = share
+        if interruption is not None:
+            interrupted(interruption)
+
+
+class _Task:
+    """A job on its way through a worker's queue, in which it may be put twice."""
+
+    __slots__ = ("_job", "_wake", "ended", "queued", "share")
+
+    def __init__(self, job: Callable[[], None], share: int, wake: SimpleQueue[None]) -> None:
+        self._job: Callable[[], None] | None = job
+        self._wake = wake
+        self.share = share
+        self.queued = False
+        self.ended = False
+
+    def run(self) -> None:
+        """Runs the job, the first time that it is called."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        job()
+        # Whoever waits may drop the mini-batch and expect its memory back at once: no reference may linger here.
+        del job
+        self.ended = True
+        self._wake.put(None)
+
+
+def _serve(queue: SimpleQueue[Any], device: WorkerDevice) -> None:
+    device.enter_thread()
+    share = 0
+    with torch.autograd.set_multithreading_enabled(False):
+        # A backward must run on the worker that calls it: the engine's thread of a device is one for all, and
+        # workers would wait for each other.
+        while (task := queue.get()) is not None:
+            if task.share != share:
+                share = task.share
+                torch.get_num_threads()  # a thread's first question would overwrite what was set before it
+                torch.set_num_threads(share)
+            task.run()
+            del task
+
+
+def _end(queues: list[SimpleQueue[Any]], threads: list[threading.Thread]) -> None:
+    for queue in queues:
+        queue.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread() and thread.is_alive():
+            thread.join()

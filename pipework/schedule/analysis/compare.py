@@ -1,0 +1,206 @@
+"""Which schedule is the fastest, for given costs and a given memory? All that have a name, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from pipework.schedule.analysis.channels import Channel, check_channel
+from pipework.schedule.analysis.memory import each_limit
+from pipework.schedule.analysis.simulate import Simulation, simulate
+from pipework.schedule.analysis.validate import Conditions
+from pipework.schedule.arguments import positive_integer
+from pipework.schedule.costs import Costs, checked
+from pipework.schedule.draw.aligned import aligned
+from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build_for_shares
+
+# GPipe's other name, and what does not train.
+_LEFT_OUT: Final = ("fill-drain", "forward-only")
+
+_HEAD: Final = ("schedule", "stages", "makespan", "bubble", "span", "bubble", "memory", "transfers", "to bound")
+_LEGEND: Final = (
+    "stages: per worker; bubble: idle share of the makespan, and of the span (the longest busy window of a",
+    "worker); memory: the most that a worker holds; transfers: what they add to the makespan; to bound: by how",
+    "much the makespan is above its lower bound, which no schedule of this placement and memory beats",
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What :func:`compare` found; `print` shows it as a table.
+
+    Attributes:
+        workers: how many there are.
+        chunks: how many micro-batches.
+        costs: of a worker's whole share.
+        memory_limit: the most that a worker may hold, or for each worker; None: anything.
+        channel: what carries the transfers.
+        fitting: name to simulation of the schedules that can be had, the fastest first.
+        others: name to reason of those that need too much memory, or cannot be executed.
+        of_other_stages: name to reason of those that have another number of stages than the costs, or cannot have the
+            number of stages per worker that was asked for.
+    """
+
+    workers: int
+    chunks: int
+    costs: Costs
+    memory_limit: float | Sequence[float] | None
+    channel: Channel
+    fitting: Mapping[str, Simulation]
+    others: Mapping[str, str]
+    of_other_stages: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __repr__(self) -> str:
+        left_out = len(self.others) + len(self.of_other_stages)
+        best = next((f", {name!r} the fastest" for name in self.fitting), "")
+        return (
+            f"Comparison(workers={self.workers}, chunks={self.chunks}: {len(self.fitting)} schedules fit{best}; "
+            f"{left_out} do not)"
+        )
+
+    def __str__(self) -> str:
+        lines = [*aligned([_HEAD, *map(_cells, self.rows())], left={0}), "", *_LEGEND] if self.fitting else []
+        lines = lines or ["no schedule fits"]
+        for head, reasons in (("do not fit:", self.others), ("for other numbers of stages:", self.of_other_stages)):
+            if reasons:
+                lines += ["", head, *aligned(list(reasons.items()), left={0, 1})]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The measures of each schedule that fits, as plain values: for tables, JSON, data frames."""
+        return [
+            {
+                "schedule": name,
+                "stages_per_worker": found.schedule.stages // found.schedule.workers,
+                "makespan": found.makespan,
+                "span": found.span,
+                "bubble": found.bubble,
+                "span_bubble": found.span_bubble,
+                "peak_memory": list(found.peak_memory),
+                "exposed_communication": found.exposed_communication,
+                "lower_bound": found.lower_bound,
+                "gap": found.gap,
+            }
+            for name, found in self.fitting.items()
+        ]
+
+
+def compare(
+    *,
+    workers: int,
+    chunks: int,
+    costs: Costs | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    stages_per_worker: int | None = None,
+    channel: Channel = "unbounded",
+    schedules: Mapping[str, ScheduleSpec] = SCHEDULES,
+) -> Comparison:
+    """Simulate all schedules under the same conditions.
+
+    Args:
+        workers: how many there are.
+        chunks: how many micro-batches.
+        costs: times and memory of a worker's whole share of the model, which is divided evenly among its stages.
+            Sequences have a number for each worker (of transfers, for each two neighbours), and are spread over the
+            stages where a worker has several: see :meth:`Costs.placed`. Or they have a number for each stage; then only
+            schedules of as many stages can be compared.
+        memory_limit: the most that a worker may hold, or a sequence with a number for each worker; None: anything.
+        stages_per_worker: for schedules that can have several; None: as many as they usually have.
+        channel: what carries the transfers.
+        schedules: name to recipe, of which ``"fill-drain"`` (GPipe) and ``"forward-only"`` (which does not train) are
+            left out.
+
+    Raises:
+        TypeError: a number is not an int, the limit not a number, or `costs` are no costs.
+        ValueError: a number is less than 1, an unknown channel, an impossible limit, or sequences of costs that are too
+            long or too short for all schedules.
+
+    Example:
+        >>> found = compare(workers=4, chunks=8, memory_limit=3)
+        >>> list(found.fitting)
+        ['v-half', 'v-min']
+        >>> found.others["gpipe"]
+        'a worker holds 8, more than the limit of 3'
+        >>> found
+        Comparison(workers=4, chunks=8: 2 schedules fit, 'v-half' the fastest; 11 do not)
+    """
+    for name, value in (("workers", workers), ("chunks", chunks)):
+        positive_integer(name, value)
+    if stages_per_worker is not None:
+        positive_integer("stages_per_worker", stages_per_worker)
+    check_channel(channel)
+    limits = each_limit(memory_limit, workers)
+    costs = checked(costs)
+    fitting: dict[str, Simulation] = {}
+    others: dict[str, str] = {}
+    of_other_stages: dict[str, str] = {}
+    for name, known in schedules.items():
+        if name in _LEFT_OUT:
+            continue
+        count = stages_per_worker if known.several and stages_per_worker is not None else known.stages_per_worker
+        try:
+            schedule, share = build_for_shares(
+                name, workers=workers, chunks=chunks, stages_per_worker=count, costs=costs, schedules=schedules
+            )
+        except ValueError as error:
+            of_other_stages[name] = str(error)
+            continue
+        try:
+            found = simulate(schedule, share, channel=channel)
+        except ValueError as error:
+            others[name] = str(error)
+            continue
+        excess = _excess(found.peak_memory, limits, each=isinstance(memory_limit, Sequence))
+        if excess:
+            others[name] = excess
+        else:
+            fitting[name] = replace(found, conditions=Conditions(channel=channel, memory_limit=memory_limit))
+    if of_other_stages and not fitting and not others:
+        name, reason = next(iter(of_other_stages.items()))
+        raise ValueError(
+            f"no schedule has as many stages: {reason} (that is for {name!r}); sequences of costs have one number for "
+            f"each of the {workers} workers, or one for each stage of a schedule"
+        )
+    best = sorted(fitting, key=lambda name: (fitting[name].makespan, max(fitting[name].peak_memory)))
+    return Comparison(
+        workers,
+        chunks,
+        costs,
+        memory_limit,
+        channel,
+        MappingProxyType({name: fitting[name] for name in best}),
+        MappingProxyType(others),
+        MappingProxyType(of_other_stages),
+    )
+
+
+def _excess(peaks: Iterable[float], limits: Iterable[float], *, each: bool) -> str:
+    """Which worker holds too much; nothing if none does."""
+    # Sums of fractions are a little off.
+    over = [
+        (peak, limit, worker)
+        for worker, (peak, limit) in enumerate(zip(peaks, limits, strict=True))
+        if peak > limit * (1 + 1e-9)
+    ]
+    if not over:
+        return ""
+    most, limit, worker = over[0] if each else max(over)
+    who, whose = (f"worker {worker}", "its") if each else ("a worker", "the")
+    return f"{who} holds {most:.6g}, more than {whose} limit of {limit:.6g}"
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """A line of the table."""
+    return (
+        row["schedule"],
+        f"{row['stages_per_worker']}",
+        f"{row['makespan']:.6g}",
+        f"{row['bubble']:.1%}",
+        f"{row['span']:.6g}",
+        f"{row['span_bubble']:.1%}",
+        f"{max(row['peak_memory']):.4g}",
+        f"{row['exposed_communication']:.4g}",
+        f"{row['gap']:.1%}",
+    )

@@ -1,0 +1,226 @@
+"""One timeline within a picture: its rows of cells, its memory strips and what stands beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pipework.schedule.draw import callout
+from pipework.schedule.draw.palette import ACTION, LINE, MEMORY, NAMES, QUIET, action_fill, ink_on, worker_fill
+from pipework.schedule.draw.svg_marks import clean, group, number, rectangle, text, text_width
+from pipework.schedule.draw.units import memory_text, time_text
+from pipework.schedule.timeline import Interval, Timeline
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a picture shows; the words are those of :func:`pipework.schedule.svg`."""
+
+    colors: str
+    labels: str
+    update: bool
+    memory: bool
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where a timeline lies, in pixels.
+
+    Attributes:
+        left, top, width: of the plot.
+        longest: the time that fills the width.
+        workers: number of rows.
+        look: what is shown.
+        update_width: of the boxes behind the plot; 0 if there are none.
+    """
+
+    left: float
+    top: float
+    width: float
+    longest: float
+    workers: int
+    look: Look
+    update_width: float
+
+    @property
+    def row(self) -> float:
+        """Height of a row's cells."""
+        return max(14.0, min(42.0 if self.look.colors == "worker" else 30.0, 640.0 / self.workers))
+
+    @property
+    def strip(self) -> float:
+        """Height of the memory strip below a row."""
+        return max(8.0, 0.6 * self.row) if self.look.memory else 0.0
+
+    @property
+    def pitch(self) -> float:
+        """Distance of rows."""
+        return self.row + self.strip + (0.0 if self.look.colors == "worker" and not self.look.memory else 6.0)
+
+    @property
+    def bottom(self) -> float:
+        """Lower edge of the last row."""
+        return self.top + self.workers * self.pitch
+
+    def x(self, time: float) -> float:
+        """Where a time lies."""
+        return self.left + (time / self.longest * self.width if self.longest else 0.0)
+
+    def y(self, worker: int) -> float:
+        """Upper edge of a worker's row; worker 0 is at the bottom."""
+        return self.top + (self.workers - 1 - worker) * self.pitch
+
+
+def panel(line: Timeline, frame: Frame, most_memory: float) -> str:
+    """Draw the rows of a timeline that starts at 0.
+
+    Args:
+        line: what to draw.
+        frame: where.
+        most_memory: the amount that fills a memory strip.
+    """
+    marks: list[str] = []
+    caption = Caption.fitting(line, frame)
+    for worker in range(line.workers):
+        marks.extend(_beside(line, frame, worker))
+        if frame.look.memory and line.knows_memory:
+            marks.append(_strip(line, frame, worker, most_memory))
+    for row in line.by_worker:
+        depths = {stage: depth for depth, stage in enumerate(sorted({each.action.stage for each in row}))}
+        cells = [_cell(each, frame, caption, line, depths[each.action.stage]) for each in row]
+        marks.append(group(cells, text_anchor="middle", stroke_width=0.9))
+    if frame.look.update:
+        marks.extend(_update_boxes(line, frame))
+    if frame.look.colors == "worker":
+        marks.extend(_callout(line, frame))
+    return group(marks)
+
+
+@dataclass(frozen=True)
+class Caption:
+    """How cells are labelled: in one form and size throughout a timeline, so that it looks calm.
+
+    Attributes:
+        form: ``"stage"`` F with stage and micro-batch below, ``"alone"`` F with the micro-batch below, ``"kind"`` F,
+            ``"micro_batch"`` its number, ``"none"`` nothing.
+        size: of the font, in pixels.
+        widest: width of the widest caption, in font sizes.
+    """
+
+    form: str
+    size: float
+    widest: float = 0.0
+
+    @classmethod
+    def fitting(cls, line: Timeline, frame: Frame) -> Caption:
+        """The richest form that fits the narrower cells of a timeline."""
+        alone = all(each.action.micro_batch == 0 for each in line.intervals)
+        choices = {"stage": ["alone" if alone else "stage", "kind"], "micro_batch": ["micro_batch"]}
+        forms = choices.get(frame.look.labels, [])
+        widths = sorted(frame.x(each.end) - frame.x(each.start) for each in line.intervals)
+        if not forms or not widths:
+            return cls("none", 0.0)
+        narrow = widths[len(widths) // 4] - 3
+        most = min(19.0 if frame.look.colors == "worker" else 13.0, 0.5 * frame.row)
+        sized = []
+        for form in forms:
+            widest = max(text_width(*cls(form, 1.0).words(each)) for each in line.intervals)
+            sized.append((form, min(most, narrow / widest), widest))
+        form, size, widest = next((each for each in sized if each[1] >= 8.0), sized[-1])
+        return cls(form, max(size, 6.6), widest)
+
+    def fitted(self, interval: Interval, width: float) -> tuple[str, str]:
+        """Text and subscript for a cell of that width: if it is too narrow, the kind alone or nothing."""
+        # The widest decides, so that of equal cells not only those with small numbers get one.
+        if self.widest * self.size + 1.5 <= width:
+            return self.words(interval)
+        short = interval.action.kind if self.form in ("stage", "alone", "kind") else ""
+        return (short, "") if text_width(short) * self.size + 1.5 <= width else ("", "")
+
+    def words(self, interval: Interval) -> tuple[str, str]:
+        """Text and subscript of a cell."""
+        kind, stage, micro_batch, _ = interval.action
+        return {
+            "stage": (kind, f"{stage},{micro_batch}"),
+            "alone": (kind, f"{micro_batch}"),
+            "kind": (kind, ""),
+            "micro_batch": (f"{micro_batch}", ""),
+        }.get(self.form, ("", ""))
+
+
+def _cell(interval: Interval, frame: Frame, caption: Caption, line: Timeline, depth: int) -> str:
+    kind, stage, micro_batch, _ = interval.action
+    x, y = frame.x(interval.start), frame.y(interval.worker)
+    width = frame.x(interval.end) - x
+    pastel = frame.look.colors == "worker"
+    fill = worker_fill(interval.worker) if pastel else action_fill(kind, depth)
+    times = (interval.start, interval.end, interval.end - interval.start)
+    start, end, length = (time_text(time, line.unit, line.end) for time in times)
+    said = f"{NAMES[kind]} of stage {stage}, micro-batch {micro_batch}: {start} to {end} ({length})"
+    if line.knows_memory:
+        said += f", memory {memory_text(interval.memory, line.memory_unit)}"
+    stroke: dict[str, str | float] = {"stroke": "#4a4f57" if pastel else "#ffffff"} if width >= 2 else {}
+    if stroke and width < 8:
+        stroke["stroke_width"] = width / 9  # A full frame around a sliver would hide the sliver.
+    marks = [f"<title>{clean(said)}</title>", rectangle(x, y, max(width, 0.4), frame.row, fill=fill, **stroke)]
+    word, sub = caption.fitted(interval, width)
+    if word:
+        middle, base = x + width / 2, y + frame.row / 2 + 0.34 * caption.size
+        marks.append(text(middle, base, word, caption.size, sub=sub, fill=ink_on(fill)))
+    return f"<g>{''.join(marks)}</g>"
+
+
+def _beside(line: Timeline, frame: Frame, worker: int) -> Iterator[str]:
+    y = frame.y(worker)
+    size = min(13.0, 0.75 * frame.row)
+    yield text(frame.left - 8, y + frame.row / 2 + 0.35 * size, f"worker {worker}", size, text_anchor="end", fill=QUIET)
+    if frame.look.memory and line.knows_memory:
+        x = frame.left + frame.width + frame.update_width + 10
+        yield text(x, y + frame.row / 2 + 0.35 * size, peak_text(line, worker), min(size, 12.0), fill=QUIET)
+
+
+def peak_text(line: Timeline, worker: int) -> str:
+    """What stands beside a worker's row."""
+    return f"peak {memory_text(line.peak_memory(worker), line.memory_unit)}"
+
+
+def _strip(line: Timeline, frame: Frame, worker: int, most: float) -> str:
+    """Memory over time, filled."""
+    base = frame.y(worker) + frame.row + frame.strip
+    scale = (frame.strip - 1.5) / most if most else 0.0
+    path = "".join(
+        f"H{number(frame.x(time))}V{number(base - held * scale)}" for time, held in line.memory_steps(worker)
+    )
+    start, end = f"M{number(frame.left)} {number(base)}", f"H{number(frame.left + frame.width)}"
+    ground = f'<path d="{start}{end}" stroke="{LINE}" fill="none"/>'
+    return f'<path d="{start}{path}{end}V{number(base)}Z" fill="{MEMORY}"/>{ground}'
+
+
+def _update_boxes(line: Timeline, frame: Frame) -> Iterator[str]:
+    x, size = frame.x(line.end), min(12.0, 0.6 * frame.row)
+    for worker in range(line.workers):
+        y = frame.y(worker)
+        pastel = frame.look.colors == "worker"
+        fill, stroke = (worker_fill(worker), "#4a4f57") if pastel else (ACTION["update"], "#ffffff")
+        yield rectangle(x, y, frame.update_width, frame.row, fill=fill, stroke=stroke, stroke_width=0.9)
+        middle = x + frame.update_width / 2
+        yield text(middle, y + frame.row / 2 + 0.35 * size, "Update", size, text_anchor="middle")
+
+
+def _callout(line: Timeline, frame: Frame) -> list[str]:
+    idle = [[(frame.x(start), frame.x(end)) for start, end in _gaps(row, line.end)] for row in line.by_worker]
+    area = callout.largest_idle(idle, frame.pitch)
+    if area is None:
+        return []
+    top, bottom = frame.y(area.last), frame.y(area.first) + frame.row
+    alone = all(each.action.micro_batch == 0 for each in line.intervals)
+    draw = callout.time_arrow if alone else callout.bubble
+    return draw((area.left + area.right) / 2, (top + bottom) / 2, area.right - area.left, bottom - top)
+
+
+def _gaps(row: Sequence[Interval], end: float) -> Iterator[tuple[float, float]]:
+    clock = 0.0
+    for interval in row:
+        yield clock, interval.start
+        clock = max(clock, interval.end)
+    yield clock, end

@@ -1,0 +1,1 @@
+"""Schedules as CSV, JSON and text."""

@@ -1,0 +1,123 @@
+"""Schedules as CSV, in the two forms of `torch.distributed.pipelining`: a row for each worker, a cell for each action.
+
+The form ``"compute_only"`` has forwards and backwards; a cell may be empty, where PyTorch lets a rank idle for a step.
+The form ``"compute_comms"`` has transfers as well, the sums of gradients over replicas, and the gathering of sharded
+weights.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Iterator
+from typing import Final, Literal, get_args
+
+from pipework.schedule.action import Action
+from pipework.schedule.formats.reading import made, whole_text
+from pipework.schedule.passes.communication import with_communication, with_gradient_reduction
+from pipework.schedule.schedule import Schedule
+
+Form = Literal["compute_only", "compute_comms"]
+"""The name of a form of CSV."""
+
+_OVERLAP: Final = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def to_csv(schedule: Schedule, *, form: Form = "compute_only") -> str:
+    """Write a schedule for `torch.distributed.pipelining`; see :meth:`Schedule.to_csv`.
+
+    Example:
+        >>> from pipework.schedule import fill_drain
+        >>> print(to_csv(fill_drain(2, 2)))
+        0F0,0F1,0B0,0B1
+        1F0,1F1,1B0,1B1
+        <BLANKLINE>
+    """
+    if form not in get_args(Form):
+        raise ValueError(f"form is {form!r}: wanted one of {', '.join(map(repr, get_args(Form)))}")
+    foreign = next((action for order in schedule.orders for action in order if action.kind == "R"), None)
+    if foreign is not None:
+        raise ValueError(
+            f"schedule {schedule.name!r} recomputes ({foreign}), for which PyTorch has no word: write the schedule as "
+            "it was before with_recompute(), or as JSON"
+        )
+    if schedule.skips:
+        raise ValueError(
+            f"schedule {schedule.name!r} has skip connections, for which PyTorch has no word: write it as JSON"
+        )
+    if form == "compute_comms":
+        schedule = _lowered(schedule)
+    elif any(action.peer >= 0 or action.micro_batch < 0 for order in schedule.orders for action in order):
+        raise ValueError(
+            f"schedule {schedule.name!r} has more than forwards and backwards: say form='compute_comms', or write it "
+            "as it was before the passes"
+        )
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(map(str, order) for order in schedule.orders)
+    return text.getvalue()
+
+
+def _lowered(schedule: Schedule) -> Schedule:
+    """With what PyTorch adds to a schedule before it runs it."""
+    kinds = {action.kind for order in schedule.orders for action in order}
+    if "REDUCE_GRAD" not in kinds and not schedule.inference:
+        schedule = with_gradient_reduction(schedule)
+    # Its transfers of one rank may share one queue, if the backend makes them so.
+    return schedule if schedule.communicates else with_communication(schedule, channel="worker")
+
+
+def from_csv(text: str, *, name: str = "csv") -> Schedule:
+    """Read a schedule in either form of CSV; see :meth:`Schedule.from_csv`.
+
+    Example:
+        >>> from_csv("0F0,,0B0").orders
+        ((Action(kind='F', stage=0, micro_batch=0), Action(kind='B', stage=0, micro_batch=0)),)
+    """
+    try:
+        lines = list(csv.reader(io.StringIO(whole_text(text, ".csv"))))
+    except csv.Error as error:
+        raise ValueError(f"the text is no CSV: {error}") from None
+    while lines and not any(map(str.strip, lines[-1])):
+        lines.pop()
+    if not lines:
+        raise ValueError("the CSV is empty: wanted a row of actions, such as 0F0,0B0, for each worker")
+    orders = tuple(tuple(_actions(cells, number)) for number, cells in enumerate(lines, start=1))
+    empty = next((number for number, order in enumerate(orders, start=1) if not order), None)
+    if empty is not None:
+        raise ValueError(
+            f"row {empty} of the CSV has no action: wanted those of worker {empty - 1}; every row is a worker"
+        )
+    kinds = {action.kind for order in orders for action in order}
+    return made("CSV", name, _placement(orders), orders, inference=not kinds & {"B", "I", "W"})
+
+
+def _actions(cells: Iterable[str], row: int) -> Iterator[Action]:
+    for column, cell in enumerate(cells, start=1):
+        cell = cell.strip()
+        # A forward and a backward side by side; PyTorch runs them one after the other, too.
+        overlap = _OVERLAP.fullmatch(cell)
+        for text in overlap[1].split(";") if overlap else [cell] if cell else []:
+            try:
+                yield Action.parse(text)
+            except ValueError as error:
+                raise ValueError(f"row {row}, column {column} of the CSV: {error}") from None
+
+
+def _placement(orders: Iterable[Iterable[Action]]) -> tuple[int, ...]:
+    """The worker of each stage: the one in whose row it is computed."""
+    place: dict[int, int] = {}
+    for worker, order in enumerate(orders):
+        for action in order:
+            if action.stage in place and place[action.stage] != worker:
+                raise ValueError(
+                    f"stage {action.stage} stands in row {place[action.stage] + 1} of the CSV and, with {action}, in "
+                    f"row {worker + 1}: wanted all its actions in one row"
+                )
+            place[action.stage] = worker
+    hole = next((stage for stage in range(len(place)) if stage not in place), None)
+    if hole is not None:
+        raise ValueError(
+            f"stage {hole} has no action in the CSV, though stage {max(place)} has: number the stages without a hole"
+        )
+    return tuple(place[stage] for stage in range(len(place)))

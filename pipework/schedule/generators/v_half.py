@@ -1,0 +1,77 @@
+"""V-Half: a little more than half of 1F1B's memory, less than half of its bubble, two stages per worker in a V."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipework.schedule.action import Action
+from pipework.schedule.arguments import positive_integer
+from pipework.schedule.costs import Costs
+from pipework.schedule.list_schedule import list_schedule
+from pipework.schedule.placement import wave_placement
+from pipework.schedule.priorities import Hops, repeated
+from pipework.schedule.schedule import Schedule
+
+
+def v_half(workers: int, micro_batches: int, *, costs: Costs | None = None) -> Schedule:
+    """Let micro-batches follow each other just fast enough, so that half of them are in flight.
+
+    ::
+
+        worker 0  0F0 0F1 0F2  .   .   .   .  7F0 7I0 7W0  .  7F1 7I1 7F2 7I2 0I0 7W1 7W2 0W0 0I1 0W1 0I2 0W2
+        worker 1   .  1F0 1F1  .   .   .  6F0 1F2  .  6I0 6F1 6W0 6F2 6I1 1I0 6I2 6W1 1W0 1I1 6W2 1I2 1W1 1W2
+        worker 2   .   .  2F0 2F1  .  5F0  .   .  2F2 5F1 5I0 5F2 5W0 2I0 5I1 2W0 5I2 2I1 5W1 2I2 5W2 2W1 2W2
+        worker 3   .   .   .  3F0 4F0 3F1 4F1  .   .  3F2 4F2 4I0 3I0 4W0 3W0 4I1 3I1 4I2 3I2 4W1 3W1 4W2 3W2
+
+    All micro-batches have the same pattern, at the pace at which workers are always busy. On the way down a forward,
+    and on its way back a backward, takes two units from worker to worker, on the other ways one: a worker then holds
+    its first stage's activations for long and its second's shortly, or both for a while, which is the same for all.
+    Input halves come earlier than the pattern says where they can, forwards never; weight halves fill the gaps.
+
+    Of p workers and m micro-batches, with F, I and W the time of a forward and the halves of a backward of a worker's
+    whole share: where F = I = W and m is large enough, the bubble is (3p - 7)F/2 for even p from 4 on and (3p - 4)F/2
+    for odd p from 3 on, of the 3(p - 1)F of 1F1B. A worker holds up to (p + 2)//2 micro-batches of the activations of
+    its share.
+
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362. How the pattern is squeezed
+    together is pipework's own.
+
+    Args:
+        workers: number of workers p; worker d has the stages d and 2p - 1 - d.
+        micro_batches: number of micro-batches m; any.
+        costs: times that decide where weight halves fit; equal ones if None.
+
+    Returns:
+        The schedule, named ``"v-half"``.
+
+    Raises:
+        TypeError: a number is not an int.
+        ValueError: a number is less than 1, or the costs are for another number of stages.
+
+    Example:
+        >>> [max(v_half(p, 20).simulate(Costs(activation=0.5)).peak_memory) for p in (2, 4, 8, 16)]
+        [2.0, 3.0, 5.0, 9.0]
+    """
+    positive_integer("workers", workers)
+    positive_integer("micro_batches", micro_batches)
+    # The two forwards of a worker are 3(p - 1) + turn - 3d apart, and must not start in the same of the six units that
+    # a micro-batch takes; nor may its backwards, nor one with the other. Whether they would, depends on p.
+    hops = Hops(down=2, back=2) if workers % 2 else Hops(down=2, turn=3, loss=4, back=2)
+    return patterned("v-half", repeated(workers, micro_batches, hops), (workers + 2) // 2, costs)
+
+
+def patterned(name: str, priorities: Sequence[Sequence[Action]], held: int, costs: Costs | None) -> Schedule:
+    """Two stages per worker in V placement, which follow a pattern as far as memory goes.
+
+    Args:
+        name: of the schedule.
+        priorities: of each worker, the pattern.
+        held: how many micro-batches of its share's activations a worker may hold.
+        costs: times that decide where weight halves fit; equal ones if None.
+
+    Example:
+        >>> patterned("v", repeated(2, 3, Hops()), 2, None).placement
+        (0, 1, 1, 0)
+    """
+    placement = wave_placement(len(priorities), 2)
+    return Schedule(name, placement, list_schedule(placement, priorities, 2 * held, costs, overtaking="backwards"))

@@ -1,0 +1,75 @@
+"""ZB-H1: 1F1B with backwards in two halves; weight halves fill what was the bubble, at the memory of 1F1B."""
+
+from __future__ import annotations
+
+from pipework.schedule.action import Action
+from pipework.schedule.arguments import positive_integer
+from pipework.schedule.phases import Orders
+from pipework.schedule.placement import loop_placement
+from pipework.schedule.schedule import Schedule
+
+
+def zb_h1(workers: int, micro_batches: int) -> Schedule:
+    """Pass input gradients on first, and form weight gradients when there is nothing better to do.
+
+    ::
+
+        worker 0  0F0 0F1 0F2  .   .  0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+        worker 1   .  1F0 1F1  .  1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+        worker 2   .   .  2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+
+    In turn i, worker d runs ``F`` of micro-batch i, ``I`` of i - (p - 1 - d) as in 1F1B, and ``W`` of i - (p - 1).
+    The later a worker is in the pipe, the longer its weight halves wait, so that all workers hold the same.
+
+    Of p workers and m micro-batches, with F, I and W the time of a forward and the halves of a backward of one stage:
+    the bubble is (p - 1)(F + I - W) if these are equal or nearly so and m is at least p; a worker holds up to min(m, p)
+    micro-batches of activations, as worker 0 in 1F1B. Where F = I = W and m is at least p, no schedule with one stage
+    per worker and this memory is faster.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
+
+    Args:
+        workers: number of workers p, each with one stage.
+        micro_batches: number of micro-batches m; any.
+
+    Returns:
+        The schedule, named ``"zb-h1"``.
+
+    Raises:
+        TypeError: an argument is not an int.
+        ValueError: an argument is less than 1.
+
+    Example:
+        >>> [str(action) for action in zb_h1(2, 2).orders[1]]
+        ['1F0', '1I0', '1F1', '1I1', '1W0', '1W1']
+    """
+    positive_integer("workers", workers)
+    positive_integer("micro_batches", micro_batches)
+    return Schedule("zb-h1", loop_placement(workers, 1), in_turns(workers, micro_batches, ahead=1))
+
+
+def in_turns(workers: int, micro_batches: int, ahead: int) -> Orders:
+    """Orders whose turns are a forward, an input half and a weight half, of earlier and earlier micro-batches.
+
+    Args:
+        workers: number of workers.
+        micro_batches: number of micro-batches.
+        ahead: by how many forwards each worker is ahead of the next one before its first input half.
+
+    Example:
+        >>> [str(action) for action in in_turns(2, 2, ahead=1)[0]]
+        ['0F0', '0F1', '0I0', '0W0', '0I1', '0W1']
+    """
+    orders = []
+    for worker in range(workers):
+        delays = (("F", 0), ("I", ahead * (workers - 1 - worker)), ("W", ahead * (workers - 1)))
+        turns = range(micro_batches + ahead * (workers - 1))
+        orders.append(
+            tuple(
+                Action(kind, worker, turn - delay)
+                for turn in turns
+                for kind, delay in delays
+                if 0 <= turn - delay < micro_batches
+            )
+        )
+    return tuple(orders)

@@ -1,0 +1,1 @@
+"""Passes: from one schedule to another."""

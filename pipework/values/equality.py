@@ -1,0 +1,53 @@
+"""Whether two values are the same, exactly: 1 is not True, 0.0 is not -0.0, NaN is NaN.
+
+Nobody's `__eq__` is asked, which may raise, or answer with an array. PyTorch's own comparison of nestings takes the key
+1 for the key True.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from pipework.values import nested, plain_json
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two values, structures or nestings are the same. What cannot travel is the same only as itself.
+
+    Example:
+        >>> same([float("nan")], [float("nan")]), same((1,), (1.0,))
+        (True, False)
+    """
+    if left is right:
+        return True
+    kind = type(left)
+    if kind is not type(right):
+        return False
+    if kind is float or kind is complex:
+        return repr(left) == repr(right)  # which tells every two floats apart
+    if kind in plain_json.KINDS:
+        return bool(left == right)
+    if issubclass(kind, (tuple, list)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if kind is pytree.TreeSpec:
+        return _same_nesting(left, right)
+    if kind is slice or kind is range:
+        return same((left.start, left.stop, left.step), (right.start, right.stop, right.step))
+    if kind in pytree.SUPPORTED_NODES:  # inside of a dataclass, or of what a registered class remembers
+        return same(pytree.tree_flatten(left), pytree.tree_flatten(right))
+    if dataclasses.is_dataclass(kind):
+        one, two = nested._fields(left), nested._fields(right)
+        return [*one] == [*two] and same([*one.values()], [*two.values()])
+    return False
+
+
+def _same_nesting(left: pytree.TreeSpec, right: pytree.TreeSpec) -> bool:
+    return (
+        left.type is right.type
+        and left.num_leaves == right.num_leaves
+        and same(left.context, right.context)
+        and same(left.children(), right.children())
+    )

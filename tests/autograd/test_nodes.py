@@ -1,0 +1,342 @@
+"""The user's autograd graph over gradients that exist before `backward()`; what needs nothing but autograd's own
+results is compared in tests/exactness and tests/pitfalls, too.
+"""
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipework.autograd.aliases import Aliases
+
+INSIDE = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
+CHECKPOINT_MODES = ("never", "except_last", "always")
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+
+@pytest.fixture
+def pipe(way: Any) -> Any:
+    return way.pipe(layers(), 4, balance=[1, 1, 1, 1])
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 4), torch.randn(8)
+
+
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in module.parameters()]
+
+
+# The buffers
+
+
+@pytest.fixture
+def buffers(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Where the stages' gradient buffers lie: parameter to address, filled by every backward."""
+    handed: dict[int, int] = {}
+    take = Aliases.take_gradients
+
+    def spy(self: Aliases) -> list[Tensor | None]:
+        taken = take(self)
+        handed.update({id(p): g.data_ptr() for p, g in zip(self.parameters, taken, strict=True) if g is not None})
+        return taken
+
+    monkeypatch.setattr(Aliases, "take_gradients", spy)
+    return handed
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_a_gradient_buffer_becomes_grad_without_a_copy(
+    way: Any, pipe: Any, batch: Any, factor: int, buffers: dict[int, int]
+) -> None:
+    (way.loss(pipe, *batch) * factor).backward()
+    assert len(buffers) == 8
+    assert all(buffers[id(parameter)] == parameter.grad.data_ptr() for parameter in pipe.parameters())
+
+
+def test_a_retained_backward_delivers_copies(way: Any, pipe: Any, batch: Any, buffers: dict[int, int]) -> None:
+    loss = way.loss(pipe, *batch)
+    loss.backward(retain_graph=True)
+    once = [gradient.clone() for gradient in gradients(pipe)]
+    pipe.zero_grad(set_to_none=False)  # overwrites what was delivered
+    loss.backward(retain_graph=True)
+    assert all(map(torch.equal, gradients(pipe), once))
+    (loss * 2).backward(retain_graph=True)
+    loss.backward()
+    for gradient, expected in zip(gradients(pipe), once, strict=True):
+        assert torch.equal(gradient, expected + 2 * expected + expected)
+    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+        loss.backward()
+
+
+def test_what_is_in_grad_already_is_added_to_and_never_rescaled(way: Any, pipe: Any, batch: Any) -> None:
+    way.loss(pipe, *batch).backward()
+    once = [gradient.clone() for gradient in gradients(pipe)]
+    held = gradients(pipe)
+    with torch.no_grad():
+        way.loss(pipe, *batch)
+    way.loss(pipe, *batch)  # dropped: nothing of it is delivered
+    assert all(map(torch.equal, gradients(pipe), once))
+    (way.loss(pipe, *batch) * 4).backward()
+    for gradient, before, first in zip(gradients(pipe), held, once, strict=True):
+        assert gradient is before
+        assert torch.equal(gradient, first + 4 * first)
+
+
+# What autograd does with them
+
+
+def test_hooks_see_the_scaled_gradient_and_may_replace_it(way: Any, pipe: Any, batch: Any) -> None:
+    way.loss(pipe, *batch).backward()
+    expected = [gradient.clone() for gradient in gradients(pipe)]
+    pipe.zero_grad()
+    seen: list[str] = []
+    weight = pipe[1].weight
+    weight.register_hook(lambda gradient: seen.append("hook") or gradient * 2)
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
+    (way.loss(pipe, *batch) * 2).backward()
+    assert seen == ["hook", "accumulated"]
+    for parameter, gradient in zip(pipe.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient * (4 if parameter is weight else 2))
+
+
+def test_an_optimizer_in_post_accumulate_hooks(way: Any, pipe: Any, batch: Any) -> None:
+    """The step of each parameter is taken, and its gradient freed, as soon as it arrives."""
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in pipe.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    before = [parameter.detach().clone() for parameter in pipe.parameters()]
+    way.loss(pipe, *batch).backward()
+    expected = [p - 0.1 * gradient for p, gradient in zip(before, gradients(pipe), strict=True)]
+    pipe.zero_grad()
+    for parameter in pipe.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    way.loss(pipe, *batch).backward()
+    assert gradients(pipe) == [None] * 8
+    torch.testing.assert_close(list(pipe.parameters()), expected)
+
+
+def test_clipping_sees_all_stages_at_once(way: Any, pipe: Any, batch: Any) -> None:
+    way.loss(pipe, *batch).backward()
+    norm = nn.utils.clip_grad_norm_(pipe.parameters(), 1e-3)
+    assert norm > 1e-3
+    torch.testing.assert_close(torch.cat([gradient.flatten() for gradient in gradients(pipe)]).norm(), norm * 0 + 1e-3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, foreach=True),
+        lambda parameters: torch.optim.LBFGS(parameters, lr=0.01, max_iter=3),
+    ],
+)
+def test_optimizers_of_any_kind(way: Any, make: Any, batch: Any) -> None:
+    plain = layers()
+    pipe = way.pipe(plain, 4, balance=[1, 1, 1, 1])
+    optimizers = [make(list(model.parameters())) for model in (plain, pipe)]
+
+    def closure(number: int) -> Tensor:
+        optimizers[number].zero_grad()
+        if number == 0:
+            return way.reference(plain, *batch, 4, key=0).loss
+        loss = way.loss(pipe, *batch)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        for number, optimizer in enumerate(optimizers):
+            optimizer.step(lambda n=number: closure(n))
+    assert all(map(torch.equal, pipe.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("wanted", [[0], [7], [2, 5], [4, 0, 7]], ids=str)
+def test_autograd_grad_of_some_parameters_leaves_the_others_alone(
+    way: Any, pipe: Any, batch: Any, wanted: list[int]
+) -> None:
+    way.loss(pipe, *batch).backward()
+    expected = gradients(pipe)
+    pipe.zero_grad()
+    parameters = list(pipe.parameters())
+    got = torch.autograd.grad(way.loss(pipe, *batch), [parameters[number] for number in wanted])
+    assert all(torch.equal(gradient, expected[number]) for gradient, number in zip(got, wanted, strict=True))
+    assert gradients(pipe) == [None] * 8
+
+
+def test_a_sum_of_losses_and_a_part_outside_of_the_pipe(way: Any, pipe: Any, batch: Any) -> None:
+    x, y = batch
+    scale = torch.tensor(2.0, requires_grad=True)
+    loss = way.loss(pipe, x, y)
+    (loss * scale + way.loss(pipe, x * 0.5, y) + pipe[0].weight.square().sum()).backward()
+    assert torch.equal(scale.grad, loss.detach())
+    from_both = pipe[0].weight.grad.clone()
+    pipe.zero_grad()
+    way.loss(pipe, x, y).backward(torch.tensor(2.0))
+    way.loss(pipe, x * 0.5, y).backward()
+    torch.testing.assert_close(from_both, pipe[0].weight.grad + 2 * pipe[0].weight.detach())
+
+
+def test_a_backward_that_brings_no_gradient_delivers_none(way: Any, pipe: Any, batch: Any) -> None:
+    class Block(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> None:
+            return None
+
+    Block.apply(way.loss(pipe, *batch)).backward()
+    assert gradients(pipe) == [None] * 8
+
+
+# What needs no gradient
+
+
+def test_frozen_layers_get_no_gradient_and_can_be_unfrozen(way: Any, pipe: Any, batch: Any) -> None:
+    pipe[0].requires_grad_(False)
+    pipe[3].requires_grad_(False)
+    way.loss(pipe, *batch).backward()
+    assert [layer.weight.grad is None for layer in pipe] == [True, False, False, True]
+    pipe[0].requires_grad_(True)
+    way.loss(pipe, *batch).backward()
+    assert [layer.weight.grad is None for layer in pipe] == [False, False, False, True]
+
+
+def test_a_fully_frozen_pipe_returns_plain_tensors(way: Any, pipe: Any, batch: Any) -> None:
+    pipe.requires_grad_(False)
+    x, y = batch
+    assert not way.loss(pipe, x, y).requires_grad
+    leaf = x.clone().requires_grad_()
+    way.loss(pipe, leaf, y).backward()
+    assert leaf.grad is not None
+
+
+@pytest.mark.parametrize("way", INSIDE, indirect=True)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_grad_mode_there_is_a_loss_and_nothing_else(way: Any, pipe: Any, batch: Any, mode: Any) -> None:
+    expected = way.loss(pipe, *batch)
+    for training in (True, False):
+        pipe.train(training)
+        with mode():
+            loss, output = pipe(batch[0], target=batch[1], return_output=True)
+        assert torch.equal(loss, expected)
+        assert not loss.requires_grad
+        assert not output.requires_grad
+    assert gradients(pipe) == [None] * 8
+
+
+@pytest.mark.parametrize("way", INSIDE, indirect=True)
+def test_a_loss_without_a_graph_has_none(way: Any, batch: Any) -> None:
+    def detached(output: Tensor, target: Tensor) -> Tensor:
+        return output.detach().mean()
+
+    pipe = way.pipe(layers(), 4, balance=[1, 1, 1, 1], loss_fn=detached)
+    assert not pipe(batch[0], target=batch[1]).requires_grad
+
+
+# Nothing is left behind
+
+
+class Keep(nn.Module):
+    """Saves its product, and notes it."""
+
+    def __init__(self, kept: list[weakref.ref[Tensor]]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.kept = [kept]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.kept[0].append(weakref.ref(y))
+        return y.exp()
+
+
+@contextlib.contextmanager
+def without_garbage_collector() -> Iterator[None]:
+    """Objects of before are not looked at any more, so that `gc.get_objects` has only what is new."""
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
+def tensors() -> int:
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_dropped_loss_frees_everything_by_reference_count(way: Any, checkpoint: str) -> None:
+    kept: list[weakref.ref[Tensor]] = []
+    pipe = way.pipe(nn.Sequential(*(Keep([]) for _ in range(4))), 2, checkpoint, balance=[1, 1, 1, 1])
+    for layer in pipe:
+        layer.kept = [kept]
+    x, y = torch.randn(4, 2), torch.randn(4)
+    way.loss(pipe, x, y).backward()
+    pipe.zero_grad()
+    with without_garbage_collector():
+        kept.clear()
+        assert tensors() == 0
+        loss, output = way.run(pipe, x, y)
+        assert tensors() > 0
+        del output
+        if way.inside:
+            assert all(reference() is None for reference in kept), "what was differentiated is free already"
+        del loss
+        assert len(kept) >= 8
+        assert all(reference() is None for reference in kept)
+        assert tensors() == 0
+        way.loss(pipe, x, y).backward()
+        pipe.zero_grad()
+        assert tensors() == 0
+
+
+@pytest.mark.parametrize("way", INSIDE, indirect=True)
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_inputs_and_targets_are_free_when_the_loss_is_there(way: Any, checkpoint: str) -> None:
+    pipe = way.pipe(layers(), 4, checkpoint, balance=[1, 1, 1, 1])
+    x, y = torch.randn(8, 4), torch.randn(8)
+    gone = [weakref.ref(tensor.untyped_storage()) for tensor in (x, y)]
+    with without_garbage_collector():
+        loss = pipe(x, target=y)
+        del x, y
+        assert [reference() for reference in gone] == [None, None]
+        loss.backward()
+
+
+@pytest.mark.parametrize("way", INSIDE, indirect=True)
+def test_outputs_are_kept_only_if_they_are_wanted(way: Any) -> None:
+    """Without `return_output` those of a micro-batch are gone before the pipe returns."""
+    seen: list[weakref.ref[Any]] = []
+
+    class Last(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + 1
+            seen.append(weakref.ref(y.untyped_storage()))
+            return y
+
+    pipe = way.pipe(nn.Sequential(*layers()[:3], Last()), 2, "never", balance=[1, 1, 1, 1])
+    x, y = torch.randn(4, 4), torch.randn(4)
+    loss = pipe(x, target=y)
+    assert [reference() for reference in seen] == [None] * 2
+    seen.clear()
+    loss, output = pipe(x, target=y, return_output=True)
+    assert output.shape == (4, 4)
+    assert not output.requires_grad
+    loss.backward()

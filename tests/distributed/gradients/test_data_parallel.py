@@ -1,0 +1,134 @@
+"""Replicas, which are threads here."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import HashStore
+
+from pipework.distributed.gradients.data_parallel import DataParallel
+from pipework.distributed.mesh import group_of
+from pipework.distributed.transport.channel import LostConnectionError
+
+
+@pytest.fixture
+def pair() -> list[DataParallel]:
+    store = HashStore()
+    return in_threads(
+        *[lambda rank=rank: DataParallel(group_of(store, "all", (0, 1), rank), (0, 1)) for rank in (0, 1)]
+    )
+
+
+def in_threads(*jobs: Callable[[], object]) -> list[object]:
+    """What each gives, or its error."""
+    results: list[object] = [None] * len(jobs)
+
+    def run(number: int) -> None:
+        try:
+            results[number] = jobs[number]()
+        except BaseException as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return results
+
+
+def leaf(gradient: list[float] | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    made = torch.zeros(3, dtype=dtype, requires_grad=True)
+    made.grad = None if gradient is None else torch.tensor(gradient, dtype=dtype)
+    return made
+
+
+def test_the_mean_of_what_is_there(pair: list[DataParallel]) -> None:
+    leaves = [
+        [leaf([2.0, 4.0, 6.0]), leaf([1.0] * 3, torch.bfloat16), leaf(None), leaf([1 + 2j] * 3, torch.complex64)],
+        [leaf(None), leaf([0.0] * 3, torch.bfloat16), leaf(None), leaf([1 - 4j] * 3, torch.complex64)],
+    ]
+
+    def step(replica: DataParallel, own: list[Tensor]) -> None:
+        replica.compare(own)
+        replica.begin(own[:2])
+        replica.begin(own[2:])
+        replica.begin([])
+        replica.finish()
+
+    assert in_threads(*[lambda r=r, o=o: step(r, o) for r, o in zip(pair, leaves, strict=True)]) == [None, None]
+    for first, half, nothing, complex_one in leaves:
+        assert first.grad is not None
+        assert first.grad.tolist() == [1.0, 2.0, 3.0]
+        assert half.grad is not None
+        assert half.grad.tolist() == [0.5] * 3
+        assert half.grad.dtype is torch.bfloat16
+        assert nothing.grad is None
+        assert complex_one.grad is not None
+        assert complex_one.grad.tolist() == [1 - 1j] * 3
+
+
+def test_a_sparse_gradient_is_no_lost_connection(pair: list[DataParallel]) -> None:
+    layer = nn.Embedding(5, 3, sparse=True)
+    layer(torch.arange(2)).sum().backward()
+    with pytest.raises(TypeError, match=r"shape .5, 3. has the layout torch.sparse_coo.* without sparse=True"):
+        pair[0].begin([layer.weight])
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile", "after"])
+def test_nothing_is_kept_after_an_abort(pair: list[DataParallel], when: str) -> None:
+    replica = pair[0]
+    own = leaf([1.0, 2.0, 3.0])
+    known = nn.Parameter(torch.ones(3))
+    replica.compare([known])
+    if when == "before":  # as another thread may: a step that has failed elsewhere still runs here
+        replica.abort()
+    with replica._lock:
+        replica._compared = None  # the other one never comes
+    replica.begin([own])
+    assert own.grad is not None
+    assert own.grad._base is not None
+    bucket = weakref.ref(own.grad._base)
+    if when == "after":
+        replica.abort()
+    if when == "meanwhile":
+        threading.Timer(0.3, replica.abort).start()
+    with pytest.raises(LostConnectionError) as caught:  # the error is kept, and leads to the frames below
+        replica.finish()
+    own.grad = None
+    assert caught.value is not None
+    gc.collect()
+    assert bucket() is None
+    with pytest.raises(LostConnectionError):
+        replica.finish()
+
+
+def test_replicas_that_train_different_parameters(pair: list[DataParallel]) -> None:
+    pairs = [{name: nn.Parameter(torch.ones(2)) for name in "abc"} for _ in range(2)]
+
+    def step(replica: DataParallel, own: dict[str, nn.Parameter], names: str) -> None:
+        replica.compare([own[name] for name in names])
+        replica.begin([])
+
+    def told(first: str, second: str) -> list[object]:
+        return in_threads(lambda: step(pair[0], pairs[0], first), lambda: step(pair[1], pairs[1], second))
+
+    in_threads(*[lambda r=r, o=o: r.share_values(o.items()) for r, o in zip(pair, pairs, strict=True)])
+    assert told("abc", "abc") == told("ac", "ac") == [None, None]
+    for error in told("ac", "bc"):
+        assert isinstance(error, ValueError)
+        assert "different parameters: a, b are trained by some of them only" in str(error)
+    for own in pairs:
+        own["a"] = nn.Parameter(torch.ones(4))  # a new one on both
+    assert told("ab", "ab") == [None, None]
+    pairs[0]["a"].data = torch.ones(5)
+    for error in told("ab", "ab"):
+        assert isinstance(error, ValueError)
+        assert "their shapes, dtypes or order differ" in str(error)
+    pairs[1]["a"] = nn.Parameter(torch.ones(5))
+    assert told("ab", "ab") == [None, None]

@@ -1,0 +1,376 @@
+"""Several monitors in one process: what they tell each other, what they leave behind, and what garbage does to them."""
+
+import gc
+import json
+import multiprocessing
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, PrefixStore, TCPStore
+
+from pipework import PipelineError
+from pipework.distributed.health.monitor import HealthMonitor
+from pipework.distributed.health.status import PeerFailure
+from tests.distributed.conftest import HARD, TIMES
+
+Watching = Callable[..., HealthMonitor]
+
+
+def await_(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + HARD
+    while not (value := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return value
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("pipework monitor")]
+
+
+def test_another_kind_of_call(watched: Watching) -> None:
+    first, second = watched(0), watched(1)
+    for monitor in (first, second):
+        monitor.begin("training step")
+        monitor.end()
+    first.begin("training step")
+    second.begin("evaluation")
+    failures = [monitor.wait_for_failure(HARD) for monitor in (first, second)]
+    assert {failure and failure.kind for failure in failures} == {"disagreement"}
+    assert failures[0] is not None
+    assert "call 2 is '" in failures[0].text
+    assert "1 training step, 1 evaluation" in failures[0].text
+    assert "2 training steps" in failures[0].text
+
+
+def test_another_kind_of_call_that_is_over(watched: Watching) -> None:
+    """The first stage of a pipeline need not wait for an evaluation to end, and goes on to the next call."""
+    first, second = watched(0), watched(1)
+    first.begin("evaluation")
+    first.end()
+    first.begin("training step")
+    second.begin("training step")
+    failure = second.wait_for_failure(HARD)
+    assert failure is not None
+    assert failure.kind == "disagreement"
+    assert "call 1 is 'evaluation' on rank 0" in failure.text
+
+
+def test_who_is_ahead_or_behind_is_no_failure(watched: Watching) -> None:
+    first, second = watched(0), watched(1)
+    for _ in range(3):
+        first.begin("training step")
+        first.end()
+    second.begin("training step")
+    time.sleep(1.2 * TIMES["detect"])
+    assert (first.failure, second.failure) == (None, None)
+
+
+def test_who_leaves_after_the_same_calls_is_no_failure(watched: Watching) -> None:
+    first, second = watched(0), watched(1)
+    for monitor in (first, second):
+        monitor.begin("training step")
+    first.end()
+    first.close()
+    time.sleep(1.2 * TIMES["detect"])
+    assert second.failure is None
+    second.end()
+
+
+def test_who_leaves_in_the_middle(watched: Watching) -> None:
+    first, second = watched(0), watched(1)
+    for monitor in (first, second):
+        monitor.begin("training step")
+    first.close()
+    failure = second.wait_for_failure(HARD)
+    assert failure is not None
+    assert (
+        failure.text
+        == "rank 0 (stage 0) left in the middle of its 1st training step, and rank 1 (stage 1) is still in it"
+    )
+
+
+def test_all_ranks_hear_of_the_first_failure(watched: Watching) -> None:
+    monitors = [watched(rank, 4) for rank in range(4)]
+    try:
+        raise KeyError("no such column")
+    except KeyError as error:
+        error.add_note("of the table")
+        monitors[2].report(error, "stage 2, micro-batch 0, action F")
+    for rank in (0, 1, 3):
+        failure = monitors[rank].wait_for_failure(HARD)
+        assert failure is not None
+        assert (failure.rank, failure.kind) == (2, "error")
+        assert failure.traceback_text.rstrip().endswith("KeyError: 'no such column'\nof the table")
+        monitors[rank].report(monitors[rank].error())  # which is not told again
+    assert monitors[2].failure is None
+
+
+def test_a_closed_connection(watched: Watching) -> None:
+    """Who sees it first does not know why; if nobody says why, all hear that this rank is gone."""
+    monitors = [watched(rank, 3) for rank in range(3)]
+    assert monitors[0].wait_for_failure(0.1) is None
+    failure = monitors[0].lost(2)
+    assert failure.text.startswith("rank 2 (stage 2) is gone: its connections were closed; ")
+    assert monitors[1].wait_for_failure(HARD) == failure
+    assert monitors[2].wait_for_failure(HARD) == failure
+    assert monitors[1].lost(0) == failure
+
+
+def test_the_true_reason_comes_before_a_closed_connection(watched: Watching) -> None:
+    monitors = [watched(rank, 3) for rank in range(3)]
+    monitors[2].report(ValueError("bad row"), None)
+    failure = monitors[0].wait_for_failure(HARD)
+    assert failure is not None
+    assert failure.text == "rank 2 (stage 2) failed: ValueError: bad row"
+    assert monitors[0].lost(2) == failure
+
+
+def test_who_closes_a_connection_has_blamed_somebody_before(watched: Watching) -> None:
+    """Rank 2 is gone, which rank 1 has seen and rank 0 has not."""
+    monitors = [watched(rank, 3) for rank in range(3)]
+    monitors[1].blame(2)
+    await_(lambda: bool(monitors[0].announced("blamed")))
+    failure = monitors[0].closed(1, patience=0.3)
+    assert (failure.rank, failure.kind) == (2, "lost")
+
+
+def test_who_blames_itself_tells_why(watched: Watching) -> None:
+    monitors = [watched(rank, 2) for rank in range(2)]
+    monitors[1].blame(1)
+    await_(lambda: bool(monitors[0].announced("blamed")))
+    reporting = threading.Timer(0.6, monitors[1].report, [ValueError("bad row"), None])
+    reporting.start()
+    failure = monitors[0].closed(1, patience=0.3)
+    reporting.join()
+    assert failure.text == "rank 1 (stage 1) failed: ValueError: bad row"
+
+
+def test_who_blame_each_other_have_lost_each_other(watched: Watching) -> None:
+    """As when the network between them is cut."""
+    monitors = [watched(rank, 2) for rank in range(2)]
+    for rank in range(2):
+        monitors[rank].blame(1 - rank)
+    await_(lambda: bool(monitors[0].announced("blamed").get(1) == 0))
+    failure = monitors[0].closed(1, patience=0.3)
+    assert (failure.rank, failure.kind) == (1, "lost")
+
+
+def test_a_rank_that_failed_cannot_go_on(watched: Watching) -> None:
+    monitor = watched(0, 2)
+    monitor.report(ValueError("bad row"), None)
+    with pytest.raises(PipelineError, match=r"this pipe has failed before, and cannot go on: .*ValueError: bad row"):
+        monitor.begin("training step")
+
+
+def test_what_is_told_is_bounded(watched: Watching) -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("cannot be shown")
+
+    def deep(depth: int) -> None:
+        if depth:
+            deep(depth - 1)
+        raise Odd
+
+    first, second = watched(0), watched(1)
+    with pytest.raises(Odd) as caught:
+        deep(100)
+    caught.value.add_note("x" * 10**6 + "\x1b[31m\x00end")
+    first.report(caught.value)
+    failure = second.wait_for_failure(HARD)
+    assert failure is not None
+    assert "Odd" in failure.text
+    assert len(failure.traceback_text) < 30_000
+    assert "Traceback" in failure.traceback_text
+    assert failure.traceback_text.rstrip().endswith("?[31m?end")  # no terminal obeys it
+
+
+def test_a_failing_callback_keeps_no_other_from_being_called(watched: Watching, caplog: Any) -> None:
+    first, second = watched(0), watched(1)
+    told: list[Any] = []
+
+    def fails(failure: Any) -> None:
+        raise ZeroDivisionError
+
+    second.on_failure(fails)
+    second.on_failure(told.append)
+    first.report(ValueError("bad row"))
+    await_(lambda: told)
+    second.on_failure(told.append)  # late, hence called at once
+    assert len(told) == 2
+    assert "has failed itself" in caplog.text
+
+
+GARBAGE = [
+    b"\x80\x04\x95cposix\nsystem\n",
+    b"",
+    b"null",
+    b"[[[[",
+    b"[" * 100_000,
+    b"1" * 10_000,
+    b'{"rank": 0, "kind": "explosion", "text": "", "where": null, "traceback_text": ""}',
+    b'{"rank": 99, "kind": "error", "text": "", "where": null, "traceback_text": ""}',
+    b'{"rank": true, "kind": "error", "text": "", "where": null, "traceback_text": ""}',
+    b'{"number": 1e999, "call": {}}',
+    b'{"number": -1, "left": true, "call": {"number": 0, "inside": 1, "recent": 7, "counts": []}}',
+    b"x" * 3_000_000,
+]
+
+
+def test_garbage_in_every_key_is_ignored(watched: Watching, store: TCPStore) -> None:
+    first, second = watched(0, detect=6), watched(1, detect=6)
+    for monitor in (first, second):
+        monitor.begin("training step")
+    other = PrefixStore("test", store)
+    for garbage in GARBAGE:
+        for key in ("beat", "failure", "said"):
+            for rank in range(3):
+                other.set(f"{key}/{rank}", garbage)
+        other.set("bell", garbage)
+        time.sleep(0.15)
+    assert (first.failure, second.failure) == (None, None)
+    assert first.announced("preempt") == {}
+    for rank in range(2):  # a key that is deleted makes a request for several wait
+        other.delete_key(f"beat/{rank}")
+    second.announce("preempt", {"step": 3})
+    assert await_(lambda: first.announced("preempt")) == {1: {"step": 3}}
+    second.report(ValueError("bad row"))
+    other.set("failure/1", "garbage once more")
+    failure = first.wait_for_failure(HARD)
+    assert failure is not None
+    assert failure.text.endswith("ValueError: bad row")
+
+
+def test_a_broken_connection_is_made_anew(watched: Watching, caplog: Any) -> None:
+    first, second = watched(0, detect=10), watched(1, detect=10)
+    first.announce("too much", "x" * 9_000_000)  # the server closes the connection of who sends that much
+    time.sleep(1)
+    del first._heartbeat.said["too much"]
+    time.sleep(1)
+    first.announce("little", 1)
+    assert await_(lambda: second.announced("little")) == {0: 1}
+    assert (first.failure, second.failure) == (None, None)
+
+
+def test_two_watches_of_one_rank_do_not_meet(store: TCPStore) -> None:
+    monitors = [
+        HealthMonitor(PrefixStore(prefix, store), rank, 2, **TIMES) for prefix in ("one", "two") for rank in range(2)
+    ]
+    for monitor in monitors:
+        monitor.start()
+    monitors[0].report(ValueError("bad row"))
+    assert monitors[1].wait_for_failure(HARD) is not None
+    assert monitors[3].wait_for_failure(0.5) is None
+    for monitor in monitors:
+        monitor.close()
+
+
+def test_a_rank_that_never_comes(watched: Watching) -> None:
+    failure = watched(0, 2, join=2.0).wait_for_failure(HARD)
+    assert failure is not None
+    assert failure.text.startswith("rank 1 (stage 1) did not appear within 2.")
+
+
+def test_a_dropped_watch_ends_its_threads(store: TCPStore) -> None:
+    earlier = set(threads())
+    monitor = HealthMonitor(PrefixStore("dropped", store), 0, 1, **TIMES)
+    monitor.start()
+    monitor.on_failure(lambda failure, monitor=monitor: None)  # type: ignore[misc]
+    alive = weakref.ref(monitor)
+    assert len(set(threads()) - earlier) == 2
+    del monitor
+    gc.collect()
+    assert alive() is None
+    assert not set(threads()) - earlier
+
+
+def test_a_closed_watch_may_be_closed_again(store: TCPStore) -> None:
+    monitor = HealthMonitor(PrefixStore("closed", store), 0, 1, **TIMES)
+    monitor.close()
+    monitor.start()
+    monitor.close()
+    monitor.close()
+    monitor.report(ValueError("nobody hears it"))
+
+
+def forked(monitor: HealthMonitor) -> None:
+    monitor.announce("child")
+    monitor.report(ValueError("of the child"))
+    monitor.close()
+    os._exit(0 if not threads() else 1)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_neither_beats_nor_leaves(watched: Watching) -> None:
+    first, second = watched(0), watched(1)
+    first.begin("training step")
+    child = multiprocessing.get_context("fork").Process(target=forked, args=(second,))
+    child.start()
+    child.join(HARD)
+    assert child.exitcode == 0
+    time.sleep(3 * TIMES["beat"])
+    assert (first.failure, second.failure) == (None, None)
+    second.close()
+    failure = first.wait_for_failure(HARD)  # the connection has survived the child's end
+    assert failure is not None
+    assert failure.kind == "left"
+
+
+def test_other_stores_do_as_well() -> None:
+    store = HashStore()
+    with HealthMonitor(store, 0, 2, **TIMES) as first, HealthMonitor(store, 1, 2, **TIMES) as second:
+        first.report(ValueError("bad row"))
+        assert second.wait_for_failure(HARD) is not None
+
+
+def test_announcements_are_json(watched: Watching) -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        watched(0, 1).announce("thread", threading.Lock())
+    assert json.dumps(watched(0, 1).announced("thread")) == "{}"
+
+
+def test_errors_before_work(store: TCPStore) -> None:
+    with pytest.raises(ValueError, match="rank must be one of 0 to 1, got 2"):
+        HealthMonitor(store, 2, 2)
+    with pytest.raises(ValueError, match=r"detect >= 4 x beat.*got poll=0.1, beat=1, detect=2"):
+        HealthMonitor(store, 0, 2, beat=1, detect=2)
+    with pytest.raises(ValueError, match="action_timeout must be a positive number of seconds, got 0"):
+        HealthMonitor(store, 0, 2, action_timeout=0)
+    with pytest.raises(RuntimeError, match="nothing has failed"):
+        HealthMonitor(store, 0, 2).error()
+
+
+def test_no_call_begins_after_a_failure(watched: Watching) -> None:
+    first, second = watched(0), watched(1)
+    first.report(ValueError("bad row"))
+    second.wait_for_failure(HARD)
+    with pytest.raises(PipelineError, match="bad row"):
+        second.begin("training step")
+
+
+def test_progress_costs_little(watched: Watching) -> None:
+    progress = watched(0, 1).progress
+    action = object()
+    begun = time.perf_counter()
+    for _ in range(100_000):
+        progress.action = action
+        progress.count += 1
+    assert (time.perf_counter() - begun) / 100_000 < 5e-6
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_is_raised_is_not_logged_before(inside: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The program raises a failure in the call that it is in; outside of calls it would hear of it late."""
+    monitor = HealthMonitor(HashStore(), 0, 2)
+    if inside:
+        monitor.begin("training step")
+        monitor.on_failure(lambda _: monitor.end())  # as the program does that raises it
+    monitor._heartbeat.conclude(PeerFailure(1, "lost", "rank 1 lost"))
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ([] if inside else ["rank 1 lost. The next call of the pipe raises this"])

@@ -1,0 +1,182 @@
+"""Signals that ask a process to end."""
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from pipework.distributed.health.monitor import HealthMonitor
+from pipework.distributed.health.preemption import Preemption
+from tests.distributed.conftest import HARD
+
+
+@pytest.fixture(autouse=True)
+def usual_handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+@contextlib.contextmanager
+def handled_by(number: signal.Signals, handler: Any) -> Iterator[None]:
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_leaves_a_mark(number: signal.Signals) -> None:
+    with Preemption() as preemption:
+        assert not preemption.requested
+        assert preemption.reason is None
+        os.kill(os.getpid(), number)
+        assert preemption.requested
+        assert preemption.reason == number.name
+
+
+def test_the_deciding_rank_hears_of_a_signal_to_another(watched: Callable[..., HealthMonitor]) -> None:
+    deciding = Preemption(watched(0))  # needs no handlers of its own for that
+    with Preemption(watched(1)):
+        assert not deciding.requested
+        os.kill(os.getpid(), signal.SIGUSR1)
+        begin = time.monotonic()
+        while not deciding.requested:
+            time.sleep(0.01)
+            assert time.monotonic() - begin < HARD
+    assert deciding.reason == "SIGUSR1 on rank 1"
+
+
+def test_handlers_of_the_program_are_called_and_come_back() -> None:
+    calls: list[int] = []
+
+    def own(number: int, frame: Any) -> None:
+        calls.append(number)
+
+    with handled_by(signal.SIGTERM, own), handled_by(signal.SIGUSR1, signal.SIG_IGN):
+        with Preemption() as preemption:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert preemption.reason == "SIGTERM"
+        assert calls == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is own
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+
+
+def test_a_handler_that_was_installed_later_stays() -> None:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(handled_by(signal.SIGUSR1, signal.SIG_IGN))
+        preemption = Preemption(signals=[signal.SIGUSR1])
+        preemption.install()
+        preemption.install()  # once is enough
+        later = signal.default_int_handler
+        signal.signal(signal.SIGUSR1, later)
+        preemption.uninstall()
+        assert signal.getsignal(signal.SIGUSR1) is later
+
+
+def test_other_threads_cannot_install() -> None:
+    errors: list[BaseException] = []
+
+    def install() -> None:
+        try:
+            Preemption().install()
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=install)
+    thread.start()
+    thread.join(HARD)
+    assert "in the main thread only" in str(errors[0])
+
+
+def test_the_handler_of_a_dead_pipe_is_no_native_one(caplog: pytest.LogCaptureFixture) -> None:
+    """As where a script makes one pipe after the other; each handler stays, and is not to be seen as a stranger's."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        for rank in range(3):
+            monitor = HealthMonitor(HashStore(), 0, 1)
+            preemption = Preemption(monitor)
+            preemption.install()
+            if rank < 2:
+                del monitor
+                gc.collect()
+                assert preemption._over
+        assert not caplog.records
+        assert signal.getsignal(signal.SIGTERM) == preemption._handle
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert preemption.requested
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+PROGRAM = """
+import multiprocessing, os, signal, sys, time
+from pipework.distributed.health.preemption import Preemption
+
+def child():
+    print("child", flush=True)
+    time.sleep(60)
+
+def main(what):
+    with Preemption() as preemption:
+        if what == "twice":
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert preemption.requested
+            print(time.time(), flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        started = multiprocessing.get_context("fork").Process(target=child)
+        started.start()
+        time.sleep(0.5)
+        started.terminate()
+        started.join(30)
+        print(started.exitcode, preemption.requested, flush=True)
+
+main(sys.argv[1])
+"""
+
+
+def run(what: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", PROGRAM, what], capture_output=True, text=True, timeout=HARD)
+
+
+def test_the_second_one_ends_the_process() -> None:
+    done = run("twice")
+    assert done.returncode == 143
+    assert time.time() - float(done.stdout) < 3.0  # one second on a quiet machine
+
+
+def test_a_forked_child_can_still_be_terminated() -> None:
+    """Such as the workers of a data loader, which inherit the handler."""
+    done = run("child")
+    assert done.stdout.split() == ["child", str(-signal.SIGTERM), "False"], done.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells who handles a signal")
+def test_a_handler_of_native_code_is_left_alone() -> None:
+    code = (
+        "import faulthandler, os, signal\n"
+        "from pipework.distributed.health.preemption import Preemption\n"
+        "faulthandler.register(signal.SIGUSR1)\n"
+        "with Preemption() as preemption:\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "    assert not preemption.requested\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    assert preemption.requested\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=HARD, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "SIGUSR1 is handled by native code already" in done.stderr
+    assert "most recent call first" in done.stderr

@@ -1,0 +1,98 @@
+"""How a process ends that failed."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.distributed.conftest import HARD
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HARD, check=False)
+
+
+INSTALL = "from pipework.distributed.health.process_exit import install; install(); install()\n"
+
+
+@pytest.mark.parametrize(
+    ("statement", "code"),
+    [
+        ("raise ValueError('bad row')", 70),
+        ("from pipework import PipelineError; raise PipelineError('bad row', rank=1)", 71),
+        ("from pipework import PipelineError; raise PipelineError('bad row', rank=1, kind='lost')", 72),
+        ("raise SystemExit(5)", 5),
+        ("pass", 0),
+    ],
+)
+def test_exit_codes(statement: str, code: int) -> None:
+    done = run(INSTALL + statement)
+    assert done.returncode == code
+    assert ("bad row" in done.stderr) == ("bad row" in statement)
+
+
+def test_ctrl_c_ends_as_it_always_does() -> None:
+    assert run(INSTALL + "raise KeyboardInterrupt").returncode in (-2, 130)
+
+
+def test_an_earlier_hook_still_prints() -> None:
+    done = run("import sys\nsys.excepthook = lambda *_: print('mine')\n" + INSTALL + "raise ValueError('bad row')")
+    assert (done.returncode, done.stdout, done.stderr) == (70, "mine\n", "")
+
+
+def test_who_hears_of_an_exception_ends_after_who_raised_it() -> None:
+    late = "import atexit, time\nbegin = time.monotonic()\natexit.register(lambda: print(time.monotonic() - begin))\n"
+    seconds = [
+        float(run(late + INSTALL + f"from pipework import PipelineError; raise {error}").stdout)
+        for error in ("PipelineError('bad row', rank=1)", "PipelineError('gone', rank=1, kind='lost')", "ValueError()")
+    ]
+    assert seconds[0] >= 1.0
+    assert max(seconds[1:]) < seconds[0]
+
+
+RAISES = """
+from pipework import PipelineError
+from pipework.runtime.failure import Failure
+
+def main(error):
+    failure = Failure(lambda: None)
+    failure.report(error, None)
+    failure.raise_first()
+
+main({error})
+"""
+
+
+def test_of_an_error_elsewhere_only_the_own_frames_are_shown() -> None:
+    done = run(INSTALL + RAISES.format(error="PipelineError('rank 1 failed', rank=1, traceback_text='theirs')"))
+    assert done.returncode == 71
+    assert "in main" in done.stderr
+    assert "failure.py" not in done.stderr
+    assert done.stderr.endswith("PipelineError: rank 1 failed\n\nthe traceback of rank 1:\n    theirs\n")
+    done = run(INSTALL + RAISES.format(error="ValueError('bad row')"))
+    assert done.returncode == 70
+    assert "failure.py" in done.stderr
+
+
+def test_what_hangs_at_the_end_does_not_hang_for_ever() -> None:
+    earlier = "import atexit, time\natexit.register(time.sleep, 3600)\n"
+    begin = time.monotonic()
+    done = run(earlier + INSTALL + "raise ValueError('bad row')")
+    assert done.returncode in (70, 1)  # 1 if faulthandler was first
+    assert "bad row" in done.stderr
+    assert time.monotonic() - begin > 4  # what ends in time is not disturbed
+
+
+def test_who_has_not_failed_may_take_long() -> None:
+    earlier = "import atexit, time\natexit.register(time.sleep, 6)\n"
+    assert run(earlier + INSTALL).returncode == 0
+
+
+def test_a_thread_that_does_not_end_is_shown() -> None:
+    code = "from pipework.distributed.health.process_exit import end_now\n"
+    code += "def stuck():\n    end_now('no end in sight', 71)\nstuck()"
+    done = run(code)
+    assert done.returncode == 71
+    assert "no end in sight" in done.stderr
+    assert "in stuck" in done.stderr

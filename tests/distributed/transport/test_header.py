@@ -1,0 +1,518 @@
+import dataclasses
+import enum
+import importlib
+import json
+import math
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils import _pytree as pytree
+from transformers.modeling_outputs import BaseModelOutput
+
+from pipework.distributed.transport import header
+from pipework.runtime.skips.stashed import Stashed
+from pipework.values import nested
+
+Point = namedtuple("Point", "x y")
+
+
+class Colour(enum.Enum):
+    RED = 1
+    GREEN = 2
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Side(enum.Flag):
+    LEFT = 1
+    RIGHT = 2
+
+
+class Task(enum.StrEnum):
+    TRAIN = "train"
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    hidden: torch.Tensor
+    steps: list[int]
+    inner: Any = None
+
+
+@dataclasses.dataclass(slots=True)
+class Options:
+    rate: float
+    names: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass
+class ListWithFields(list):  # type: ignore[type-arg]
+    extra: int = 0
+
+
+class Registered:
+    def __init__(self, tensor: Any, names: Any) -> None:
+        self.tensor = tensor
+        self.names = names
+
+
+class Odd:
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("compared")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+pytree.register_pytree_node(
+    Registered, lambda node: ([node.tensor], {"names": node.names}), lambda x, about: Registered(*x, about["names"])
+)
+
+
+def sent(value: Any) -> Any:
+    tensors, structure = nested.flatten(value)
+    description = header.describe(tensors, structure)
+    arrived = header.decode(header.encode(description))
+    assert arrived == description
+    return nested.unflatten(tensors, arrived.around)
+
+
+def equal(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return left is right
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (dict, OrderedDict)):
+        return equal([*left.items()], [*right.items()])
+    if isinstance(left, (list, tuple, deque)):
+        return len(left) == len(right) and all(map(equal, left, right))
+    if dataclasses.is_dataclass(left):
+        return all(equal(getattr(left, field.name), getattr(right, field.name)) for field in dataclasses.fields(left))
+    if isinstance(left, int):
+        return left == right
+    return repr(left) == repr(right)  # nan is nan, 0.0 is not -0.0
+
+
+tensor = torch.zeros(2, requires_grad=True)
+other = torch.ones(3, 4, dtype=torch.int64)
+
+PLAIN = [
+    None, True, False, 0, -1, 2**63, -(2**63), -(2**63) - 1, 1 << 20000,
+    0.1, -0.0, float("nan"), float("inf"), -float("inf"), 5e-324, 1.7976931348623157e308, complex(-0.0, float("nan")),
+    "", "text", "ü\0", "\ud800", "\ud800\udc00", '["float","0x1p0"]', b"", b"\xff\0",
+    torch.bfloat16, torch.device("cpu"), torch.device("cuda:3"),
+    slice(None), slice(1, (2,), -0.5), range(3), range(0, 4, 2), ...,
+    Colour.RED, Level.LOW, Task.TRAIN, Side.LEFT, Side(0), Side.LEFT | Side.RIGHT,
+    Options(0.1), Options(float("nan"), ("a", torch.Size([2, 3]), OrderedDict(b=deque()))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
+def test_plain_values_survive_exactly(value: Any) -> None:
+    assert equal(sent((tensor, value)), (tensor, value))
+    assert equal(sent([tensor, Options(0.5, (value, [value]))])[1], Options(0.5, (value, [value])))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        tensor,
+        (tensor,),
+        (),
+        [tensor, (other, [])],
+        {"b": tensor, "a": other, 1: 5, None: None, (1, "x", (2.5,)): "key", 2.5: 1, b"b": 2, Colour.RED: 3},
+        OrderedDict(b=tensor, a=1),
+        defaultdict(list, x=tensor),
+        defaultdict(None, x=tensor),
+        deque([tensor, 1], maxlen=5),
+        deque([tensor]),
+        Point(tensor, Point(1, None)),
+        torch.topk(torch.arange(4.0), 2),
+        Held(tensor, [1, 2]),
+        [Held(tensor, [], Held(other, [3], Options(0.5))), 1],
+        torch.fx.immutable_collections.immutable_list([tensor, 1]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_nested_values_survive_exactly(value: Any) -> None:
+    assert equal(sent(value), value)
+
+
+def test_a_size_comes_as_it_does_in_one_process() -> None:
+    size = torch.Size([2, 3])
+    assert equal(sent([tensor, size]), nested.unflatten(*nested.flatten([tensor, size])))
+
+
+def test_a_tensor_that_occurs_twice_travels_once() -> None:
+    first, second = sent([tensor, {"again": tensor}])[0], sent([tensor, {"again": tensor}])[1]["again"]
+    assert first is second is tensor
+    assert len(header.describe(*nested.flatten([tensor, tensor])).forms) == 1
+
+
+def test_outputs_of_hugging_face_models_survive() -> None:
+    arrived = sent(BaseModelOutput(last_hidden_state=tensor, hidden_states=(tensor, other)))
+    assert type(arrived) is BaseModelOutput
+    assert arrived.last_hidden_state is tensor
+    assert arrived.hidden_states[1] is other
+    assert arrived.attentions is None
+
+
+def test_a_registered_class_survives_with_what_it_was_registered_to_remember() -> None:
+    arrived = sent([Registered(tensor, ("a", 0.5))])[0]
+    assert (type(arrived), arrived.tensor, arrived.names) == (Registered, tensor, ("a", 0.5))
+
+
+def test_forms_and_numbers_around_survive() -> None:
+    description = header.describe((tensor, None, other), 2**70)
+    assert description.forms == (
+        header.TensorForm(torch.float32, (2,), True),
+        None,
+        header.TensorForm(torch.int64, (3, 4), False),
+    )
+    assert header.decode(header.encode(description)) == description
+    assert header.decode(header.encode(header.describe((), None))) == header.describe((), None)
+
+
+def moved(given: Tensor) -> Tensor:
+    """What the other process has, after a message with this tensor."""
+    (form,) = header.decode(header.encode(header.describe((given,), None))).forms
+    assert form is not None
+    arrived = form.room()
+    header.memory_of(arrived).copy_(header.memory_of(given))
+    return arrived
+
+
+@given(st.lists(st.integers(0, 3), max_size=4), st.randoms(use_true_random=False))
+def test_a_tensor_arrives_with_its_order_in_memory(shape: list[int], chooser: Any) -> None:
+    order = chooser.sample(range(len(shape)), len(shape))
+    numbers = torch.arange(1 + math.prod(shape))[1:]  # not at the beginning of its memory
+    whole = numbers.reshape(shape).permute(order)
+    arrived = moved(whole)
+    assert torch.equal(arrived, whole)
+    assert arrived.is_contiguous() == whole.is_contiguous()
+    assert whole.is_contiguous() or arrived.stride() == whole.stride()
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.arange(12.0).reshape(3, 4)[:, 1:3],  # gaps
+        torch.arange(3.0).expand(2, 3),  # elements in several places
+        torch.arange(12.0)[::2],
+        torch.arange(6.0).unfold(0, 3, 1),
+        torch.complex(torch.ones(2, 3), torch.ones(2, 3)).conj(),  # the memory says otherwise
+        torch.complex(torch.ones(2, 3), torch.ones(2, 3)).t().conj(),
+        torch.complex(torch.ones(2), torch.ones(2)).conj().imag,
+    ],
+    ids=str,
+)
+def test_a_view_that_is_not_its_memory_arrives_as_what_it_shows(view: Tensor) -> None:
+    arrived = moved(view)
+    assert torch.equal(arrived, view)
+    assert arrived.untyped_storage().nbytes() == view.numel() * view.itemsize
+
+
+def test_channels_last_arrives_as_such() -> None:
+    assert moved(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)).is_contiguous(
+        memory_format=torch.channels_last
+    )
+
+
+def test_a_tensor_that_is_no_array_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"torch\.sparse_coo cannot be sent"):
+        header.describe((torch.eye(2).to_sparse(),), None)
+
+
+class Marked(Tensor):
+    """An array with something more."""
+
+
+class MarkedParameter(torch.nn.Parameter):
+    """One that PyTorch's operators forget, also in one process."""
+
+
+def test_a_class_of_its_own_is_refused_by_name() -> None:
+    marked = torch.ones(2).as_subclass(Marked)
+    description = header.describe((torch.ones(2), None), None)
+    assert description.fits((torch.zeros(2), None), None)
+    assert not description.fits((marked, None), None)
+    for odd in (marked, torch.nn.Parameter(marked), TwoTensor(torch.ones(2), torch.ones(2))):
+        with pytest.raises(TypeError, match=r"of the class .*\.(Marked|TwoTensor) cannot be sent to another process"):
+            header.describe((odd, None), None)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, torch.nn.Buffer, MarkedParameter])
+def test_a_parameter_arrives_as_a_tensor(kind: Callable[[Tensor], Tensor]) -> None:
+    arrived = moved(kind(torch.arange(3.0)))
+    assert type(arrived) is Tensor
+    assert arrived.tolist() == [0.0, 1.0, 2.0]
+
+
+atoms = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.complex_numbers(allow_nan=True)
+    | st.text(st.characters(categories=None), max_size=3)
+    | st.binary(max_size=3)
+    | st.sampled_from([tensor, other, Colour.GREEN, Level.LOW, torch.float16, ...])
+    | st.builds(Options, st.floats())
+)
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=2)
+keys = scalars | st.tuples(scalars, scalars)
+nested_values = st.recursive(
+    atoms,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(keys, inner, max_size=3)
+        | st.dictionaries(keys, inner, max_size=3).map(OrderedDict)
+        | st.dictionaries(keys, inner, max_size=3).map(lambda made: defaultdict(int, made))
+        | st.lists(inner, max_size=3).map(deque)
+        | st.builds(Point, inner, inner)
+        | st.builds(Held, inner, st.lists(st.integers(), max_size=2), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(nested_values)
+def test_any_nesting_survives_exactly(value: Any) -> None:
+    assert equal(sent(value), value)
+
+
+@given(nested_values, nested_values)
+def test_descriptions_are_equal_where_their_bytes_are(left: Any, right: Any) -> None:
+    one, two = header.describe(*nested.flatten(left)), header.describe(*nested.flatten(right))
+    assert (one == two) == (header.encode(one) == header.encode(two))
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        ("a", "b"),
+        ([1], (1,)),
+        ({1: 0}, {True: 0}),
+        ({"a": 0, "b": 0}, {"b": 0, "a": 0}),
+        (tensor, 1),
+        ((tensor, other), (other, tensor)),
+        (range(0, 3, 2), range(0, 4, 2)),
+        (Options(0.5), Options(1.5)),
+        ((tensor, tensor), (tensor, tensor.detach())),
+        (np.zeros(2), np.zeros(2)),
+        (Odd(), Odd()),
+    ],
+)
+def test_descriptions_of_different_messages_differ(left: Any, right: Any) -> None:
+    assert header.describe(*nested.flatten([left])) != header.describe(*nested.flatten([right]))
+
+
+def test_a_description_equals_itself_whatever_is_in_it() -> None:
+    tensors, structure = nested.flatten([tensor, float("nan"), np.zeros(2), Odd(), {float("nan"): Odd()}])
+    assert header.describe(tensors, structure) == header.describe(tensors, structure)
+    assert header.describe(tensors, structure) != structure
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1, {"a": (object(),)}], r"of type builtins.object stands at output\[1\]\['a'\]\[0\] in what"),
+        (Point(Held(tensor, [1], {1, 2}), 0), r"of type builtins.set stands at output.x.inner"),
+        (Counter(a=1), r"of type collections.Counter stands in what"),
+        ([np.float64(1.0)], r"of type numpy.float64 stands at output\[0\]"),
+        (defaultdict(lambda: 0, x=tensor), r"a defaultdict that makes its values with <function"),
+        ({frozenset(): tensor}, r"a key of type builtins.frozenset stands in"),
+        ([ListWithFields()], r"ListWithFields \(object.__new__.* is not safe"),
+        ([Options(object())], r"of type builtins.object stands at output\[0\]"),  # type: ignore[arg-type]
+        (
+            Registered(tensor, {1}),
+            r"of type builtins.set, in what .*Registered was registered with .* to remember",
+        ),
+        (torch.float32.__class__, r"of type builtins.type"),
+    ],
+)
+def test_what_cannot_travel_is_named_with_its_place(value: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        header.encode(header.describe(*nested.flatten(value)))
+
+
+def test_classes_that_no_other_process_could_find_do_not_travel() -> None:
+    inner = namedtuple("inner", "x")
+    with pytest.raises(TypeError, match=r"the class .*inner, which cannot be found by its name"):
+        header.encode(header.describe(*nested.flatten(inner(tensor))))
+
+
+@pytest.mark.parametrize("value", [torch.zeros(1), (torch.zeros(1), {"a": 5})], ids=["a tensor", "a nesting"])
+def test_which_tensors_were_stashed_travels(value: Any) -> None:
+    tensors, structure = nested.flatten(value)
+    description = header.describe(tensors, Stashed(structure, ((0, 3),)))
+    assert header.decode(header.encode(description)) == description
+    assert description.fits(tensors, Stashed(structure, ((0, 3),)))
+    assert not description.fits(tensors, structure)
+    assert not description.fits(tensors, Stashed(structure, ((0, 2),)))
+
+
+def stashed(which: Any, around: Any = None) -> bytes:
+    form = ["torch.float32", [1], False]
+    return json.dumps({"forms": [form], "around": {"stashed": which, "around": around}}).encode()
+
+
+def around(nesting: Any, *leaves: Any) -> bytes:
+    form = ["torch.float32", [1], False]
+    return json.dumps({"forms": [form], "around": {"structure": [nesting, leaves]}}).encode()
+
+
+PLACE = ["place", 0]
+HERE = __name__
+FIELDS = "pipework.values.nested:_Fields"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"\xff\xfe", b"{}", b"[]", b"null", b"NaN", b"[" * 100_000, b'{"forms":[],"around":true}',
+        b'{"forms":[],"around":1.5}', b'{"forms":[],"around":"x"}',
+        b'{"forms":[["torch.float32",[-1],false]],"around":null}',
+        b'{"forms":[["torch.float32",[4611686018427387904,2],false]],"around":null}',
+        b'{"forms":[["torch.float32",[true],false]],"around":null}',
+        b'{"forms":[["torch.float32",[2,2],false,[2]]],"around":null}',
+        b'{"forms":[["torch.float32",[2,2],false,[1,1]]],"around":null}',
+        b'{"forms":[["torch.float32",[2,2],false,[1,-2]]],"around":null}',
+        b'{"forms":[["torch.float32",[2,2],false,[1,3]]],"around":null}',
+        b'{"forms":[["torch.float32",[2,2],false,[true,2]]],"around":null}',
+        b'{"forms":[["torch.float32",[1,2],false,[9223372036854775808,1]]],"around":null}',
+        b'{"forms":[["torch.float32",[2,2],false,[1,2],0]],"around":null}',
+        b'{"forms":[["torch.nn",[1],false]],"around":null}',
+        b'{"forms":[["torch.float32",[1],1]],"around":null}', b'{"forms":[[]],"around":null}',
+        b'{"forms":[],"around":' + b"1" * 5000 + b"}",
+        around(None), around(None, PLACE, PLACE), around(None, ["place", 1]), around(None, ["place", -1]),
+        around(None, ["place", False]), around(None, ["unknown"]), around(None, 1.5), around(None, {}),
+        around(None, []),
+        around(None, ["float", "0x1p99999"]), around(None, ["bytes", "!"]),
+        around(None, ["dtype", "torch.nn"]), around(None, ["device", "nowhere"]), around(None, ["range", 0, 1, 0]),
+        around(None, ["range", 0, 1, "a"]), around(None, ["Size", "a"]), around(None, ["Size", 1.5]),
+        around(["dict", [1, 1], [None, None]], 0, 0), around(["dict", ["a", "a"], [None, None]], 0, 0),
+        around(["tuple", 1, [None]], 0), around(["tuple", None], 0), around(["tuple", None, [None]], 0, 0),
+        around(["dict", ["a", "b"], [None]], 0), around(["dict", [["list"]], [None]], 0), around(["dict", 5, []]),
+        around(["defaultdict", ["eval", []], []]), around(["defaultdict", [["list"], []], []]),
+        around(["deque", 0, [None]], 0), around(["deque", True, [None, None]], 0, 0), around(["deque", 2**80, []]),
+        around(["namedtuple", f"{HERE}:Point", [None]], 0), around(["namedtuple", "builtins:tuple", [None]], 0),
+        around(["namedtuple", f"{HERE}:Colour", []]), around(["namedtuple", "torch:nn", []]),
+        around(["fields", [f"{HERE}:Held", ["nothing"]], [None]], 0),
+        around(["fields", [f"{HERE}:Held", ["steps", "steps"]], [None, None]], 0, 0),
+        around(["fields", [f"{HERE}:Held", ["steps"]], []]),
+        around(["fields", [f"{HERE}:Held", [["list"]]], [None]], 0),
+        around(["fields", ["builtins:int", []], []]), around(["fields", [f"{HERE}:ListWithFields", []], []]),
+        around(["class", ["builtins:int", None], []]), around(["class", ["subprocess:Popen", None], []]),
+        around(["class", [FIELDS, ["tuple", "x", ["tuple", "y"]]], [None]], 0),
+        around(["class", ["builtins:dict", ["list"]], []]), around(["class", ["os:system", "ls"], []]),
+        around(None, ["enum", "builtins:int", "real"]), around(None, ["enum", f"{HERE}:Colour", "BLUE"]),
+        around(None, ["enum", f"{HERE}:Colour"]), around(None, ["enum", f"{HERE}:Colour", "RED", "GREEN"]),
+        around(None, ["enum", f"{HERE}:Side", "mro"]), around(None, ["enum", 5, "RED"]),
+        around(None, ["dataclass", ["fields", [f"{HERE}:Options", ["rate"]], []], []]),
+        around(None, ["dataclass", ["fields", [f"{HERE}:Options", ["__class__"]], [None]], [1]]),
+        around(None, ["dataclass", ["fields", [f"{HERE}:Options", ["rate"]], [None]], [PLACE]]),
+        around(None, ["dataclass", ["fields", ["builtins:int", []], []], []]),
+        around(None, ["dataclass", ["list", None, []], []]),
+        stashed([[1, 0]]), stashed([[0, -1]]), stashed([[0]]), stashed([0]), stashed([[0, True]]), stashed({}),
+        stashed([[0, 0]], 5), stashed([[0, 0]], {"stashed": [], "around": None}),
+    ],
+    ids=lambda data: repr(data[-60:]),
+)  # fmt: skip
+def test_hostile_bytes_are_value_errors(data: bytes) -> None:
+    with pytest.raises(ValueError, match="a message between processes cannot be read: "):
+        header.decode(data)
+
+
+@pytest.mark.parametrize("name", ["antigravity:Thing", "pipework.cli.no:Thing", "torch:nn.Module.forward", ":", "x"])
+def test_an_unknown_class_is_named_and_nothing_is_imported(name: str) -> None:
+    before = set(sys.modules)
+    with pytest.raises(ValueError, match=r"a class '.*' arrives that this process does not know: import the module"):
+        header.decode(around(["namedtuple", name, []]))
+    assert set(sys.modules) == before
+
+
+def test_names_that_a_module_computes_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = importlib.import_module("pipework")
+    monkeypatch.delitem(vars(package), "NoChunk", raising=False)
+    with pytest.raises(ValueError, match="does not know"):
+        header.decode(around(["class", ["pipework:NoChunk", None], [None]], 0))
+    assert "NoChunk" not in vars(package)
+
+
+def test_a_module_that_is_imported_when_it_is_touched_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lazy(types.ModuleType):
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(f"{name} was looked up")
+
+    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+    with pytest.raises(ValueError, match="does not know"):
+        header.decode(around(["class", ["lazy:Thing", None], [None]], 0))
+
+
+def test_a_class_that_is_registered_elsewhere_only_is_named() -> None:
+    with pytest.raises(ValueError, match="is not registered with PyTorch's pytree in this process"):
+        header.decode(around(["class", [f"{HERE}:Odd", None], [None]], 0))
+
+
+def readable(data: bytes) -> bool:
+    try:
+        arrived = header.decode(data)
+    except ValueError:
+        return False
+    assert header.decode(header.encode(arrived)) == arrived
+    return True
+
+
+@given(st.binary(max_size=40) | st.text(max_size=40).map(str.encode))
+def test_random_bytes_are_read_or_refused(data: bytes) -> None:
+    readable(data)
+
+
+words = st.sampled_from(
+    [
+        "place", "int", "str", "float", "complex", "bytes", "tuple", "list", "Size", "dtype", "device", "slice",
+        "range", "dict", "Ellipsis", "enum", "dataclass", "OrderedDict", "defaultdict", "deque", "namedtuple",
+        "fields", "class", "torch.float32", "cpu", "0x1p0", "rate", "hidden", "RED", "LEFT", "", "x", f"{HERE}:Point",
+        f"{HERE}:Held",
+        f"{HERE}:Options", f"{HERE}:Colour", f"{HERE}:Side", f"{HERE}:Registered", "builtins:dict", FIELDS,
+        "torch:Size",
+    ]
+)  # fmt: skip
+forms = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 2) | st.integers() | st.floats() | words,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words, inner, max_size=2),
+    max_leaves=10,
+)
+nodes = st.recursive(
+    st.none(), lambda inner: st.tuples(words, forms, st.lists(inner, max_size=3)).map(list), max_leaves=4
+)
+
+
+@given(nodes, st.lists(forms | st.just(PLACE), max_size=3))
+def test_descriptions_that_nobody_would_send_are_read_or_refused(nesting: Any, leaves: Any) -> None:
+    readable(around(nesting, *leaves))
+
+
+@given(nested_values, st.data())
+def test_damaged_descriptions_are_read_or_refused(value: Any, data: Any) -> None:
+    good = header.encode(header.describe(*nested.flatten(value)))
+    assert readable(good)
+    draw: Callable[[Any], Any] = data.draw
+    at = draw(st.integers(0, len(good) - 1))
+    readable(good[:at] + draw(st.binary(max_size=2)) + good[at + draw(st.integers(0, 2)) :])

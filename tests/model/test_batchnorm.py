@@ -1,0 +1,484 @@
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pipework import Pipe
+from pipework.model.batchnorm import DeferredBatchNorm, Moments, convert_deferred_batch_norm, merged
+from pipework.runtime.stage.execution_views import View
+from pipework.runtime.stage.recompute_phase import checkpointing, recomputing
+
+ORDINARY = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+
+
+def same_statistics(deferred, ordinary, tolerance=1e-12):
+    torch.testing.assert_close(deferred.running_mean, ordinary.running_mean, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(deferred.running_var, ordinary.running_var, rtol=tolerance, atol=tolerance)
+    assert torch.equal(deferred.num_batches_tracked, ordinary.num_batches_tracked)
+
+
+def statistics(batch_norm):
+    return copy.deepcopy([batch_norm.running_mean, batch_norm.running_var, batch_norm.num_batches_tracked])
+
+
+def unchanged(batch_norm, before):
+    return all(torch.equal(left, right) for left, right in zip(statistics(batch_norm), before, strict=True))
+
+
+def run(batch_norm, batch, sizes):
+    """A mini-batch as a pipe runs it."""
+    batch_norm.begin_mini_batch()
+    outputs = [batch_norm(micro_batch) for micro_batch in batch.split(sizes)]
+    batch_norm.commit()
+    return torch.cat(outputs)
+
+
+mini_batches = st.lists(st.integers(2, 9), min_size=1, max_size=6)
+
+
+class TestEqualToBatchNormOnTheWholeMiniBatch:
+    @settings(max_examples=60, deadline=None)
+    @given(
+        dimensions=st.integers(0, 3),
+        batches=st.lists(mini_batches, min_size=1, max_size=3),
+        momentum=st.one_of(st.none(), st.sampled_from([0.0, 0.1, 1.0]), st.floats(0, 1)),
+        channels=st.integers(1, 4),
+        offset=st.floats(-100, 100),
+        seed=st.integers(0, 1000),
+    )
+    def test_any_sizes(self, dimensions, batches, momentum, channels, offset, seed):
+        generator = torch.Generator().manual_seed(seed)
+        ordinary = ORDINARY[dimensions](channels, momentum=momentum, dtype=torch.float64)
+        deferred = convert_deferred_batch_norm(copy.deepcopy(ordinary), chunks=1000)
+        for sizes in batches:
+            shape = (sum(sizes), channels, *(2,) * dimensions)
+            batch = torch.randn(shape, generator=generator, dtype=torch.float64) + offset
+            ordinary(batch)
+            run(deferred, batch, sizes)
+            same_statistics(deferred, ordinary)
+
+    def test_micro_batches_far_apart(self):
+        """The sum of squares minus the square of the sum would keep no digit of this."""
+        batch = torch.cat([torch.randn(50, 3) * 1e-3 + offset for offset in (1e3, 1e3, 1e3 + 1)])
+        ordinary = nn.BatchNorm1d(3, momentum=1.0, dtype=torch.float64)
+        ordinary(batch.double())
+        deferred = DeferredBatchNorm(3, momentum=1.0)
+        run(deferred, batch, [50, 50, 50])
+        torch.testing.assert_close(deferred.running_var.double(), ordinary.running_var, rtol=1e-3, atol=0)
+
+    def test_empty_micro_batches(self):
+        ordinary, deferred = nn.BatchNorm1d(3, dtype=torch.float64), DeferredBatchNorm(3, dtype=torch.float64)
+        batch = torch.randn(6, 3, dtype=torch.float64)
+        ordinary(batch)
+        run(deferred, batch, [0, 4, 0, 2])
+        same_statistics(deferred, ordinary)
+        ordinary(batch[:0])
+        run(deferred, batch[:0], [0])
+        same_statistics(deferred, ordinary)
+
+    @pytest.mark.parametrize("affine", [True, False])
+    def test_evaluation_uses_the_running_statistics(self, affine):
+        ordinary = nn.BatchNorm1d(3, affine=affine)
+        deferred = convert_deferred_batch_norm(copy.deepcopy(ordinary), 2)
+        batch = torch.randn(8, 3)
+        ordinary(batch)
+        run(deferred, batch, [4, 4])
+        before = statistics(deferred)
+        ordinary.eval()
+        deferred.eval()
+        torch.testing.assert_close(deferred(batch[:1]), ordinary(batch[:1]))
+        deferred.commit()
+        assert unchanged(deferred, before)
+
+    @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-3), (torch.bfloat16, 1e-2)])
+    def test_half_types(self, dtype, tolerance):
+        deferred = DeferredBatchNorm(3, momentum=1.0, dtype=dtype)
+        batch = (torch.randn(400, 3) + 30).to(dtype)
+        output = run(deferred, batch, 10)
+        assert output.dtype == deferred.running_var.dtype == dtype
+        torch.testing.assert_close(deferred.running_mean.float(), batch.float().mean(0), rtol=tolerance, atol=0)
+        torch.testing.assert_close(deferred.running_var.float(), batch.float().var(0), rtol=tolerance, atol=0)
+
+    @pytest.mark.parametrize("input_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+    @pytest.mark.parametrize("parameter_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+    def test_mixed_types_work_where_they_work_in_batch_norm(self, input_dtype, parameter_dtype):
+        ordinary = nn.BatchNorm1d(3, dtype=parameter_dtype)
+        deferred = convert_deferred_batch_norm(copy.deepcopy(ordinary), 1)
+        batch = torch.randn(8, 3, dtype=input_dtype)
+        outcomes = []
+        for batch_norm in (ordinary, deferred):
+            try:
+                outcomes.append(batch_norm(batch).tolist())
+            except RuntimeError as error:
+                outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]
+        if isinstance(outcomes[0], list):
+            same_statistics(deferred, ordinary, tolerance=1e-5 if parameter_dtype.itemsize > 2 else 1e-2)
+
+    def test_autocast(self):
+        ordinary = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        deferred = convert_deferred_batch_norm(copy.deepcopy(ordinary), 1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            batch = torch.randn(8, 3)
+            assert torch.equal(deferred(batch), ordinary(batch))
+        same_statistics(deferred[1], ordinary[1], tolerance=1e-6)
+
+
+class TestEachMicroBatch:
+    @pytest.mark.parametrize("dimensions", [0, 1, 2, 3])
+    @pytest.mark.parametrize("affine", [True, False])
+    def test_is_normalised_and_differentiated_as_by_batch_norm(self, dimensions, affine):
+        ordinary = ORDINARY[dimensions](3, affine=affine)
+        deferred = convert_deferred_batch_norm(copy.deepcopy(ordinary), 3)
+        batch = torch.randn(12, 3, *(4,) * dimensions)
+        for micro_batch in batch.chunk(3):
+            results = []
+            for batch_norm in (ordinary, deferred):
+                x = micro_batch.clone().requires_grad_()
+                output = batch_norm(x)
+                results.append([output, *torch.autograd.grad(output.pow(3).sum(), [x, *batch_norm.parameters()])])
+            assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
+
+    def test_may_be_differentiated_twice(self):
+        deferred = DeferredBatchNorm(2, dtype=torch.float64)
+        x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradgradcheck(lambda x: deferred(x).tanh(), (x,))
+
+    def test_committing_does_not_disturb_its_backward(self):
+        deferred = DeferredBatchNorm(3, chunks=1)
+        first, second = (deferred(torch.randn(4, 3)) for _ in range(2))
+        (first.pow(3).sum() + second.pow(3).sum()).backward()
+        assert deferred.weight.grad is not None
+
+    def test_too_few_values_are_the_error_of_batch_norm(self):
+        deferred = DeferredBatchNorm(3)
+        with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+            deferred(torch.randn(1, 3))
+        assert deferred.num_batches_tracked == 0
+
+    @pytest.mark.parametrize("dimensions", [1, 2, 3])
+    def test_the_dimensions_are_checked_as_by_the_class_that_was_replaced(self, dimensions):
+        ordinary = ORDINARY[dimensions](2)
+        for batch_norm in (convert_deferred_batch_norm(ordinary, 2), convert_deferred_batch_norm(ordinary, 2).eval()):
+            with pytest.raises(ValueError, match=r"expected .*D input \(got 6D input\)"):
+                batch_norm(torch.zeros(2, 2, 1, 1, 1, 1))
+
+    def test_without_a_class_that_was_replaced_two_dimensions_are_enough(self):
+        deferred = DeferredBatchNorm(2)
+        assert deferred(torch.randn(2, 2, 1, 1, 1, 1)).shape == (2, 2, 1, 1, 1, 1)
+        with pytest.raises(ValueError, match=r"2 dimensions or more, \(N, C, ...\), got shape \(2,\)"):
+            deferred(torch.zeros(2))
+
+
+class TestCommit:
+    def test_comes_by_itself_after_chunks_forwards(self):
+        ordinary = nn.BatchNorm1d(3, dtype=torch.float64)
+        deferred = convert_deferred_batch_norm(copy.deepcopy(ordinary), 4)
+        for _ in range(2):
+            batch = torch.randn(8, 3, dtype=torch.float64)
+            for micro_batch in batch.chunk(4):
+                deferred(micro_batch)
+            ordinary(batch)
+            same_statistics(deferred, ordinary)
+
+    def test_waits_for_the_last_of_the_chunks(self):
+        deferred = DeferredBatchNorm(3, chunks=4)
+        before = statistics(deferred)
+        for _ in range(3):
+            deferred(torch.randn(4, 3))
+        assert unchanged(deferred, before)
+        deferred(torch.randn(4, 3))
+        assert not unchanged(deferred, before)
+
+    def test_does_not_come_by_itself_when_somebody_else_commits(self):
+        deferred = DeferredBatchNorm(3, chunks=2)
+        before = statistics(deferred)
+        deferred.begin_mini_batch()
+        for _ in range(5):
+            deferred(torch.randn(4, 3))
+        assert unchanged(deferred, before)
+        deferred.commit()
+        assert deferred.num_batches_tracked == 1
+        deferred(torch.randn(4, 3))
+        deferred(torch.randn(4, 3))
+        assert deferred.num_batches_tracked == 2  # by itself again
+
+    def test_has_no_effect_if_nothing_was_collected(self):
+        deferred = DeferredBatchNorm(3)
+        before = statistics(deferred)
+        deferred.commit()
+        run(deferred, torch.randn(4, 3), [2, 2])
+        after = statistics(deferred)
+        deferred.commit()
+        assert unchanged(deferred, after)
+        assert not unchanged(deferred, before)
+
+    def test_what_a_failed_mini_batch_left_is_forgotten(self):
+        ordinary, deferred = nn.BatchNorm1d(3, dtype=torch.float64), DeferredBatchNorm(3, dtype=torch.float64)
+        deferred.begin_mini_batch()
+        deferred(torch.randn(4, 3, dtype=torch.float64) + 1000)
+        batch = torch.randn(6, 3, dtype=torch.float64)
+        ordinary(batch)
+        run(deferred, batch, [3, 3])
+        same_statistics(deferred, ordinary)
+
+    def test_a_recomputation_does_not_count(self):
+        ordinary, deferred = nn.BatchNorm1d(3, dtype=torch.float64), DeferredBatchNorm(3, dtype=torch.float64)
+        batch = torch.randn(6, 3, dtype=torch.float64)
+        ordinary(batch)
+        deferred.begin_mini_batch()
+        for micro_batch in batch.chunk(2):
+            with checkpointing():
+                first = deferred(micro_batch)
+            with recomputing():
+                assert torch.equal(deferred(micro_batch), first)
+        deferred.commit()
+        same_statistics(deferred, ordinary)
+
+    @pytest.mark.slow
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+    def test_a_recomputation_of_a_compiled_one_does_not_count(self):
+        deferred = DeferredBatchNorm(3, chunks=100)
+        compiled = torch.compile(deferred, backend="eager")
+        compiled(torch.randn(4, 3))
+        with recomputing():
+            compiled(torch.randn(4, 3))
+        compiled(torch.randn(4, 3))
+        assert len(deferred._collected.moments) == 2
+
+    def test_statistics_keep_their_tensors(self):
+        deferred = DeferredBatchNorm(3)
+        buffers = list(deferred.buffers())
+        deferred(torch.randn(4, 3))
+        assert all(left is right for left, right in zip(deferred.buffers(), buffers, strict=True))
+        assert not any(buffer.requires_grad for buffer in buffers)
+
+    def test_without_a_count_of_batches(self):
+        """As after loading the state of a very old version."""
+        ordinary, deferred = nn.BatchNorm1d(3), DeferredBatchNorm(3)
+        ordinary.num_batches_tracked = deferred.num_batches_tracked = None
+        batch = torch.randn(4, 3)
+        ordinary(batch)
+        deferred(batch)
+        torch.testing.assert_close(deferred.running_var, ordinary.running_var)
+
+    def test_without_grad_mode(self):
+        ordinary, deferred = nn.BatchNorm1d(3), DeferredBatchNorm(3, chunks=2)
+        batch = torch.randn(4, 3)
+        ordinary(batch)
+        with torch.inference_mode():
+            deferred(batch[:2])
+        with torch.no_grad():
+            deferred(batch[2:])
+        same_statistics(deferred, ordinary, tolerance=1e-6)
+
+
+class TestWhatIsCollected:
+    def test_is_not_in_the_state_dict(self):
+        deferred = DeferredBatchNorm(3, chunks=9)
+        deferred(torch.randn(4, 3))
+        assert list(deferred.state_dict()) == list(nn.BatchNorm1d(3).state_dict())
+        nn.BatchNorm1d(3).load_state_dict(deferred.state_dict())
+
+    def test_of_older_libraries_is_left_out_of_what_is_loaded(self):
+        deferred, state = DeferredBatchNorm(3), DeferredBatchNorm(3).state_dict()
+        old = {"0." + name: tensor + 1 for name, tensor in state.items()}
+        old |= {"0.sum": torch.zeros(3), "0.sum_squares": torch.zeros(3)}
+        nn.Sequential(deferred).load_state_dict(old)
+        assert all(torch.equal(deferred.state_dict()[name], state[name] + 1) for name in state)
+        assert len(old) == len(state) + 2
+        with pytest.raises(RuntimeError, match=r"Unexpected key.*0\.total"):
+            nn.Sequential(deferred).load_state_dict(old | {"0.total": torch.zeros(3)})
+
+    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+    def test_survives_copies(self, duplicate):
+        ordinary = nn.BatchNorm2d(3, dtype=torch.float64)
+        deferred = convert_deferred_batch_norm(copy.deepcopy(ordinary), 2)
+        batch = torch.randn(4, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+        before = statistics(deferred)
+        deferred(batch[:2])
+        twin = duplicate(deferred)
+        twin(batch[2:])
+        ordinary(batch)
+        same_statistics(twin, ordinary)
+        assert unchanged(deferred, before)
+
+    def test_is_shared_by_shallow_copies(self):
+        ordinary, deferred = nn.BatchNorm1d(3, dtype=torch.float64), DeferredBatchNorm(3, dtype=torch.float64)
+        view = View(deferred).module
+        batch = torch.randn(6, 3, dtype=torch.float64)
+        ordinary(batch)
+        deferred.begin_mini_batch()
+        deferred(batch[:4])
+        view(batch[4:])
+        deferred.commit()
+        same_statistics(deferred, ordinary)
+
+    def test_loses_nothing_between_threads(self):
+        deferred = DeferredBatchNorm(3, momentum=None, chunks=2, dtype=torch.float64)
+        ordinary = nn.BatchNorm1d(3, momentum=None, dtype=torch.float64)
+        batches = torch.randn(2, 40, 4, 3, dtype=torch.float64)
+
+        def work(module, batches):
+            for batch in batches:
+                module(batch)
+
+        deferred.begin_mini_batch()
+        threads = [
+            threading.Thread(target=work, args=(module, part))
+            for module, part in zip((deferred, View(deferred).module), batches, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        deferred.commit()
+        ordinary(batches.reshape(-1, 3))
+        same_statistics(deferred, ordinary)
+
+    def test_moves_with_the_module(self):
+        deferred = DeferredBatchNorm(3, chunks=2)
+        deferred(torch.randn(4, 3))
+        deferred.double()
+        deferred(torch.randn(4, 3, dtype=torch.float64))
+        assert deferred.running_mean.dtype == torch.float64
+        assert deferred.num_batches_tracked == 1
+
+
+def test_merged_groups_are_the_whole():
+    values = torch.randn(20, 3, dtype=torch.float64)
+    groups = [Moments(len(x), x.mean(0), x.var(0, correction=0) * len(x)) for x in values.split([1, 7, 12])]
+    for whole in (merged(groups), merged([groups[0], merged(groups[1:])])):
+        assert whole.count == 20
+        torch.testing.assert_close(whole.mean, values.mean(0))
+        torch.testing.assert_close(whole.deviations, values.var(0, correction=0) * 20)
+
+
+class TestConvert:
+    def test_keeps_everything_else(self):
+        model = nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4, eps=1e-3, momentum=0.3, dtype=torch.float64))
+        ordinary = model[1].eval()
+        ordinary.weight.requires_grad_(False)
+        ordinary.note = "mine"
+        calls = []
+        ordinary.register_forward_hook(lambda *_: calls.append("hook"))
+        tensors = [*ordinary.parameters(), *ordinary.buffers()]
+
+        assert convert_deferred_batch_norm(model, 4) is model
+        deferred = model[1]
+        assert type(deferred) is DeferredBatchNorm
+        assert (deferred.eps, deferred.momentum, deferred.num_features, deferred.chunks) == (1e-3, 0.3, 4, 4)
+        assert (deferred.training, deferred.note) == (False, "mine")
+        kept = [*deferred.parameters(), *deferred.buffers()]
+        assert all(left is right for left, right in zip(kept, tensors, strict=True))
+        deferred(torch.randn(2, 4, dtype=torch.float64))
+        assert calls == ["hook"]
+
+    def test_at_any_depth_and_at_the_top(self):
+        model = nn.ModuleDict({"a": nn.Sequential(nn.ReLU(), nn.BatchNorm2d(2)), "b": nn.BatchNorm3d(2)})
+        convert_deferred_batch_norm(model, 2)
+        assert type(model["a"][1]) is type(model["b"]) is DeferredBatchNorm
+        assert type(convert_deferred_batch_norm(nn.BatchNorm1d(2), 2)) is DeferredBatchNorm
+        assert convert_deferred_batch_norm(relu := nn.ReLU(), 2) is relu
+
+    def test_as_a_method_of_the_class(self):
+        model = DeferredBatchNorm.convert_deferred_batch_norm(nn.Sequential(nn.BatchNorm1d(2)), 3)
+        assert (type(model[0]), model[0].chunks) == (DeferredBatchNorm, 3)
+        assert DeferredBatchNorm.convert_deferred_batch_norm(nn.BatchNorm1d(2)).chunks == 1
+
+    def test_one_instance_at_two_places_stays_one(self):
+        shared = nn.BatchNorm1d(2)
+        model = convert_deferred_batch_norm(nn.Sequential(shared, nn.Sequential(shared), nn.BatchNorm1d(2)), 2)
+        assert type(model[0]) is DeferredBatchNorm
+        assert model[0] is model[1][0]
+        assert model[0] is not model[2]
+
+    def test_is_idempotent_for_equal_chunks(self):
+        model = convert_deferred_batch_norm(nn.Sequential(nn.BatchNorm2d(2)), 1000)
+        deferred = model[0]
+        assert convert_deferred_batch_norm(model, int("1000"))[0] is deferred
+
+    def test_another_number_of_chunks_converts_again(self):
+        model = convert_deferred_batch_norm(nn.Sequential(nn.BatchNorm2d(2)), 2)
+        first = model[0]
+        first(torch.randn(4, 2, 1, 1))
+        second = convert_deferred_batch_norm(model, 3)[0]
+        assert second is not first
+        assert (first.chunks, second.chunks) == (2, 3)
+        assert second.weight is first.weight
+        for _ in range(2):
+            second(torch.randn(4, 2, 1, 1))
+        assert second.num_batches_tracked == 0  # what the first collected is not the second's
+        with pytest.raises(ValueError, match="expected 4D input"):
+            second(torch.randn(4, 2))
+
+    def test_leaves_alone_what_is_no_ordinary_batch_norm(self):
+        class Own(nn.BatchNorm1d):
+            def forward(self, input):
+                return super().forward(input) + 1
+
+        layers = [
+            nn.SyncBatchNorm(2),
+            nn.InstanceNorm2d(2, track_running_stats=True),
+            nn.BatchNorm1d(2, track_running_stats=False),
+            nn.LayerNorm(2),
+            Own(2),
+        ]
+        model = convert_deferred_batch_norm(nn.Sequential(*layers), 2)
+        assert all(left is right for left, right in zip(model, layers, strict=True))
+
+    def test_a_lazy_batch_norm_has_to_be_run_first(self):
+        model = nn.Sequential(nn.LazyBatchNorm1d())
+        with pytest.raises(ValueError, match="LazyBatchNorm1d has no shape yet: run the module once"):
+            convert_deferred_batch_norm(model, 2)
+        model(torch.randn(4, 3))
+        assert type(convert_deferred_batch_norm(model, 2)[0]) is DeferredBatchNorm
+
+    @pytest.mark.parametrize("chunks", [0, -1, 1.0, True, None, "2"])
+    def test_chunks_must_be_a_positive_integer(self, chunks):
+        with pytest.raises(ValueError, match=rf"^number of chunks must be positive integer, got {chunks!r}$"):
+            convert_deferred_batch_norm(nn.BatchNorm1d(2), chunks)
+        with pytest.raises(ValueError, match=rf"^number of chunks must be positive integer, got {chunks!r}$"):
+            DeferredBatchNorm(2, chunks=chunks)
+
+    def test_missing_children(self):
+        model = nn.Sequential(nn.BatchNorm1d(2))
+        model.register_module("1", None)
+        convert_deferred_batch_norm(model, 2)
+        assert type(model[0]) is DeferredBatchNorm
+
+
+def test_a_pipe_that_cannot_be_made_leaves_the_module_as_it_was():
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    batch_norm = module[1]
+    with pytest.raises(ValueError, match="balance"):
+        Pipe(module, 2, deferred_batch_norm=True, balance=[9], devices=["cpu"])
+    assert type(batch_norm) is nn.BatchNorm1d
+    assert module[1] is batch_norm
+
+
+def test_repr():
+    assert repr(DeferredBatchNorm(3, chunks=4)).endswith("track_running_stats=True, chunks=4)")
+
+
+def test_bias_and_affine():
+    assert DeferredBatchNorm(3, bias=False).bias is None
+    assert list(DeferredBatchNorm(3, affine=False).parameters()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("input_dtype", [torch.float32, torch.float16])
+def test_on_an_accelerator(input_dtype):
+    device = torch.accelerator.current_accelerator()
+    ordinary = nn.BatchNorm2d(3, device=device)
+    deferred = convert_deferred_batch_norm(copy.deepcopy(ordinary), 4)
+    batch = torch.randn(8, 3, 5, 5, device=device).to(input_dtype)
+    ordinary(batch)
+    for micro_batch in batch.chunk(4):
+        deferred(micro_batch)
+    same_statistics(deferred, ordinary, tolerance=1e-5)

@@ -1,0 +1,78 @@
+import pytest
+import torch
+from torch import nn
+
+from pipework import Pipe
+from pipework.model.checkpoint import checkpointed_micro_batches, is_checkpointing, is_recomputing
+
+
+class Look(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seen: list[tuple[int, bool, bool]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append((int(x.detach()[0, 0]), is_checkpointing(), is_recomputing()))
+        return x * self.weight
+
+
+FIRST, AGAIN, ONLY = (True, False), (False, True), (False, False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows", "expected"),
+    [
+        ("never", 3, [(0, *ONLY), (1, *ONLY), (2, *ONLY)]),
+        ("except_last", 3, [(0, *FIRST), (1, *FIRST), (2, *ONLY), (0, *AGAIN), (1, *AGAIN)]),
+        ("always", 3, [(0, *FIRST), (1, *FIRST), (2, *FIRST), (0, *AGAIN), (1, *AGAIN), (2, *AGAIN)]),
+        # The actual number of micro-batches counts, not the requested one.
+        ("except_last", 1, [(0, *ONLY)]),
+        ("except_last", 2, [(0, *FIRST), (1, *ONLY), (0, *AGAIN)]),
+    ],
+)
+def test_which_micro_batches_are_computed_twice(mode: str, rows: int, expected: list[tuple[int, bool, bool]]) -> None:
+    pipe = Pipe(nn.Sequential(Look(), Look()), 3, mode, balance=[1, 1], devices=["cpu"] * 2)
+    pipe(torch.arange(float(rows))[:, None]).sum().backward()
+    assert [layer.seen for layer in pipe] == [expected, expected]
+    assert (is_checkpointing(), is_recomputing()) == ONLY
+
+
+def test_nothing_is_checkpointed_without_a_graph_or_in_evaluation() -> None:
+    pipe = Pipe(nn.Sequential(Look(), Look()), 2, "always", balance=[1, 1], devices=["cpu"] * 2)
+    x = torch.arange(2.0)[:, None]
+    with torch.no_grad():
+        pipe(x)
+    pipe.eval()
+    pipe(x).sum().backward()
+    assert all(state[1:] == ONLY for layer in pipe for state in layer.seen)
+    assert len(pipe[0].seen) == 4
+
+
+def test_each_partition_follows_its_own_training_flag() -> None:
+    pipe = Pipe(nn.Sequential(Look(), Look()), 2, "always", balance=[1, 1], devices=["cpu"] * 2)
+    pipe.partitions[1].eval()
+    pipe(torch.arange(2.0)[:, None]).sum().backward()
+    assert len(pipe[0].seen) == 4
+    assert len(pipe[1].seen) == 2
+    assert all(layer.weight.grad is not None for layer in pipe)
+
+
+@pytest.mark.parametrize("fail_in", [FIRST, AGAIN])
+def test_the_flags_are_reset_after_a_failure(fail_in: tuple[bool, bool]) -> None:
+    class Fail(Look):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if (is_checkpointing(), is_recomputing()) == fail_in:
+                raise ArithmeticError
+            return super().forward(x)
+
+    pipe = Pipe(nn.Sequential(Fail()), 2, "always")
+    with pytest.raises(ArithmeticError):
+        pipe(torch.ones(2, 1)).sum().backward()
+    with torch.no_grad():
+        pipe(torch.zeros(2, 1))
+    assert pipe[0].seen[-1][1:] == ONLY
+
+
+def test_how_many_micro_batches() -> None:
+    assert checkpointed_micro_batches("except_last", 1) == 0

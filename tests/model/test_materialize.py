@@ -1,0 +1,558 @@
+"""Layers that are built on the meta device: what they are filled with, and what is said of those that cannot be."""
+
+import copy
+import math
+import pickle
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from pipework import Pipe, WithDevice, balance_by_size, partition_model
+from pipework.model.materialize import filling, materialize_layers, on_meta, why_not
+from pipework.model.meta_memory import MetaMemory
+from pipework.runtime.random.streams import draw_key
+
+CPU = torch.device("cpu")
+
+
+def on_meta_device(make: Callable[[], Any]) -> Any:
+    with torch.device("meta"):
+        return make()
+
+
+class Scaled(nn.Module):
+    """Owns a parameter that nothing fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+class Masked(nn.Module):
+    """Owns a buffer that is no part of the state dict, and fills it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.empty(4), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.mask.copy_(torch.arange(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask
+
+
+class Both(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Scaled(), Masked())
+
+
+class Narrow(nn.Module):
+    """Fills its child's weight in its own way, as transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.linear.weight, 0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(4, 8, bias=False),
+        nn.BatchNorm1d(8),
+        nn.ReLU(),
+        nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.LayerNorm(8), nn.Dropout(0.5))),
+        nn.PReLU(),
+        nn.Linear(8, 4),
+    )
+
+
+def same(left: nn.Module, right: nn.Module) -> bool:
+    one, two = left.state_dict(), right.state_dict()
+    return list(one) == list(two) and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_model_that_was_built_on_meta_trains() -> None:
+    module = on_meta_device(layers)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    parameters = list(module.parameters())
+    pipe = Pipe(module, 2, balance=[3, 3], devices=["cpu"] * 2)
+    assert all(a is b for a, b in zip(parameters, pipe.parameters(), strict=True))
+    x = torch.randn(8, 4)
+    before = pipe(x).square().mean().detach().item()
+    for _ in range(20):
+        optimizer.zero_grad()
+        pipe(x).square().mean().backward()
+        optimizer.step()
+    assert pipe(x).square().mean().detach().item() < before / 2
+
+
+@pytest.mark.parametrize("balance", [[1] * 6, [2, 4], [6]])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_values_depend_on_the_seed_and_not_on_the_partitions(balance: list[int], schedule: str) -> None:
+    pipes = []
+    for seed, cut in ((1, balance), (1, [3, 3]), (2, balance)):
+        torch.manual_seed(seed)
+        module = on_meta_device(layers)
+        pipes.append(Pipe(module, 2, balance=cut, devices=["cpu"] * len(cut), schedule=schedule))
+    assert same(pipes[0], pipes[1])
+    assert not same(pipes[0], pipes[2])
+
+
+def test_a_layer_depends_on_its_index_alone() -> None:
+    first, again, other = (on_meta_device(lambda: nn.Linear(3, 3)) for _ in range(3))
+    assert materialize_layers([(5, "5", first)], "cpu", 7) == []
+    assert materialize_layers([(2, "2", on_meta_device(layers)), (5, "x", again), (6, "6", other)], CPU, 7) == []
+    assert same(first, again)
+    assert not same(first, other)
+
+
+def test_the_callers_generator_gives_one_key_if_there_is_anything_to_fill() -> None:
+    torch.manual_seed(3)
+    Pipe(layers(), balance=[6])
+    torch.manual_seed(3)
+    Pipe(on_meta_device(layers), balance=[6])
+    drawn = torch.get_rng_state()
+    torch.manual_seed(3)
+    draw_key()
+    assert torch.equal(drawn, torch.get_rng_state())
+    state = torch.get_rng_state()
+    Pipe(module := layers().to(torch.float64), balance=[6])
+    assert not on_meta(module)
+    torch.set_rng_state(state)
+    made = layers()
+    torch.set_rng_state(state)
+    assert same(layers(), made)
+
+
+@pytest.mark.parametrize("context", [lambda: torch.device("meta"), torch.inference_mode, torch.no_grad])
+def test_the_callers_context_does_not_interfere(context: Callable[[], Any]) -> None:
+    module = on_meta_device(layers)
+    with context():
+        pipe = Pipe(module, balance=[3, 3], devices=["cpu"] * 2)
+    assert {tensor.device for tensor in pipe.state_dict().values()} == {CPU}
+    pipe(torch.randn(4, 4)).sum().backward()
+    assert pipe[0].weight.grad is not None
+
+
+def statistics(tensor: Tensor) -> tuple[float, float]:
+    values = tensor.detach().double().flatten()
+    return float(values.mean()), float(values.std()) if values.numel() > 1 else 0.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(64, 48),
+        lambda: nn.Linear(64, 48, bias=False),
+        lambda: nn.Bilinear(16, 16, 16),
+        lambda: nn.Embedding(64, 32, padding_idx=3),
+        lambda: nn.EmbeddingBag(64, 32),
+        lambda: nn.Conv2d(16, 32, 3),
+        lambda: nn.ConvTranspose1d(32, 16, 5),
+        lambda: nn.BatchNorm2d(16),
+        lambda: nn.BatchNorm1d(16, affine=False),
+        lambda: nn.InstanceNorm1d(16, affine=True, track_running_stats=True),
+        lambda: nn.LayerNorm(16),
+        lambda: nn.GroupNorm(4, 16),
+        lambda: nn.RMSNorm(16),
+        lambda: nn.PReLU(8),
+        lambda: nn.LSTM(32, 32, 2, bidirectional=True, proj_size=16),
+        lambda: nn.GRU(32, 32),
+        lambda: nn.LSTMCell(32, 32),
+        lambda: nn.MultiheadAttention(32, 4, add_bias_kv=True),
+        lambda: nn.MultiheadAttention(32, 4, kdim=16, vdim=24),
+        lambda: nn.TransformerEncoderLayer(32, 4, 64),
+        lambda: nn.TransformerDecoderLayer(32, 4, 64),
+        lambda: nn.Transformer(32, 4, 1, 1, 64, batch_first=True),
+        lambda: nn.AdaptiveLogSoftmaxWithLoss(32, 64, [16]),
+        lambda: nn.Sequential(nn.Linear(32, 32), nn.ModuleList([nn.Linear(32, 32)])),
+        Narrow,
+        Masked,
+    ],
+    ids=lambda make: type(make()).__name__,
+)
+def test_modules_are_filled_as_their_constructors_do(make: Callable[[], nn.Module]) -> None:
+    built, filled = make(), on_meta_device(make)
+    assert materialize_layers([(0, "0", filled)], "cpu", 1) == []
+    expected = {**dict(built.named_parameters()), **dict(built.named_buffers())}
+    actual = {**dict(filled.named_parameters()), **dict(filled.named_buffers())}
+    assert list(actual) == list(expected)
+    for name, tensor in actual.items():
+        (mean, std), (wanted_mean, wanted_std) = statistics(tensor), statistics(expected[name])
+        assert (tensor.device, tensor.dtype, tensor.stride()) == (CPU, expected[name].dtype, expected[name].stride())
+        assert tensor.requires_grad == expected[name].requires_grad
+        if not wanted_std or not tensor.is_floating_point():
+            assert torch.equal(tensor, expected[name]), name
+        else:
+            few = 6 / math.sqrt(tensor.numel())  # that many standard errors
+            assert abs(mean - wanted_mean) <= few * wanted_std, name
+            assert abs(std - wanted_std) <= few * wanted_std, name
+
+
+def test_recurrent_layers_still_know_their_weights() -> None:
+    module = nn.Sequential(on_meta_device(lambda: nn.LSTM(4, 4)))
+    pipe = Pipe(module)
+    assert module[0]._flat_weight_refs[0]() is module[0].weight_ih_l0
+    output, _ = pipe(torch.randn(3, 2, 4))
+    output.sum().backward()
+    assert module[0].weight_ih_l0.grad is not None
+
+
+def test_what_users_note_on_parameters_stays() -> None:
+    layer = on_meta_device(lambda: nn.Linear(2, 2))
+    layer.weight.no_decay = True
+    layer.bias.requires_grad_(False)
+    Pipe(nn.Sequential(layer))
+    assert layer.weight.no_decay
+    assert isinstance(layer.weight, nn.Parameter)
+    assert not layer.bias.requires_grad
+
+
+def test_a_module_that_is_two_layers_is_filled_once_with_the_values_of_the_first() -> None:
+    shared = on_meta_device(lambda: nn.Linear(3, 3))
+    alone = on_meta_device(lambda: nn.Linear(3, 3))
+    materialize_layers([(0, "0", shared), (1, "1", nn.ReLU()), (2, "2", shared)], "cpu", 5)
+    materialize_layers([(0, "0", alone)], "cpu", 5)
+    assert same(shared, alone)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_tied_parameters_stay_tied_with_the_values_of_the_first(inside: bool) -> None:
+    def tied() -> nn.Sequential:
+        embedding, head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        head.weight = embedding.weight
+        return nn.Sequential(nn.Sequential(embedding, head)) if inside else nn.Sequential(embedding, nn.ReLU(), head)
+
+    module = on_meta_device(tied)
+    Pipe(module, balance=None if inside else [2, 1], devices=["cpu"] * 2)
+    embedding, head = (module[0][0], module[0][1]) if inside else (module[0], module[2])
+    assert embedding.weight is head.weight
+    assert 0.9 < float(embedding.weight.detach().std()) < 1.1  # that of a linear layer would be 0.1
+    assert float(head.bias.detach().abs().max()) < 0.2
+
+
+def test_what_has_values_keeps_them() -> None:
+    module = on_meta_device(
+        lambda: nn.Sequential(nn.Embedding(8, 4), nn.Sequential(Narrow(), nn.Linear(4, 8)), Narrow())
+    )
+    module[0] = nn.Embedding(8, 4)
+    module[1][1].weight = module[0].weight
+    module[2].linear.weight = nn.Parameter(torch.full((4, 4), 3.0))
+    expected = module[0].weight.clone()
+    Pipe(module, balance=[1, 2], devices=["cpu"] * 2)
+    assert module[1][1].weight is module[0].weight
+    assert torch.equal(module[0].weight, expected)
+    assert module[1][0].linear.weight.eq(0.25).all()
+    assert module[2].linear.weight.eq(3).all()
+
+
+class ByHand(nn.Module):
+    """Says what its reset does; owns a parameter, and a buffer of each kind of numbers."""
+
+    def __init__(self, reset: Callable[[Any], object] | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.register_buffer("count", torch.zeros(2, dtype=torch.int32))
+        self.register_buffer("flags", torch.zeros(2, dtype=torch.bool), persistent=False)
+        if reset is not None:
+            self.reset_parameters = lambda: reset(self)
+
+
+def fill(module: ByHand) -> None:
+    module.weight.fill_(1)
+    module.count.zero_()
+    module.flags.fill_(True)
+
+
+def fill_past_autograd(module: ByHand) -> None:
+    module.weight.data.uniform_()
+    module.count.data.zero_()
+    module.flags.data.fill_(False)
+
+
+def replace(module: ByHand) -> None:
+    module.weight = nn.Parameter(torch.ones(4))
+    module.count = torch.arange(2, dtype=torch.int32)
+    module.register_buffer("flags", torch.ones(3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("reset", [fill, fill_past_autograd, replace])
+def test_ways_to_fill(reset: Callable[[Any], object]) -> None:
+    layer = on_meta_device(lambda: ByHand(reset))
+    weight = layer.weight
+    assert materialize_layers([(0, "0", layer)], "cpu", 1) == []
+    assert layer.weight is weight
+    assert not layer.weight.isnan().any()
+    assert not any(tensor.is_meta for tensor in (layer.weight, layer.count, layer.flags))
+    if reset is replace:
+        assert layer.count.tolist() == [0, 1]
+        assert layer.flags.tolist() == [True] * 3
+
+
+class Attribute(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.table = torch.arange(2)
+
+
+class WithArguments(ByHand):
+    def reset_parameters(self, std: float) -> None:
+        raise AssertionError(std)
+
+
+@pytest.mark.parametrize(
+    ("make", "reasons"),
+    [
+        (Scaled, ["scale: parameter of Scaled, which has no reset_parameters()"]),
+        (
+            ByHand,
+            [
+                "weight: parameter of ByHand, which has no reset_parameters()",
+                "count: buffer of ByHand, which has no reset_parameters()",
+                "flags: buffer of ByHand, which has no reset_parameters(); not in a state_dict either",
+            ],
+        ),
+        (
+            lambda: nn.Sequential(ByHand(lambda self: (self.weight[:3].zero_(), self.flags.zero_()))),
+            [
+                "0.weight: parameter of ByHand, which does not fill it when it is reset",
+                "0.count: buffer of ByHand, which does not fill it when it is reset",
+            ],
+        ),
+        (
+            Attribute,
+            ["table: attribute of Attribute, which does not fill it when it is reset; not in a state_dict eith"],
+        ),
+        (WithArguments, ["weight: parameter of WithArguments, which has no reset_parameters()", "", ""]),
+        (
+            lambda: nn.CrossEntropyLoss(torch.ones(3)),
+            ["weight: buffer of CrossEntropyLoss, which has no reset_parameters"],
+        ),
+        (
+            lambda: parametrizations.weight_norm(nn.Linear(3, 3)),
+            [
+                "parametrizations.weight.original0: parameter of ParametrizationList, which has no reset_parameters()",
+                "",
+            ],
+        ),
+        (lambda: nn.ParameterList([torch.ones(2)]), ["0: parameter of ParameterList, which has no reset_parameters()"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_layers_that_cannot_be_filled_stay_and_say_why(make: Callable[[], nn.Module], reasons: list[str]) -> None:
+    layer = on_meta_device(make)
+    tensors = [*layer.parameters(), *layer.buffers()]
+    good = on_meta_device(lambda: nn.Linear(2, 2))
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    assert materialize_layers([(0, "first", layer), (1, "second", good)], "cpu", 1) == ["first"]
+    told = why_not(layer).splitlines()
+    assert len(told) == len(reasons)
+    assert all(line.startswith(reason) for line, reason in zip(told, reasons, strict=True))
+    assert all(a is b for a, b in zip(tensors, [*layer.parameters(), *layer.buffers()], strict=True))
+    assert all(tensor.is_meta for tensor in tensors)
+    assert not on_meta(good)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_parent_may_fill_what_its_children_do_not() -> None:
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = nn.ParameterList([torch.ones(2), torch.ones(3)])
+
+        def _reset_parameters(self) -> None:
+            for scale in self.scales:
+                nn.init.ones_(scale)
+
+    layer = on_meta_device(Parent)
+    assert materialize_layers([(0, "0", layer)], "cpu", 1) == []
+    assert [scale.tolist() for scale in layer.scales] == [[1, 1], [1, 1, 1]]
+
+
+def test_a_reset_that_fails_leaves_the_layer_as_it_was() -> None:
+    def fail(module: ByHand) -> None:
+        module.weight.zero_()
+        raise ZeroDivisionError("by itself")
+
+    module = nn.Sequential(on_meta_device(lambda: ByHand(fail)))
+    with pytest.raises(ZeroDivisionError) as caught:
+        Pipe(module)
+    assert caught.value.__notes__ == ["while layer '0', which was built on the meta device, was initialised"]
+    assert module[0].weight.is_meta
+
+
+def test_what_holds_on_to_a_parameter_must_come_later() -> None:
+    layer = on_meta_device(lambda: nn.Linear(2, 2))
+    reference = weakref.ref(layer.bias)
+    with pytest.raises(RuntimeError, match=r"'bias' lies on the meta device .* holds on to it .* after the pipe"):
+        Pipe(nn.Sequential(layer))
+    assert reference() is layer.bias
+    assert layer.weight.is_meta
+    for register in (layer.weight.register_hook, layer.weight.register_post_accumulate_grad_hook):
+        handle = register(lambda *_: None)
+        with pytest.raises(RuntimeError, match=r"'weight' lies .* without losing its hooks: register them after"):
+            MetaMemory(layer, CPU)
+        handle.remove()
+
+
+# ---- A pipe with layers that have no data ----------------------------------------------------------------------------
+
+
+def half_filled() -> Pipe:
+    return Pipe(on_meta_device(lambda: nn.Sequential(nn.Linear(4, 4), Both())), 2, balance=[1, 1], devices=["cpu"] * 2)
+
+
+def test_a_pipe_without_data_says_so_before_any_work() -> None:
+    pipe = half_filled()
+    pipe[0].register_forward_hook(lambda *_: pytest.fail("the first layer has run"))
+    message = (
+        "layers that were built on the meta device have no data and could not be initialised.\n"
+        "layer '1':\n"
+        "    0.scale: parameter of Scaled, which has no reset_parameters()\n"
+        "Give such a class a reset_parameters() that fills all that it owns, as the classes of torch.nn have, or load "
+        "a checkpoint: pipe.load_state_dict(...)"
+    )
+    for run in (pipe, pipe.predict, copy.deepcopy(pipe), pickle.loads(pickle.dumps(half_filled()))):
+        with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+            run(torch.ones(4, 4))
+    assert "partition" in repr(pipe)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_fills_them_and_what_it_does_not_have_is_initialised(assign: bool) -> None:
+    expected = nn.Sequential(nn.Linear(4, 4), Both())
+    pipe = half_filled()
+    parameters = list(pipe.parameters())
+    assert str(pipe.load_state_dict(expected.state_dict(), assign=assign)) == "<All keys matched successfully>"
+    x = torch.randn(4, 4)
+    torch.testing.assert_close(pipe(x), expected(x))
+    if not assign:
+        assert all(a is b for a, b in zip(parameters, pipe.parameters(), strict=True))
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        pipe(x).sum().backward()
+        optimizer.step()
+        assert not torch.equal(pipe[1][0].scale, expected[1][0].scale)
+
+
+def test_what_a_state_dict_leaves_out_is_initialised_where_it_can_be() -> None:
+    pipe = half_filled()
+    pipe.load_state_dict({"1.0.scale": torch.full((4,), 2.0)}, strict=False)
+    assert pipe[1][0].scale.tolist() == [2.0] * 4
+    assert pipe(torch.ones(4, 4)).isfinite().all()
+    again = half_filled()
+    again.load_state_dict({"1.0.linear.bias": torch.ones(4)}, strict=False)
+    assert not again[1][0].linear.bias.is_meta
+    assert again[1][0].linear.weight.is_meta
+    with pytest.raises(RuntimeError, match=r"0.scale: parameter of Scaled"):
+        again(torch.ones(4, 4))
+
+
+def test_a_state_dict_that_does_not_fit_fills_nothing() -> None:
+    pipe = half_filled()
+    state = nn.Sequential(nn.Linear(4, 4), Both()).state_dict()
+    state["1.0.linear.weight"] = torch.ones(5, 5)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        pipe.load_state_dict(state)
+    assert all(tensor.is_meta for tensor in pipe[1].parameters())
+
+
+def test_a_layer_may_be_filled_by_hand() -> None:
+    pipe = half_filled()
+    pipe[1].load_state_dict(Both().state_dict(), assign=True)
+    assert pipe(torch.ones(4, 4)).isfinite().all()
+
+
+def test_a_layer_may_be_replaced_by_one_on_meta() -> None:
+    pipe = Pipe(layers(), 2, balance=[3, 3], devices=["cpu"] * 2)
+    pipe(torch.ones(4, 4))
+    setattr(pipe, "5", on_meta_device(lambda: nn.Linear(8, 3)))
+    assert pipe(torch.ones(4, 4)).shape == (4, 3)
+    setattr(pipe, "5", on_meta_device(Both))
+    with pytest.raises(RuntimeError, match="layer '5':"):
+        pipe(torch.ones(4, 4))
+
+
+def test_loading_into_a_pipe_with_data_is_what_it_was() -> None:
+    pipe, other = Pipe(layers(), balance=[6]), layers()
+    state = torch.get_rng_state()
+    pipe.load_state_dict(other.state_dict())
+    assert same(pipe, other)
+    assert torch.equal(state, torch.get_rng_state())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        pipe.load_state_dict({})
+
+
+# ---- Other ways to partitions ----------------------------------------------------------------------------------------
+
+
+def test_wrappers_and_deferred_batch_norms() -> None:
+    module = on_meta_device(
+        lambda: nn.Sequential(WithDevice(nn.Linear(4, 4), "cpu"), nn.BatchNorm1d(4), WithDevice(nn.Linear(4, 2), "cpu"))
+    )
+    pipe = Pipe(module, 2, deferred_batch_norm=True)
+    assert pipe.balance == [2, 1]
+    pipe(torch.randn(8, 4)).sum().backward()
+    assert int(pipe[1].num_batches_tracked) == 1
+
+
+def test_partitions_without_a_pipe() -> None:
+    first, second = partition_model(on_meta_device(layers), [3, 3], ["cpu", "cpu"])
+    assert second(first(torch.randn(4, 4))).shape == (4, 4)
+
+
+def test_a_balance_can_be_found_before_there_is_data() -> None:
+    module = on_meta_device(layers)
+    assert sum(Pipe(module).balance) == 6
+    module = on_meta_device(layers)
+    balance = balance_by_size(2, module, torch.empty(8, 4), chunks=2, device="meta")
+    assert on_meta(module)
+    assert Pipe(module, 2, balance=balance).balance == balance
+
+
+def test_a_pipe_on_meta_stays_there() -> None:
+    pipe = Pipe(on_meta_device(layers), 2, balance=[3, 3], devices=["meta"] * 2)
+    assert all(tensor.is_meta for tensor in pipe.state_dict().values())
+    assert pipe(torch.empty(4, 4, device="meta")).is_meta
+
+
+def test_filling_gives_back_what_nobody_has_filled() -> None:
+    layer = on_meta_device(lambda: nn.Linear(2, 2))
+
+    def broken() -> None:
+        with torch.no_grad(), filling([(layer, CPU)]):
+            layer.weight.zero_()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        broken()
+    assert layer.weight.is_meta
+    assert layer.bias.is_meta
+
+
+@pytest.mark.gpu
+def test_values_do_not_depend_on_the_device() -> None:
+    pipes = []
+    for devices in (["cpu", "cpu"], [0, "cpu"]):
+        torch.manual_seed(1)
+        pipes.append(Pipe(on_meta_device(layers), balance=[3, 3], devices=devices))
+    assert pipes[1][0].weight.device.type != "cpu"
+    assert same(pipes[0], nn.Sequential(*pipes[1]).cpu())

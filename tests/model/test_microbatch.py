@@ -1,0 +1,142 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipework.model.microbatch import NoChunk, join, split, split_target
+from pipework.values.nested import flatten, unflatten
+
+sizes = st.integers(0, 20)
+chunk_counts = st.integers(1, 9)
+
+
+@given(sizes, chunk_counts)
+def test_split_covers_all_rows_in_order_as_evenly_as_possible(rows: int, chunks: int) -> None:
+    x = torch.arange(rows * 2.0).view(rows, 2)
+    parts = split((x,), {}, chunks)
+    assert len(parts.micro_batches) == max(1, min(chunks, rows))
+    assert torch.equal(torch.cat([message[0][0] for message in parts.micro_batches]), x)
+    assert parts.rows == [len(message[0][0]) for message in parts.micro_batches]
+    assert max(parts.rows) - min(parts.rows) <= 1
+
+
+@given(sizes, chunk_counts)
+def test_joining_undoes_splitting(rows: int, chunks: int) -> None:
+    x = torch.randn(rows, 3)
+    parts = split((x,), {}, chunks)
+    joined = join(parts.micro_batches, parts.rows)
+    assert torch.equal(joined.tensors[0], x)
+    gradients = joined.seams.cut([x * 2])
+    assert torch.equal(torch.cat([gradient for (gradient,) in gradients]), x * 2)
+    assert torch.equal(parts.seams.join([(gradient, None) for gradient in gradients])[0], x * 2)
+
+
+def test_nine_rows_in_eight_chunks() -> None:
+    assert split((torch.zeros(9, 1),), {}, 8).rows == [2, 1, 1, 1, 1, 1, 1, 1]
+
+
+def test_micro_batches_share_memory_and_are_leaves_like_the_whole() -> None:
+    x, y = torch.zeros(4, 1, requires_grad=True), torch.zeros(4, 1)
+    parts = split((x, y), {}, 2)
+    for message in parts.micro_batches:
+        assert [tensor.requires_grad for tensor in message[0]] == [True, False]
+        assert all(tensor.is_leaf for tensor in message[0])
+    assert parts.micro_batches[0][0][0].data_ptr() == x.data_ptr()
+
+
+def test_other_values_go_to_every_micro_batch() -> None:
+    parts = split((torch.zeros(4, 1), 5), {"flag": True, "mask": torch.ones(4)}, 2)
+    for message in parts.micro_batches:
+        assert len(message[0]) == 2
+        assert message[1] is not None
+
+
+def test_nested_inputs_are_split_too() -> None:
+    parts = split(({"x": [torch.zeros(4, 1), torch.ones(4)]},), {}, 2)
+    assert [tuple(tensor.shape) for tensor in parts.micro_batches[1][0]] == [(2, 1), (2,)]
+
+
+def test_scalars_are_averaged_by_rows() -> None:
+    outputs = [((torch.tensor(value),), None) for value in (1.0, 4.0)]
+    joined = join(outputs, [3, 1])
+    assert joined.tensors[0].item() == 1.0 * 0.75 + 4.0 * 0.25
+    assert joined.seams.cut([torch.tensor(1.0)]) == [(torch.tensor(0.75),), (torch.tensor(0.25),)]
+
+
+def test_an_output_without_gradient_has_none_for_any_micro_batch() -> None:
+    outputs = [((torch.zeros(2),), None), ((torch.zeros(1),), None)]
+    assert join(outputs, [2, 1]).seams.cut([None]) == [(None,), (None,)]
+
+
+def test_a_micro_batch_without_an_input_gradient_contributes_zeros() -> None:
+    seams = split((torch.zeros(3, 2),), {}, 2).seams
+    (gradient,) = seams.join([((None,), None), ((torch.ones(1, 2),), None)])
+    assert torch.equal(gradient, torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]))
+    assert seams.join([((None,), None), ((None,), None)]) == [None]
+
+
+def test_structures_that_differ_are_refused() -> None:
+    outputs = [flatten(value) for value in (torch.zeros(1), [torch.zeros(1)])]
+    with pytest.raises(ValueError, match=r"micro-batch 0 gave tensor and micro-batch 1 gave \[tensor\]"):
+        join(outputs, [1, 1])
+
+
+def test_a_whole_tensor_goes_to_every_micro_batch_and_gets_the_sum() -> None:
+    mask = torch.ones(1, 3, requires_grad=True)
+    parts = split((torch.zeros(4, 3), NoChunk(mask)), {}, 2)
+    assert [tuple(tensor.shape) for tensor in parts.micro_batches[1][0]] == [(2, 3), (1, 3)]
+    _, gradient = parts.seams.join([((None, torch.ones(1, 3)), None), ((None, torch.ones(1, 3)), None)])
+    assert torch.equal(gradient, torch.full((1, 3), 2.0))
+
+
+def test_only_tensors_can_be_whole() -> None:
+    with pytest.raises(TypeError, match=r"^NoChunk only supported for tensors"):
+        NoChunk(5)
+
+
+def test_whole_tensors_alone_are_nothing_to_split() -> None:
+    with pytest.raises(TypeError, match="inputs do not have any tensors"):
+        split((NoChunk(torch.ones(2)),), {}, 2)
+
+
+def test_unequal_rows_suggest_no_chunk() -> None:
+    with pytest.raises(ValueError, match=r"\(4, 1\).*\(1, 1, 4, 4\).*NoChunk"):
+        split((torch.zeros(4, 1), torch.zeros(1, 1, 4, 4)), {}, 2)
+
+
+# Targets
+
+
+def test_targets_are_split_like_the_inputs_whatever_they_are_nested_in() -> None:
+    mask = torch.ones(2, 2)
+    target = {"label": torch.arange(5), "more": [(torch.zeros(5, 2), "text"), NoChunk(mask)], "none": None}
+    parts = [unflatten(*message) for message in split_target(target, [2, 2, 1], torch.device("cpu"))]
+    assert [part["label"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
+    assert [tuple(part["more"][0][0].shape) for part in parts] == [(2, 2), (2, 2), (1, 2)]
+    assert all(part["more"][0][1] == "text" and torch.equal(part["more"][1], mask) for part in parts)
+    assert all(part["none"] is None for part in parts)
+
+
+@pytest.mark.parametrize("target", ["text", 3, False, [], {"only": "words"}])
+def test_a_target_without_tensors_goes_to_every_micro_batch(target: object) -> None:
+    messages = split_target(target, [2, 1], torch.device("cpu"))
+    assert [unflatten(*message) for message in messages] == [target, target]
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (torch.zeros(4), r"the inputs have 5 rows and a target tensor has shape \(4,\)"),
+        (
+            [torch.zeros(5), torch.zeros(1, 5)],
+            r"5 rows and a target tensor has shape \(1, 5\): wanted as many rows; wrap",
+        ),
+        (torch.tensor(1.0), r"a target tensor has shape \(\)"),
+        (torch.zeros(5, requires_grad=True), r"shape \(5,\) requires a gradient.*detach\(\) it"),
+        (torch.zeros(5, requires_grad=True) * 2, "requires a gradient"),
+        (NoChunk(torch.zeros(2, requires_grad=True)), "requires a gradient"),
+    ],
+)
+def test_a_target_that_does_not_fit_is_refused(target: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_target(target, [3, 2], torch.device("cpu"))

@@ -1,0 +1,121 @@
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pipework.runtime.device import WorkerDevice
+from pipework.runtime.worker_threads import WorkerThreads
+
+
+def cpu_workers(count: int) -> WorkerThreads:
+    return WorkerThreads([WorkerDevice(torch.device("cpu")) for _ in range(count)])
+
+
+def test_each_job_runs_on_a_thread_of_its_own() -> None:
+    names: list[str] = []
+    workers = cpu_workers(3)
+    for _ in range(2):
+        workers.run([lambda: names.append(threading.current_thread().name)] * 3, pytest.fail)
+    assert sorted(names) == sorted([f"pipework worker {number}" for number in range(3)] * 2)
+
+
+def test_jobs_run_at_the_same_time() -> None:
+    meeting = threading.Barrier(3, timeout=20)
+    cpu_workers(3).run([meeting.wait] * 3, pytest.fail)
+
+
+def test_threads_end_when_the_workers_are_dropped(own_workers: Callable[[], list[threading.Thread]]) -> None:
+    workers = cpu_workers(2)
+    assert len(own_workers()) == 2
+    del workers
+    assert own_workers() == []
+
+
+def test_workers_can_be_collected_from_one_of_their_own_threads(
+    own_workers: Callable[[], list[threading.Thread]],
+) -> None:
+    holder = {"workers": cpu_workers(1)}
+    holder["cycle"] = holder
+    workers = holder["workers"]
+    started = threading.Event()
+
+    def drop_the_last_reference() -> None:
+        started.wait(20)
+        gc.collect()
+
+    runner = threading.Thread(target=lambda w: w.run([drop_the_last_reference], pytest.fail), args=(workers,))
+    del workers, holder
+    runner.start()
+    started.set()
+    runner.join(20)
+    del runner
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while own_workers() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert own_workers() == []
+
+
+def test_backward_on_a_worker_stays_on_that_worker() -> None:
+    seen: list[bool] = []
+    cpu_workers(1).run([lambda: seen.append(torch.autograd.is_multithreading_enabled())], pytest.fail)
+    assert seen == [False]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_knows_that_its_threads_are_gone() -> None:
+    script = (
+        "import os, torch\n"
+        "from torch import nn\n"
+        "from pipework import Pipe\n"
+        "torch.set_num_threads(1)\n"
+        "pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, balance=[1, 1], devices=['cpu'] * 2)\n"
+        "x = torch.ones(4, 2)\n"
+        "expected = pipe(x)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os._exit(0 if torch.equal(pipe(x), expected) else 1)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert torch.equal(pipe(x), expected)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "import os; del pipe", "output = pipe(x)"])
+def test_a_process_with_idle_workers_ends_at_once(ending: str) -> None:
+    script = (
+        "import torch\nfrom torch import nn\nfrom pipework import Pipe\n"
+        "pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, balance=[1, 1], devices=['cpu'] * 2)\n"
+        "x = torch.ones(4, 2)\npipe(x).sum().backward()\n" + ending
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
+def test_ctrl_c_reaches_the_caller_while_workers_are_busy() -> None:
+    script = (
+        "import os, signal, threading, time, torch\nfrom torch import nn\nfrom pipework import Pipe\n"
+        "class Slow(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        time.sleep(0.2)\n"
+        "        return x\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what runs in the background ignores it
+        "pipe = Pipe(nn.Sequential(Slow(), Slow()), 50, balance=[1, 1], devices=['cpu'] * 2)\n"
+        "threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
+        "start = time.monotonic()\n"
+        "try:\n"
+        "    pipe(torch.ones(50, 2))\n"
+        "except KeyboardInterrupt:\n"
+        "    assert time.monotonic() - start < 5\n"
+        "    assert pipe(torch.ones(1, 2)).shape == (1, 2)\n"
+        "    print('interrupted')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], check=True, timeout=60, capture_output=True, text=True)
+    assert result.stdout == "interrupted\n"

@@ -1,0 +1,342 @@
+"""Lower bounds: those that are known, and that no schedule beats them, least of all the best one of a tiny pipe."""
+
+import random
+import re
+from collections import Counter
+from math import inf, nan
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipework.schedule import (
+    SCHEDULES,
+    Action,
+    Bounds,
+    Costs,
+    Schedule,
+    build,
+    list_schedule,
+    lower_bounds,
+    simulate,
+    validate,
+    with_recompute,
+)
+from pipework.schedule.edges import recomputed
+from pipework.schedule.placement import loop_placement, wave_placement
+
+SIZES = [(p, m) for p in range(1, 9) for m in (1, 2, 3, 5, 8, 13, 20)]
+SLACK = 1 + 1e-9
+
+
+def share(stages_per_worker):
+    """Costs of a stage, if a worker's whole share takes 1 forward and 2 backward and a micro-batch holds 1."""
+    v = stages_per_worker
+    return Costs(forward=1 / v, backward=2 / v, activation=1 / v)
+
+
+def of_schedule(schedule, costs, limit=None):
+    """The bounds of a schedule with its own peaks as limit, or another one."""
+    peaks = simulate(schedule, costs).peak_memory
+    repeats = Counter(stage for stage, _ in recomputed(schedule))
+    return lower_bounds(
+        schedule.placement,
+        schedule.micro_batches,
+        costs,
+        memory_limit=peaks if limit is None else limit,
+        split=any(action.kind == "I" for order in schedule.orders for action in order),
+        inference=schedule.inference,
+        recomputed=[repeats[stage] for stage in range(schedule.stages)],
+    )
+
+
+def check(schedule, costs, *, loss_outside=False):
+    result, bounds = simulate(schedule, costs, loss_outside=loss_outside), of_schedule(schedule, costs)
+    assert bounds.makespan <= result.makespan * SLACK
+    assert bounds.span <= result.span * SLACK
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "whole", "half", "third"),
+    [
+        (2, 8, 2.0, 2.0, 2.0),
+        (4, 8, 5.9, 9.4, 18.6),
+        (4, 16, 3.0, 5.0, 10.3),
+        (8, 8, 12.7, 26.2, 32.4),
+        (8, 16, 6.8, 15.0, 19.3),
+        (8, 32, 3.5, 8.1, 10.7),
+        (16, 64, 3.8, 9.6, 13.3),
+    ],
+)
+def test_bubbles_of_v_placement_that_no_schedule_beats(p, m, whole, half, third):
+    """In percent, with the memory of ZB-V, V-Half and V-Min; compare the table of test_bubbles."""
+    limits = (p, (p + 2) // 2, (p + 4) // 3)
+    bounds = [lower_bounds(wave_placement(p, 2), m, share(2), memory_limit=limit) for limit in limits]
+    assert [round(100 * (1 - 3 * m / each.makespan), 1) for each in bounds] == [whole, half, third]
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-v", "forward-only"])
+def test_makespans_that_cannot_be_shorter(name, p, m):
+    schedule = build(name, workers=p, chunks=m)
+    costs = share(schedule.stages // p)
+    assert of_schedule(schedule, costs).makespan == simulate(schedule, costs).makespan
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_zb_h1_is_the_best_in_the_memory_of_1f1b(p, m):
+    schedule = build("zb-h1", workers=p, chunks=m)
+    assert of_schedule(schedule, Costs(), limit=p).makespan == simulate(schedule).makespan
+
+
+@pytest.mark.parametrize("m", [1, 2, 7])
+def test_one_worker(m):
+    costs = Costs([1, 2, 0], backward=[3, 0, 5], activation=[1, 0, 2])
+    assert lower_bounds((0, 0, 0), m, costs) == Bounds(11 * m, 11 * m)
+    assert lower_bounds((0, 0, 0), m, costs, memory_limit=3) == Bounds(11 * m, 11 * m)
+    assert lower_bounds((0, 0, 0), m, costs, inference=True, memory_limit=2) == Bounds(3 * m, 3 * m)
+    assert lower_bounds((0, 0, 0), m, costs, recomputed=True) == Bounds(14 * m, 14 * m)
+
+
+def test_memory_for_one_micro_batch_lets_it_through_alone():
+    """Each trip takes 4 workers x (F + I), the hops, and W of stage 0, before the next may begin."""
+    bounds = lower_bounds(range(4), 5, Costs(transfer=0.5), memory_limit=[1, inf, inf, inf])
+    assert bounds == Bounds(5 * 12, 5 * 12)
+    limit = [1 - 1e-12, inf, inf, inf]  # a sum that drifted
+    assert lower_bounds(range(4), 5, Costs(transfer=0.5), memory_limit=limit) == bounds
+
+
+def test_nothing_costs_nothing():
+    for inference in (False, True):
+        assert lower_bounds((0, 1), 3, Costs(0, 0, activation=0), memory_limit=0, inference=inference) == Bounds(0, 0)
+
+
+placements = st.tuples(st.integers(1, 4), st.integers(1, 3)).map(
+    lambda size: wave_placement(*size) if size[1] == 2 else loop_placement(*size)
+)
+cost = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.01, 4))
+
+
+@st.composite
+def any_costs(draw, stages, halves_add_up=True):
+    each = st.lists(cost, min_size=stages, max_size=stages)
+    return Costs(
+        forward=draw(each),
+        backward=None if halves_add_up else draw(each),
+        recompute=draw(st.one_of(st.none(), each)),
+        input_gradient=draw(each),
+        weight_gradient=draw(each),
+        transfer=draw(st.lists(cost, min_size=stages - 1, max_size=stages - 1)),
+        activation=draw(st.one_of(st.sampled_from([1.0, 0.1]), each)),
+        checkpoint_activation=draw(st.one_of(st.sampled_from([0.0, 0.25]), each)),
+        waiting=draw(st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.5]), each)),
+    )
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 12), st.data())
+def test_no_schedule_with_a_name_beats_them(name, p, m, data):
+    kinds = SCHEDULES[name]
+    v = data.draw(st.sampled_from((2, 4) if name == "hanayo" else (1, 2, 3))) if kinds.several else None
+    stages = p * (v or kinds.stages_per_worker)
+    costs = data.draw(any_costs(stages, data.draw(st.booleans())))
+    timed = Costs(forward=data.draw(st.lists(st.floats(0.125, 4), min_size=stages, max_size=stages)))
+    schedule = build(name, workers=p, chunks=m, stages_per_worker=v, costs=data.draw(st.sampled_from([None, timed])))
+    outside = data.draw(st.booleans())
+    if not schedule.inference:
+        schedule = with_recompute(schedule, data.draw(st.sampled_from([0, 0, m, m // 2])), loss_outside=outside)
+    check(schedule, costs, loss_outside=outside and validate(schedule, loss_outside=True).ok)
+
+
+@given(placements, st.integers(1, 6), st.data())
+def test_no_random_order_beats_them(placement, m, data):
+    costs = data.draw(any_costs(len(placement), data.draw(st.booleans())))
+    randomness = data.draw(st.randoms(use_true_random=False))
+    kinds = data.draw(st.sampled_from(["B", "I", "IB"]))
+    priorities = []
+    for worker in range(1 + max(placement)):
+        lanes = [
+            [Action(kind, stage, i) for i in range(m)]
+            for stage, holder in enumerate(placement)
+            if holder == worker
+            for kind in ("F", randomness.choice(kinds))
+        ]
+        order = [lane for lane in lanes for _ in range(m)]
+        randomness.shuffle(order)
+        fronts = {id(lane): iter(lane) for lane in lanes}
+        priorities.append([next(fronts[id(lane)]) for lane in order])
+    limit = data.draw(st.integers(3, 10))
+    timed = Costs(forward=[randomness.uniform(0.1, 3) for _ in placement], transfer=randomness.choice([0, 0.7]))
+    orders = list_schedule(placement, priorities, limit, timed, overtaking="all")
+    check(Schedule("any", placement, orders), costs)
+
+
+def best(placement, m, costs, limits, *, split, inference, repeats):
+    """The least makespan and the least span of all orders within the limits; infinite if there are none.
+
+    A search over sets of actions that are done, each with all the times that may still turn out best: when workers
+    are free, when the data of each micro-batch's next step arrives, and when workers began.
+    """
+    c, stages, workers = costs.spread(len(placement)), len(placement), range(len(limits))
+    steps = stages if inference else 2 * stages  # of a micro-batch, through the pipe and back
+
+    def stage_at(step):
+        return step if step < stages else 2 * stages - 1 - step
+
+    def held(state, worker):
+        total = 0.0
+        for i, (step, weights, again) in enumerate(state):
+            for s in range(stages):
+                if placement[s] == worker and step > s and (step <= 2 * stages - 1 - s or s in weights):
+                    small = (s, i) in repeats and s not in again
+                    total += 0 if inference else c.checkpoint_activation[s] if small else c.activation[s]
+        return total
+
+    def choices(state):
+        """(micro-batch, its state afterwards, kind, stage, whether it must wait for data)."""
+        for i, (step, weights, again) in enumerate(state):
+            for s in weights:
+                yield i, (step, weights - {s}, again), "W", s, False
+            for s in range(min(step, stages)):
+                if (s, i) in repeats and s not in again:
+                    yield i, (step, weights, again | {s}), "R", s, False
+            if step == steps:
+                continue
+            s = stage_at(step)
+            if step < stages:
+                yield i, (step + 1, weights, again), "F", s, True
+            elif (s, i) not in repeats or s in again:
+                yield i, (step + 1, weights, again), "B", s, True
+                if split:
+                    yield i, (step + 1, weights | {s}, again), "I", s, True
+
+    def after(times, i, step, kind, s, waits):
+        free, arrivals, began = (list(each) for each in times)
+        worker = placement[s]
+        start = max(free[worker], arrivals[i] if waits else 0.0)
+        began[worker] = min(began[worker], start)
+        free[worker] = end = start + c.duration[kind][s]
+        if waits and step + 1 < steps:
+            near = stage_at(step + 1)
+            hop = c.transfer[min(s, near)] if placement[near] != worker else 0.0
+            arrivals[i] = end + hop
+        elif waits:
+            arrivals[i] = 0.0
+        return tuple(map(tuple, (free, arrivals, began)))
+
+    def keep(front, new):
+        def no_worse(one, other):
+            later = zip(one[0] + one[1], other[0] + other[1], strict=True)
+            return all(a <= b for a, b in later) and all(a >= b for a, b in zip(one[2], other[2], strict=True))
+
+        if not any(no_worse(old, new) for old in front):
+            front[:] = [old for old in front if not no_worse(new, old)] + [new]
+
+    nothing = (0, frozenset(), frozenset())
+    layer = {(nothing,) * m: [((0.0,) * len(workers), (0.0,) * m, (inf,) * len(workers))]}
+    ends = []
+    while layer:
+        following = {}
+        for state, front in layer.items():
+            ways = list(choices(state))
+            if not ways:
+                ends += front
+            for i, afterwards, kind, s, waits in ways:
+                new = (*state[:i], afterwards, *state[i + 1 :])
+                worker = placement[s]
+                peak = held(state, worker)
+                if kind in "FR":
+                    small = c.checkpoint_activation[s] if (s, i) in repeats else c.activation[s]
+                    before = small if kind == "R" else 0.0
+                    at_end = small if kind == "F" else c.activation[s]
+                    peak += max(at_end, c.activation[s]) - before
+                if peak <= limits[worker] + 1e-9:
+                    for times in front:
+                        keep(following.setdefault(new, []), after(times, i, state[i][0], kind, s, waits))
+        layer = following
+    makespan = min((max(free) for free, _, _ in ends), default=inf)
+    span = min((max(e - b for e, b in zip(free, began, strict=True)) for free, _, began in ends), default=inf)
+    return makespan, span
+
+
+def tiny(seed):
+    """A random tiny pipe: whether there is a schedule, the best of it, and its bounds."""
+    draw = random.Random(seed)
+    placement = draw.choice([(0,), (0, 0), (0, 1), (0, 1), (0, 1), (0, 1, 1, 0), (0, 1, 0), (1, 0, 1)])
+    m = draw.choice([1, 2, 3] if len(placement) < 3 else [1, 2] if len(placement) < 4 else [1])
+    inference, split = draw.random() < 0.1, draw.random() < 0.7
+
+    def numbers(most):
+        each = [draw.randint(0, most) for _ in placement]
+        return each[:1] * len(each) if draw.random() < 0.4 else each
+
+    costs = Costs(
+        forward=numbers(4),
+        backward=numbers(6) if draw.random() < 0.2 else None,
+        recompute=numbers(4),
+        input_gradient=numbers(4),
+        weight_gradient=numbers(4),
+        transfer=numbers(3)[1:],
+        activation=numbers(3),
+        checkpoint_activation=numbers(2),
+    )
+    pairs = [(s, i) for s in range(len(placement)) for i in range(m)]
+    share_of = 0 if inference or len(pairs) > 4 else draw.choice([0, 0, 0.5, 1])
+    repeats = {pair for pair in pairs if draw.random() < share_of}
+    limits = [draw.choice([inf, *range(1, 8)]) for _ in range(1 + max(placement))]
+    options = {"split": split, "inference": inference}
+    found = best(placement, m, costs, limits, repeats=repeats, **options)
+    counts = [sum(s == stage for s, _ in repeats) for stage in range(len(placement))]
+    try:
+        bounds = lower_bounds(placement, m, costs, memory_limit=limits, recomputed=counts, **options)
+    except ValueError:
+        bounds = Bounds(inf, inf)
+    return found, bounds
+
+
+@pytest.mark.parametrize("seeds", [range(150), pytest.param(range(150, 1000), marks=pytest.mark.slow)])
+def test_the_best_of_all_schedules_does_not_beat_them(seeds):
+    tight = possible = 0
+    for seed in seeds:
+        (makespan, span), bounds = tiny(seed)
+        assert bounds.makespan <= makespan * SLACK, seed
+        assert bounds.span <= span * SLACK, seed
+        possible += makespan < inf
+        tight += bounds.makespan * SLACK >= makespan < inf
+    assert tight > 0.85 * possible > 0.6 * len(seeds)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"placement": ()}, "placement is empty: give the worker of each stage, such as (0, 1) for two stages"),
+        ({"placement": (0, -1)}, "stage 1 is placed on worker -1"),
+        ({"micro_batches": 0}, "micro_batches is 0: wanted an integer of at least 1"),
+        ({"costs": Costs(forward=[1])}, "forward has 1 number: wanted 2"),
+        ({"memory_limit": -1}, "memory_limit of worker 0 is -1: wanted a number of at least 0, or None for no limit"),
+        ({"memory_limit": [3, nan]}, "memory_limit of worker 1 is nan: wanted a number of at least 0"),
+        ({"memory_limit": [3]}, "memory_limit has 1 number: wanted 2, one for each worker, or a single number for all"),
+        (
+            {"memory_limit": 0.5},
+            "memory_limit of worker 0 is 0.5, but one micro-batch holds 1 there: there is no schedule; raise the limit "
+            "to 1, or place fewer stages on the worker",
+        ),
+        ({"placement": (0, 0), "memory_limit": 1}, "one micro-batch holds 2 there"),
+        ({"recomputed": [1]}, "recomputed has 1 number: wanted 2, one for each stage, or True for all micro-batches"),
+        ({"recomputed": [1, 3]}, "recomputed of stage 1 is 3: wanted how many of the 2 micro-batches are recomputed"),
+        ({"recomputed": True, "inference": True}, "recomputed is set for inference"),
+    ],
+)
+def test_what_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lower_bounds(**{"placement": (0, 1), "micro_batches": 2} | arguments)
+
+
+@pytest.mark.parametrize("limit", ["4", [1, "4"], True, [None, 1]])
+def test_a_limit_is_a_number(limit):
+    with pytest.raises(TypeError, match=r"memory_limit of worker \d is .*: wanted a number"):
+        lower_bounds((0, 1), 2, memory_limit=limit)
+
+
+def test_one_micro_batch_fits_where_inference_or_recomputation_frees_memory():
+    lower_bounds((0, 0), 2, memory_limit=1, inference=True)
+    lower_bounds((0, 0), 2, memory_limit=1, recomputed=True)

@@ -1,0 +1,124 @@
+import pytest
+
+from pipework.schedule import (
+    SCHEDULES,
+    Costs,
+    ScheduleSpec,
+    build,
+    dualpipe_v,
+    fill_drain,
+    interleaved_1f1b,
+    interleaved_zb,
+    looped_bfs,
+    one_forward_one_backward,
+    zb_v,
+)
+from pipework.schedule.registry import build_for_shares
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["gpipe", "fill-drain", "GPipe", "ScheduleGPipe"], fill_drain(3, 5)),
+        (["1f1b", "1F1B", "Schedule1F1B"], one_forward_one_backward(3, 5)),
+        (["interleaved-1f1b", "Interleaved1F1B", "scheduleinterleaved1f1b"], interleaved_1f1b(3, 5, 2)),
+        (["looped-bfs", "LoopedBFS", "ScheduleLoopedBFS"], looped_bfs(3, 5, 2)),
+        (["interleaved-zb", "InterleavedZeroBubble", "ScheduleInterleavedZeroBubble"], interleaved_zb(3, 5, 2)),
+        (["zb-v", "ZBVZeroBubble", "ScheduleZBVZeroBubble"], zb_v(3, 5)),
+        (["dualpipe-v", "DualPipeV", "ScheduleDualPipeV"], dualpipe_v(3, 5)),
+    ],
+)
+def test_names(names, expected):
+    for name in names:
+        assert build(name, workers=3, chunks=5) == expected
+
+
+@pytest.mark.parametrize("name", ["gpip", "", None, ["gpipe"]])
+def test_unknown_name_lists_the_known(name):
+    with pytest.raises(ValueError, match="choose one of 'gpipe', 'fill-drain', '1f1b'"):
+        build(name, workers=3, chunks=5)
+
+
+def test_stages_per_worker():
+    assert build("interleaved-1f1b", workers=3, chunks=5, stages_per_worker=4).stages == 12
+    assert build("1f1b", workers=3, chunks=5, stages_per_worker=1).stages == 3
+    with pytest.raises(ValueError, match=r"one stage per worker, got stages_per_worker=2: choose one of 'interleaved"):
+        build("1f1b", workers=3, chunks=5, stages_per_worker=2)
+    with pytest.raises(ValueError, match="stages_per_worker is 0"):
+        build("looped-bfs", workers=3, chunks=5, stages_per_worker=0)
+
+
+def test_one_has_exactly_two_stages_per_worker():
+    assert build("zb-v", workers=3, chunks=5, stages_per_worker=2).placement == (0, 1, 2, 2, 1, 0)
+    with pytest.raises(ValueError, match=r"'zb-v' has two stages per worker, got stages_per_worker=1: choose one of"):
+        build("zb-v", workers=3, chunks=5, stages_per_worker=1)
+
+
+def test_waves_need_an_even_number_of_stages_per_worker():
+    with pytest.raises(ValueError, match=r"stages_per_worker is 3: .* an even number of them; choose 2, 4"):
+        build("hanayo", workers=3, chunks=5, stages_per_worker=3)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_numbers_are_checked(name):
+    with pytest.raises(ValueError, match=r"^workers is 0: wanted an integer of at least 1"):
+        build(name, workers=0, chunks=5)
+    with pytest.raises(ValueError, match=r"^chunks is -1: wanted an integer of at least 1"):
+        build(name, workers=3, chunks=-1)
+    with pytest.raises(TypeError, match=r"^workers is 2\.0"):
+        build(name, workers=2.0, chunks=1)
+
+
+def test_costs_decide_about_orders():
+    heavy = Costs(forward=1, input_gradient=3, weight_gradient=0.25)
+    sizes = {"workers": 4, "chunks": 8}
+    plain, made = build("zb-v", **sizes), build("zb-v", **sizes, costs=heavy)
+    assert plain != made
+    assert made.simulate(heavy).makespan <= plain.simulate(heavy).makespan
+    assert build("zb-h1", **sizes, costs=heavy) == build("zb-h1", **sizes)
+    with pytest.raises(ValueError, match="forward has 2 numbers: wanted 8"):
+        build("zb-v", **sizes, costs=Costs(forward=[1, 2]))
+
+
+def test_costs_of_other_stages_are_refused_by_all():
+    for name in SCHEDULES:
+        with pytest.raises(ValueError, match="forward has 7 numbers: wanted"):
+            build(name, workers=2, chunks=3, costs=Costs(forward=[1] * 7))
+    skipping = Costs(skip_transfer=[1, 2, 3])
+    assert build("zb-v", workers=2, chunks=3, costs=skipping) == build("zb-v", workers=2, chunks=3)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_what_is_no_costs(name):
+    with pytest.raises(TypeError, match=r"costs is 3: wanted Costs\(\.\.\.\)"):
+        build(name, workers=2, chunks=3, costs=3)
+
+
+def test_recipes_that_make_no_schedule():
+    with pytest.raises(TypeError, match="generator of a ScheduleSpec is 3: wanted a function that returns a Schedule"):
+        ScheduleSpec(3)
+    with pytest.raises(TypeError, match=r"of a recipe made \(2, 3\): wanted a Schedule"):
+        build("mine", workers=2, chunks=3, schedules={"mine": ScheduleSpec(lambda *sizes: sizes)})
+
+
+def test_costs_of_whole_shares():
+    costs = Costs([1, 2], transfer=[0.5])
+    schedule, share = build_for_shares("zb-v", workers=2, chunks=4, costs=costs)
+    assert share.spread(4).duration["F"] == (0.5, 1, 1, 0.5)
+    assert share.transfer == (0.5, 0, 0.5)
+    assert schedule == build("zb-v", workers=2, chunks=4, costs=share)
+    with pytest.raises(ValueError, match="forward has 3 numbers: wanted 2"):
+        build_for_shares("1f1b", workers=2, chunks=4, costs=Costs([1, 2, 3]))
+
+
+def test_registry_is_immutable():
+    with pytest.raises(TypeError):
+        SCHEDULES["mine"] = fill_drain
+
+
+def test_a_larger_registry_has_ones_own():
+    mine = SCHEDULES | {"mine": ScheduleSpec(fill_drain)}
+    assert build("Mine", workers=2, chunks=3, schedules=mine) == fill_drain(2, 3)
+    assert build("1f1b", workers=2, chunks=3, schedules=mine) == one_forward_one_backward(2, 3)
+    with pytest.raises(ValueError, match=r"choose one of 'mine'$"):
+        build("zb-v", workers=2, chunks=3, schedules={"mine": ScheduleSpec(fill_drain)})
