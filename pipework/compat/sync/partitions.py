@@ -11,7 +11,7 @@ from torch import nn
 from pipework.model.layers import has_hooks
 from pipework.model.sequential import PipeSequential
 from pipework.model.with_device import WithDevice
-from pipework.planning.partition import Machine, checked_devices, default_devices
+from pipework.planning.devices import Machine, checked_devices, default_devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
