@@ -13,11 +13,11 @@ TWO = Machine((torch.device("cuda", 0), torch.device("cuda", 1)), cores=2)
 @pytest.mark.parametrize("device", [1, "cuda:1", torch.device("cuda:1"), torch.device("cuda", 1)])
 def test_every_spelling_of_an_accelerator(device):
     assert checked_devices([device, "cpu"], TWO) == [torch.device("cuda:1"), CPU]
+
+
 def test_no_index_means_the_current_accelerator():
     machine = Machine(TWO.accelerators, current=1)
     assert checked_devices(["cuda", 0], machine) == [torch.device("cuda:1"), torch.device("cuda:0")]
-
-
 
 
 @pytest.mark.parametrize(
@@ -38,17 +38,19 @@ def test_no_index_means_the_current_accelerator():
 def test_a_device_that_cannot_be_used(device, machine, error, message):
     with pytest.raises(error, match=message):
         checked_devices(["cpu", device], machine)
+
+
 def test_a_number_of_devices():
     with pytest.raises(TypeError, match=r"got 2: write \[\"cpu\"\] \* 2 for 2 workers on the CPU, or \[0, 1\] for"):
         checked_devices(2, NONE)
-
-
 
 
 @pytest.mark.parametrize("devices", ["cpu", 0, CPU])
 def test_a_device_where_a_list_is_wanted(devices):
     with pytest.raises(TypeError, match="devices must be a list"):
         checked_devices(devices, NONE)
+
+
 def test_knows_this_machine():
     machine = Machine.here()
     assert machine.cores >= 1

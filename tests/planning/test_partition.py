@@ -84,7 +84,6 @@ class TestDevicesGiven:
             chosen(linears(1, 1), devices=[])
 
 
-
 class TestLayersOnDevices:
     def test_consecutive_layers_on_a_device_are_a_partition(self):
         module = nn.Sequential(*linears(1, 1), Lies("cuda:1"), *linears(1))
@@ -165,7 +164,6 @@ class TestPipeworkChooses:
             chosen(linears(1, 1), [1, 1])
             chosen(linears(1, 1), devices=["cpu"])
         assert not caplog.records
-
 
 
 class TestModule:
