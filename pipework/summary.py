@@ -29,12 +29,12 @@ def table(pipe: Pipe) -> str:
     schedule = pipe.schedule()
     rows = [("partition", "device", "layers", "parameters", "bytes")]
     here = dict(zip(pipe.stages, pipe.partitions, strict=True))
-    ranks = None if pipe._peer_group is None else pipe._peer_group.ranks
     for number, layers in enumerate(pipe.balance):
         worker = schedule.placement[number]
         device = str(pipe.devices[worker])
-        if ranks is not None:
-            device = f"{device}, rank {ranks[worker]}" if number in here else f"rank {ranks[worker]}"
+        rank = pipe._backend.rank_of(worker)
+        if rank is not None:
+            device = f"{device}, rank {rank}" if number in here else f"rank {rank}"
         elif schedule.workers != schedule.stages:
             device = f"{device} (worker {worker})"
         if number not in here:

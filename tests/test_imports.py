@@ -46,13 +46,13 @@ MAY_IMPORT = {
     "summary": {"schedule", "schedule.draw"},
     "testing": {"model", "runtime", "runtime.random", "schedule"},
     "distributed": {
-        "distributed.gradients", "distributed.health", "distributed.transport", "runtime", "schedule", "testing",
-        "timeline", "__init__",
+        "backend", "distributed.gradients", "distributed.health", "distributed.transport", "runtime", "runtime.random",
+        "schedule", "testing", "timeline", "__init__",
     },
     "distributed.gradients": {"distributed.transport"},
     "distributed.health": set(),
-    "distributed.transport": {"runtime.skips", "values"},
-    "backend": {"distributed", "model", "planning", "runtime", "runtime.random", "runtime.skips", "schedule"},
+    "distributed.transport": {"runtime", "runtime.skips", "values"},
+    "backend": {"runtime"},
     "pipe": {
         "autograd", "backend", "distributed", "model", "planning", "runtime", "runtime.random", "runtime.skips",
         "runtime.stage", "schedule", "skip", "summary", "timeline", "values",

@@ -84,7 +84,7 @@ class Rendezvous:
     Args:
         mesh: the processes.
         store: of this pipe alone.
-        terms: what they hold together.
+        spec: what they hold together.
         tensors: this rank's parameters and buffers, which get the values of the first replica's.
         monitor: knows whether one of the others has failed meanwhile.
     """
@@ -93,13 +93,13 @@ class Rendezvous:
         self,
         mesh: Mesh,
         store: Store,
-        terms: RendezvousSpec,
+        spec: RendezvousSpec,
         tensors: Iterable[tuple[str, Tensor]],
         monitor: HealthMonitor,
     ) -> None:
         self._mesh = mesh
         self._store = store
-        self._terms = terms
+        self._spec = spec
         self._tensors = tensors
         self._monitor = monitor
         self._devices = network_devices()
@@ -145,7 +145,7 @@ class Rendezvous:
             raise self._monitor.error()
 
     def _meet(self) -> None:
-        mesh, made, placement = self._mesh, self._made, self._terms.placement
+        mesh, made, placement = self._mesh, self._made, self._spec.placement
         position = mesh.everyone.index(mesh.rank)
         own = PrefixStore(f"replica {mesh.data_parallel_rank}", self._store)
         self._connect(own)
@@ -161,16 +161,16 @@ class Rendezvous:
                 )
             made.replicas = DataParallel(group, same, device_channel)
             made.replicas.share_values(self._tensors)
-        made.tied = TiedParameters(self._terms.tied, placement, mesh.worker, made.channels)
+        made.tied = TiedParameters(self._spec.tied, placement, mesh.worker, made.channels)
         made.tied.share_values()
 
     def _connect(self, store: Store) -> None:
         """A channel to each worker that this one has to do with; both make their groups in the same order."""
-        mesh, terms = self._mesh, self._terms
-        place, here = terms.placement, mesh.worker
-        pairs = [(place[a], place[b]) for a, b in terms.pairs]
+        mesh, spec = self._mesh, self._spec
+        place, here = spec.placement, mesh.worker
+        pairs = [(place[a], place[b]) for a, b in spec.pairs]
         pairs += [(place[-1], worker) for worker in place]  # to which the results go
-        pairs += [(place[a], place[b]) for tied in terms.tied for a in tied.stages for b in tied.stages]
+        pairs += [(place[a], place[b]) for tied in spec.tied for a in tied.stages for b in tied.stages]
         for low, high in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}):
             if here not in (low, high):
                 continue

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipework.backend import StepFacts, StepHeader
 from pipework.distributed.transport.channel import LostConnectionError
 
 if TYPE_CHECKING:
@@ -16,40 +17,6 @@ if TYPE_CHECKING:
     from pipework.distributed.transport.channel import Group
 
 _NO_KEY = -1
-
-
-class StepHeader(NamedTuple):
-    """How a rank begins a call of the pipe. All ranks must begin it alike.
-
-    Attributes:
-        training: whether layers are in training mode.
-        grad: whether gradients are wanted.
-        everywhere: whether the outputs are wanted on all ranks.
-        returns_output: whether the output is wanted beside the loss.
-        recorded: whether what the workers do is recorded.
-    """
-
-    training: bool
-    grad: bool
-    everywhere: bool
-    returns_output: bool
-    recorded: bool
-
-
-class StepFacts(NamedTuple):
-    """What all ranks know of a call.
-
-    Attributes:
-        rows: of the mini-batch.
-        micro_batches: how many it is split into.
-        key: names the random numbers; None: nobody has drawn it.
-        inside: whether there is a target, so that the loss is computed inside.
-    """
-
-    rows: int
-    micro_batches: int
-    key: int | None
-    inside: bool
 
 
 class StepHeaders:
@@ -71,7 +38,7 @@ class StepHeaders:
         self._calls = 0
         self._told: list[tuple[Tensor, int, Any]] = []  # what lies there until it has arrived
 
-    def open(self, header: StepHeader, rows: Sequence[int] | None, key: int | None, *, inside: bool) -> StepFacts:
+    def exchange(self, header: StepHeader, rows: Sequence[int] | None, key: int | None, *, inside: bool) -> StepFacts:
         """Tells all ranks what the first and the last of them were given.
 
         Args:

@@ -33,7 +33,7 @@ class Ranks(Protocol):
     replicas: int
     everyone: Sequence[int]
 
-    def all_words(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """What each rank said, in order; every rank waits here for all others."""
         ...
 
@@ -47,7 +47,7 @@ class OneProcess:
     replicas = 1
     everyone: Sequence[int] = (0,)
 
-    def all_words(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """Its own words."""
         return [text]
 
@@ -113,9 +113,9 @@ def together(
         mine = work()
         word = json.dumps({"said": say(mine)})
     except Exception as error:
-        ranks.all_words(json.dumps({"failed": f"{type(error).__name__}: {error}"}))
+        ranks.all_gather_text(json.dumps({"failed": f"{type(error).__name__}: {error}"}))
         raise
-    words = [json.loads(word) for word in ranks.all_words(word)]
+    words = [json.loads(word) for word in ranks.all_gather_text(word)]
     for rank, each in enumerate(words):
         if "failed" in each:
             raise RuntimeError(f"rank {ranks.everyone[rank]} could not {what}: {each['failed']}")

@@ -42,7 +42,7 @@ class Rank:
         self.optimizer = torch.optim.Adam(own, lr=0.5)
         self.done: Any = None
 
-    def all_words(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         self.meeting.words[self.rank] = text
         self.meeting.barrier.wait()
         words = list(self.meeting.words)
