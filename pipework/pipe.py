@@ -92,9 +92,9 @@ class Pipe(Layers):
 
     Raises:
         TypeError: `module` is no `nn.Sequential`.
-        ValueError: `chunks`, `checkpoint` or `balance` makes no sense, or the processes disagree; the message says what
-            would, or about what.
-        IndexError: more partitions than devices.
+        ValueError: `chunks`, `checkpoint` or `balance` has a value that cannot be used, or the processes disagree; the
+            message says what is accepted, or what differs.
+        IndexError: there are more partitions than devices.
 
     Example:
         >>> module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))

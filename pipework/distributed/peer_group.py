@@ -1,4 +1,4 @@
-"""The ranks that hold one pipe together: how a call begins on all of them, and what they do for each other."""
+"""The peer group: the ranks that hold one pipe, and the calls that they make together."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ _LOG = logging.getLogger("pipework")
 
 
 class PeerGroup:
-    """The ranks of one pipe, seen from one of them. Made by all of them at the same time.
+    """The ranks of one pipe, as one of them sees them. All ranks make it at the same time.
 
     Args:
         mesh: the processes.
-        spec: what they hold together.
-        tensors: this rank's parameters and buffers by name, which get the values of the first replica's.
+        spec: the pipe.
+        tensors: this rank's parameters and buffers by name, which get the values of those of the first replica.
 
     Raises:
-        ValueError: the ranks disagree about the spec.
-        TimeoutError: some rank has not come.
+        ValueError: the ranks disagree about the pipe.
+        TimeoutError: a rank has not come.
     """
 
     def __init__(self, mesh: Mesh, spec: RendezvousSpec, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -69,7 +69,7 @@ class PeerGroup:
         self._placement = spec.placement
         self._first, self._last = spec.placement[0], spec.placement[-1]
         self.faults = Faults.of_environment(mesh.rank, mesh.everyone, len(spec.placement))
-        # The pipes of a job are made in the same order everywhere, so each rank can count them by itself.
+        # All ranks make the pipes of a job in the same order, so each rank can count them by itself.
         number = mesh.store.add(f"pipework/pipes of {mesh.rank}", 1)
         store = PrefixStore(f"pipework/pipe {number}", mesh.store)
         position = self.everyone.index(mesh.rank)
@@ -84,18 +84,18 @@ class PeerGroup:
             names=self._named,
             hosts_store=mesh.hosts_store,
         )
-        self._connections = self._meet(store, spec, tensors)
+        self._connections = self._rendezvous(store, spec, tensors)
         control, everyone = self._connections.groups["control"], self._connections.groups["everyone"]
         self._found_inf = FoundInf(control, mesh.device)
         self._headers = StepHeaders(control, self.ranks, self._first, self._last)
         self._replica_gather = AllGather(control, self.ranks)
         self._all_gather = AllGather(everyone, self.everyone)
         self.workers: WorkerThreads | None = None
-        self._turn = threading.Lock()  # held in a call
-        self._caller = 0  # the thread that makes it
+        self._in_call = threading.Lock()  # held during a call
+        self._caller = 0  # the thread that makes the call
         self._lock = threading.Lock()
         self._failure: weakref.ref[Failure] | None = None
-        self.stopping = False  # agreed on with all ranks at the end of a call that gives them results
+        self.stopping = False  # the last rank decides at the end of a step, so all ranks see it after the same step
         self.stop_was_seen = False
         self._common_error: BaseException | None = None
         self._preemption = Preemption(self.monitor)
@@ -125,21 +125,21 @@ class PeerGroup:
 
     @contextlib.contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """A call that all ranks make: whatever goes wrong in it on one of them, all learn.
+        """Entered around a call that all ranks make: an error on one rank is reported to all.
 
         Args:
-            what: a noun, such as "training step".
+            what: the name of the call, such as "training step".
 
         Raises:
-            PipelineError: something has gone wrong on another rank.
+            PipelineError: another rank has failed.
             RuntimeError: another thread of this process is in a call.
         """
-        if not self._turn.acquire(blocking=False):
+        if not self._in_call.acquire(blocking=False):
             if self._caller == threading.get_ident():
                 raise RuntimeError(
                     f"a {what} of this pipe begins in the middle of another call of it, as in a signal handler: all "
-                    "processes make the calls of a pipe in the same order. Leave a mark there, or call "
-                    "pipe.request_stop(), and look at it between two steps"
+                    "processes make the calls of a pipe in the same order. Set a flag there, or call "
+                    "pipe.request_stop(), and check it between two steps"
                 )
             raise RuntimeError(
                 f"a {what} of this pipe begins while another thread of this process is in a call of it: all processes "
@@ -158,7 +158,7 @@ class PeerGroup:
                 self._common_error = None
                 self.monitor.end()
         finally:
-            self._turn.release()
+            self._in_call.release()
 
     def common_error(self, error: ValueError) -> ValueError:
         """Marks an error that every rank of this pipe raises by itself in this call.
@@ -175,13 +175,15 @@ class PeerGroup:
         self._preemption.request("a request")
 
     def leave_if_unseen(self, what: str) -> None:
-        """Ends the program if a process was asked to end, and the program does not care; on all ranks alike.
+        """Ends the program before a training step if a process was asked to end and the program never asked `stopping`.
+
+        All ranks do so before the same step.
 
         Raises:
-            SystemExit: that is so.
+            SystemExit: training is to stop.
         """
         if self.stopping and not self.stop_was_seen and what == "training step":
-            reason = self._preemption.reason  # others may not have heard yet whose it is
+            reason = self._preemption.reason  # a rank may not know yet where the request came from
             who = f" ({reason})" if reason else ""
             _LOG.warning("leaving before the next training step, as a process was asked to end%s", who)
             raise SystemExit(PREEMPTED)
@@ -277,8 +279,8 @@ class PeerGroup:
     def explained(self, error: BaseException) -> BaseException:
         """See `pipework.runtime.peers.Peers`.
 
-        A rank that fails tells the others before it goes; so behind a connection that was lost, there is mostly a
-        better reason. A rank that was killed has told nobody: then the loss itself is the reason.
+        A rank that fails reports its error before it ends, so there is mostly a better reason than the lost connection.
+        A rank that was killed reports nothing: then the lost connection itself is the reason.
         """
         if not isinstance(error, LostConnectionError):
             return error
@@ -305,7 +307,7 @@ class PeerGroup:
             self._found_inf.share(spec.scaler, [leaf for run in spec.runs.values() for leaf in run.aliases.leaves])
 
     def asked_to_stop(self) -> bool:
-        """On the last rank of every replica: whether any process was asked to end; all of them answer alike."""
+        """Whether any process was asked to end. The last ranks of all replicas call this, and get the same answer."""
         asked = self._preemption.requested
         replicas = self._connections.replicas
         return asked if replicas is None else replicas.any_of(asked)
@@ -323,18 +325,18 @@ class PeerGroup:
 
     # ---- failures -----------------------------------------------------------------------------------------------
 
-    def _meet(self, store: Store, spec: RendezvousSpec, tensors: Iterable[tuple[str, Tensor]]) -> Connections:
-        """Comes together with the others; if that fails, all of them hear why."""
+    def _rendezvous(self, store: Store, spec: RendezvousSpec, tensors: Iterable[tuple[str, Tensor]]) -> Connections:
+        """The rendezvous; if it fails, the reason is reported to all ranks."""
         self.monitor.progress.action = "making the pipe"
         self.monitor.start()
         try:
             try:
-                return Rendezvous(self.mesh, store, spec, tensors, self.monitor).hold()
+                return Rendezvous(self.mesh, store, spec, tensors, self.monitor).run()
             except LostConnectionError as error:
                 raise self.explained(error) from None
         except BaseException as error:
             self.monitor.report(error, "making the pipe")
-            self.monitor.close()  # which tells it to the others before it ends
+            self.monitor.close()  # which sends the report before it ends
             raise
 
     def _named(self, position: int) -> str:

@@ -1,4 +1,4 @@
-"""How the ranks of one pipe come together: the groups and channels between them, made by all at the same time."""
+"""Rendezvous: all ranks of a pipe make the groups and channels between them, at the same time."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from pipework.distributed.mesh import Mesh
     from pipework.distributed.transport.channel import Group
 
-_LOOK = 0.05  # seconds
-_PATIENCE = 1.0  # seconds, for a thread whose transfers have been ended
+_POLL = 0.05  # seconds
+_JOIN_TIMEOUT = 1.0  # seconds, for a thread whose transfers have been ended
 
 
 @dataclass(frozen=True)
 class RendezvousSpec:
-    """What the ranks hold together.
+    """A pipe as its ranks must know it to connect.
 
     Attributes:
         placement: the worker of each stage.
-        pairs: of stages that send each other values and gradients.
-        tied: the parameters that stages of several workers use.
-        contract: what must be the same on all ranks, as JSON values.
+        pairs: stages that send each other values and gradients.
+        tied: parameters that stages of several workers use.
+        contract: must be the same on all ranks; JSON values.
     """
 
     placement: tuple[int, ...]
@@ -49,7 +49,7 @@ class RendezvousSpec:
 
 @dataclass
 class Connections:
-    """One rank's ways to the others; what is made so far, while ranks still meet.
+    """One rank's connections to the others; during the rendezvous, those made so far.
 
     Attributes:
         groups: of ranks of the CPU, by name: "control" is of all workers of this replica, "everyone" of all replicas.
@@ -73,20 +73,20 @@ class Connections:
             self.replicas.abort()
 
     def forget(self) -> None:
-        """After a failed run, lets go of the tensors that were on their way."""
+        """After a failed run: releases the tensors of unfinished transfers."""
         for channel in self.channels.values():
             channel.forget()
 
 
 class Rendezvous:
-    """All that waits for other ranks before there can be a step.
+    """Connects this rank with the others. A pipe is complete only when all ranks have done so.
 
     Args:
         mesh: the processes.
         store: of this pipe alone.
-        spec: what they hold together.
-        tensors: this rank's parameters and buffers, which get the values of the first replica's.
-        monitor: knows whether one of the others has failed meanwhile.
+        spec: see `RendezvousSpec`.
+        tensors: this rank's parameters and buffers, which get the values of those of the first replica.
+        monitor: sees whether another rank fails meanwhile.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class Rendezvous:
         self._monitor = monitor
         self._devices = network_devices()
         self._made = Connections()
-        self._over = threading.Event()  # nobody waits for the result any more
+        self._over = threading.Event()  # set when the caller no longer waits for the result
 
-    def hold(self) -> Connections:
-        """Meets the others: on another thread, which is left behind if one of them fails.
+    def run(self) -> Connections:
+        """Connects, on a thread of its own: that thread is abandoned if another rank fails, because it may wait for it.
 
         Raises:
             PipelineError: another rank has failed.
@@ -117,7 +117,7 @@ class Rendezvous:
 
         def job() -> None:
             try:
-                self._meet()
+                self._connect_all()
             except BaseException as error:
                 errors.append(error)
             done.set()
@@ -125,18 +125,18 @@ class Rendezvous:
         thread = threading.Thread(target=job, name="pipework rendezvous", daemon=True)
         thread.start()
         try:
-            while not done.wait(_LOOK):
+            while not done.wait(_POLL):
                 self._raise_failure()
             for error in errors:
                 raise error
-            # The store may end with the first rank that does, and with it all that could still be learnt of that rank.
+            # The store may end with the first rank that ends; afterwards nothing can be learnt about that rank.
             while not self._monitor.has_seen_all:
                 self._raise_failure()
-                time.sleep(_LOOK / 5)
+                time.sleep(_POLL / 5)
         except BaseException:
             self._over.set()
             self._made.abort()
-            thread.join(_PATIENCE)
+            thread.join(_JOIN_TIMEOUT)
             raise
         return self._made
 
@@ -144,7 +144,7 @@ class Rendezvous:
         if self._monitor.failure is not None:
             raise self._monitor.error()
 
-    def _meet(self) -> None:
+    def _connect_all(self) -> None:
         mesh, made, placement = self._mesh, self._made, self._spec.placement
         position = mesh.everyone.index(mesh.rank)
         own = PrefixStore(f"replica {mesh.data_parallel_rank}", self._store)
@@ -165,11 +165,11 @@ class Rendezvous:
         made.tied.share_values()
 
     def _connect(self, store: Store) -> None:
-        """A channel to each worker that this one has to do with; both make their groups in the same order."""
+        """Makes a channel to each worker that this one exchanges messages with; both sides in the same order."""
         mesh, spec = self._mesh, self._spec
         place, here = spec.placement, mesh.worker
         pairs = [(place[a], place[b]) for a, b in spec.pairs]
-        pairs += [(place[-1], worker) for worker in place]  # to which the results go
+        pairs += [(place[-1], worker) for worker in place]  # for the results
         pairs += [(place[a], place[b]) for tied in spec.tied for a in tied.stages for b in tied.stages]
         for low, high in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}):
             if here not in (low, high):
@@ -197,21 +197,21 @@ class Rendezvous:
     ) -> Group:
         """A group, made once all its members are there.
 
-        To make one waits inside of PyTorch for who is not there, and nothing ends that wait. So it is done here.
+        Making a group waits inside of PyTorch for missing members, and nothing ends that wait. So the wait is here.
         """
         store.set(f"{name}/member {rank}", "")
         keys = [f"{name}/member {member}" for member in members]
         pause = 0.001
         while not store.check(keys):
             if self._over.is_set():
-                raise RuntimeError("the rendezvous is over, since a rank has failed")
+                raise RuntimeError("the rendezvous was ended because a rank has failed")
             time.sleep(pause)
-            pause = min(1.5 * pause, _LOOK)
+            pause = min(1.5 * pause, _POLL)
         if self._over.is_set():
-            raise RuntimeError("the rendezvous is over, since a rank has failed")
+            raise RuntimeError("the rendezvous was ended because a rank has failed")
         try:
             if device_channel:
                 return straight_group_of(store, name, members, rank)
             return group_of(store, name, members, rank, self._devices)
-        except RuntimeError as error:  # one of them has ended in this very moment
+        except RuntimeError as error:  # a member has just ended
             raise LostConnectionError(None) from error

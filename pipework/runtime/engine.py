@@ -1,4 +1,4 @@
-"""What all mini-batches of a pipe share in this process: stages, devices, links and threads."""
+"""The engine of a pipe: the stages, devices, links and threads of this process, which all steps share."""
 
 from __future__ import annotations
 

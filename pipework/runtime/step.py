@@ -1,4 +1,4 @@
-"""One mini-batch on its way through the workers."""
+"""A step: one mini-batch, run by the workers in the order of its schedule."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 
 class Recorder(Protocol):
-    """Who is told what the workers did and when."""
+    """Receives the recorded actions of a step."""
 
     def begin(self, step: int, schedule: Schedule, *, loss_outside: bool) -> None:
         """A mini-batch begins."""
 
     def add(self, step: int, intervals: Sequence[Interval]) -> None:
-        """A worker did these actions, in seconds of a clock that all share, and bytes."""
+        """Adds the actions of one run, in seconds of a clock that all workers share, and bytes."""
 
 
 class StepOptions(NamedTuple):
@@ -49,7 +49,7 @@ class StepOptions(NamedTuple):
 
     Attributes:
         check_finite: NaN and infinities are errors.
-        recorder: told about every action; None: nothing is recorded.
+        recorder: receives the actions; None: nothing is recorded.
         number: of this mini-batch, for the recorder.
         everywhere: whether every process gets the outputs, not only that of the last stage.
         scaler: looks for infinities among gradients; None: there is no scaler.
@@ -65,15 +65,15 @@ class StepOptions(NamedTuple):
 class Step:
     """A mini-batch.
 
-    If its loss is outside, the schedule runs up to the outputs in `forward`, and from their gradients on in `backward`.
-    If it is inside, `run` does both.
+    If the loss is computed outside, `forward` runs the schedule up to the outputs, and `backward` runs the rest, from
+    the gradients of the outputs. If the loss is computed inside, `run` runs the whole schedule.
 
     Args:
         engine: the pipe's stages and workers.
-        program: the order of everything.
-        context: what the calling thread has set.
-        key: names the random numbers.
-        options: what the caller asks for.
+        program: the schedule.
+        context: the settings of the calling thread, such as autocast.
+        key: selects the random numbers.
+        options: see `StepOptions`.
         loss: computed by the last stage; None: the loss is outside.
         own_leaves: which of the caller's input tensors are leaves that require a gradient; they refuse in-place
             operations.

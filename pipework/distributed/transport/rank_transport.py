@@ -1,7 +1,7 @@
-"""One run of the workers, if each is a process: what stays here goes through queues, all else through channels.
+"""The transport of one run between ranks: messages within a rank go through queues, all others through channels.
 
-A stage's actions hand over what they make as always. It lies in an outbox until the schedule says that it is sent, and
-what comes from another rank is received into buffers from the moment at which the schedule says so.
+An action hands over its results as in one process. A result for another rank waits in an outbox until the schedule's
+SEND action; a message from another rank is received into buffers from the schedule's RECV action on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RankTransport:
         worker: the number of this rank's worker.
         spec: the run.
         connections: to the other ranks.
-        peer_group: does what concerns more than two ranks.
+        peer_group: for what concerns more than two ranks.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RankTransport:
         self._peer_group.abort()
 
     def close(self) -> None:
-        """See `Transport.close`: stages know their endpoint, and so it must not know them any longer."""
+        """See `Transport.close`: breaks the cycle between stages and their endpoint."""
         for endpoint in self.endpoints.values():
             endpoint.close()
         if self._stopped:
@@ -90,7 +90,7 @@ class RankEndpoint:
         self._ways: dict[tuple[str, int, int], list[str]] = {}
 
     def sender(self, kind: str, stage: int) -> Send:
-        """See `Endpoint.sender`; what goes to another rank waits for the action that sends it."""
+        """See `Endpoint.sender`; a message to another rank waits for the SEND action."""
         if stage == self._stages and self._spec.results_for_all != 0:
             return self._sender_of_results(self._own.sender(kind, stage))
         if not 0 <= stage < self._stages or self._spec.placement[stage] == self._worker:
@@ -122,7 +122,7 @@ class RankEndpoint:
         }
 
     def finish(self) -> None:
-        """See `Endpoint.finish`: exchanges results, and waits until everything that was sent has arrived."""
+        """See `Endpoint.finish`: exchanges results, and waits until all messages have arrived."""
         with self._peer_group.monitor.progress.waits():
             self._peer_group.complete(self._spec)
             last = self._spec.placement[-1]
@@ -135,7 +135,7 @@ class RankEndpoint:
                 channel.flush()
 
     def close(self) -> None:
-        """After the run: lets go of the stages, and of what was on its way if something has failed."""
+        """After the run: releases the stages, and after a failure the messages that were not sent."""
         self._spec = self._spec._replace(runs={})
         self._outbox.clear()
         self._results.clear()
@@ -169,7 +169,7 @@ class RankEndpoint:
         return send_and_keep
 
     def _send_results(self) -> None:
-        """What comes out of the last stage, to all other ranks; losses, which have no dimension, in one message."""
+        """Sends the results of the last stage to all other ranks; all losses in one message."""
         self._results.sort(key=itemgetter(0))  # a schedule may have another order
         stops = self._peer_group.asked_to_stop()
         losses: list[Tensor] = []
@@ -210,8 +210,8 @@ def names_of_messages(kind: str, source: int, target: int, skips: Sequence[Skip]
 
     Args:
         kind: "F" values, "B" gradients.
-        source: the stage that makes them.
-        target: the stage that needs them.
+        source: the stage that sends.
+        target: the stage that receives.
         skips: all of the pipe.
 
     Example:
