@@ -19,7 +19,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
 
 from benchmarks.measure import Verdict, alternate, conclude, on_this_machine, parser, print_table, timed
-from pipework.schedule import SCHEDULES, Channel, Costs, Schedule, build, simulate
+from pipework.schedule import SCHEDULES, Channel, Costs, Schedule, build, simulate, validate
 
 SCHEDULES_MEASURED = ("1f1b", "zb-h1", "interleaved-zb", "zb-v")
 SIZES = ((8, 32), (16, 64), (32, 256), (64, 512))
@@ -43,7 +43,7 @@ def measure(name: str, workers: int, chunks: int, rounds: int, channels: Sequenc
     seconds = alternate(
         {
             "build": timed(lambda: build(name, workers=workers, chunks=chunks)),
-            "validate": timed(schedule.validate),
+            "validate": timed(lambda: validate(schedule)),
             "simulate": timed(lambda: simulate(schedule, costs)),
             **{channel: timed(partial(simulate, schedule, costs, channel=channel)) for channel in channels},
         },

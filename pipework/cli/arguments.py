@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, get_args
 
-from pipework.schedule import Channel, Costs, Schedule
+from pipework.schedule import Channel, Costs, Schedule, from_csv, from_json, from_orders_text
 
 _COSTS_HELP: Final = (
     "times and memory of a worker's whole share of the model, such as forward=1,input_gradient=1.1,transfer=0.05 "
@@ -31,7 +31,7 @@ _SHORT: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 _READERS: Final[Mapping[str, Callable[[str], Schedule]]] = MappingProxyType(
-    {".csv": Schedule.from_csv, ".json": Schedule.from_json, ".txt": Schedule.from_orders_text}
+    {".csv": from_csv, ".json": from_json, ".txt": from_orders_text}
 )
 
 FILES: Final = ", ".join(_READERS)

@@ -18,9 +18,12 @@ from pipework.schedule import (
     Schedule,
     Simulation,
     grid,
-    recipe,
+    schedule_spec,
     simulate,
     svg,
+    to_csv,
+    to_json,
+    to_orders_text,
     with_communication,
     with_recompute,
 )
@@ -126,7 +129,7 @@ def _schedule(arguments: argparse.Namespace) -> tuple[Schedule, Costs]:
     else:
         missing = [option for option, size in zip(("--workers", "--chunks"), sizes, strict=False) if size is None]
         if missing:
-            recipe(name)  # an unknown name is the first thing to say
+            schedule_spec(name)  # an unknown name is the first thing to say
             raise ValueError(f"{' and '.join(missing)} missing: say how many, such as {missing[0]} 4")
         schedule, costs = build_for_shares(
             name,
@@ -158,16 +161,16 @@ def _write_trace(out: Path, simulation: Simulation, colors: Colors) -> None:
 
 def _write_csv(out: Path, simulation: Simulation, colors: Colors) -> None:
     schedule = simulation.schedule
-    text = schedule.to_csv(form="compute_comms" if schedule.communicates else "compute_only")
+    text = to_csv(schedule, form="compute_comms" if schedule.communicates else "compute_only")
     out.write_text(text, encoding="utf-8")
 
 
 def _write_json(out: Path, simulation: Simulation, colors: Colors) -> None:
-    out.write_text(simulation.schedule.to_json() + "\n", encoding="utf-8")
+    out.write_text(to_json(simulation.schedule) + "\n", encoding="utf-8")
 
 
 def _write_text(out: Path, simulation: Simulation, colors: Colors) -> None:
-    out.write_text(simulation.schedule.to_orders_text() + "\n", encoding="utf-8")
+    out.write_text(to_orders_text(simulation.schedule) + "\n", encoding="utf-8")
 
 
 Writer = Callable[[Path, Simulation, "Colors"], None]

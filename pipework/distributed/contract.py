@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import pipework
-from pipework.schedule import Schedule
+from pipework.schedule import Schedule, to_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,7 +42,7 @@ def contract(module: nn.Sequential, plan: Plan, **settings: Any) -> dict[str, An
     """
     schedule = plan.source
     if isinstance(schedule, Schedule):  # the orders of one by name follow from the version; these may differ anywhere
-        schedule = f"{schedule.name}, orders {hashlib.sha256(schedule.to_json().encode()).hexdigest()[:16]}"
+        schedule = f"{schedule.name}, orders {hashlib.sha256(to_json(schedule).encode()).hexdigest()[:16]}"
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     names: dict[int, str] = {}  # of each tensor, the first
     return {

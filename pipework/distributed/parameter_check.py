@@ -6,7 +6,7 @@ import itertools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from pipework.schedule.stage_names import named_stages
+from pipework.schedule.placement import named_stages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

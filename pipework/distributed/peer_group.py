@@ -25,7 +25,7 @@ from pipework.distributed.transport.channel import LostConnectionError
 from pipework.distributed.transport.rank_transport import RankTransport
 from pipework.runtime.failure import Failure
 from pipework.runtime.random.streams import draw_key
-from pipework.schedule.stage_names import named_stages
+from pipework.schedule.placement import named_stages
 from pipework.testing.faults import Faults
 from pipework.timeline.shared_clock import intervals_as_text, intervals_from_text
 

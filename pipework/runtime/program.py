@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pipework.schedule import KINDS, split_at_loss, with_communication, with_gradient_reduction, with_skips
+from pipework.schedule import KINDS, split_at_loss, validate, with_communication, with_gradient_reduction, with_skips
 from pipework.schedule.edges import recomputed
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Program:
             ScheduleError: it cannot run.
             ValueError: it has no backwards, forms gradients out of order, or says what the runtime does by itself.
         """
-        validation = schedule.validate()
+        validation = validate(schedule)
         validation.raise_if_invalid()
         lowered = (action for order in schedule.orders for action in order if action.kind not in KINDS)
         if (action := next(lowered, None)) is not None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from pipework.schedule.arguments import positive_integer
+from pipework.schedule.checks import positive_integer
 
 Cost = float | Sequence[float]
 """A number that holds for all stages, or one number for each."""

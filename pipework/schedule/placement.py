@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def loop_placement(workers: int, stages_per_worker: int) -> tuple[int, ...]:
     """Stages go round the workers again and again: worker d holds the stages d, d + p, d + 2p, ...
@@ -33,3 +35,18 @@ def wave_placement(workers: int, stages_per_worker: int) -> tuple[int, ...]:
         )
     there = tuple(range(workers))
     return (there + there[::-1]) * (stages_per_worker // 2)
+
+
+def named_stages(placement: Sequence[int], worker: int) -> str:
+    """The stages of a worker.
+
+    Args:
+        placement: the worker of each stage.
+        worker: which one.
+
+    Example:
+        >>> named_stages((0, 1, 0), 0), named_stages((0, 1, 0), 1)
+        ('stages 0, 2', 'stage 1')
+    """
+    stages = [str(stage) for stage, place in enumerate(placement) if place == worker]
+    return f"stage{'' if len(stages) == 1 else 's'} {', '.join(stages)}"

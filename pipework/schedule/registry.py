@@ -7,21 +7,18 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from pipework.schedule.arguments import positive_integer
+from pipework.schedule.checks import positive_integer
 from pipework.schedule.costs import Costs, checked
+from pipework.schedule.generators.controllable_memory import v_half, v_min
 from pipework.schedule.generators.dualpipe_v import dualpipe_v
-from pipework.schedule.generators.eager_1f1b import eager_1f1b
 from pipework.schedule.generators.fill_drain import fill_drain
 from pipework.schedule.generators.forward_only import forward_only
 from pipework.schedule.generators.hanayo import hanayo
 from pipework.schedule.generators.interleaved_1f1b import interleaved_1f1b
 from pipework.schedule.generators.interleaved_zb import interleaved_zb
 from pipework.schedule.generators.looped_bfs import looped_bfs
-from pipework.schedule.generators.one_forward_one_backward import one_forward_one_backward
-from pipework.schedule.generators.v_half import v_half
-from pipework.schedule.generators.v_min import v_min
-from pipework.schedule.generators.zb_h1 import zb_h1
-from pipework.schedule.generators.zb_h2 import zb_h2
+from pipework.schedule.generators.one_forward_one_backward import eager_1f1b, one_forward_one_backward
+from pipework.schedule.generators.zb_h import zb_h1, zb_h2
 from pipework.schedule.generators.zb_v import zb_v
 from pipework.schedule.placement import loop_placement, wave_placement
 from pipework.schedule.schedule import Schedule
@@ -75,7 +72,7 @@ SCHEDULES: Final[Mapping[str, ScheduleSpec]] = MappingProxyType(
         "forward-only": ScheduleSpec(forward_only, several=True),
     }
 )
-"""Name to recipe. To add one's own, give :func:`build` a larger mapping."""
+"""Name to :class:`ScheduleSpec`. To add one's own, give :func:`build` a larger mapping."""
 
 # What is left of a class's name in torch.distributed.pipelining, where it is not the name above.
 _OTHERWISE: Final[Mapping[str, str]] = MappingProxyType(
@@ -83,18 +80,18 @@ _OTHERWISE: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def recipe(name: str, schedules: Mapping[str, ScheduleSpec] = SCHEDULES) -> ScheduleSpec:
+def schedule_spec(name: str, schedules: Mapping[str, ScheduleSpec] = SCHEDULES) -> ScheduleSpec:
     """Look a schedule up by its name, or by that of its class in `torch.distributed.pipelining`, in any case.
 
     Args:
         name: a key of ``schedules``, or the name of a class.
-        schedules: name to recipe.
+        schedules: name to spec.
 
     Raises:
         ValueError: no such schedule.
 
     Example:
-        >>> recipe("ScheduleInterleaved1F1B") is SCHEDULES["interleaved-1f1b"]
+        >>> schedule_spec("ScheduleInterleaved1F1B") is SCHEDULES["interleaved-1f1b"]
         True
     """
     found = None
@@ -118,15 +115,15 @@ def build(
     """Make a schedule by its name.
 
     Args:
-        name: a key of ``schedules``, or a name that :func:`recipe` understands.
+        name: a key of ``schedules``, or a name that :func:`schedule_spec` understands.
         workers: number of workers.
         chunks: number of micro-batches.
-        stages_per_worker: None: as many as the recipe says.
+        stages_per_worker: None: as many as the spec says.
         costs: of stages; what to make the orders for, in those schedules that look at costs. None: unit costs.
-        schedules: name to recipe; ``SCHEDULES | {"mine": ScheduleSpec(my_generator)}`` has one's own as well.
+        schedules: name to spec; ``SCHEDULES | {"mine": ScheduleSpec(my_generator)}`` has one's own as well.
 
     Raises:
-        TypeError: a number is not an int, `costs` are no costs, or the recipe makes something else than a schedule.
+        TypeError: a number is not an int, `costs` are no costs, or the spec makes something else than a schedule.
         ValueError: no such schedule, a number less than 1, a number of stages per worker that the schedule cannot have,
             or costs for another number of stages.
 
@@ -157,9 +154,9 @@ def build_for_shares(
         name: as for :func:`build`, and so are the other arguments.
         workers: number of workers.
         chunks: number of micro-batches.
-        stages_per_worker: None: as many as the recipe says.
+        stages_per_worker: None: as many as the spec says.
         costs: of whole shares; see :meth:`Costs.placed`.
-        schedules: name to recipe.
+        schedules: name to spec.
 
     Returns:
         The schedule, and the costs of its stages.
@@ -168,8 +165,9 @@ def build_for_shares(
         TypeError, ValueError: as :func:`build`.
 
     Example:
+        >>> from pipework.schedule import simulate
         >>> schedule, costs = build_for_shares("zb-v", workers=4, chunks=8)
-        >>> costs.forward, schedule.simulate(costs).makespan
+        >>> costs.forward, simulate(schedule, costs).makespan
         (0.5, 25.5)
     """
     known, count = _chosen(name, workers, chunks, stages_per_worker, schedules)
@@ -184,8 +182,8 @@ def build_for_shares(
 def _chosen(
     name: str, workers: int, chunks: int, stages_per_worker: int | None, schedules: Mapping[str, ScheduleSpec]
 ) -> tuple[ScheduleSpec, int]:
-    """The recipe, and the number of stages per worker."""
-    known = recipe(name, schedules)
+    """The spec, and the number of stages per worker."""
+    known = schedule_spec(name, schedules)
     count = known.stages_per_worker if stages_per_worker is None else stages_per_worker
     for what, value in (("workers", workers), ("chunks", chunks), ("stages_per_worker", count)):
         positive_integer(what, value)
@@ -204,7 +202,7 @@ def _made(known: ScheduleSpec, workers: int, chunks: int, count: int, costs: Cos
     costs = replace(costs, skip_transfer=0.0)
     schedule = known.generator(*sizes, costs=costs) if known.timed else known.generator(*sizes)
     if not isinstance(schedule, Schedule):
-        raise TypeError(f"the generator {known.generator!r} of a recipe made {schedule!r}: wanted a Schedule")
+        raise TypeError(f"the generator {known.generator!r} of a spec made {schedule!r}: wanted a Schedule")
     _check_stages(costs, schedule)
     return schedule
 

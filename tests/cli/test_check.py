@@ -1,7 +1,7 @@
 import pytest
 
 from pipework.cli import main
-from pipework.schedule import build, fill_drain, with_communication, zb_v
+from pipework.schedule import build, fill_drain, to_csv, to_json, with_communication, zb_v
 
 
 def check(*words):
@@ -10,7 +10,7 @@ def check(*words):
 
 def test_a_schedule_that_can_be_executed(tmp_path, capsys):
     file = tmp_path / "zb.csv"
-    file.write_text(zb_v(4, 8).to_csv())
+    file.write_text(to_csv(zb_v(4, 8)))
     assert check(file) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{file}: can be executed (4 workers, 8 stages, 8 micro-batches, 192 actions)",
@@ -69,12 +69,12 @@ def test_one_that_cannot(tmp_path, capsys):
 
 def test_memory_and_channels(tmp_path, capsys):
     file = tmp_path / "gpipe.json"
-    file.write_text(fill_drain(2, 8).to_json())
+    file.write_text(to_json(fill_drain(2, 8)))
     assert check(file, "--memory", "8") == 0
     assert check(file, "--memory", "7.5") == 1
     assert "worker 0 holds 8 at 0F7, more than its limit of 7.5" in capsys.readouterr().out
     file = tmp_path / "1f1b.csv"
-    text = with_communication(build("1f1b", workers=2, chunks=4)).to_csv(form="compute_comms")
+    text = to_csv(with_communication(build("1f1b", workers=2, chunks=4)), form="compute_comms")
     file.write_text(text)
     assert check(file, "--channel", "pair") == 0
     capsys.readouterr()
@@ -104,14 +104,14 @@ def test_gradients_out_of_order_are_told(tmp_path, capsys):
     [
         ("a.csv", "0F0,0Q0", "row 1, column 2 of the CSV: '0Q0' is not an action"),
         ("a.csv", "0F0\n2F0", "stage 1 has no action in the CSV"),
-        ("a.json", "{}", "no schedule of pipework"),
+        ("a.json", "{}", "not a schedule of pipework"),
         ("a.txt", "placement 0", "no line that begins with 'schedule'"),
         ("a.xml", "", "no file of a schedule: the name must end in one of .csv, .json, .txt"),
         ("b.csv", None, "No such file"),
         ("c.csv", b"\xff\xfe0\x00", "c.csv: this is no text; wanted a schedule as text in UTF-8"),
-        ("a.csv", f"0F0,{'x' * 200_000}", "a.csv: the text is no CSV: field larger than field limit"),
+        ("a.csv", f"0F0,{'x' * 200_000}", "a.csv: the text is not CSV: field larger than field limit"),
         ("a.csv", "0F0,0SEND_F0,0B0", "a.csv: the CSV makes no schedule: "),
-        ("a.json", fill_drain(1, 1).to_json().replace("[0]", '["0"]'), "a.json: the JSON makes no schedule: placement"),
+        ("a.json", to_json(fill_drain(1, 1)).replace("[0]", '["0"]'), "a.json: the JSON makes no schedule: placement"),
     ],
 )
 def test_what_holds_no_schedule(tmp_path, capsys, name, text, message):

@@ -5,7 +5,18 @@ from dataclasses import replace
 import pytest
 
 from pipework.cli import main
-from pipework.schedule import Costs, Schedule, build, fill_drain, simulate, svg, with_recompute
+from pipework.schedule import (
+    Costs,
+    build,
+    fill_drain,
+    from_csv,
+    from_json,
+    from_orders_text,
+    simulate,
+    svg,
+    validate,
+    with_recompute,
+)
 
 
 def draw(*words):
@@ -119,9 +130,9 @@ def test_the_schedule_for_other_programs(tmp_path, capsys):
     words = ("zb-v", "--workers", "2", "--chunks", "4")
     schedule = build("zb-v", workers=2, chunks=4)
     for name, read in (
-        ("a.csv", Schedule.from_csv),
-        ("a.json", Schedule.from_json),
-        ("a.txt", Schedule.from_orders_text),
+        ("a.csv", from_csv),
+        ("a.json", from_json),
+        ("a.txt", from_orders_text),
     ):
         assert draw(*words, "--out", str(tmp_path / name)) == 0
         assert read((tmp_path / name).read_text()).orders == schedule.orders
@@ -129,9 +140,9 @@ def test_the_schedule_for_other_programs(tmp_path, capsys):
         assert draw(str(tmp_path / name)) == 0  # and back again
         assert "makespan 12.5, peak memory 2 (" in capsys.readouterr().out
     assert draw(*words, "--channel", "pair", "--out", str(tmp_path / "b.csv")) == 0
-    lowered = Schedule.from_csv((tmp_path / "b.csv").read_text())
+    lowered = from_csv((tmp_path / "b.csv").read_text())
     assert lowered.communicates
-    assert lowered.validate(channel="pair").ok
+    assert validate(lowered, channel="pair").ok
 
 
 def test_a_trace_has_the_transfers_that_are_asked_for(tmp_path):

@@ -20,6 +20,7 @@ from pipework.schedule import (
     restricted,
     simulate,
     svg,
+    to_csv,
     validate,
     with_communication,
 )
@@ -31,13 +32,13 @@ F0, B0, F1, B1 = (Action(kind, stage, 0) for stage in (0, 1) for kind in "FB")
 @pytest.mark.parametrize("value", [0, -3, True, 2.0, "2", None])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_generators_want_counts(name, value):
-    recipe = SCHEDULES[name]
-    for place, what in enumerate(("workers", "micro_batches", "stages_per_worker")[: 3 if recipe.several else 2]):
-        sizes = [2, 2, 2][: 3 if recipe.several else 2]
+    spec = SCHEDULES[name]
+    for place, what in enumerate(("workers", "micro_batches", "stages_per_worker")[: 3 if spec.several else 2]):
+        sizes = [2, 2, 2][: 3 if spec.several else 2]
         sizes[place] = value
         error = ValueError if type(value) is int else TypeError
         with pytest.raises(error, match=rf"^{what} is .*: wanted an integer of at least 1"):
-            recipe.generator(*sizes)
+            spec.generator(*sizes)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +51,6 @@ def test_generators_want_counts(name, value):
         lambda costs: compare(workers=2, chunks=2, costs=costs),
         lambda costs: lower_bounds((0, 1), 2, costs),
         lambda costs: build("zb-v", workers=2, chunks=2, costs=costs),
-        PIPE.simulate,
-        PIPE.validate,
     ],
 )
 @pytest.mark.parametrize("costs", [2, "forward=1", {"forward": 1}, (1, 2)])
@@ -95,7 +94,7 @@ REFUSED = {
         "worker is -1, but this schedule has the workers 0 to 1",
     ),
     "a form that does not exist": (
-        lambda: PIPE.to_csv(form="plain"),
+        lambda: to_csv(PIPE, form="plain"),
         "form is 'plain': wanted one of 'compute_only', 'compute_comms'",
     ),
     "a line too short": (lambda: grid(Timeline((), 1), max_width=0), "max_width is 0: wanted at least 40 characters"),

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.schedule import Action, Costs, Schedule, build, list_schedule
+from pipework.schedule import Action, Costs, Schedule, build, list_schedule, simulate, validate
 from pipework.schedule.placement import loop_placement, wave_placement
 from pipework.schedule.priorities import Hops, repeated
 
@@ -77,10 +77,10 @@ def test_preferences_never_lead_to_a_wait_for_ever(p, v, m, more, random):
         priorities.append([next(fronts[id(lane)]) for lane in order])
     costs = Costs(forward=[random.uniform(0.1, 3) for _ in placement], transfer=random.choice([0, 0.7]))
     schedule = Schedule("any", placement, list_schedule(placement, priorities, limit, costs, overtaking="all"))
-    validation = schedule.validate()
+    validation = validate(schedule)
     assert validation.ok
     assert validation.ascending
-    assert max(schedule.simulate(costs).peak_memory) <= limit
+    assert max(simulate(schedule, costs).peak_memory) <= limit
 
 
 def test_two_hundred_thousand_actions_are_ordered():
@@ -94,4 +94,4 @@ def test_actions_that_take_no_time():
     for name in ("zb-v", "v-half", "v-min", "hanayo", "interleaved-zb"):
         for zero in ({"forward": 0}, {"input_gradient": 0, "weight_gradient": 0}, {"forward": 0, "backward": 0}):
             costs = Costs(**zero)
-            assert build(name, workers=4, chunks=6, costs=costs).validate(costs).ok
+            assert validate(build(name, workers=4, chunks=6, costs=costs), costs).ok

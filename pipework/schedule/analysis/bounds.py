@@ -8,8 +8,7 @@ from math import floor, inf, isfinite
 from typing import NamedTuple
 
 from pipework.schedule.analysis.memory import SLACK, each_limit
-from pipework.schedule.arguments import positive_integer
-from pipework.schedule.checks import check_placement, checked_tuple
+from pipework.schedule.checks import check_placement, checked_tuple, positive_integer
 from pipework.schedule.costs import Costs, StageCosts, checked
 
 
@@ -84,10 +83,10 @@ def lower_bounds(
             limit within which there is no schedule since it cannot hold one micro-batch.
 
     Example:
-        >>> from pipework.schedule import zb_h1
+        >>> from pipework.schedule import simulate, zb_h1
         >>> lower_bounds(range(4), 8, memory_limit=4)
         Bounds(makespan=27.0, span=27.0)
-        >>> zb_h1(4, 8).simulate().makespan
+        >>> simulate(zb_h1(4, 8)).makespan
         27.0
     """
     positive_integer("micro_batches", micro_batches)

@@ -11,7 +11,7 @@ from pipework.schedule.analysis.channels import Channel, check_channel
 from pipework.schedule.analysis.memory import each_limit
 from pipework.schedule.analysis.simulate import Simulation, simulate
 from pipework.schedule.analysis.validate import Conditions
-from pipework.schedule.arguments import positive_integer
+from pipework.schedule.checks import positive_integer
 from pipework.schedule.costs import Costs, checked
 from pipework.schedule.draw.aligned import aligned
 from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build_for_shares
@@ -109,7 +109,7 @@ def compare(
         memory_limit: the most that a worker may hold, or a sequence with a number for each worker; None: anything.
         stages_per_worker: for schedules that can have several; None: as many as they usually have.
         channel: what carries the transfers.
-        schedules: name to recipe, of which ``"fill-drain"`` (GPipe) and ``"forward-only"`` (which does not train) are
+        schedules: name to spec, of which ``"fill-drain"`` (GPipe) and ``"forward-only"`` (which does not train) are
             left out.
 
     Raises:

@@ -15,6 +15,7 @@ from pipework.schedule.analysis.critical_path import critical_path
 from pipework.schedule.analysis.events import Run
 from pipework.schedule.analysis.validate import Conditions, examine, raise_first
 from pipework.schedule.costs import Costs, checked
+from pipework.schedule.draw.svg import svg
 from pipework.schedule.schedule import Schedule, checked_schedule
 from pipework.schedule.timeline import Interval, Timeline
 
@@ -40,6 +41,9 @@ class Simulation:
     timeline: Timeline
     conditions: Conditions
     execution: tuple[Schedule, Run] = field(repr=False)
+
+    def _repr_svg_(self) -> str:
+        return svg(self.timeline)
 
     def __repr__(self) -> str:
         return f"Simulation({self.schedule.title}: makespan {self.makespan:.4g}, bubble {100 * self.bubble:.1f} %)"

@@ -107,11 +107,11 @@ def validate(
         ValueError: an unknown channel, an impossible limit, or costs for other stages.
 
     Example:
-        >>> from pipework.schedule import Action, Schedule
+        >>> from pipework.schedule import Action, Schedule, from_orders_text
         >>> wrong = Schedule("wrong", (0,), ((Action("B", 0, 0), Action("F", 0, 0)),))
         >>> validate(wrong).violations[0].message
         'worker 0 waits for ever at 0B0: it needs 0F0, which stands later in its own order'
-        >>> validate(Schedule.from_orders_text('''
+        >>> validate(from_orders_text('''
         ...     schedule greedy
         ...     placement 0
         ...     worker 0 0F0 0F1 0B0 0B1'''), memory_limit=1).violations[0].message

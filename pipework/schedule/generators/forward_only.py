@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipework.schedule.arguments import positive_integer
-from pipework.schedule.generators.interleaved_1f1b import in_rounds, nearly_equal_rounds
+from pipework.schedule.checks import positive_integer
+from pipework.schedule.generators.orders import in_rounds, nearly_equal_rounds
 from pipework.schedule.placement import loop_placement
 from pipework.schedule.schedule import Schedule
 
@@ -38,7 +38,8 @@ def forward_only(workers: int, micro_batches: int, stages_per_worker: int = 1) -
         ValueError: an argument is less than 1.
 
     Example:
-        >>> result = forward_only(4, 8).simulate()
+        >>> from pipework.schedule import simulate
+        >>> result = simulate(forward_only(4, 8))
         >>> result.makespan, result.peak_memory
         (11.0, (1.0, 1.0, 1.0, 1.0))
     """

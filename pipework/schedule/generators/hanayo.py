@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pipework.schedule.action import Action
-from pipework.schedule.arguments import positive_integer
+from pipework.schedule.checks import positive_integer
 from pipework.schedule.costs import Costs
-from pipework.schedule.generators.interleaved_1f1b import nearly_equal_rounds
-from pipework.schedule.generators.one_forward_one_backward import warm_up_then_alternate
+from pipework.schedule.generators.orders import nearly_equal_rounds, warm_up_then_alternate
 from pipework.schedule.list_schedule import list_schedule
 from pipework.schedule.phases import Orders
 from pipework.schedule.placement import wave_placement

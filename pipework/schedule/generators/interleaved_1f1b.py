@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
-
-from pipework.schedule.action import Action
-from pipework.schedule.arguments import positive_integer
-from pipework.schedule.generators.one_forward_one_backward import warm_up_then_alternate
+from pipework.schedule.checks import positive_integer
+from pipework.schedule.generators.orders import in_rounds, nearly_equal_rounds, warm_up_then_alternate
 from pipework.schedule.placement import loop_placement
 from pipework.schedule.schedule import Schedule
 
@@ -60,27 +56,3 @@ def interleaved_1f1b(workers: int, micro_batches: int, stages_per_worker: int = 
         warm_up = 2 * (workers - worker - 1) + (stages_per_worker - 1) * len(rounds[0])
         orders.append(warm_up_then_alternate(forwards, backwards, warm_up))
     return Schedule("interleaved-1f1b", loop_placement(workers, stages_per_worker), tuple(orders))
-
-
-def nearly_equal_rounds(micro_batches: int, count: int) -> list[range]:
-    """That many consecutive ranges of micro-batches, whose lengths differ by one at most.
-
-    The longer ones come first: the first round decides how long the warm-up is, and no later one may need more.
-
-    Example:
-        >>> nearly_equal_rounds(5, 2)
-        [range(0, 3), range(3, 5)]
-    """
-    least, more = divmod(micro_batches, count)
-    starts = [number * least + min(number, more) for number in range(count + 1)]
-    return list(itertools.starmap(range, itertools.pairwise(starts)))
-
-
-def in_rounds(kind: str, stages: Iterable[int], rounds: Iterable[range]) -> list[Action]:
-    """The actions of one kind, of which each round passes all stages.
-
-    Example:
-        >>> [str(action) for action in in_rounds("F", [0, 2], [range(0, 2), range(2, 3)])]
-        ['0F0', '0F1', '2F0', '2F1', '0F2', '2F2']
-    """
-    return [Action(kind, stage, micro_batch) for part in rounds for stage in stages for micro_batch in part]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pipework.schedule.action import Action
-from pipework.schedule.arguments import positive_integer
+from pipework.schedule.checks import positive_integer
 from pipework.schedule.costs import Costs
-from pipework.schedule.generators.interleaved_1f1b import in_rounds
-from pipework.schedule.generators.one_forward_one_backward import warm_up_then_alternate
+from pipework.schedule.generators.orders import in_rounds, warm_up_then_alternate
 from pipework.schedule.list_schedule import list_schedule
 from pipework.schedule.placement import loop_placement
 from pipework.schedule.schedule import Schedule

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import Mesh, Pipe, PipelineError, load_checkpoint, pop, save_checkpoint, skippable, stash
-from pipework.schedule import Schedule
+from pipework.schedule import from_orders_text
 
 Run = Callable[..., list[Any]]
 
@@ -27,7 +27,7 @@ worker 0 0F1 0F0 0B0 0B1
 worker 1 1F1 1F0 1B0 1B1
 """.strip()
 
-WANDERING = Schedule.from_orders_text(
+WANDERING = from_orders_text(
     """
 schedule there-and-back
 placement 0 1 0 1
@@ -89,7 +89,7 @@ def two_ranks(mesh: Mesh) -> None:
     if pipe.is_last:
         assert model[1].seen == list(range(1, 9))
 
-    schedule = Schedule.from_orders_text(BACKWARDS)
+    schedule = from_orders_text(BACKWARDS)
     plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     threads = Pipe(copy.deepcopy(plain), 2, schedule=schedule, devices=["cpu", "cpu"], loss_fn=square)
     pipe = Pipe(plain, 2, schedule=schedule, mesh=mesh, loss_fn=square)

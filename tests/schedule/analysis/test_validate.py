@@ -209,7 +209,7 @@ def test_the_cause_of_a_wait_is_named_before_its_consequences():
     with pytest.raises(
         ScheduleError, match=r"worker 1 waits for ever at 1B1: it needs 1F1, .*own order \(and 1 more\)"
     ):
-        schedule.validate().raise_if_invalid()
+        validate(schedule).raise_if_invalid()
 
 
 SENT = "0F0 0SEND_F0 0RECV_B0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0"

@@ -82,7 +82,7 @@ def test_one_micro_batch_shows_an_arrow_of_time():
 
 def test_the_look_of_one_colour_a_kind():
     halves = tuple(Action(kind, 0, 0) for kind in "FRIW") + tuple(Action(kind, 0, 1) for kind in "FB")
-    picture = Schedule("kinds", (0,), (halves,)).to_svg(update=True)
+    picture = svg(simulate(Schedule("kinds", (0,), (halves,))).timeline, update=True)
     fills = {title.split(" of ")[0]: box["fill"] for title, box, _ in cells(picture)}
     assert len(set(fills.values())) == 5
     legend = {"forward", "backward", "input gradient", "weight gradient", "recompute", "optimizer", "memory"}
@@ -92,7 +92,7 @@ def test_the_look_of_one_colour_a_kind():
 
 def test_the_second_stage_of_a_worker_is_darker():
     order = tuple(Action.parse(text) for text in ("0F0", "1F0", "1B0", "0B0"))
-    picture = Schedule("two", (0, 0), (order,)).to_svg()
+    picture = svg(simulate(Schedule("two", (0, 0), (order,))).timeline)
     fills = {title.split(",")[0]: box["fill"] for title, box, _ in cells(picture)}
     assert int(fills["forward of stage 1"][1:3], 16) < int(fills["forward of stage 0"][1:3], 16)
     assert "darker: further stage of a worker" in words(picture)
