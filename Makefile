@@ -49,7 +49,7 @@ format: $(VENV)/.dev ## fix style and format in place
 bench: $(VENV)/.train ## run the benchmarks, benchmarks/*/run.py (one of them: BENCH=name)
 	@for script in benchmarks/$(or $(BENCH),*)/run.py; do \
 	    test -f "$$script" || { echo "no benchmark $$script"; exit 1; }; \
-	    echo "== $$script"; $(BIN)/python "$$script" $(ARGS) || exit 1; \
+	    echo "== $$script"; $(BIN)/python -m "$$(echo "$${script%.py}" | tr / .)" $(ARGS) || exit 1; \
 	done
 
 clean: ## remove the environment, caches and build results

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import pipework
+from benchmarks.harness import gradients_of
 from pipework import Mesh, Pipe
 
 WORKERS = 2
@@ -151,11 +152,6 @@ class PipeworkPart:
         ]
 
 
-def gradients_of(model: nn.Module) -> list[Tensor]:
-    """What the last step left."""
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
 Make = Callable[[Mesh], Mapping[str, Part]]
 """Makes the parts of one process from what `pipework.init()` returned there."""
 
@@ -173,7 +169,7 @@ class Taken(NamedTuple):
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses at the moment."""
+    """A port of this machine that is free at the moment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]

@@ -16,14 +16,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
-
 import torch
 from torch import nn
 from torch.distributed import TCPStore
 
 import pipework
-from benchmarks.measure import Verdict, conclude, on_this_machine, parser, print_table
+from benchmarks import harness
+from benchmarks.harness import Verdict
 from benchmarks.two_processes import free_port
 from pipework import Pipe, PipelineError
 from pipework.testing import faults
@@ -180,12 +179,12 @@ def percentile(values: list[float], percent: int) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=20, help="how often each fault strikes (default 20)")
+    options = harness.Options(__doc__)
+    options.add_amount("--rounds", 20, 3, "how often each fault strikes")
     options.add_argument("--detect", type=float, default=3.0, help="seconds of silence (default 3)")
     options.add_argument("--kinds", nargs="+", help="parts of the names of those that are wanted")
     arguments = options.parse_args(argv)
-    rounds = 3 if arguments.quick else arguments.rounds
+    rounds = arguments.rounds
     torch.optim.SGD([torch.zeros(1)])  # imports much, here rather than in each rank
     wanted = {
         name: kind
@@ -193,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.kinds is None or any(part in name for part in arguments.kinds)
     }
     seconds: dict[str, list[float]] = {name: [] for name in wanted}
-    with on_this_machine() as machine:
+    with harness.on_this_machine() as machine:
         for number in range(rounds):
             for name, kind in wanted.items():
                 seconds[name].append(measure(kind))
@@ -202,12 +201,12 @@ def main(argv: list[str] | None = None) -> None:
         [name, f"{median(each):.2f}", f"{percentile(each, 99):.2f}", f"{wanted[name].bound:.0f}"]
         for name, each in seconds.items()
     ]
-    print_table(["a rank is, or the fault is", "p50 (s)", "p99 (s)", "at most (s)"], rows)
+    harness.print_table(["a rank is, or the fault is", "p50 (s)", "p99 (s)", "at most (s)"], rows)
     verdicts = [
         Verdict(f"{name}, p99", percentile(each, 99), wanted[name].bound, "s") for name, each in seconds.items()
     ]
     size = {"ranks": RANKS, "detect": arguments.detect, "rounds": rounds}
-    conclude("detection", arguments, machine, verdicts, {"unit": "s", **size, "seconds": seconds})
+    harness.conclude("detection", arguments, machine, verdicts, {"unit": "s", **size, "seconds": seconds})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ stages than cores sleep instead, since a sleeping thread needs no core.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,11 +17,10 @@ from statistics import mean, median
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
-
+from benchmarks import harness
 from benchmarks.grain.kernels import MULTIPLYING, SLEEPING, Kernel
 from benchmarks.grain.plot import Curve, draw
-from benchmarks.measure import Verdict, alternate, conclude, on_this_machine, parser, print_table, timed
+from benchmarks.harness import Verdict
 from benchmarks.sleeping import without_timer_slack
 from pipework.pipe import Pipe
 from pipework.schedule import Costs, build, simulate
@@ -132,11 +130,11 @@ def measure(line: Line, seconds: float, micro_batches: int, seconds_each: float)
     runs = {schedule: pipelined(layers, schedule, batch, target) for schedule in SCHEDULES}
     if line.kernel.real:
         runs |= {PLAIN: one_by_one(layers, batch), BARE: side_by_side(layers, batch)}
-    candidates = {name: timed(run) for name, run in runs.items()}
-    once = sum(sum(times) for times in alternate(candidates, rounds=1, warm_up=0).values())
+    candidates = {name: harness.timed(run) for name, run in runs.items()}
+    once = sum(sum(times) for times in harness.alternate(candidates, rounds=1, warm_up=0).values())
     if alarm is not None:
         alarm.slept.clear()
-    times = alternate(candidates, rounds=min(100, max(3, round(seconds_each / once))), warm_up=0)
+    times = harness.alternate(candidates, rounds=min(100, max(3, round(seconds_each / once))), warm_up=0)
 
     actions = 2 * line.stages * micro_batches
     rounds = len(times[SCHEDULES[0]])
@@ -174,20 +172,19 @@ def crossing(points: Sequence[tuple[float, float]], level: float) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
+    options = harness.Options(__doc__)
     shown = " ".join(f"{each:g}" for each in MILLISECONDS)
     options.add_argument("--milliseconds", type=float, nargs="+", default=MILLISECONDS, help=f"(default {shown})")
-    options.add_argument("--seconds", type=float, help="for each size of action (default 1.5; with --quick 0.3)")
+    options.add_amount("--seconds", 1.5, 0.3, "for each size of action")
     options.add_argument("--micro-batches", type=int, default=16, help="(default 16)")
     options.add_argument("--plot", type=Path, help="where to draw the curves; with --save also beside the README")
     arguments = options.parse_args(argv)
-    seconds_each = arguments.seconds or (0.3 if arguments.quick else 1.5)
     micro_batches = arguments.micro_batches
 
     without_timer_slack()
-    with on_this_machine() as machine:
+    with harness.on_this_machine() as machine:
         sizes = [each / 1e3 for each in sorted(arguments.milliseconds)]
-        measured = {line: [measure(line, size, micro_batches, seconds_each) for size in sizes] for line in LINES}
+        measured = {line: [measure(line, size, micro_batches, arguments.seconds) for size in sizes] for line in LINES}
 
     verdicts = report(measured, micro_batches)
     for path in {arguments.plot, PICTURE if arguments.save else None} - {None}:
@@ -196,7 +193,7 @@ def main(argv: list[str] | None = None) -> None:
         "micro_batches": micro_batches,
         "lines": {line.name: [vars(point) for point in points] for line, points in measured.items()},
     }
-    conclude("grain", arguments, machine, verdicts, content)
+    harness.conclude("grain", arguments, machine, verdicts, content)
 
 
 def curve(points: Sequence[Point], schedule: str) -> list[tuple[float, float]]:
@@ -229,7 +226,7 @@ def report(measured: dict[Line, list[Point]], micro_batches: int) -> list[Verdic
             rows.append([f"{line.name}: an action alone", *(f"{1e3 * point.alone:.3g} ms" for point in points)])
         else:
             rows.append([f"{line.name}: real sleep", *(f"x {point.slept:.2f}" for point in points)])
-    print_table(["", *(f"{1e3 * point.seconds:g} ms" for point in measured[LINES[-1]])], rows)
+    harness.print_table(["", *(f"{1e3 * point.seconds:g} ms" for point in measured[LINES[-1]])], rows)
 
     print(
         "\nmilliseconds of an action from which on a pipe is faster than one worker, and has 90 % of its ideal speed\n"
@@ -243,7 +240,7 @@ def report(measured: dict[Line, list[Point]], micro_batches: int) -> list[Verdic
             shown = [f"<= {least:.2g}" if each == least else f"{each:.2g}" for each in (pays, good)]
             rows.append([f"{line.name}, {schedule}", f"{speed_up:.2f} x", *shown])
             verdicts.append(Verdict(f"{line.name}, {schedule}: pays from actions of", pays, TARGET, "ms"))
-    print_table(["", "ideal speed-up", "pays from", "90 % from"], rows)
+    harness.print_table(["", "ideal speed-up", "pays from", "90 % from"], rows)
     return verdicts
 
 

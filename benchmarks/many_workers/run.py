@@ -8,18 +8,15 @@ with and without the time that a value needs from worker to worker.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import mean, median
 
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
-
-from benchmarks.measure import Verdict, alternate, conclude, on_this_machine, parser, print_table, timed
+from benchmarks import harness
+from benchmarks.harness import Verdict
 from benchmarks.schedules import TRAINING
 from benchmarks.sleeping import Alarm, Sleeper, sleeping_in_halves, without_timer_slack
 from pipework.pipe import Pipe
@@ -115,11 +112,11 @@ def measure(case: Case, micro_batches: int, rounds: int) -> Result:
     recorded_pipe, recorded = training(case, alarm, micro_batches)
     _, asleep = training(case, alarm, micro_batches)
     _, awake = training(case, alarm, micro_batches, asleep=False)
-    turns = {"recorded": timed(recorded), "asleep": timed(asleep), "awake": timed(awake)}
-    alternate(turns, rounds=1, warm_up=0)  # the first steps do not count
+    turns = {"recorded": harness.timed(recorded), "asleep": harness.timed(asleep), "awake": harness.timed(awake)}
+    harness.alternate(turns, rounds=1, warm_up=0)  # the first steps do not count
     alarm.slept.clear()
     with recorded_pipe.record() as recording:
-        seconds = alternate(turns, rounds, warm_up=0)
+        seconds = harness.alternate(turns, rounds, warm_up=0)
 
     lines = [recording.timeline(step) for step in recording.steps]
     actions = [mean(interval.end - interval.start for interval in line.intervals) for line in lines]
@@ -156,19 +153,18 @@ def cases(schedules: Sequence[str], workers: Sequence[int], milliseconds: float)
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
-    options.add_argument("--rounds", type=int, help="how often each is run (default 3; with --quick 2)")
+    options = harness.Options(__doc__)
+    options.add_amount("--rounds", 3, 2, "how often each is run")
     options.add_argument("--schedules", nargs="+", default=TRAINING, help="(default all that train)")
     options.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16], help="(default 2 4 8 16)")
     options.add_argument("--milliseconds", type=float, default=5.0, help="that a forward sleeps (default 5)")
     options.add_argument("--micro-batches", type=int, default=MICRO_BATCHES, help=f"(default {MICRO_BATCHES})")
     arguments = options.parse_args(argv)
-    rounds = arguments.rounds or (2 if arguments.quick else 3)
 
     without_timer_slack()
-    with on_this_machine() as machine, sleeping_in_halves():
+    with harness.on_this_machine() as machine, sleeping_in_halves():
         to_do = cases(arguments.schedules, arguments.workers, arguments.milliseconds)
-        results = [(case, measure(case, arguments.micro_batches, rounds)) for case in to_do]
+        results = [(case, measure(case, arguments.micro_batches, arguments.rounds)) for case in to_do]
 
     verdicts = report(results, arguments.micro_batches, arguments.milliseconds)
     content = {
@@ -176,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
         "milliseconds": arguments.milliseconds,
         "cases": [{"name": case.name, **vars(case), **vars(result)} for case, result in results],
     }
-    conclude("many_workers", arguments, machine, verdicts, content)
+    harness.conclude("many_workers", arguments, machine, verdicts, content)
 
 
 def report(results: Sequence[tuple[Case, Result]], micro_batches: int, milliseconds: float) -> list[Verdict]:
@@ -211,7 +207,7 @@ def report(results: Sequence[tuple[Case, Result]], micro_batches: int, milliseco
         for clock, above in excess.items():
             most.setdefault((case.label, clock), []).append(above)
     header = ["schedule", "workers", "simulated", "recorded", "", "from costs", "without transfer"]
-    print_table([*header, "wall-clock", "", "awake", "real sleep", "action"], rows)
+    harness.print_table([*header, "wall-clock", "", "awake", "real sleep", "action"], rows)
     return [
         Verdict(f"{label}, at most: {clock} above simulated makespan", max(above), TOLERANCE, "%")
         for (label, clock), above in most.items()

@@ -8,18 +8,15 @@ that operators make and let go: nothing of what pipework knows about itself take
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
-
 import pipework.skip
-from benchmarks.measure import Verdict, conclude, on_this_machine, parser, print_table
+from benchmarks import harness
+from benchmarks.harness import Verdict
 from benchmarks.memory.allocator import bytes_in_use
 from benchmarks.memory.live import Block, LiveStorages
 from benchmarks.memory.separate import with_separate_memories
@@ -227,7 +224,7 @@ def measure_process(subject: Subject, chunks: int, costs: Costs) -> Process:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
+    options = harness.Options(__doc__)
     options.add_argument("--stages", type=int, nargs="+", choices=(2, 4), default=[2, 4], help="(default 2 4)")
     options.add_argument("--chunks", type=int, nargs="+", help="micro-batches (default 8 32; with --quick 8)")
     options.add_argument("--width", type=int, default=64, help="of the transformer (default 64)")
@@ -237,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
     chunks = arguments.chunks or ([8] if arguments.quick else [8, 32])
 
     cases, processes = [], []
-    with on_this_machine() as machine:
+    with harness.on_this_machine() as machine:
         for subject in subjects(arguments.width, arguments.tokens, arguments.size, arguments.stages):
             for stages in arguments.stages:
                 costs = recorded_costs(subject, stages)
@@ -252,7 +249,7 @@ def main(argv: list[str] | None = None) -> None:
         "cases": [asdict(case) for case in cases],
         "processes": [asdict(process) for process in processes],
     }
-    conclude("memory", arguments, machine, verdicts, results)
+    harness.conclude("memory", arguments, machine, verdicts, results)
 
 
 def report(cases: Sequence[Case], processes: Sequence[Process]) -> list[Verdict]:
@@ -279,7 +276,7 @@ def report(cases: Sequence[Case], processes: Sequence[Process]) -> list[Verdict]
             ]
         )
     header = ["", "chunks", "checkpoint", "stage", "predicted", "meter", "kept", "", "forward", "gradients", "outputs"]
-    print_table(header, rows)
+    harness.print_table(header, rows)
 
     print("\nboth stages in one process, without checkpointing, between forward and backward: MB\n")
     rows = []
@@ -294,7 +291,7 @@ def report(cases: Sequence[Case], processes: Sequence[Process]) -> list[Verdict]
                 "" if process.in_use is None else above(process.in_use, process.live),
             ]
         )
-    print_table(["", "predicted", "storages", "", "malloc", "above storages"], rows)
+    harness.print_table(["", "predicted", "storages", "", "malloc", "above storages"], rows)
     return judge(cases, processes)
 
 
@@ -314,17 +311,12 @@ def judge(cases: Sequence[Case], processes: Sequence[Process]) -> list[Verdict]:
     ):
         for mode in MODES:
             stages = [each for case in cases if case.mode == mode for each in case.memory]
-            worst = max(factor(getattr(each, name), each.predicted) for each in stages)
+            worst = max(harness.factor(getattr(each, name), each.predicted) for each in stages)
             verdicts.append(Verdict(f"{what}, checkpoint {mode!r}, worst stage to predicted", worst, TARGET, "x"))
-    malloc = [factor(process.in_use, process.live) for process in processes if process.in_use]
+    malloc = [harness.factor(process.in_use, process.live) for process in processes if process.in_use]
     if malloc:
         verdicts.append(Verdict("malloc to storages, worst case", max(malloc), TARGET, "x"))
     return verdicts
-
-
-def factor(a: float, b: float) -> float:
-    """How far two numbers are apart, at least 1."""
-    return max(a / b, b / a)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,15 @@ Bytes depend on the order of a worker's actions alone, not on how fast it is: ea
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
-
+from benchmarks import harness
 from benchmarks.feed_forward import FeedForward
-from benchmarks.measure import Verdict, conclude, on_this_machine, parser, print_table
+from benchmarks.harness import Verdict
 from benchmarks.memory.live import LiveStorages
 from benchmarks.memory.separate import with_separate_memories
 from pipework.pipe import Pipe
@@ -129,16 +126,18 @@ def most_between_actions(storages: LiveStorages, worker: int) -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
+    options = harness.Options(__doc__)
     options.add_argument("--workers", type=int, nargs="+", help="(default 4 8; with --quick 4)")
     options.add_argument("--width", type=int, default=128, help="of a block (default 128)")
     options.add_argument("--rows", type=int, default=256, help="of a micro-batch (default 256)")
     arguments = options.parse_args(argv)
     counts = arguments.workers or ([4] if arguments.quick else [4, 8])
-    with on_this_machine() as machine:
+    with harness.on_this_machine() as machine:
         cases = [measure(name, count, arguments.width, arguments.rows) for count in counts for name in NAMES]
     verdicts = report(cases)
-    conclude("v_half", arguments, machine, verdicts, {"unit": "bytes", "cases": [asdict(case) for case in cases]})
+    harness.conclude(
+        "v_half", arguments, machine, verdicts, {"unit": "bytes", "cases": [asdict(case) for case in cases]}
+    )
 
 
 def report(cases: Sequence[Case]) -> list[Verdict]:
@@ -155,24 +154,19 @@ def report(cases: Sequence[Case]) -> list[Verdict]:
                 *(f"{share:.1%}" for _, share in kinds[:2]),
             ]
         )
-        worst = max(factor(a, b) for a, b in zip(case.measured, case.simulated, strict=True))
+        worst = max(harness.factor(a, b) for a, b in zip(case.measured, case.simulated, strict=True))
         verdicts.append(Verdict(f"{rows[-1][0]}: measured to simulated, worst worker", worst, TARGET, "x"))
         if case.schedule == "v-half":
             # As it is built: (p + 2) // 2 micro-batches of 1F1B's p.
             wanted = TARGET * ((case.workers + 2) // 2) / case.workers
             verdicts.append(Verdict(f"{rows[-1][0]}: measured, of 1F1B's", kinds[1][1], wanted, "x"))
-    print_table(["", "simulated", "measured", "meter", "simulated", "measured"], rows)
+    harness.print_table(["", "simulated", "measured", "meter", "simulated", "measured"], rows)
     return verdicts
 
 
 def both(case: Case, base: Case) -> list[tuple[Sequence[float], Sequence[float]]]:
     """The bytes of a case beside those of another, in the order of the table."""
     return [(case.simulated, base.simulated), (case.measured, base.measured), (case.meter, base.meter)]
-
-
-def factor(a: float, b: float) -> float:
-    """How far two numbers are apart, at least 1."""
-    return max(a / b, b / a)
 
 
 if __name__ == "__main__":

@@ -7,27 +7,14 @@ adapter stands beside the un-pipelined model. The last line of each group is a s
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
-
-from benchmarks.measure import (
-    Verdict,
-    alternate,
-    conclude,
-    median_ratio,
-    on_this_machine,
-    parser,
-    print_table,
-    quartiles,
-    timed,
-)
+from benchmarks import harness
+from benchmarks.harness import Verdict
 from benchmarks.migration_speed.scripts import (
     LIBRARIES,
     Script,
@@ -89,22 +76,14 @@ def unet(width: int, size: int, rows: int, chunks: int, balance: list[int] | Non
     return Task(network.build, (batch, target), halves, chunks)
 
 
-def gradients_of(model: nn.Module) -> list[Tensor]:
-    """What the last step left."""
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
 def check(scripts: dict[Line, Script]) -> None:
-    """Everyone must compute the same gradients, up to the rounding of another order of summation."""
+    """All scripts must compute the same gradients."""
     expected: list[Tensor] = []
     for line, script in scripts.items():
         script.step()
-        gradients = gradients_of(script.model)
+        gradients = harness.gradients_of(script.model)
         expected = expected or gradients
-        assert len(gradients) == len(expected), f"other gradients: {line.name}"
-        for got, wanted in zip(gradients, expected, strict=True):
-            scale = float(wanted.abs().max())
-            assert torch.allclose(got, wanted, rtol=1e-3, atol=1e-4 * scale + 1e-7), f"other gradients: {line.name}"
+        harness.check_gradients(line.name, gradients, expected, of_largest=1e-4, atol=1e-7)
 
 
 def measure(task: Task, modes: list[str], rounds: int) -> dict[Line, list[float]]:
@@ -119,14 +98,16 @@ def measure(task: Task, modes: list[str], rounds: int) -> dict[Line, list[float]
                 scripts[Line(mode, library.name)] = start(library.through_the_adapter(), task, mode)
             scripts[Line(mode)] = start(rewritten, task, mode)
         check(scripts)
-        candidates = {line.name: timed(script.step, before=script.model.zero_grad) for line, script in scripts.items()}
-        seconds = alternate(candidates, rounds)
+        candidates = {
+            line.name: harness.timed(script.step, before=script.model.zero_grad) for line, script in scripts.items()
+        }
+        seconds = harness.alternate(candidates, rounds)
     return {line: seconds[line.name] for line in scripts}
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
-    options.add_argument("--rounds", type=int, help="how often everyone runs (default 15; with --quick 3)")
+    options = harness.Options(__doc__)
+    options.add_amount("--rounds", 15, 3, "how often each candidate runs")
     options.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: both)")
     options.add_argument("--modes", nargs="+", choices=MODES, default=["never", "except_last"], help="of checkpointing")
     options.add_argument("--chunks", type=int, default=8, help="micro-batches (default 8)")
@@ -137,11 +118,11 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--size", type=int, default=32, help="of the U-Net's images (default 32)")
     options.add_argument("--balance", type=int, nargs=2, help="layers of the U-Net's partitions (default: by time)")
     arguments = options.parse_args(argv)
-    rounds = arguments.rounds or (3 if arguments.quick else 15)
+    rounds = arguments.rounds
 
     keeps = keep_freed_memory()
     tasks, seconds = {}, {}
-    with on_this_machine() as machine, remote_procedures():
+    with harness.on_this_machine() as machine, remote_procedures():
         for model in arguments.models:
             if model == "transformer":
                 task = transformer(arguments.width, arguments.tokens, arguments.rows, arguments.chunks)
@@ -161,7 +142,7 @@ def main(argv: list[str] | None = None) -> None:
         "rounds": rounds,
         "seconds": {model: {line.name: each for line, each in times.items()} for model, times in seconds.items()},
     }
-    conclude("migration_speed", arguments, machine, verdicts, results)
+    harness.conclude("migration_speed", arguments, machine, verdicts, results)
 
 
 def report(model: str, task: Task, seconds: dict[Line, list[float]], rounds: int) -> None:
@@ -174,18 +155,21 @@ def report(model: str, task: Task, seconds: dict[Line, list[float]], rounds: int
     )
     rows = []
     for line, times in seconds.items():
-        low, high = quartiles(times)
         original = seconds.get(Line(line.mode, line.library, original=True))
         rows.append(
             [
                 line.name,
                 f"{median(times):.3f}",
-                f"{low:.3f} to {high:.3f}",
-                f"{median_ratio(times, seconds[Line()]):.3f}",
-                *(["", ""] if original is None else [f"{median_ratio(times, original):.3f}", fastest(times, original)]),
+                harness.middle_half(times),
+                f"{harness.median_ratio(times, seconds[Line()]):.3f}",
+                *(
+                    ["", ""]
+                    if original is None
+                    else [f"{harness.median_ratio(times, original):.3f}", fastest(times, original)]
+                ),
             ]
         )
-    print_table(["", "seconds", "middle half", "of one core", "of the original", "fastest runs"], rows)
+    harness.print_table(["", "seconds", "middle half", "of one core", "of the original", "fastest runs"], rows)
     print()
 
 
@@ -202,7 +186,7 @@ def judge(model: str, seconds: dict[Line, list[float]]) -> list[Verdict]:
             continue
         original = seconds.get(Line(line.mode, line.library, original=True))
         rival = "the original" if original is not None else ONE_CORE
-        ratio = median_ratio(times, original or seconds[Line()])
+        ratio = harness.median_ratio(times, original or seconds[Line()])
         verdicts.append(Verdict(f"faster than {rival}: {model}, {line.name}", ratio, 1.0, "x"))
     return verdicts
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.nn import functional as F
 
+from benchmarks import harness
 from pipework import Pipe, skip
 
 DEVICES = ["cpu", "cpu"]
@@ -121,7 +122,7 @@ class Library:
 
     Attributes:
         name: as the table calls it.
-        installed: how to get it; None: it does not run on today's PyTorch.
+        version: that scripts are written for; None: the library does not run on today's PyTorch.
         package: has the pipe's class.
         adapter: has the class that stands for it.
         pipe_class: its name.
@@ -130,7 +131,7 @@ class Library:
     """
 
     name: str
-    installed: str | None
+    version: str | None
     package: str
     adapter: str
     pipe_class: str
@@ -142,15 +143,12 @@ class Library:
 
     def original(self) -> Starter | None:
         """The script on the library itself; None where that is not installed."""
-        if self.installed is None:
+        if self.version is None:
             return None
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # fairscale says that it has moved to PyTorch, where it is no longer
-                return self._from(self.package)
-        except ImportError:
-            print(f"{self.name} is not installed and left out: pip install --no-deps {self.installed}\n")
-            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # fairscale warns that its Pipe has moved to PyTorch, which has dropped it
+            there = harness.old_library(self.name, self.version, self.package) is not None
+            return self._from(self.package) if there else None
 
     def _from(self, package: str) -> Starter:
         module = importlib.import_module(package)
@@ -158,10 +156,10 @@ class Library:
 
 
 LIBRARIES = (
-    Library("torchgpipe", "torchgpipe==0.0.7", "torchgpipe", "pipework.compat.torchgpipe", "GPipe", ".skip", balanced),
+    Library("torchgpipe", "0.0.7", "torchgpipe", "pipework.compat.torchgpipe", "GPipe", ".skip", balanced),
     Library(
         "fairscale",
-        "fairscale==0.4.13",
+        "0.4.13",
         "fairscale.nn",
         "pipework.compat.fairscale.nn",
         "Pipe",
@@ -203,7 +201,7 @@ def running() -> Iterator[Callable[[Starter, Task, str], Script]]:
                 warnings.simplefilter("ignore", DeprecationWarning)  # fairscale's, as above
                 script = starter(task, mode)
             if hasattr(script.model, "pipeline"):
-                # fairscale ends its threads when this attribute dies; when the interpreter ends it would wait for ever.
+                # fairscale ends its threads when this attribute is deleted; else the interpreter would not end.
                 stack.callback(delattr, script.model, "pipeline")
             return script
 

@@ -11,13 +11,10 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
-
-from benchmarks.measure import conclude, line_fit, on_this_machine, parser, print_table
+from benchmarks import harness
 from benchmarks.overhead.run import Case, cases, piped, plain_loop
 from benchmarks.schedules import TRAINING
 
@@ -41,14 +38,14 @@ def counted(case: Case, what: str, micro_batches: int, steps: int) -> float:
     totals = []
     for count in (FEW, FEW + steps):
         child = json.dumps([vars(case), what, micro_batches, count])
-        command = ["perf", "stat", "-x,", "-e", "instructions:u", sys.executable, __file__, "--child", child]
+        command = ["perf", "stat", "-x,", "-e", "instructions:u", sys.executable, "-m", __spec__.name, "--child", child]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stderr
         totals.append(int(next(line for line in output.splitlines() if "instructions" in line).split(",")[0]))
     return (totals[1] - totals[0]) / steps
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
+    options = harness.Options(__doc__)
     options.add_argument("--schedules", nargs="+", default=TRAINING, help="(default all that train)")
     options.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="(default 1 2)")
     options.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4, 8], help="of one worker (default 1 2 4 8)")
@@ -57,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     if shutil.which("perf") is None:
         raise SystemExit("perf is not installed; on Debian: apt-get install linux-perf")
     rows, runs = [], []
-    with on_this_machine() as machine:
+    with harness.on_this_machine() as machine:
         for case in cases(arguments.schedules, arguments.workers, arguments.stages):
             label = [case.name, str(case.workers), str(case.stages_per_worker)]
             excess = {}
@@ -70,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
                 runs.append({**vars(case), "micro_batches": micro_batches, "plain": plain, "pipe": pipe})
                 share = (pipe - plain) / plain
                 each += [f"{plain / pieces / 1e3:.1f}", f"{(pipe - plain) / pieces / 1e3:.1f}", f"{share:.0%}"]
-            fixed, slope = line_fit(list(excess), list(excess.values())) if len(excess) > 1 else (0.0, 0.0)
+            fixed, slope = harness.line_fit(list(excess), list(excess.values())) if len(excess) > 1 else (0.0, 0.0)
             rows.append([*label, *each, f"{fixed / 1e3:.0f}", f"{slope / case.stages / 1e3:.1f}"])
     print("thousands of instructions per stage and micro-batch, forward and backward: of the plain loop, and how many")
     print("more the pipe needs; then its excess as once a step + each stage and micro-batch\n")
@@ -79,8 +76,10 @@ def main(argv: list[str] | None = None) -> None:
         for count in arguments.chunks
         for column in (f"plain, m = {count}", f"pipe above it, m = {count}", f"share, m = {count}")
     ]
-    print_table(["schedule", "workers", "stages per worker", *columns, "once a step", "each"], rows)
-    conclude("overhead_instructions", arguments, machine, [], {"unit": "instructions of one mini-batch", "runs": runs})
+    harness.print_table(["schedule", "workers", "stages per worker", *columns, "once a step", "each"], rows)
+    harness.conclude(
+        "overhead_instructions", arguments, machine, [], {"unit": "instructions of one mini-batch", "runs": runs}
+    )
 
 
 if __name__ == "__main__":

@@ -8,29 +8,15 @@ once and what each micro-batch adds; how far the points are from it shows whethe
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
-
-from benchmarks.measure import (
-    Candidate,
-    Verdict,
-    alternate,
-    conclude,
-    line_fit,
-    on_this_machine,
-    parser,
-    print_table,
-    quartiles,
-    timed,
-)
+from benchmarks import harness
+from benchmarks.harness import Verdict
 from benchmarks.schedules import TRAINING, stages_per_worker
 from pipework.pipe import Pipe
 from pipework.schedule import schedule_spec
@@ -132,7 +118,7 @@ def piped(case: Case, pipe: Pipe, batch: Tensor, target: Tensor) -> Callable[[],
     return lambda: pipe(batch).backward(target)
 
 
-def candidates(case: Case, micro_batches: int) -> dict[str, Candidate]:
+def candidates(case: Case, micro_batches: int) -> dict[str, harness.Candidate]:
     """The plain loop and the pipe, which must leave the same gradients."""
     batch, target = torch.randn(micro_batches), torch.randn(micro_batches)
     model, pipe = case.model(), case.pipe(micro_batches)
@@ -141,7 +127,7 @@ def candidates(case: Case, micro_batches: int) -> dict[str, Candidate]:
     pipeline()
     for expected, got in zip(model.parameters(), pipe.parameters(), strict=True):
         assert torch.equal(expected.grad, got.grad), "the pipe and the plain loop do not compute the same"
-    return {"plain": timed(loop, model.zero_grad), "pipe": timed(pipeline, pipe.zero_grad)}
+    return {"plain": harness.timed(loop, model.zero_grad), "pipe": harness.timed(pipeline, pipe.zero_grad)}
 
 
 Times = dict[str, list[float]]
@@ -152,25 +138,22 @@ def measure(case: Case, chunks: Sequence[int], seconds_each: float) -> dict[int,
     result = {}
     for micro_batches in chunks:
         both = candidates(case, micro_batches)
-        once = sum(sum(times) for times in alternate(both, rounds=3).values()) / 3
-        rounds = min(2000, max(3, int(seconds_each / once)))
-        result[micro_batches] = alternate(both, rounds, warm_up=5)
+        rounds = harness.rounds_within(seconds_each, both, least=3, most=2000)
+        result[micro_batches] = harness.alternate(both, rounds, warm_up=5)
     return result
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
-    options.add_argument("--seconds", type=float, help="for each number of the table (default 3; with --quick 0.3)")
+    options = harness.Options(__doc__)
+    options.add_amount("--seconds", 3.0, 0.3, "for each number of the table")
     options.add_argument("--schedules", nargs="+", default=TRAINING, help="(default all that train)")
     options.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="(default 1 2)")
     options.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4, 8], help="of one worker (default 1 2 4 8)")
     options.add_argument("--chunks", type=int, nargs="+", default=[8, 16, 32, 64, 128], help="(default 8 16 32 64 128)")
     arguments = options.parse_args(argv)
-    seconds_each = arguments.seconds or (0.3 if arguments.quick else 3.0)
-
-    with on_this_machine() as machine:
+    with harness.on_this_machine() as machine:
         to_do = cases(arguments.schedules, arguments.workers, arguments.stages)
-        measured = {case: measure(case, arguments.chunks, seconds_each) for case in to_do}
+        measured = {case: measure(case, arguments.chunks, arguments.seconds) for case in to_do}
 
     verdicts = report(measured)
     results = {
@@ -185,11 +168,11 @@ def main(argv: list[str] | None = None) -> None:
             for micro_batches, both in by_chunks.items()
         ],
     }
-    conclude("overhead", arguments, machine, verdicts, results)
+    harness.conclude("overhead", arguments, machine, verdicts, results)
 
 
 def summary(times: list[float]) -> dict[str, object]:
-    low, high = quartiles(times)
+    low, high = harness.quartiles(times)
     return {"median": median(times), "quartiles": [low, high], "fastest": min(times), "runs": len(times)}
 
 
@@ -201,7 +184,7 @@ def overhead(both: Times) -> float:
 def off_the_line(by_chunks: dict[int, Times]) -> float:
     """How far the pipe's steps are from a straight line through them, in percent of a step, at most."""
     steps = {micro_batches: median(both["pipe"]) for micro_batches, both in by_chunks.items()}
-    fixed, slope = line_fit(list(steps), list(steps.values()))
+    fixed, slope = harness.line_fit(list(steps), list(steps.values()))
     return max(100 * abs(seconds / (fixed + slope * count) - 1) for count, seconds in steps.items())
 
 
@@ -221,7 +204,7 @@ def report(measured: dict[Case, dict[int, Times]]) -> list[Verdict]:
             target = (EVERYWHERE_TARGETS if case.schedule in EVERYWHERE else TARGETS)[case.workers]
             verdicts.append(Verdict(f"{what}, micro-batches: {QUOTED}", value, target, "us"))
         if len(excess) > 2:
-            fixed, slope = line_fit(list(excess), list(excess.values()))
+            fixed, slope = harness.line_fit(list(excess), list(excess.values()))
             off = off_the_line(by_chunks)
             fits.append([*label, f"{fixed:.0f}", f"{slope / case.stages:.1f}", f"{off:.1f} %"])
             if case.workers == 1:
@@ -232,10 +215,10 @@ def report(measured: dict[Case, dict[int, Times]]) -> list[Verdict]:
     )
     print(f"then what the plain loop and the pipe take for each, with {max(chunks)} of them; medians\n")
     label_names = ["schedule", "workers", "stages per worker"]
-    print_table([*label_names, *(f"m = {count}" for count in chunks), "plain loop", "pipe"], rows)
+    harness.print_table([*label_names, *(f"m = {count}" for count in chunks), "plain loop", "pipe"], rows)
     if fits:
         print("\na straight line through the overheads of a step, microseconds; and how far a step is off its line\n")
-        print_table([*label_names, "once a step", "each stage and micro-batch", "off the line"], fits)
+        harness.print_table([*label_names, "once a step", "each stage and micro-batch", "off the line"], fits)
     return verdicts
 
 

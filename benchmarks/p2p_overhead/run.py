@@ -12,23 +12,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import median
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
-
-from benchmarks.measure import (
-    Verdict,
-    alternate,
-    conclude,
-    median_ratio,
-    on_this_machine,
-    parser,
-    print_table,
-    quartiles,
-)
+from benchmarks import harness
+from benchmarks.harness import Verdict
 from benchmarks.p2p_overhead import messages
 from benchmarks.p2p_overhead.task import SIZES, Size, Task
 from benchmarks.two_processes import Part, PipeworkPart, PyTorchPart, TwoProcesses, two_processes
@@ -54,10 +41,10 @@ class Times:
     runs: int = 1
 
     def ratio(self, ours: str, theirs: str) -> float:
-        return median_ratio(self.seconds[ours], self.seconds[theirs])
+        return harness.median_ratio(self.seconds[ours], self.seconds[theirs])
 
     def processor_ratio(self, ours: str, theirs: str) -> float:
-        return median_ratio(self.processor[ours], self.processor[theirs])
+        return harness.median_ratio(self.processor[ours], self.processor[theirs])
 
 
 def parts_of(task: Task, mesh: Mesh) -> Mapping[str, Part]:
@@ -74,7 +61,7 @@ def parts_of_messages(numbers: int, mesh: Mesh) -> Mapping[str, Part]:
 
 
 def measure(processes: TwoProcesses, names: list[str], rounds: int) -> Times:
-    """Everyone in turns."""
+    """Runs the candidates in turns."""
     once = min(processes.seconds(name) for name in names * 2)
     runs = max(1, min(50, int(SECONDS_OF_A_TURN / once))) if rounds > 1 else 1
     processor: dict[str, list[float]] = {name: [] for name in names}
@@ -84,19 +71,18 @@ def measure(processes: TwoProcesses, names: list[str], rounds: int) -> Times:
         processor[name].append(taken.processor)
         return taken.seconds
 
-    seconds = alternate({name: partial(turn, name) for name in names}, rounds, warm_up=1)
+    seconds = harness.alternate({name: partial(turn, name) for name in names}, rounds, warm_up=1)
     return Times(seconds, {name: values[1:] for name, values in processor.items()}, runs)
 
 
 def check(processes: TwoProcesses, names: list[str]) -> None:
-    """Everyone must compute the same gradients."""
+    """All candidates must compute the same gradients."""
     expected = None
     for name in names:
         processes.seconds(name)
         gradients = processes.gradients(name)
         expected = expected or gradients
-        for got, wanted in zip(gradients, expected, strict=True):
-            assert torch.allclose(got, wanted, rtol=1e-3, atol=1e-6), f"other gradients: {name}"
+        harness.check_gradients(name, gradients, expected)
 
 
 def train(size: Size, chunks: int, rounds: int) -> Times:
@@ -115,15 +101,15 @@ def send(size: Size, rounds: int) -> Times:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
-    options.add_argument("--rounds", type=int, help="how often everyone runs (default 15; with --quick 3)")
+    options = harness.Options(__doc__)
+    options.add_amount("--rounds", 15, 3, "how often each candidate runs")
     options.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="of stages (default all)")
     options.add_argument("--chunks", type=int, nargs="+", default=[8, 32], help="micro-batches (default 8 32)")
     arguments = options.parse_args(argv)
-    rounds = arguments.rounds or (3 if arguments.quick else 15)
+    rounds = arguments.rounds
     trained: dict[tuple[str, int], Times] = {}
     sent: dict[str, Times] = {}
-    with on_this_machine() as machine:
+    with harness.on_this_machine() as machine:
         for name in arguments.sizes:
             for chunks in arguments.chunks:
                 print(f"training: {name}, {chunks} micro-batches", file=sys.stderr, flush=True)
@@ -138,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
         "steps": [{"size": name, "micro_batches": m, **vars(times)} for (name, m), times in trained.items()],
         "messages": {"round_trips": messages.ROUND_TRIPS, **{name: vars(times) for name, times in sent.items()}},
     }
-    conclude("p2p_overhead", arguments, machine, verdicts, results)
+    harness.conclude("p2p_overhead", arguments, machine, verdicts, results)
 
 
 def report(trained: Mapping[tuple[str, int], Times], rounds: int) -> list[Verdict]:
@@ -153,14 +139,14 @@ def report(trained: Mapping[tuple[str, int], Times], rounds: int) -> list[Verdic
         for schedule in SCHEDULES:
             ours, theirs = f"{OURS} {schedule}", f"{THEIRS} {schedule}"
             ratio, processor = times.ratio(ours, theirs), times.processor_ratio(ours, theirs)
-            low, high = quartiles([a / b for a, b in zip(times.seconds[ours], times.seconds[theirs], strict=True)])
+            ratios = [a / b for a, b in zip(times.seconds[ours], times.seconds[theirs], strict=True)]
             rows.append(
                 [
                     f"{name}, {schedule}",
                     str(chunks),
                     *(f"{1e3 * median(times.seconds[who]):.3g}" for who in (ours, theirs)),
                     f"{ratio:.2f}",
-                    f"{low:.2f} to {high:.2f}",
+                    harness.middle_half(ratios, digits=2),
                     f"{min(times.seconds[ours]) / min(times.seconds[theirs]):.2f}",
                     *(f"{1e3 * median(times.processor[who]):.3g}" for who in (ours, theirs)),
                     f"{processor:.2f}",
@@ -169,7 +155,7 @@ def report(trained: Mapping[tuple[str, int], Times], rounds: int) -> list[Verdic
             what = f"{name}, {chunks} micro-batches, {schedule}: pipework to PyTorch"
             verdicts.append(Verdict(what, ratio, 1.0, "x"))
     header = ["", "micro-batches", "pipework", "PyTorch", "ratio", "middle half", "fastest runs"]
-    print_table([*header, "cores: pipework", "PyTorch", "ratio"], rows)
+    harness.print_table([*header, "cores: pipework", "PyTorch", "ratio"], rows)
     return verdicts
 
 
@@ -182,7 +168,7 @@ def report_messages(sent: Mapping[str, Times]) -> None:
         label = f"{SIZES[name].sent_bytes / 1024:.3g} KiB"
         for what, values in ((label, times.seconds), (f"{label}, cores", times.processor)):
             rows.append([what, *(f"{1e6 * median(values[who]) / (2 * messages.ROUND_TRIPS):.1f}" for who in names)])
-    print_table(["", *names], rows)
+    harness.print_table(["", *names], rows)
 
 
 if __name__ == "__main__":

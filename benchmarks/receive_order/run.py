@@ -6,12 +6,8 @@ pipework posts them, on channels that keep an order. Each is compared with its o
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
-
-from benchmarks.measure import Verdict, conclude, on_this_machine, parser, print_table
+from benchmarks import harness
+from benchmarks.harness import Verdict
 from benchmarks.receive_order.theirs import SEVERAL, compute_comms, compute_only
 from pipework.schedule import Channel, Costs, Schedule, ScheduleError, from_csv, simulate
 
@@ -48,14 +44,14 @@ def more(makespans: dict[str, float], channel: str) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
+    options = harness.Options(__doc__)
     options.add_argument("--workers", type=int, default=8, help="(default 8)")
     options.add_argument("--chunks", type=int, default=32, help="micro-batches (default 32)")
     options.add_argument(
         "--transfer", type=float, default=0.05, help="of a forward of a worker's whole share (default 0.05)"
     )
     arguments = options.parse_args(argv)
-    with on_this_machine() as machine:
+    with harness.on_this_machine() as machine:
         results = [measure(kind, arguments.workers, arguments.chunks, arguments.transfer) for kind in SEVERAL]
     rows, worst = [], 0.0
     for each in results:
@@ -65,10 +61,10 @@ def main(argv: list[str] | None = None) -> None:
         cells = [f"{theirs['unbounded']:.5g}", f"{ours['unbounded']:.5g}", *(f"{each:.1f} %" for each in percents)]
         rows.append([str(each["schedule"]), *cells])
     columns = [f"{who}, {channel}" for who in ("PyTorch", "pipework") for channel in CHANNELS]
-    print_table(["", "PyTorch, unbounded", "pipework, unbounded", *columns], rows)
+    harness.print_table(["", "PyTorch, unbounded", "pipework, unbounded", *columns], rows)
     size = {"workers": arguments.workers, "chunks": arguments.chunks, "transfer": arguments.transfer}
     verdicts = [Verdict("posted by pipework, the most that a channel adds", worst, TARGET, "%")]
-    conclude("receive_order", arguments, machine, verdicts, {"unit": "forwards", **size, "cases": results})
+    harness.conclude("receive_order", arguments, machine, verdicts, {"unit": "forwards", **size, "cases": results})
 
 
 if __name__ == "__main__":

@@ -13,12 +13,10 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
-
-from benchmarks.measure import Verdict, alternate, conclude, on_this_machine, parser, print_table, timed
+from benchmarks import harness
+from benchmarks.harness import Verdict
 from pipework.schedule import SCHEDULES, Channel, Costs, Schedule, build, simulate, validate
 
 SCHEDULES_MEASURED = ("1f1b", "zb-h1", "interleaved-zb", "zb-v")
@@ -40,12 +38,12 @@ def measure(name: str, workers: int, chunks: int, rounds: int, channels: Sequenc
     """The seconds of the three steps, and of simulations on channels that keep the order of transfers."""
     costs = share(name)
     schedule = build(name, workers=workers, chunks=chunks)
-    seconds = alternate(
+    seconds = harness.alternate(
         {
-            "build": timed(lambda: build(name, workers=workers, chunks=chunks)),
-            "validate": timed(lambda: validate(schedule)),
-            "simulate": timed(lambda: simulate(schedule, costs)),
-            **{channel: timed(partial(simulate, schedule, costs, channel=channel)) for channel in channels},
+            "build": harness.timed(lambda: build(name, workers=workers, chunks=chunks)),
+            "validate": harness.timed(lambda: validate(schedule)),
+            "simulate": harness.timed(lambda: simulate(schedule, costs)),
+            **{channel: harness.timed(partial(simulate, schedule, costs, channel=channel)) for channel in channels},
         },
         rounds,
         warm_up=1,
@@ -67,15 +65,15 @@ def once(name: str, workers: int, chunks: int) -> None:
 
 
 def in_a_process(name: str, workers: int, chunks: int) -> dict[str, object]:
-    command = [sys.executable, __file__, "--once", name, str(workers), str(chunks)]
+    command = [sys.executable, "-m", __spec__.name, "--once", name, str(workers), str(chunks)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     result: dict[str, object] = json.loads(done.stdout)
     return result
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
-    options.add_argument("--rounds", type=int, help="(default 7; with --quick 3)")
+    options = harness.Options(__doc__)
+    options.add_amount("--rounds", 7, 3, "how often each is timed")
     options.add_argument("--largest", type=int, default=LARGEST, help=f"workers of the last rows (default {LARGEST})")
     options.add_argument("--once", nargs=3, metavar=("NAME", "WORKERS", "CHUNKS"), help="one size, as JSON")
     arguments = options.parse_args(argv)
@@ -83,12 +81,11 @@ def main(argv: list[str] | None = None) -> None:
         name, workers, chunks = arguments.once
         once(name, int(workers), int(chunks))
         return
-    rounds = arguments.rounds or (3 if arguments.quick else 7)
     sizes = [size for size in SIZES if size[0] <= arguments.largest]
     judged = (TARGET[0], *max(sizes, default=(0, 0)))
-    with on_this_machine() as machine:
+    with harness.on_this_machine() as machine:
         results = [
-            measure(name, *size, rounds, CHANNELS if (name, *size) == judged else ())
+            measure(name, *size, arguments.rounds, CHANNELS if (name, *size) == judged else ())
             for size in sizes
             for name in SCHEDULES_MEASURED
         ]
@@ -105,8 +102,8 @@ def main(argv: list[str] | None = None) -> None:
         rows.append([f"{each['schedule']}, {each['workers']} x {each['chunks']}", each["actions"], *cells, memory])
         if (each["schedule"], each["workers"], each["chunks"]) == judged:
             verdicts.append(Verdict(f"simulate {each['actions']}", seconds["simulate"], TARGET[1], "s"))
-    print_table(["workers x micro-batches", "", *steps, "process"], rows)
-    conclude("schedule_speed", arguments, machine, verdicts, {"unit": "seconds", "cases": results})
+    harness.print_table(["workers x micro-batches", "", *steps, "process"], rows)
+    harness.conclude("schedule_speed", arguments, machine, verdicts, {"unit": "seconds", "cases": results})
 
 
 if __name__ == "__main__":

@@ -7,20 +7,17 @@ the arithmetic.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
-
+from benchmarks import harness
 from benchmarks.feed_forward import FeedForward
-from benchmarks.measure import Verdict, alternate, conclude, on_this_machine, parser, print_table
+from benchmarks.harness import Verdict
 from pipework.pipe import Pipe
 from pipework.schedule import Action, Schedule, fill_drain
 
@@ -127,26 +124,24 @@ def measure(case: Case, seconds: float) -> Cost:
     whole, split = Step(case, fill_drain(1, CHUNKS)), Step(case, halves())
     split.batch = whole.batch.detach().requires_grad_()
     candidates = {"whole": whole, "split": split}
-    once = sum(sum(times) for times in alternate(candidates, rounds=3).values()) / 3
+    rounds = harness.rounds_within(seconds, candidates, least=5, most=2000)
     for one, other in zip(whole.pipe.parameters(), split.pipe.parameters(), strict=True):
         assert one.grad is not None
         assert other.grad is not None
         assert torch.equal(one.grad, other.grad), "the halves do not compute the same"
-    rounds = min(2000, max(5, int(seconds / once)))
-    alternate(candidates, rounds)
+    harness.alternate(candidates, rounds)
     return Cost(*whole.medians(rounds), *split.medians(rounds))
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
-    options.add_argument("--seconds", type=float, help="for each row of the table (default 8; with --quick 1)")
+    options = harness.Options(__doc__)
+    options.add_amount("--seconds", 8.0, 1.0, "for each row of the table")
     arguments = options.parse_args(argv)
-    seconds = arguments.seconds or (1.0 if arguments.quick else 8.0)
-    with on_this_machine() as machine:
-        costs = {name: measure(case, seconds) for name, case in CASES.items()}
+    with harness.on_this_machine() as machine:
+        costs = {name: measure(case, arguments.seconds) for name, case in CASES.items()}
     verdicts = report(costs)
     results = {"unit": "microseconds of a micro-batch", "costs": {name: vars(each) for name, each in costs.items()}}
-    conclude("split_cost", arguments, machine, verdicts, results)
+    harness.conclude("split_cost", arguments, machine, verdicts, results)
 
 
 def report(costs: Mapping[str, Cost]) -> list[Verdict]:
@@ -164,7 +159,7 @@ def report(costs: Mapping[str, Cost]) -> list[Verdict]:
             verdicts.append(Verdict(f"{name}, more for each operator", cost.each(operators), OPERATOR_TARGET, "us"))
     print("microseconds of a micro-batch, one worker; medians of both in turns\n")
     header = ["F", "B", "F, split", "I + W", "(I + W) / B", "(F + I + W) / (F + B)", "more for each operator"]
-    print_table(["", *header], rows)
+    harness.print_table(["", *header], rows)
     return verdicts
 
 

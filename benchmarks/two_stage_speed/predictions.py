@@ -13,7 +13,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.measure import Candidate, Verdict, alternate, print_table
+from benchmarks import harness
+from benchmarks.harness import Verdict
 from pipework.pipe import Pipe
 from pipework.schedule import simulate
 from pipework.timeline import Recording
@@ -32,7 +33,7 @@ class Subject:
     """
 
     pipe: Pipe
-    step: Candidate
+    step: harness.Candidate
     predict: Callable[[], float]
 
 
@@ -73,7 +74,7 @@ def forecast(subjects: Mapping[str, Subject], steps: int) -> dict[str, Forecast]
     with ExitStack() as stack:
         for name, subject in subjects.items():
             recordings[name] = stack.enter_context(subject.pipe.record())
-        alternate({name: subject.step for name, subject in subjects.items()}, steps, warm_up=0)
+        harness.alternate({name: subject.step for name, subject in subjects.items()}, steps, warm_up=0)
     return {
         name: Forecast(
             [recording.timeline(number).makespan for number in recording.steps],
@@ -105,5 +106,7 @@ def report(forecasts: Mapping[str, Forecast], steps: int) -> list[Verdict]:
             ]
         )
         verdicts.append(Verdict(f"prediction of {name}", abs(each.off_by_step), TOLERANCE, "%"))
-    print_table(["", "measured", "from all steps' costs", "", "from each step's own", "pipe.predict()", ""], rows)
+    harness.print_table(
+        ["", "measured", "from all steps' costs", "", "from each step's own", "pipe.predict()", ""], rows
+    )
     return verdicts

@@ -10,32 +10,17 @@ Then the same pipes are recorded, and the measured steps compared with what the 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 
-import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
-
-from benchmarks.measure import (
-    Candidate,
-    Verdict,
-    alternate,
-    conclude,
-    median_ratio,
-    on_this_machine,
-    parser,
-    print_table,
-    quartiles,
-    timed,
-)
+from benchmarks import harness
+from benchmarks.harness import Verdict
 from benchmarks.schedules import TRAINING
-from benchmarks.two_processes import WORKERS, TwoProcesses, gradients_of, two_processes
+from benchmarks.two_processes import WORKERS, TwoProcesses, two_processes
 from benchmarks.two_stage_speed import predictions, ranks
 from benchmarks.two_stage_speed.ranks import PIPELINING
 from benchmarks.two_stage_speed.task import Task
@@ -58,14 +43,14 @@ class Entrant:
         schedule: what it runs; None: it is no pipeline.
     """
 
-    step: Candidate
+    step: harness.Candidate
     gradients: Callable[[], list[Tensor]]
     schedule: str | None = None
 
 
 def entrant(model: nn.Module, run: Callable[[], object], schedule: str | None = None) -> Entrant:
     """Someone in this process."""
-    return Entrant(timed(run, before=model.zero_grad), lambda: gradients_of(model), schedule)
+    return Entrant(harness.timed(run, before=model.zero_grad), lambda: harness.gradients_of(model), schedule)
 
 
 def unpipelined(task: Task, *, micro_batched: bool) -> Entrant:
@@ -106,13 +91,11 @@ def pipe_of(task: Task, schedule: str, *, inside: bool = True) -> Pipe:
 
 def torchgpipe_model(task: Task) -> nn.Module | None:
     """The model in torchgpipe; None where that is not installed."""
-    try:
-        from torchgpipe import GPipe
-    except ImportError:
-        print("torchgpipe is not installed and left out: pip install --no-deps torchgpipe==0.0.7\n")
+    library = harness.old_library("torchgpipe", "0.0.7")
+    if library is None:
         return None
     model, balance = task.model(), task.balance("gpipe")
-    pipe: nn.Module = GPipe(model, balance, devices=["cpu"] * WORKERS, chunks=task.chunks, checkpoint="never")
+    pipe: nn.Module = library.GPipe(model, balance, devices=["cpu"] * WORKERS, chunks=task.chunks, checkpoint="never")
     return pipe
 
 
@@ -135,35 +118,33 @@ def all_entrants(task: Task, processes: TwoProcesses, pipes: dict[str, Pipe]) ->
 
 
 def check(entrants: dict[str, Entrant]) -> None:
-    """Everyone must compute the same gradients."""
+    """All candidates must compute the same gradients."""
     entrants[ONE_CORE].step()
     expected = entrants[ONE_CORE].gradients()
     for name, each in entrants.items():
         each.step()
-        for got, wanted in zip(each.gradients(), expected, strict=True):
-            assert torch.allclose(got, wanted, rtol=1e-3, atol=1e-6), f"other gradients: {name}"
+        harness.check_gradients(name, each.gradients(), expected)
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
-    options.add_argument("--rounds", type=int, help="how often everyone runs (default 9; with --quick 3)")
-    options.add_argument("--recorded", type=int, help="steps of each pipe to record (default 5; with --quick 3)")
+    options = harness.Options(__doc__)
+    options.add_amount("--rounds", 9, 3, "how often each candidate runs")
+    options.add_amount("--recorded", 5, 3, "steps of each pipe to record")
     options.add_argument("--predict", type=float, default=0.5, help="seconds of pipe.predict() a stage (default 0.5)")
     options.add_argument("--width", type=int, default=256, help="of the model (default 256)")
     options.add_argument("--tokens", type=int, default=128, help="of a row (default 128)")
     arguments = options.parse_args(argv)
-    rounds = arguments.rounds or (3 if arguments.quick else 9)
-    recorded = arguments.recorded or (3 if arguments.quick else 5)
+    rounds, recorded = arguments.rounds, arguments.recorded
     task = Task(width=arguments.width, tokens=arguments.tokens)
 
-    with on_this_machine() as machine, two_processes(partial(ranks.parts, task)) as processes:
+    with harness.on_this_machine() as machine, two_processes(partial(ranks.parts, task)) as processes:
         pipes = {
             OUTSIDE: pipe_of(task, "gpipe", inside=False),
             **{f"pipework {schedule}": pipe_of(task, schedule) for schedule in TRAINING},
         }
         entrants = all_entrants(task, processes, pipes)
         check(entrants)
-        seconds = alternate({name: each.step for name, each in entrants.items()}, rounds, warm_up=1)
+        seconds = harness.alternate({name: each.step for name, each in entrants.items()}, rounds, warm_up=1)
         forecasts = predictions.forecast(
             {name: subject(task, name, pipe, entrants[name], arguments.predict) for name, pipe in pipes.items()},
             recorded,
@@ -178,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
         "seconds": seconds,
         "predictions": {name: vars(each) for name, each in forecasts.items()},
     }
-    conclude("two_stage_speed", arguments, machine, verdicts, results)
+    harness.conclude("two_stage_speed", arguments, machine, verdicts, results)
 
 
 def subject(task: Task, name: str, pipe: Pipe, one: Entrant, timeout: float) -> predictions.Subject:
@@ -197,8 +178,7 @@ def report(seconds: dict[str, list[float]], schedules: dict[str, str | None], ta
     )
     rows = []
     for name, times in seconds.items():
-        low, high = quartiles(times)
-        share = median_ratio(times, seconds[ONE_CORE])
+        share = harness.median_ratio(times, seconds[ONE_CORE])
         fastest = min(times) / min(seconds[ONE_CORE])
         schedule = schedules[name]
         ideal = None if schedule is None else task.ideal(schedule)
@@ -206,7 +186,7 @@ def report(seconds: dict[str, list[float]], schedules: dict[str, str | None], ta
             [
                 name,
                 f"{median(times):.3f}",
-                f"{low:.3f} to {high:.3f}",
+                harness.middle_half(times),
                 f"{share:.3f}",
                 *(
                     ["", "", ""]
@@ -215,7 +195,7 @@ def report(seconds: dict[str, list[float]], schedules: dict[str, str | None], ta
                 ),
             ]
         )
-    print_table(["", "seconds", "middle half", "of one core", "ideal", "of the ideal", "fastest runs"], rows)
+    harness.print_table(["", "seconds", "middle half", "of one core", "ideal", "of the ideal", "fastest runs"], rows)
 
 
 def judge(seconds: dict[str, list[float]], schedules: dict[str, str | None], task: Task) -> list[Verdict]:
@@ -225,28 +205,28 @@ def judge(seconds: dict[str, list[float]], schedules: dict[str, str | None], tas
         schedule = schedules[name]
         if schedule is None or not name.startswith("pipework"):
             continue
-        to_ideal = median_ratio(times, seconds[ONE_CORE]) / task.ideal(schedule)
+        to_ideal = harness.median_ratio(times, seconds[ONE_CORE]) / task.ideal(schedule)
         verdicts.append(Verdict(f"{name} to the ideal of its schedule", to_ideal, 1.05, "x"))
         for rival in (ONE_CORE, TORCHGPIPE, f"{PIPELINING} {schedule}"):
             if rival in seconds:
-                verdicts.append(Verdict(f"{name} to {rival}", median_ratio(times, seconds[rival]), 1.0, "x"))
+                verdicts.append(Verdict(f"{name} to {rival}", harness.median_ratio(times, seconds[rival]), 1.0, "x"))
     return [*verdicts, *judge_the_best(seconds, task)]
 
 
 def judge_the_best(seconds: dict[str, list[float]], task: Task) -> list[Verdict]:
     """How near the best schedule that splits backwards is to half the one-core time, and to all of the others."""
     split = [f"pipework {name}" for name in TRAINING if task.splits(name)]
-    best = min(split, key=lambda name: median_ratio(seconds[name], seconds[ONE_CORE]))
+    best = min(split, key=lambda name: harness.median_ratio(seconds[name], seconds[ONE_CORE]))
     rivals = [name for name in seconds if name.startswith(PIPELINING)]
     return [
         Verdict(
             f"the best, {best}, as a share of one core",
-            median_ratio(seconds[best], seconds[ONE_CORE]),
+            harness.median_ratio(seconds[best], seconds[ONE_CORE]),
             BEST_TARGET,
             "x",
         ),
         *(
-            Verdict(f"the best, {best}, to {name}", median_ratio(seconds[best], seconds[name]), 1.0, "x")
+            Verdict(f"the best, {best}, to {name}", harness.median_ratio(seconds[best], seconds[name]), 1.0, "x")
             for name in rivals
         ),
     ]

@@ -8,31 +8,16 @@ plain model with two intra-op threads shows what PyTorch makes of two cores by i
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
-
 import pipework.skip
-from benchmarks.measure import (
-    Candidate,
-    Verdict,
-    alternate,
-    conclude,
-    median_ratio,
-    on_this_machine,
-    parser,
-    print_table,
-    quartiles,
-    timed,
-)
+from benchmarks import harness
+from benchmarks.harness import Verdict
 from benchmarks.unet import NORMS, UNet
 from pipework.pipe import Pipe
 
@@ -82,14 +67,14 @@ class Runner:
     like: str = BASELINE
     threads: int = 1
 
-    def candidate(self) -> Candidate:
+    def candidate(self) -> harness.Candidate:
         """Times a step with cleared gradients."""
 
         def prepare() -> None:
             torch.set_num_threads(self.threads)
             self.model.zero_grad()
 
-        once = timed(self.run, before=prepare)
+        once = harness.timed(self.run, before=prepare)
 
         def candidate() -> float:
             try:
@@ -98,10 +83,6 @@ class Runner:
                 torch.set_num_threads(1)
 
         return candidate
-
-    def gradients(self) -> list[Tensor]:
-        """What the last step left."""
-        return [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
 
 
 def loss_of(output: Tensor) -> Tensor:
@@ -128,16 +109,6 @@ def piped(model: nn.Module, batch: Tensor) -> Callable[[], None]:
     return run
 
 
-def torchgpipe_skips() -> ModuleType | None:
-    """The skip connections of torchgpipe, which have pipework's names; None where it is not installed."""
-    try:
-        import torchgpipe.skip
-    except ImportError:
-        print("torchgpipe is not installed and left out: pip install --no-deps torchgpipe==0.0.7\n")
-        return None
-    return torchgpipe.skip
-
-
 def runners(task: Task, balance: list[int]) -> dict[str, Runner]:
     """All candidates by name."""
     batch = task.batch()
@@ -151,7 +122,7 @@ def runners(task: Task, balance: list[int]) -> dict[str, Runner]:
         TWO_THREADS: Runner(plain, accumulating(plain, pieces), threads=2),
         WHOLE_TWO_THREADS: Runner(plain, accumulating(plain, [batch]), like=whole, threads=2),
     }
-    other = torchgpipe_skips()
+    other = harness.old_library("torchgpipe", "0.0.7", "torchgpipe.skip")  # its names are those of pipework.skip
     for partitions in PARTITIONS:
         cut = balance if partitions == 2 else [sum(balance)]
         devices = ["cpu"] * partitions
@@ -173,16 +144,12 @@ def named(library: str, partitions: int, mode: str) -> str:
 
 
 def check(everyone: dict[str, Runner]) -> None:
-    """Everyone must compute the same gradients, up to the rounding of another order of summation."""
+    """All candidates must compute the same gradients."""
     gradients: dict[str, list[Tensor]] = {}
     for name, runner in everyone.items():
         runner.candidate()()
-        gradients[name] = runner.gradients()
-        wanted = gradients[runner.like]
-        assert len(gradients[name]) == len(wanted), f"other gradients: {name}"
-        for got, expected in zip(gradients[name], wanted, strict=True):
-            scale = float(expected.abs().max())
-            assert torch.allclose(got, expected, rtol=1e-3, atol=1e-4 * scale + 1e-7), f"other gradients: {name}"
+        gradients[name] = harness.gradients_of(runner.model)
+        harness.check_gradients(name, gradients[name], gradients[runner.like], of_largest=1e-4, atol=1e-7)
 
 
 def keep_freed_memory() -> bool:
@@ -207,8 +174,8 @@ def halves(task: Task, given: list[int] | None) -> list[int]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
-    options.add_argument("--rounds", type=int, help="how often everyone runs (default 7; with --quick 2)")
+    options = harness.Options(__doc__)
+    options.add_amount("--rounds", 7, 2, "how often each candidate runs")
     options.add_argument("--levels", type=int, default=3, help="of the U-Net (default 3)")
     options.add_argument("--width", type=int, default=16, help="channels of the finest level (default 16)")
     options.add_argument("--convolutions", type=int, default=2, help="in a block (default 2)")
@@ -219,16 +186,16 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--modes", nargs="+", choices=MODES, default=["never", "always"], help="checkpoint modes")
     options.add_argument("--balance", type=int, nargs=2, help="layers of the two partitions (default: by time)")
     arguments = options.parse_args(argv)
-    rounds = arguments.rounds or (2 if arguments.quick else 7)
+    rounds = arguments.rounds
     network = UNet(arguments.levels, arguments.width, arguments.convolutions, arguments.norm)
     task = Task(network, arguments.size, arguments.rows, arguments.chunks, tuple(arguments.modes))
 
     keeps = keep_freed_memory()
-    with on_this_machine() as machine:
+    with harness.on_this_machine() as machine:
         balance = halves(task, arguments.balance)
         everyone = runners(task, balance)
         check(everyone)
-        seconds = alternate({name: runner.candidate() for name, runner in everyone.items()}, rounds, warm_up=1)
+        seconds = harness.alternate({name: runner.candidate() for name, runner in everyone.items()}, rounds, warm_up=1)
         busy = busy_shares(task, balance)
 
     report(seconds, task, balance, busy, rounds)
@@ -241,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
         "rounds": rounds,
         "seconds": seconds,
     }
-    conclude("unet_speed", arguments, machine, verdicts, results)
+    harness.conclude("unet_speed", arguments, machine, verdicts, results)
 
 
 def busy_shares(task: Task, balance: list[int]) -> list[float]:
@@ -268,24 +235,23 @@ def report(seconds: dict[str, list[float]], task: Task, balance: list[int], busy
     samples = task.rows * task.chunks
     rows = []
     for name, times in seconds.items():
-        low, high = quartiles(times)
         rows.append(
             [
                 name,
                 f"{median(times):.3f}",
-                f"{low:.3f} to {high:.3f}",
+                harness.middle_half(times),
                 f"{samples / median(times):.1f}",
                 f"{1 / share(seconds, name, BASELINE):.2f}",
                 f"{1 / share(seconds, name, WHOLE):.2f}",
             ]
         )
-    print_table(["", "seconds", "middle half", "samples/s", "x micro-batched", "x whole batch"], rows)
+    harness.print_table(["", "seconds", "middle half", "samples/s", "x micro-batched", "x whole batch"], rows)
     print(f"\nfill-drain with two equal stages: at most {task.ideal:.2f} x")
 
 
 def share(seconds: dict[str, list[float]], name: str, of: str) -> float:
     """The time as a share of another's."""
-    return median_ratio(seconds[name], seconds[of])
+    return harness.median_ratio(seconds[name], seconds[of])
 
 
 def judge(seconds: dict[str, list[float]], task: Task) -> list[Verdict]:

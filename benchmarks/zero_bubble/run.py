@@ -7,28 +7,15 @@ few. All schedules take turns; the table says what a step takes, as a share of w
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that the script runs from a checkout as it is
-
-from benchmarks.measure import (
-    Candidate,
-    Verdict,
-    alternate,
-    conclude,
-    median_ratio,
-    on_this_machine,
-    parser,
-    print_table,
-    timed,
-)
+from benchmarks import harness
+from benchmarks.harness import Verdict
 from pipework.pipe import Pipe
 from pipework.schedule import Costs, build, schedule_spec, simulate
 
@@ -61,7 +48,7 @@ class Case:
         torch.manual_seed(1)
         return torch.randn(self.chunks * self.width, self.width), torch.randn(self.chunks * self.width, self.width)
 
-    def step(self, schedule: str) -> tuple[nn.Module, Candidate]:
+    def step(self, schedule: str) -> tuple[nn.Module, harness.Candidate]:
         """A pipe's training step without the optimizer's."""
         stages = WORKERS * schedule_spec(schedule).stages_per_worker
         pipe = Pipe(
@@ -74,13 +61,13 @@ class Case:
             loss_fn=nn.functional.mse_loss,
         )
         batch, target = self.batch()
-        return pipe, timed(lambda: pipe(batch, target=target).backward(), pipe.zero_grad)
+        return pipe, harness.timed(lambda: pipe(batch, target=target).backward(), pipe.zero_grad)
 
-    def plain(self) -> Candidate:
+    def plain(self) -> harness.Candidate:
         """Forward and backward of one micro-batch on one core."""
         model = self.model()
         batch, target = (each[: self.width] for each in self.batch())
-        return timed(lambda: nn.functional.mse_loss(model(batch), target).backward(), model.zero_grad)
+        return harness.timed(lambda: nn.functional.mse_loss(model(batch), target).backward(), model.zero_grad)
 
 
 @dataclass(frozen=True)
@@ -91,7 +78,7 @@ class Result:
     seconds: dict[str, list[float]]
 
     def share(self, split: str, whole: str) -> float:
-        return median_ratio(self.seconds[split], self.seconds[whole])
+        return harness.median_ratio(self.seconds[split], self.seconds[whole])
 
 
 def ideal(split: str, whole: str, chunks: int) -> float:
@@ -112,27 +99,24 @@ def measure(case: Case, seconds: float) -> Result:
     for gradients in others:
         for one, other in zip(first, gradients, strict=True):
             assert torch.equal(one, other), "the schedules do not compute the same"  # type: ignore[arg-type]
-    plain = alternate({"plain": case.plain()}, rounds=9)["plain"]
-    once = sum(sum(times) for times in alternate(steps, rounds=2).values()) / 2
-    return Result(median(plain), alternate(steps, min(500, max(5, int(seconds / once)))))
+    plain = harness.alternate({"plain": case.plain()}, rounds=9)["plain"]
+    return Result(median(plain), harness.alternate(steps, harness.rounds_within(seconds, steps, least=5, most=500)))
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__)
-    options.add_argument("--seconds", type=float, help="for each row of the table (default 8; with --quick 1)")
+    options = harness.Options(__doc__)
+    options.add_amount("--seconds", 8.0, 1.0, "for each row of the table")
     options.add_argument("--widths", type=int, nargs="+", default=[32, 64, 128, 192, 256, 384, 512], help="of layers")
     options.add_argument("--chunks", type=int, nargs="+", default=[4, 8, 32], help="(default 4 8 32)")
     arguments = options.parse_args(argv)
-    seconds = arguments.seconds or (1.0 if arguments.quick else 8.0)
-    with on_this_machine() as machine:
-        torch.set_num_threads(1)
+    with harness.on_this_machine() as machine:
         results = {
-            case: measure(case, seconds)
+            case: measure(case, arguments.seconds)
             for case in (Case(width, chunks) for chunks in arguments.chunks for width in arguments.widths)
         }
     verdicts = report(results, arguments.chunks)
     content = {"runs": [{**vars(case), **vars(result)} for case, result in results.items()]}
-    conclude("zero_bubble", arguments, machine, verdicts, content)
+    harness.conclude("zero_bubble", arguments, machine, verdicts, content)
 
 
 def report(results: dict[Case, Result], chunks: Sequence[int]) -> list[Verdict]:
@@ -146,7 +130,7 @@ def report(results: dict[Case, Result], chunks: Sequence[int]) -> list[Verdict]:
             if case.chunks == count:
                 shares = [f"{result.share(*pair):.3f}" for pair in PAIRS]
                 rows.append([str(count), str(case.width), f"{1e6 * result.plain / LAYERS:.0f} us", *shares])
-    print_table(header, rows)
+    harness.print_table(header, rows)
     best = min(results, key=lambda case: (case.chunks, -case.width))
     return [
         Verdict(

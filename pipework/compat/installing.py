@@ -1,4 +1,4 @@
-"""Puts the adapters where old code imports them from."""
+"""Makes the adapters importable under the names of the old libraries."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import pkgutil
 import sys
 import warnings
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from typing import TYPE_CHECKING, Any
+from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING
+
+from pipework.compat.modules import register
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
     from types import ModuleType
 
 OLD_NAMES = {
@@ -20,22 +23,22 @@ OLD_NAMES = {
     "torchgpipe": "torchgpipe",
     "fairscale": "fairscale",
 }
-"""What the libraries are called in `install`, and what old code imports."""
+"""The names of the libraries in `install`, and the packages that old code imports."""
 
 
 def install(*libraries: str) -> None:
-    """From now on, old import lines give the adapters of `pipework.compat`.
+    """Lets the import lines of old code import the adapters of `pipework.compat` from now on.
 
-    To be called before the old modules are imported, best in the first lines of a script; a warning says if it is too
-    late. A library that is really there, such as torchgpipe itself, is no longer found; of fairscale only what has to
-    do with its `Pipe` is replaced.
+    Call it before the old modules are imported, best in the first lines of a script; it warns if torchgpipe has been
+    imported before. The adapter replaces a library that is installed. Of an installed fairscale it replaces the
+    modules of its `Pipe` alone.
 
     Args:
-        libraries: some of "sync", "torchgpipe" and "fairscale", or what the import lines say, such as
-            "torch.distributed.pipeline.sync"; none given means all.
+        libraries: "sync", "torchgpipe", "fairscale", or the name of an old module, such as
+            "torch.distributed.pipeline.sync"; without arguments, all libraries.
 
     Raises:
-        TypeError: a library is no text.
+        TypeError: a library is not a string.
         ValueError: there is no adapter for a library.
 
     Example:
@@ -45,7 +48,7 @@ def install(*libraries: str) -> None:
         'pipework.compat.sync.pipe'
     """
     for library in [_known(library) for library in libraries] or OLD_NAMES:
-        if library == "fairscale" and _is_there("fairscale"):
+        if library == "fairscale" and _is_installed("fairscale"):
             _replace_pipe_of_fairscale()
         else:
             _register_all(_modules(library))
@@ -64,9 +67,14 @@ def _known(library: str) -> str:
 def _modules(library: str) -> dict[str, ModuleType]:
     """The adapter's modules by their old names, parents first."""
     package = importlib.import_module(f"pipework.compat.{library}")
-    names = [package.__name__, *(info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."))]
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(info.name)
     old = OLD_NAMES[library]
-    return {old + name.removeprefix(package.__name__): importlib.import_module(name) for name in names}
+    return {
+        old + name.removeprefix(package.__name__): module
+        for name, module in sorted(sys.modules.items())  # also those that `pipework.compat.modules` has made
+        if f"{name}.".startswith(f"{package.__name__}.")
+    }
 
 
 def _register_all(modules: dict[str, ModuleType]) -> None:
@@ -78,37 +86,18 @@ def _register_all(modules: dict[str, ModuleType]) -> None:
             stacklevel=3,
         )
     for name, module in modules.items():
-        _register(name, module)
+        register(name, module)
 
 
-def _register(name: str, module: ModuleType) -> None:
-    """Makes a module importable under a name, with packages above it where there are none."""
-    parent, _, child = name.rpartition(".")
-    if parent:
-        if parent not in sys.modules:
-            try:
-                importlib.import_module(parent)
-            except ModuleNotFoundError:
-                _register(parent, importlib.util.module_from_spec(ModuleSpec(parent, None, is_package=True)))
-        # A package may have a function of the same name, which is what people mean.
-        if _is_module(getattr(sys.modules[parent], child, module)):
-            setattr(sys.modules[parent], child, module)
-    sys.modules[name] = module
-
-
-def _is_module(value: Any) -> bool:
-    return isinstance(value, type(sys))
-
-
-def _is_there(package: str) -> bool:
-    """Whether a package itself can be imported, and not only its adapter or a folder of that name."""
+def _is_installed(package: str) -> bool:
+    """Whether a package is installed; its adapter, and a folder of that name, do not count."""
     loaded = sys.modules.get(package)
     spec = importlib.util.find_spec(package) if loaded is None else loaded.__spec__
     return spec is not None and spec.origin is not None and not spec.name.startswith("pipework.")
 
 
 def _replace_pipe_of_fairscale() -> None:
-    """Replaces the `Pipe` of fairscale that is really there, now or, since importing it takes long, with its import."""
+    """Replaces the `Pipe` of an installed fairscale: now if it has been imported, else as soon as it is imported."""
     if "fairscale.nn" not in sys.modules:
         if not any(isinstance(finder, _ImportOfFairscale) for finder in sys.meta_path):
             sys.meta_path.insert(0, _ImportOfFairscale())
@@ -119,7 +108,7 @@ def _replace_pipe_of_fairscale() -> None:
 
 
 class _ImportOfFairscale(MetaPathFinder):
-    """Waits for the import of `fairscale.nn`."""
+    """Replaces fairscale's `Pipe` when `fairscale.nn` is imported."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "fairscale.nn":

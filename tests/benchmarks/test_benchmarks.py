@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import measure
+from benchmarks import harness
 from benchmarks.memory import v_half
 from benchmarks.memory.live import CALLER, ON_ITS_WAY, LiveStorages
 from benchmarks.unet import UNet
@@ -39,9 +39,10 @@ TINY = {
 }
 
 
-def run(name: str, *arguments: str, script: str = "run.py") -> str:
+def run(name: str, *arguments: str, module: str = "run") -> str:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / name / script), *arguments],
+        [sys.executable, "-m", f"benchmarks.{name}.{module}", *arguments],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=100,
@@ -64,7 +65,7 @@ def test_benchmark_prints_its_table_and_a_verdict(name: str) -> None:
 
 
 def test_what_schedules_hold_beside_1f1b_is_printed() -> None:
-    output = run("memory", "--workers", "2", "--width", "8", "--rows", "2", script="v_half.py")
+    output = run("memory", "--workers", "2", "--width", "8", "--rows", "2", module="v_half")
     rows = [line.split(",")[0] for line in output.splitlines() if line.startswith("| ") and "2 workers" in line]
     assert rows == [f"| {name}" for name in v_half.NAMES]
     assert "of 1F1B's: " in output
@@ -88,38 +89,38 @@ def test_each_benchmark_has_a_page() -> None:
 def test_candidates_take_turns_and_another_one_comes_first_in_each_round() -> None:
     order = []
 
-    def candidate(name: str) -> measure.Candidate:
+    def candidate(name: str) -> harness.Candidate:
         def run_once() -> float:
             order.append(name)
             return float(len(order))
 
         return run_once
 
-    seconds = measure.alternate({"a": candidate("a"), "b": candidate("b")}, rounds=3, warm_up=1)
+    seconds = harness.alternate({"a": candidate("a"), "b": candidate("b")}, rounds=3, warm_up=1)
     assert "".join(order) == "ab" + "ab" + "ba" + "ab"
     assert seconds == {"a": [3.0, 6.0, 7.0], "b": [4.0, 5.0, 8.0]}
 
 
 def test_line_fit_finds_the_line() -> None:
-    fixed, slope = measure.line_fit([1.0, 2.0, 5.0], [5.0, 7.0, 13.0])
+    fixed, slope = harness.line_fit([1.0, 2.0, 5.0], [5.0, 7.0, 13.0])
     assert fixed == pytest.approx(3.0)
     assert slope == pytest.approx(2.0)
 
 
 def test_ratio_is_the_median_of_the_rounds() -> None:
-    assert measure.median_ratio([2.0, 30.0, 6.0], [1.0, 10.0, 1.0]) == 3.0
+    assert harness.median_ratio([2.0, 30.0, 6.0], [1.0, 10.0, 1.0]) == 3.0
 
 
 def test_verdict_compares_with_the_target() -> None:
-    assert measure.Verdict("x", 1.04, 1.05, "x").reached
-    assert str(measure.Verdict("overhead", 9.0, 8.0, "us")) == "MISSED: overhead: 9 us, to reach at most 8 us"
+    assert harness.Verdict("x", 1.04, 1.05, "x").reached
+    assert str(harness.Verdict("overhead", 9.0, 8.0, "us")) == "MISSED: overhead: 9 us, to reach at most 8 us"
 
 
 def test_saved_results_can_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "RESULTS", tmp_path)
-    with measure.on_this_machine() as machine:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    with harness.on_this_machine() as machine:
         pass
-    path = measure.save("name", machine, [measure.Verdict("w", 2.0, 1.0, "s")], {"seconds": [1.0]})
+    path = harness.save("name", machine, [harness.Verdict("w", 2.0, 1.0, "s")], {"seconds": [1.0]})
     content = json.loads(path.read_text(encoding="utf-8"))
     assert path.name.endswith("-name.json")
     assert content["seconds"] == [1.0]

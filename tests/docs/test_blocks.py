@@ -93,6 +93,8 @@ class Shell(CodeBlockParser):
                     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
                 case ["python", "-m", "pipework" | "pipework.compat", *_] as command:
                     printed += output_of(command)
+                case ["python", "-m", module, *_] if module.startswith("benchmarks."):
+                    assert (ROOT / module.replace(".", "/")).with_suffix(".py").is_file(), line
                 case ["python", script, *_] as command if Path(script).is_file():  # the page has it
                     printed += output_of(command)
                 case ["torchrun", "--nproc-per-node", _, script, *_] as command if Path(script).is_file():

@@ -1,3 +1,3 @@
-"""Stands for those parts of `fairscale` that have to do with its `Pipe`."""
+"""The adapter for the parts of `fairscale` that belong to its `Pipe`."""
 
-__version__ = "0.4.13"  # which it stands for
+__version__ = "0.4.13"  # of the fairscale that it replaces

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -35,8 +36,10 @@ Place = tuple[str, str]  # a module within the package, and a name in it
 def public(library: Any) -> dict[str, list[str]]:
     """All modules of the package, with what they list as public; if they list nothing, with what comes from it."""
     package = library.module()
-    names = [info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
-    modules = {name.removeprefix(f"{package.__name__}."): importlib.import_module(name) for name in names}
+    prefix = f"{package.__name__}."
+    names = {info.name for info in pkgutil.walk_packages(package.__path__, prefix)}
+    names |= {name for name in sys.modules if name.startswith(prefix)}  # those of the adapters have no files
+    modules = {name.removeprefix(prefix): importlib.import_module(name) for name in names}
     return {"": names_in(package)} | {place: names_in(module) for place, module in modules.items()}
 
 

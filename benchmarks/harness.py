@@ -1,4 +1,4 @@
-"""What all benchmarks share: taking turns, medians, a note on the machine, tables, results as JSON.
+"""The parts that all benchmarks share: options, turns, medians, a note on the machine, tables, results as JSON.
 
 Only the standard library and torch.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import platform
@@ -17,22 +18,43 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from statistics import median
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
 Candidate = Callable[[], float]
-"""Runs once and returns the seconds that it took. What should not be timed (clearing gradients) it does by itself."""
+"""Runs once and returns the seconds that it took. It does by itself what is not timed, such as clearing gradients."""
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
-    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--quick", action="store_true", help="fewer repetitions: a first impression, not a result")
-    result.add_argument("--save", action="store_true", help="write the numbers to benchmarks/results/DATE-NAME.json")
-    return result
+class Options(argparse.ArgumentParser):
+    """The options of a benchmark: `--quick`, `--save` and its own.
+
+    Args:
+        description: the docstring of the benchmark.
+    """
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self._amounts: dict[str, tuple[Any, Any]] = {}
+        self.add_argument("--quick", action="store_true", help="fewer repetitions: a first impression, not a result")
+        self.add_argument("--save", action="store_true", help="write the numbers to benchmarks/results/DATE-NAME.json")
+
+    def add_amount(self, flag: str, usual: float, quick: float, what: str) -> None:
+        """Adds an option for how much is measured. Its default is smaller with `--quick`."""
+        self._amounts[flag.removeprefix("--")] = usual, quick
+        self.add_argument(flag, type=type(usual), help=f"{what} (default {usual:g}; with --quick {quick:g})")
+
+    def parse_args(self, argv: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
+        """The options, with their defaults."""
+        arguments = super().parse_args(argv)
+        for name, (usual, quick) in self._amounts.items():
+            if getattr(arguments, name) is None:
+                setattr(arguments, name, quick if arguments.quick else usual)
+        return arguments
 
 
 def timed(run: Callable[[], object], before: Callable[[], object] | None = None) -> Candidate:
@@ -49,9 +71,9 @@ def timed(run: Callable[[], object], before: Callable[[], object] | None = None)
 
 
 def alternate(candidates: Mapping[str, Candidate], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
-    """Runs the candidates in turns, so that whatever disturbs the machine disturbs all of them alike.
+    """Runs the candidates in turns, so that a disturbance of the machine meets all of them.
 
-    Who comes first changes from round to round. The cyclic garbage collector is off meanwhile, as in `timeit`.
+    Each round begins with another candidate. The cyclic garbage collector is off meanwhile, as in `timeit`.
 
     Returns:
         The seconds of each candidate, one number a round, in the order of the rounds.
@@ -75,6 +97,12 @@ def alternate(candidates: Mapping[str, Candidate], rounds: int, warm_up: int = 2
     return seconds
 
 
+def rounds_within(seconds: float, candidates: Mapping[str, Candidate], least: int, most: int) -> int:
+    """How many rounds of the candidates fit into a time, as three rounds of them show."""
+    once = sum(sum(times) for times in alternate(candidates, rounds=3).values()) / 3
+    return min(most, max(least, int(seconds / once)))
+
+
 def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
     """The median of the rounds' ratios: steadier than a ratio of medians when the machine's speed drifts."""
     return median(top / bottom for top, bottom in zip(numerator, denominator, strict=True))
@@ -84,6 +112,55 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     """The values between which the middle half lies."""
     ordered = sorted(values)
     return ordered[len(ordered) // 4], ordered[(3 * len(ordered)) // 4]
+
+
+def middle_half(values: Sequence[float], digits: int = 3) -> str:
+    """The quartiles as text."""
+    low, high = quartiles(values)
+    return f"{low:.{digits}f} to {high:.{digits}f}"
+
+
+def factor(a: float, b: float) -> float:
+    """The ratio of two numbers, the larger one to the smaller one."""
+    return max(a / b, b / a)
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """Copies of the gradients that the last step left."""
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def check_gradients(
+    name: str, got: Sequence[Tensor], wanted: Sequence[Tensor], *, of_largest: float = 0.0, atol: float = 1e-6
+) -> None:
+    """Raises an AssertionError unless a candidate computes the same gradients, up to the rounding of another order.
+
+    Args:
+        name: of the candidate.
+        got: its gradients.
+        wanted: those of another candidate.
+        of_largest: the tolerance as a share of each tensor's largest element, in addition to `atol`.
+        atol: the absolute tolerance.
+    """
+    assert len(got) == len(wanted), f"other gradients: {name}"
+    for one, other in zip(got, wanted, strict=True):
+        tolerance = of_largest * float(other.abs().max()) + atol
+        assert torch.allclose(one, other, rtol=1e-3, atol=tolerance), f"other gradients: {name}"
+
+
+def old_library(name: str, version: str, module: str | None = None) -> ModuleType | None:
+    """A module of an old library; None, and a line of text, where that is not installed.
+
+    Args:
+        name: of the library.
+        version: that the benchmark is written for.
+        module: its name, if it is not the library's.
+    """
+    try:
+        return importlib.import_module(module or name)
+    except ImportError:
+        print(f"{name} is not installed and left out: pip install --no-deps {name}=={version}\n")
+        return None
 
 
 def line_fit(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -110,7 +187,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A measured value beside what was to be reached; smaller is better."""
+    """A measured value beside its target; smaller is better."""
 
     what: str
     measured: float
@@ -129,13 +206,13 @@ class Verdict:
 
 @dataclass
 class Machine:
-    """Where the numbers come from, and how calm it was there.
+    """The machine that the numbers come from, and how busy it was.
 
     Attributes:
         cpu: its model.
         cores: how many this process may use.
-        load_before: the 1-minute load average when the benchmark started: what others were doing.
-        load_after: the same at the end, with the benchmark itself in it.
+        load_before: the 1-minute load average when the benchmark started, without the benchmark itself.
+        load_after: the same at the end, with the benchmark itself.
         others: the share of all cores that other processes and the hypervisor took meanwhile; None: not known.
     """
 
@@ -232,7 +309,7 @@ def _own_seconds() -> float:
 
 
 def _busy_seconds() -> float | None:
-    """The processor time of everyone, with what the hypervisor kept; None where there is no /proc/stat."""
+    """The processor time of all processes, and what the hypervisor kept; None where there is no /proc/stat."""
     try:
         fields = Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()
     except OSError:
