@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pipework.saving.manifest import Manifest
-from pipework.values.packing import pack, unpack
+from pipework.saving.tensor_files import NamedTensors
+from pipework.values.json_codec import JsonCodec
 
 FIXTURE = json.loads(Path(__file__).with_name("format_1.json").read_text())
 
@@ -58,22 +59,23 @@ class Stored(dict[str, Tensor]):
 def packed_again(form: Any, where: str) -> Any:
     """What was read, written again."""
     stored = Stored()
-    written: dict[str, Tensor] = {}
-    again = pack(unpack(form, stored.__getitem__), where, written)
+    written = NamedTensors()
+    again = JsonCodec(put=written.put).encode(JsonCodec(get=stored.__getitem__).decode(form), where)
     assert {name: id(tensor) for name, tensor in written.items()} == {name: id(t) for name, t in stored.items()}
     return again
 
 
 def test_values_are_written_as_they_were() -> None:
-    tensors: dict[str, Tensor] = {}
+    tensors = NamedTensors()
     for name, value in VALUES.items():
-        assert json.dumps(pack(value, name, tensors), allow_nan=False) == json.dumps(FIXTURE["values"][name])
+        form = JsonCodec(put=tensors.put).encode(value, name)
+        assert json.dumps(form, allow_nan=False) == json.dumps(FIXTURE["values"][name])
     assert list(tensors) == FIXTURE["tensors"]
 
 
 @pytest.mark.parametrize("name", VALUES)
 def test_values_are_read_as_they_were(name: str) -> None:
-    read = unpack(FIXTURE["values"][name], lambda name: torch.tensor(0))
+    read = JsonCodec(get=lambda name: torch.tensor(0)).decode(FIXTURE["values"][name])
     plain = {
         "numpy": [0.1, 0.5, 3],
         "enums": [1, "cosine"],
