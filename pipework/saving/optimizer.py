@@ -9,7 +9,8 @@ import torch
 
 from pipework.saving.files import UnfitError, making_sense
 from pipework.saving.stages import listed, plain_name
-from pipework.values.packing import pack, unpack
+from pipework.saving.tensor_files import NamedTensors
+from pipework.values.json_codec import JsonCodec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -27,7 +28,7 @@ class Part:
     kind: str
     groups: list[dict[str, Any]] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: NamedTensors = field(default_factory=NamedTensors)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON."""
@@ -74,7 +75,7 @@ class SavedPart:
             DamagedError: nothing.
         """
         with making_sense(self.file):
-            return dict(unpack(packed, self.tensor))
+            return dict(JsonCodec(get=self.tensor).decode(packed))
 
 
 def take_apart(optimizer: Optimizer, stages: Stages) -> dict[int, Part]:
@@ -93,14 +94,15 @@ def take_apart(optimizer: Optimizer, stages: Stages) -> dict[int, Part]:
     parts = {}
     for number, known in names.items():
         part = parts[number] = Part(type(optimizer).__name__)
+        codec = JsonCodec(put=part.tensors.put)
         for index, group in enumerate(state["param_groups"]):
             members = [known[id(parameters[i])] for i in group["params"] if id(parameters[i]) in known]
-            options = pack(_options(group), f"group {index}", part.tensors)
+            options = codec.encode(_options(group), f"group {index}")
             part.groups.append({"parameters": members, "options": options})
         for index, remembered in state["state"].items():
             name = known.get(id(parameters[index]))
             if name is not None:
-                part.state[name] = pack(remembered, name, part.tensors)
+                part.state[name] = codec.encode(remembered, name)
     return parts
 
 

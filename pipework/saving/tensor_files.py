@@ -110,6 +110,30 @@ def check_savable(name: str, tensor: Tensor, *, waits: bool = False) -> None:
         raise TypeError(f"{name!r} cannot be saved in a safetensors file: {reason}")
 
 
+class NamedTensors(dict[str, "Tensor"]):
+    """Tensors to be written, by name."""
+
+    def put(self, name: str, tensor: Tensor) -> str:
+        """Adds a tensor.
+
+        Returns:
+            The name that it has got, which no other tensor has.
+
+        Raises:
+            TypeError: a safetensors file cannot hold it.
+
+        Example:
+            >>> tensors = NamedTensors()
+            >>> tensors.put("a/b", torch.zeros(1)), tensors.put("a/b", torch.ones(1))
+            ('a/b', "a/b'")
+        """
+        while name in self:
+            name += "'"
+        check_savable(name, tensor)
+        self[name] = tensor
+        return name
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Seal:
     """Writes tensors under their names. All of them passed `check_savable`."""
     return write_by_name(path, {name: Kind.of(tensor) for name, tensor in tensors.items()}, tensors.__getitem__)

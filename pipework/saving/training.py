@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pipework.saving.files import DamagedError, check_sealed, making_sense
 from pipework.saving.manifest import read_json, training_files
-from pipework.saving.tensor_files import Kind, bytes_of, open_tensors
-from pipework.values.packing import pack, unpack
+from pipework.saving.tensor_files import Kind, NamedTensors, bytes_of, open_tensors
+from pipework.values.json_codec import JsonCodec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -49,7 +49,7 @@ class Packed:
     """
 
     values: Mapping[str, Any]
-    tensors: Mapping[str, dict[str, Tensor]]
+    tensors: Mapping[str, NamedTensors]
     digests: Mapping[str, str]
 
     @staticmethod
@@ -66,8 +66,8 @@ class Packed:
             >>> packed.beside(packed.digests).values
             {}
         """
-        tensors: dict[str, dict[str, Tensor]] = {name: {} for name in given}
-        values = {name: pack(value, name, tensors[name]) for name, value in given.items()}
+        tensors = {name: NamedTensors() for name in given}
+        values = {name: JsonCodec(put=tensors[name].put).encode(value, name) for name, value in given.items()}
         digests = {name: _digest(value, tensors[name]) for name, value in values.items() if value is not None}
         return Packed(values, tensors, digests)
 
@@ -125,7 +125,7 @@ def read_training(path: Path, manifest: Manifest, seat: Seat, *, alike: bool) ->
         check_sealed(path / tensors, manifest.seal(tensors))
         packed = read_json(path, manifest, values)
         with open_tensors(path / tensors) as opened, making_sense(values):
-            read = {str(name): unpack(value, opened.read) for name, value in packed.items()}
+            read = {str(name): JsonCodec(get=opened.read).decode(value) for name, value in packed.items()}
         found = {**read, **{name: value for name, value in found.items() if value is not None or name != POSITION}}
     if RANDOM not in found:
         raise DamagedError(f"{training_files(ranks[0])[1]}: it has no random states")

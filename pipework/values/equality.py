@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from pipework.values import nested, plain_json
+from pipework.values import nested, structure_json
 
 
 def same(left: Any, right: Any) -> bool:
@@ -28,7 +28,7 @@ def same(left: Any, right: Any) -> bool:
         return False
     if kind is float or kind is complex:
         return repr(left) == repr(right)  # which tells every two floats apart
-    if kind in plain_json.KINDS:
+    if kind in structure_json.KEY_TYPES:
         return bool(left == right)
     if issubclass(kind, (tuple, list)):
         return len(left) == len(right) and all(map(same, left, right))
@@ -39,7 +39,7 @@ def same(left: Any, right: Any) -> bool:
     if kind in pytree.SUPPORTED_NODES:  # inside of a dataclass, or of what a registered class remembers
         return same(pytree.tree_flatten(left), pytree.tree_flatten(right))
     if dataclasses.is_dataclass(kind):
-        one, two = nested._fields(left), nested._fields(right)
+        one, two = nested.fields_of(left), nested.fields_of(right)
         return [*one] == [*two] and same([*one.values()], [*two.values()])
     return False
 

@@ -7,7 +7,7 @@ is a flat tuple of tensors; what stays the same for every micro-batch is the str
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from torch import Tensor
 from torch.utils import _pytree as pytree  # PyTorch's own nested-structure library: it knows what users registered
@@ -29,7 +29,7 @@ class Structure(NamedTuple):
     leaves: tuple[Any, ...]
 
 
-class _Fields:
+class DataclassNode:
     """A dataclass that holds tensors, as a node of the tree. PyTorch would have to be told of every user's class."""
 
     def __init__(self, kind: type, names: tuple[str, ...], values: list[Any]) -> None:
@@ -37,7 +37,14 @@ class _Fields:
         self.names = names
         self.values = values
 
+    @classmethod
+    def of(cls, instance: Any) -> Self:
+        """A dataclass, opened."""
+        fields = fields_of(instance)
+        return cls(type(instance), tuple(fields), list(fields.values()))
+
     def rebuilt(self) -> Any:
+        """An instance with these values. No `__init__` runs."""
         instance: Any = object.__new__(self.kind)
         for name, value in zip(self.names, self.values, strict=True):
             object.__setattr__(instance, name, value)  # also where the class is frozen
@@ -45,9 +52,9 @@ class _Fields:
 
 
 pytree.register_pytree_node(
-    _Fields,
+    DataclassNode,
     lambda node: (node.values, (node.kind, node.names)),
-    lambda values, context: _Fields(context[0], context[1], list(values)).rebuilt(),
+    lambda values, context: DataclassNode(context[0], context[1], list(values)).rebuilt(),
 )
 
 
@@ -70,7 +77,7 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Structure | None]:
         return (value,), None
     leaves, spec = pytree.tree_flatten(value)
     if any(_holds_tensors(leaf) for leaf in leaves if _is_dataclass(leaf)):
-        return flatten(pytree.tree_unflatten([_taken_apart(leaf) for leaf in leaves], spec))
+        return flatten(pytree.tree_unflatten([_opened(leaf) for leaf in leaves], spec))
     places: dict[int, Place] = {}
     tensors: list[Tensor] = []
     marked: list[Any] = []
@@ -139,7 +146,8 @@ def _is_dataclass(leaf: Any) -> bool:
     return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
 
 
-def _fields(instance: Any) -> dict[str, Any]:
+def fields_of(instance: Any) -> dict[str, Any]:
+    """The fields of a dataclass that have a value."""
     names = [field.name for field in dataclasses.fields(instance)]
     return {name: getattr(instance, name) for name in names if hasattr(instance, name)}
 
@@ -147,15 +155,14 @@ def _fields(instance: Any) -> dict[str, Any]:
 def _holds_tensors(instance: Any) -> bool:
     return any(
         isinstance(leaf, Tensor) or (_is_dataclass(leaf) and _holds_tensors(leaf))
-        for leaf in pytree.tree_leaves(list(_fields(instance).values()))
+        for leaf in pytree.tree_leaves(list(fields_of(instance).values()))
     )
 
 
-def _taken_apart(leaf: Any) -> Any:
+def _opened(leaf: Any) -> Any:
     if not (_is_dataclass(leaf) and _holds_tensors(leaf)):
         return leaf
-    fields = _fields(leaf)
-    return _Fields(type(leaf), tuple(fields), list(fields.values()))
+    return DataclassNode.of(leaf)
 
 
 def _refuse_hidden_gradients(leaf: Any) -> None:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipework.runtime.skips.stashed import Stashed
-from pipework.values import nested_json, plain_json
+from pipework.values import structure_json
 from pipework.values.equality import same
+from pipework.values.json_codec import decode_scalar, encode_scalar
 from pipework.values.nested import Place, Structure
 
 if TYPE_CHECKING:
@@ -251,15 +252,15 @@ def _decode_form(form: Any) -> TensorForm | None:
         case None:
             return None
         case [str(dtype), [*shape], bool(requires_grad), *rest] if _are_sizes(shape):
-            if math.prod(shape) * plain_json.DTYPES[dtype].itemsize >= 2**63:
+            if math.prod(shape) * structure_json.DTYPES[dtype].itemsize >= 2**63:
                 raise ValueError(f"a tensor of shape {shape} is too large")
             on_accelerator = len(rest) == 2 and rest[1] is True
             match rest[:1] if on_accelerator else rest:
                 case [] | [None]:
-                    return TensorForm(plain_json.DTYPES[dtype], tuple(shape), requires_grad, None, on_accelerator)
+                    return TensorForm(structure_json.DTYPES[dtype], tuple(shape), requires_grad, None, on_accelerator)
                 case [[*strides]] if _are_sizes(strides) and _is_dense(shape, strides) and max(strides) < 2**63:
                     return TensorForm(
-                        plain_json.DTYPES[dtype], tuple(shape), requires_grad, tuple(strides), on_accelerator
+                        structure_json.DTYPES[dtype], tuple(shape), requires_grad, tuple(strides), on_accelerator
                     )
     raise ValueError(f"{str(form)[:80]!r} stands for no tensor")
 
@@ -270,18 +271,18 @@ def _are_sizes(numbers: Sequence[Any]) -> bool:
 
 def _encode_around(around: Any) -> Any:
     if around is None or type(around) is int:
-        return plain_json.encode(around)
+        return encode_scalar(around)
     if isinstance(around, Stashed):
         return {"stashed": list(map(list, around.which)), "around": _encode_around(around.structure)}
     if not isinstance(around, Structure):
         raise TypeError(f"{type(around).__qualname__} stands around the tensors, not None, an int or a Structure")
     try:
-        return {"structure": nested_json.encode(around)}
-    except nested_json.CannotTravel as refusal:
-        where = f" at output{refusal.where}" if refusal.where else ""
+        return {"structure": structure_json.encode(around)}
+    except structure_json.EncodeError as error:
+        where = f" at output{error.path}" if error.path else ""
         raise TypeError(
-            f"{refusal.what} stands{where} in what is to be sent to another process. Between processes only tensors "
-            f"travel, and {plain_json.TRAVEL}, in tuples, lists, dicts, named tuples, dataclasses and what is "
+            f"{error.value} stands{where} in what is to be sent to another process. Between processes only tensors "
+            f"travel, and {structure_json.SUPPORTED}, in tuples, lists, dicts, named tuples, dataclasses and what is "
             "registered "
             "with torch.utils._pytree"
         ) from None
@@ -289,12 +290,12 @@ def _encode_around(around: Any) -> Any:
 
 def _decode_around(form: Any, count: int) -> Any:
     match form:
-        case None | ["int", str()]:
-            return plain_json.decode(form)
-        case int() if not isinstance(form, bool):
+        case None | int() if not isinstance(form, bool):
             return form
+        case {"$": "int"}:
+            return decode_scalar(form)
         case {"structure": structure}:
-            return nested_json.decode(structure, count)
+            return structure_json.decode(structure, count)
         case {"stashed": [*which], "around": (None | {"structure": _}) as inner}:
             pairs = [(n, skip) for n, skip in which if _are_sizes((n, skip)) and n < count]
             if len(pairs) == len(which):

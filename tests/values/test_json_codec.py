@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.values.packing import pack, unpack
+from pipework.values.json_codec import JsonCodec
 
-plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(categories=None))
 keys = st.integers() | st.text() | st.booleans() | st.none() | st.floats(allow_nan=False) | st.tuples(st.integers())
 values = st.recursive(
     plain,
@@ -25,8 +25,7 @@ values = st.recursive(
 
 
 def there_and_back(value):
-    tensors = {}
-    return unpack(json.loads(json.dumps(pack(value, "x", tensors), allow_nan=False)), tensors.__getitem__)
+    return JsonCodec().decode(json.loads(json.dumps(JsonCodec().encode(value, "x"), allow_nan=False)))
 
 
 def same(left, right):
@@ -56,12 +55,17 @@ def test_what_json_has_not():
 
 def test_tensors_are_put_aside():
     tensors = {}
-    value = {"a/b": torch.ones(2), "a": {"b": torch.zeros(2)}, "list": [torch.tensor(3)]}
-    packed = pack(value, "x", tensors)
-    assert list(tensors) == ["x/a/b", "x/a/b'", "x/list/0"]
-    back = unpack(packed, tensors.__getitem__)
+
+    def put(name, tensor):
+        tensors[f"<{name}>"] = tensor
+        return f"<{name}>"
+
+    value = {"a/b": torch.ones(2), "a": {"c": torch.zeros(2)}, "list": [torch.tensor(3)]}
+    form = JsonCodec(put=put).encode(value, "x")
+    assert list(tensors) == ["<x/a/b>", "<x/a/c>", "<x/list/0>"]
+    back = JsonCodec(get=tensors.__getitem__).decode(form)
     assert back["a/b"] is value["a/b"]
-    assert back["a"]["b"] is value["a"]["b"]
+    assert back["a"]["c"] is value["a"]["c"]
 
 
 Pair = namedtuple("Pair", "a b")
@@ -74,10 +78,37 @@ class Own(dict):
 @pytest.mark.parametrize("value", [object(), Pair(1, 2), b"bytes", 1j, lambda: 0, np.ones(2), Own()])
 def test_anything_else_is_refused_and_named(value):
     with pytest.raises(TypeError, match=r"^scheduler/a/1 is a .*, which a checkpoint cannot hold: wanted None"):
-        pack({"a": [1, value]}, "scheduler", {})
+        JsonCodec().encode({"a": [1, value]}, "scheduler")
 
 
-@pytest.mark.parametrize("value", [{"$": "os.system", "items": []}, {"$": "tuple", "items": 5}, {"$": 1}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$": "os.system", "items": []},
+        {"$": "tuple", "items": 5},
+        {"$": 1},
+        {"$": "tensor", "name": "x"},
+        {"$": "bytes", "value": ""},
+        {"$": "class"},
+    ],
+)
 def test_unknown_kinds_are_refused(value):
     with pytest.raises(ValueError, match="unknown kind"):
-        unpack(value, {}.__getitem__)
+        JsonCodec().decode(value)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"$": "dict", "items": [5]}, {"$": "dict", "items": [[1, 2], [1, 3]]}, {"$": "dict", "items": [[[], 2]]},
+        {"$": "float", "value": "x"}, {"$": "int", "value": "x"}, {"$": "str", "value": "!"},
+        {"$": "Counter", "items": [1]}, {"$": "set", "items": [[]]}, {"$": "set", "items": [1, 1]},
+    ],
+)  # fmt: skip
+def test_malformed_forms_are_value_errors(form):
+    with pytest.raises(ValueError):  # noqa: PT011
+        JsonCodec().decode([form])
+
+
+def test_integers_that_are_too_long_for_decimal_digits():
+    assert there_and_back([-(1 << 20_000), 10**4200]) == [-(1 << 20_000), 10**4200]
