@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from pipework.torch_private import pytree
 from pipework.values import classes, nested, plain_json
 from pipework.values.nested import Place, Structure
 
