@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from pipework import torch_private
 from pipework.autograd.weight_split.store import SplitAlias
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Aliases:
     @property
     def versions(self) -> list[int]:
         """Differs after a parameter has been changed in place."""
-        return [parameter._version for parameter in self.parameters]  # they count together with the aliases
+        return list(map(torch_private.version, self.parameters))  # they count together with the aliases
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
@@ -144,7 +145,7 @@ def _slot_dicts(layers: Iterable[nn.Module]) -> Iterable[tuple[dict[str, Tensor 
     stack = [(layer, False) for layer in list(layers)[::-1]]
     while stack:
         module, compiled = stack.pop()
-        compiled = compiled or module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+        compiled = compiled or torch_private.is_compiled(module)
         if id(module) in found and found[id(module)][1] >= compiled:
             continue
         found[id(module)] = module._parameters, compiled  # type: ignore[assignment]

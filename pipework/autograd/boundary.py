@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import increment_version
 
+from pipework import torch_private
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-# The one differentiable operator of PyTorch that returns the same memory and no view: on a view of a leaf, too,
-# in-place operations are refused. A Python function that does the same costs 9 microseconds more, there and back.
-_same_memory = torch.ops.aten._unsafe_view.default
 
 
 def cut(tensor: Tensor) -> Tensor:
@@ -45,7 +43,7 @@ def enter(leaf: Tensor) -> Tensor:
     """
     if not leaf.requires_grad or leaf.layout is not torch.strided:
         return leaf
-    return _same_memory(leaf, leaf.shape)  # type: ignore[no-any-return]
+    return torch_private.unsafe_view(leaf, leaf.shape)
 
 
 def enter_slice(leaf: Tensor) -> Tensor:
@@ -64,7 +62,7 @@ def report_overwriting(leaf: Tensor, alias: Tensor) -> bool:
 
     The alias counts its versions by itself, but the sender may have saved the tensor and must notice.
     """
-    if alias is leaf or not alias._version:
+    if alias is leaf or not torch_private.version(alias):
         return False
     increment_version(leaf)
     return True

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.rendezvous import rendezvous
 
+from pipework import torch_private
 from pipework.distributed.health import process_exit
 from pipework.distributed.store_prefix import attempt_prefix
 from pipework.testing.faults import faults_from_environment
@@ -84,7 +85,7 @@ class Mesh:
         if device_mesh.get_coordinate() is None:
             raise ValueError(f"this process, rank {dist.get_rank()}, is not in the DeviceMesh")
         device = _current_device(device_mesh.device_type)
-        return cls(device_mesh, device, _get_default_store(), detect, action_timeout, timeout, grace)
+        return cls(device_mesh, device, torch_private.default_store(), detect, action_timeout, timeout, grace)
 
     @property
     def rank(self) -> int:
@@ -202,7 +203,7 @@ def init(
         )
     process_exit.install()
     device_mesh = init_device_mesh(device.type, (dp, ranks // dp), mesh_dim_names=(REPLICAS, PIPELINE))
-    return Mesh(device_mesh, device, _get_default_store(), detect, action_timeout, timeout, grace)
+    return Mesh(device_mesh, device, torch_private.default_store(), detect, action_timeout, timeout, grace)
 
 
 def refuse_times(detect: float, action_timeout: float | None, timeout: float, grace: float) -> None:
@@ -254,11 +255,9 @@ def group_of(store: Store, name: str, members: Sequence[int], rank: int, devices
         rank: of this process.
         devices: the network's, which groups may share; empty: some of its own.
     """
-    kind: Any = ProcessGroupGloo
-    options = kind._Options()
-    options._devices = list(devices) or network_devices()
-    options._timeout = FOR_EVER
-    return cast("Group", kind(PrefixStore(name, store), members.index(rank), len(members), options))
+    own = list(devices) or network_devices()
+    store = PrefixStore(name, store)
+    return cast("Group", torch_private.gloo_group(store, members.index(rank), len(members), own, FOR_EVER))
 
 
 def straight_group_of(store: Store, name: str, members: Sequence[int], rank: int) -> Group:

@@ -7,19 +7,19 @@ of the forward (see `context`), modes are those of whoever calls: in the backwar
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import overrides
-from torch.utils import _python_dispatch as dispatch
-from torch.utils._device import DeviceContext
+from pipework import torch_private
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from torch.overrides import TorchFunctionMode
 
     from pipework.runtime.transport import Endpoint, Message
+    from pipework.torch_private import TorchDispatchMode
 
 
 @dataclass(frozen=True)
@@ -31,36 +31,21 @@ class Modes:
         dispatch: `TorchDispatchMode`s, which see the operators that those functions are made of.
     """
 
-    function: tuple[overrides.TorchFunctionMode, ...]
-    dispatch: tuple[dispatch.TorchDispatchMode, ...]
+    function: tuple[TorchFunctionMode, ...]
+    dispatch: tuple[TorchDispatchMode, ...]
 
     @classmethod
     def capture(cls) -> Modes:
         """Reads the current thread's modes. A default device, which is a mode too, belongs to `CallerContext`."""
-        function = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        return cls(
-            tuple([mode for mode in function if type(mode) is not DeviceContext]),
-            tuple(dispatch._get_current_dispatch_mode_stack()),
-        )
+        return cls(tuple(torch_private.function_modes()), tuple(torch_private.dispatch_modes()))
 
     def __bool__(self) -> bool:
         """Whether there are any."""
         return bool(self.function or self.dispatch)
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Puts the modes on the current thread's stacks.
-
-        They are not entered with `with`: to the mode nothing begins here, and a counter would start from zero.
-        """
-        with contextlib.ExitStack() as stack:
-            for function_mode in self.function:
-                overrides._push_mode(function_mode)  # type: ignore[no-untyped-call]
-                stack.callback(overrides._pop_mode)
-            for dispatch_mode in self.dispatch:
-                dispatch._push_mode(dispatch_mode)
-                stack.callback(dispatch._pop_mode, _dispatch_key(dispatch_mode))
-            yield
+    def entered(self) -> AbstractContextManager[None]:
+        """Puts the modes on the current thread's stacks."""
+        return torch_private.modes_pushed(self.function, self.dispatch)
 
 
 class TakingTurns:
@@ -90,8 +75,3 @@ class TakingTurns:
             return self._endpoint.receive(address)
         finally:
             self._turn.acquire()
-
-
-def _dispatch_key(mode: dispatch.TorchDispatchMode) -> Any:
-    """What PyTorch pops this mode by: most have none of their own, its infrastructure's have."""
-    return getattr(mode, "_dispatch_key", None) or getattr(mode, "_mode_key", None)

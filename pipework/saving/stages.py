@@ -8,6 +8,7 @@ from torch import nn
 
 from pipework.saving.files import UnfitError
 from pipework.saving.tensor_files import Kind, check_savable
+from pipework.torch_private import COMPILED_MODULE, persistent_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence, Set
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from pipework.pipe import Pipe
 
 Stages = dict[int, dict[str, "Tensor"]]
-
-_WRAPPER = "_orig_mod"  # under which what `torch.compile(module)` returns has the module
 
 
 def stages_of(pipe: Pipe, *, to_load: bool = False) -> Stages:
@@ -50,7 +49,7 @@ def stages_of(pipe: Pipe, *, to_load: bool = False) -> Stages:
             if tensors.setdefault(plain_name(name), tensor) is not tensor:
                 raise ValueError(
                     f"{name} would be saved as {plain_name(name)}, which is the name of another tensor: "
-                    f"call the module {_WRAPPER!r} otherwise, which is how torch.compile names what it wraps"
+                    f"call the module {COMPILED_MODULE!r} otherwise, which is how torch.compile names what it wraps"
                 )
     return stages
 
@@ -62,7 +61,7 @@ def plain_name(name: str) -> str:
         >>> plain_name("2._orig_mod.0.weight")
         '2.0.weight'
     """
-    return ".".join(part for part in name.split(".") if part != _WRAPPER)
+    return ".".join(part for part in name.split(".") if part != COMPILED_MODULE)
 
 
 def aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -122,7 +121,6 @@ def _tensors(partition: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 f"layer {prefix!r} ({type(module).__name__}) has extra state, from get_extra_state(), which a "
                 "checkpoint does not hold: keep it in buffers, which may be tensors of bytes"
             )
-        kept = {n: t for n, t in module._buffers.items() if n not in module._non_persistent_buffers_set}
-        for name, tensor in (*module._parameters.items(), *kept.items()):
+        for name, tensor in (*module._parameters.items(), *persistent_buffers(module).items()):
             if tensor is not None:
                 yield f"{prefix}.{name}" if prefix else name, tensor

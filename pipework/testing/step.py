@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipework.model.sequential import tuple_rule
 from pipework.testing.random import micro_batch_random
 from pipework.testing.reference import Reference, gradients_added, micro_batches
+from pipework.torch_private import pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

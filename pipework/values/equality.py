@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
+from pipework.torch_private import pytree
 from pipework.values import nested, structure_json
 
 

@@ -16,7 +16,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.utils import _pytree as pytree
+
+from pipework.torch_private import pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

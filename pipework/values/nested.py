@@ -10,7 +10,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from torch import Tensor
-from torch.utils import _pytree as pytree  # PyTorch's own nested-structure library: it knows what users registered
+
+from pipework.torch_private import pytree, register_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +52,7 @@ class DataclassNode:
         return instance
 
 
-pytree.register_pytree_node(
+register_node(
     DataclassNode,
     lambda node: (node.values, (node.kind, node.names)),
     lambda values, context: DataclassNode(context[0], context[1], list(values)).rebuilt(),

@@ -14,8 +14,8 @@ from types import EllipsisType, MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.utils import _pytree as pytree
 
+from pipework.torch_private import pytree
 from pipework.values import classes
 from pipework.values.json_codec import TEXT_READERS, JsonCodec, decode_scalar, encode_scalar
 from pipework.values.nested import DataclassNode, Place, Structure

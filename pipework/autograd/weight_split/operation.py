@@ -13,10 +13,8 @@ from pipework import torch_private
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_any_autocast = torch._C._is_any_autocast_enabled  # the public question is asked for one kind of device
 
-
-class Postponing(Tensor):
+class Postponing(torch_private.TracedAsParameter):
     """A parameter's alias whose gradient can be put off; the part of it that operators know.
 
     Attributes:
@@ -90,7 +88,7 @@ class Operation:
         if kept.requires_grad:  # its graph would keep the stage's input, and the gradient of that, alive until W
             kept = self.kept = kept.detach()
         if hooks is None:
-            self._version = -1 if kept.is_inference() else kept._version
+            self._version = -1 if kept.is_inference() else torch_private.version(kept)
         else:  # of a user who moves what is kept, or of somebody who counts it
             self.kept, self._unpack = hooks[0](kept), hooks[1]
 
@@ -106,10 +104,10 @@ class Operation:
             )
         if self._unpack is not None:
             kept = self._unpack(kept)
-        elif kept._version != self._version >= 0:
+        elif self._version >= 0 and (version := torch_private.version(kept)) != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: the "
-                f"input of {self.name}, of shape {tuple(kept.shape)}, is at version {kept._version}; expected version "
+                f"input of {self.name}, of shape {tuple(kept.shape)}, is at version {version}; expected version "
                 f"{self._version} instead"
             )
         self._queue.append((self, kept, gradient))
@@ -126,7 +124,7 @@ class OperationWithBias(Operation):
 
     def leave_out(self, alias: Postponing) -> bool:
         """See `Operation`."""
-        if alias is self._weight or _any_autocast():
+        if alias is self._weight or torch_private.any_autocast():
             return False
         self.parameters = (self._weight,)
         return True
@@ -150,7 +148,7 @@ def computed_with(*tensors: Any) -> list[Any]:
 
     Of a parameter, autocast makes one copy in a mini-batch.
     """
-    if _any_autocast():
+    if torch_private.any_autocast():
         return list(map(_cast, tensors))
     return [tensor.plain if isinstance(tensor, Postponing) else tensor for tensor in tensors]
 

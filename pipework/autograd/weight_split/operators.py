@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipework import torch_private
 from pipework.autograd.weight_split.operation import Operation, OperationWithBias, Parts, Postponing
 
 
@@ -36,7 +37,7 @@ def _is_bias(tensor: Tensor | None, width: int) -> bool:
 def _times(rows: Tensor, matrix: Tensor) -> Tensor:
     """The product as PyTorch forms it with a matrix that requires a gradient: of the rows of a copy, if need be."""
     product = _rows(rows).mm(matrix)
-    return product if rows.dim() == 2 else torch.ops.aten._unsafe_view(product, (*rows.shape[:-1], matrix.shape[1]))
+    return product if rows.dim() == 2 else torch_private.unsafe_view(product, (*rows.shape[:-1], matrix.shape[1]))
 
 
 class _Linear(OperationWithBias):

@@ -24,11 +24,10 @@ that parameter, too, its gradient is right, but summed in another order.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from pipework import torch_private
 from pipework.autograd.weight_split.islands import OPERATORS, island
@@ -40,19 +39,13 @@ if TYPE_CHECKING:
 
     Queue = list[tuple[Operation | "_Formed", Tensor, Tensor]]  # what waits, what it has kept, its output's gradient
 
-_without_subclass = torch._C.DisableTorchFunctionSubclass
+_without_subclass = torch_private.without_torch_function
 _is_grad_enabled = torch.is_grad_enabled
 _HOOKING: Final = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 class SplitAlias(Postponing):
     """An alias leaf that is asked before an operator uses it."""
-
-    @property
-    def _is_param(self) -> bool:  # type: ignore[override]
-        # A compiled function looks at its arguments in a mode of its own, and knows tensors and parameters only. A
-        # module that is given an alias as an attribute must not take it for a parameter.
-        return is_in_torch_dispatch_mode()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A layer that copies itself or its parameters gets plain tensors."""
@@ -61,7 +54,7 @@ class SplitAlias(Postponing):
     @staticmethod
     def of(plain: Tensor, weight_store: WeightGradientStore, waits: bool | None) -> SplitAlias:
         """An alias of a parameter, of which `plain` is detached; it counts versions together with it."""
-        alias: SplitAlias = Tensor._make_subclass(SplitAlias, plain, True)
+        alias = cast("SplitAlias", torch_private.make_subclass(SplitAlias, plain, True))
         alias.plain, alias.sizes, alias.type_of_values = plain, plain.shape, plain.dtype
         alias.weight_store, alias.waits, alias.casts = weight_store, waits, {}
         alias.is_factor = plain.dim() == 2 and plain.stride() == (plain.shape[1], 1)
@@ -162,7 +155,7 @@ class WeightGradientStore:
         output = operation.run()
         operation.wait_in(self._queue)
         if output.requires_grad:
-            torch_private.hook_gradient(output, operation)
+            _hook_gradient(output, operation)
         else:
             output = _Anchor.apply(output, operation.parameters[0], operation)  # type: ignore[no-untyped-call]
         return operation.shaped(output)
@@ -177,7 +170,7 @@ class WeightGradientStore:
         if learning:
             self._together.append((parameters[: operation.deciding], parameters))
             if output.grad_fn is not None:
-                torch_private.hook_gradient(output, _Differentiable(self, parameters))
+                _hook_gradient(output, _Differentiable(self, parameters))
         return output
 
     def _note_whole(self, alias: Postponing, *, lasting: bool) -> None:
@@ -270,6 +263,14 @@ class WeightGradientStore:
         self._used.clear()
         self._together.clear()
         self._enter(-1, [], frozenset())
+
+
+def _hook_gradient(output: Tensor, hook: Callable[[tuple[Tensor | None, ...]], None]) -> None:
+    """Calls `hook` with the gradients that the node of `output` gets, after all hooks of the tensor itself.
+
+    `Tensor.register_hook` would be called before hooks that the user registers later, which may change the gradient.
+    """
+    output.grad_fn.register_prehook(hook)  # type: ignore[union-attr]
 
 
 def _add_gradients(queue: Queue) -> None:

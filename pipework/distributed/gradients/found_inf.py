@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipework import torch_private
 from pipework.distributed.transport.channel import LostConnectionError
 
 if TYPE_CHECKING:
@@ -86,4 +87,4 @@ def _numbers(gradient: Tensor) -> Tensor:
 
 def _values(gradient: Tensor) -> Tensor:
     """The same as they lie in memory."""
-    return gradient._values() if gradient.is_sparse else gradient
+    return torch_private.sparse_values(gradient) if gradient.is_sparse else gradient

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
+
+from pipework import torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -72,7 +73,7 @@ def norm_of_all(processes: Sequence[Norms], norm_type: float) -> Tensor:
     if not by_dtype:
         return torch.tensor(0.0)
     every = [(getattr(torch, name), norms) for name, norms in by_dtype.items()]
-    places = [place for _, _, (place,) in _grouped([torch.empty(0, dtype=dtype) for dtype, _ in every])]
+    places = [place for _, _, (place,) in torch_private.grouped([torch.empty(0, dtype=dtype) for dtype, _ in every])]
     ordered = [torch.tensor(every[place][1], dtype=every[place][0].to_real()) for place in places]
     total: Tensor = torch.linalg.vector_norm(torch.cat(ordered), float(norm_type))
     return total
@@ -81,12 +82,9 @@ def norm_of_all(processes: Sequence[Norms], norm_type: float) -> Tensor:
 def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[tuple[str, float]]:
     """The dtype and the norm of each, by the operators that PyTorch takes; each device is waited for once."""
     devices: dict[torch.device, list[tuple[int, str, Tensor]]] = {}
-    for device, dtype, places in _grouped(gradients):
+    for device, dtype, places in torch_private.grouped(gradients):
         group = [gradients[place] for place in places]
-        if _has_foreach_support(group, device):
-            norms = list(torch._foreach_norm(group, norm_type))
-        else:
-            norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in group]
+        norms = torch_private.norms(group, norm_type)
         name = str(dtype).removeprefix("torch.")
         devices.setdefault(device, []).extend([(place, name, norm) for place, norm in zip(places, norms, strict=True)])
     found: dict[int, tuple[str, float]] = {}
@@ -95,11 +93,3 @@ def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[tuple[str, flo
         for (place, name, _), value in zip(rows, values, strict=True):
             found[place] = (name, value)
     return [found[place] for place in range(len(gradients))]
-
-
-def _grouped(tensors: Sequence[Tensor]) -> list[tuple[torch.device, torch.dtype, list[int]]]:
-    """The places of the tensors of each device and dtype, in PyTorch's order of these."""
-    if not tensors:
-        return []
-    groups = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
-    return [(device, dtype, [int(place) for place in places]) for (device, dtype), (_, places) in groups.items()]

@@ -8,12 +8,13 @@ from traceback import TracebackException
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
+from pipework import torch_private
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PACKAGE: Final = str(Path(__file__).resolve().parents[2]) + os.sep
 _MODULE: Final = os.path.join("torch", "nn", "modules", "module.py")
-_CALLS: Final = ("_wrapped_call_impl", "_call_impl")
 
 
 def is_inner(file: str, function: str) -> bool:
@@ -27,7 +28,7 @@ def is_inner(file: str, function: str) -> bool:
         >>> is_inner(__file__, "is_inner"), is_inner("train.py", "main")
         (True, False)
     """
-    return file.startswith(_PACKAGE) or (function in _CALLS and file.endswith(_MODULE))
+    return file.startswith(_PACKAGE) or (function in torch_private.CALLS_OF_MODULES and file.endswith(_MODULE))
 
 
 def shortened(error: BaseException) -> str:

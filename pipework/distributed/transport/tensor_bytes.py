@@ -6,7 +6,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from pipework import torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +38,7 @@ def as_bytes(name: str, tensor: Tensor) -> Tensor:
         what = f"has the layout {tensor.layout}"
     elif tensor.is_quantized:
         what = f"is quantized, {tensor.dtype}"
-    elif is_traceable_wrapper_subclass(tensor):
+    elif torch_private.is_wrapper_subclass(tensor):
         what = f"is a {type(tensor).__qualname__}, which stands for other tensors"
     if what is not None:
         raise TypeError(

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipework import torch_private
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -54,10 +56,10 @@ def install() -> None:
             with warnings.catch_warnings():
                 # PyTorch warns that a kernel is replaced, which is the purpose.
                 warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
-                for operator in drawing_kernels():
+                for operator, (position, keyword_only) in torch_private.generator_arguments().items():
                     library.impl(  # type: ignore[no-untyped-call]
                         operator.removeprefix("aten::"),
-                        _with_thread_stream(operator),
+                        _with_thread_stream(operator, position, keyword_only),
                         "CPU",
                         with_keyset=True,
                         allow_override=True,
@@ -105,33 +107,10 @@ def drawing_from(stream: RandomStream) -> Iterator[None]:
         thread_stream.stream = before
 
 
-def drawing_kernels() -> list[str]:
-    """The operators with a CPU kernel that takes a generator; every other random operator is made of these."""
-    return [
-        name
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("aten::")
-        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
-        and _generator_position(name) is not None
-    ]
-
-
-def _generator_position(operator: str) -> tuple[int, bool] | None:
-    """Where the operator's generator argument stands, and whether it can only be given by keyword."""
-    name, _, overload = operator.partition(".")
-    for position, argument in enumerate(torch._C._get_schema(name, overload).arguments):
-        if argument.name == "generator":
-            return position, argument.kwarg_only
-    return None
-
-
-def _with_thread_stream(operator: str) -> Callable[..., Any]:
+def _with_thread_stream(operator: str, position: int, keyword_only: bool) -> Callable[..., Any]:
     kernel = torch.library.get_kernel(operator, "CPU")
-    found = _generator_position(operator)
-    assert found is not None
-    position, keyword_only = found
 
-    def draw(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def draw(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         stream = thread_stream.stream
         if stream is not None:
             if keyword_only or len(args) <= position:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from pipework import torch_private
 from pipework.runtime.random import kernels
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def may_draw(layer: nn.Module) -> bool:
         (False, True, False)
     """
     for module in layer.modules():
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+        if torch_private.may_have_forward_hooks(module) or "forward" in module.__dict__:
             return True
         if type(module) in _DROPOUTS:
             if getattr(module, "p", 1) > 0:

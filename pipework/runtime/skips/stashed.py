@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from pipework import torch_private
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -113,7 +115,7 @@ class StashedTensors:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # in inference mode nobody counts
+    return 0 if tensor.is_inference() else torch_private.version(tensor)  # in inference mode nobody counts
 
 
 def _share_memory(one: Tensor, two: Tensor) -> bool:

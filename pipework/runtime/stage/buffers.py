@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from pipework import torch_private
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -41,7 +43,7 @@ class Slot(NamedTuple):
     def mark(self) -> tuple[int, int]:
         """Differs after most changes of the buffer."""
         tensor = self.buffers.get(self.name)
-        return id(tensor), -1 if tensor is None else tensor._version
+        return id(tensor), -1 if tensor is None else torch_private.version(tensor)
 
 
 class Snapshot(NamedTuple):

@@ -11,7 +11,8 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+
+from pipework import torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -100,7 +101,8 @@ def refuse_shared_statistics(stages: Sequence[Iterable[nn.Module]]) -> None:
     for layers in stages:
         for layer in layers:
             for name, module in layer.named_modules():
-                if id(module) in shared and isinstance(module, _NormBase) and module.track_running_stats:
+                norm = isinstance(module, torch_private.StatisticsNorm) and module.track_running_stats
+                if norm and id(module) in shared:
                     raise ValueError(
                         f"{type(module).__name__} {name!r} is used in two partitions, which would update its running "
                         "statistics at the same time; put them into one partition by another balance, use "

@@ -58,17 +58,17 @@ class MemoryMeter:
                 return outer[0](tensor)
             # Not the tensor itself: an output that its own node saves would be a cycle that nobody can free. And with
             # hooks it is not autograd that sees whether a saved tensor has been overwritten.
-            return tensor.detach(), tensor._version
+            return tensor.detach(), torch_private.version(tensor)
 
         def unpack(packed: Any) -> Tensor:
             if outer is not None:
                 return outer[1](packed)
             tensor: Tensor
             tensor, version = packed
-            if tensor._version != version:
+            if (now := torch_private.version(tensor)) != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version "
+                    f"a tensor of shape {tuple(tensor.shape)} is at version {now}; expected version "
                     f"{version} instead"
                 )
             return tensor

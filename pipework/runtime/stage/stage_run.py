@@ -95,7 +95,8 @@ class StageRun:
             self._takes_target = self._layers[-1].number
         stage.refresh()
         self.draws = any(map(may_draw, stage.modules)) or (loss is not None and function_may_draw(loss.function))
-        self._weight_store = WeightGradientStore(stage.waits) if splits and context.grad else None
+        defers = splits and context.grad and torch_private.can_defer
+        self._weight_store = WeightGradientStore(stage.waits) if defers else None
         self.aliases = Aliases(stage.modules if context.grad else (), self._weight_store)
         if not self.aliases.any_may_wait:
             self._weight_store = None
@@ -196,7 +197,7 @@ class StageRun:
         again = self._retain_graph
         leaves, structure, buffers, versions = self._inputs[micro_batch] if again else self._inputs.pop(micro_batch)
         # A stage that overwrites its input gets copies; but the caller's micro-batches count their versions together.
-        untouched = self._overwrites or versions == [leaf._version for leaf in leaves]
+        untouched = self._overwrites or versions == list(map(torch_private.version, leaves))
         if not untouched or self._parameter_versions != self.aliases.versions:
             raise RuntimeError(
                 f"an input or a parameter of stage {self._index} has been modified by an inplace operation since its "
@@ -308,20 +309,20 @@ class StageRun:
         buffers = self._stage.buffers.snapshot()
         # A stage that begins with an in-place operation would overwrite the input that the recomputation needs.
         own = leaves if self._overwrites is False else tuple(map(_private_copy, leaves))
-        versions = [leaf._version for leaf in own]
+        versions = list(map(torch_private.version, own))
         with checkpointing():
             outputs, structure_out = self._compute(own, structure, micro_batch)
             if not self._inspected:
                 self._inspect(own, outputs)
         target, _ = self._targets.get(micro_batch, ((), None))
-        if any(not tensor.is_inference() and tensor._version for tensor in target):
+        if any(not tensor.is_inference() and torch_private.version(tensor) for tensor in target):
             raise RuntimeError(
                 "the loss changed its target in place, and checkpointing needs the target again. Clone it in the loss, "
                 "or use checkpoint='never'"
             )
-        kept = [leaf._version for leaf in leaves]
+        kept = list(map(torch_private.version, leaves))
         self._inputs[micro_batch] = leaves, structure, self._stage.buffers.learn(buffers), kept
-        if versions != [leaf._version for leaf in own]:
+        if versions != list(map(torch_private.version, own)):
             if own is leaves:
                 raise RuntimeError(
                     f"stage {self._index}, which begins with layer {self._layers[0].name!r}, changed its "
