@@ -42,6 +42,8 @@ _DEFAULT_SECONDS: Final = 20.0
 class InjectedFault(RuntimeError):
     """Raised by a fault of kind ``"raise"``."""
 
+    __module__ = "pipework.testing"  # the public name, for tracebacks
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -234,7 +236,7 @@ def fail_at(
         >>> if fault.matches(rank=0, step=2, action="F", stage=0, micro_batch=0):
         ...     fault.strike()
         Traceback (most recent call last):
-        pipework.testing.faults.InjectedFault: injected on purpose: rank=0,step=2,action=F,kind=raise
+        pipework.testing.InjectedFault: injected on purpose: rank=0,step=2,action=F,kind=raise
     """
     return Fault(rank, step, action, stage, micro_batch, kind, seconds, attempt)
 
