@@ -74,7 +74,7 @@ def agree(
     while len(entries) < ranks and time.monotonic() < deadline:
         came = False
         for other in range(ranks):
-            if other not in entries and (found := _read_entries(client.look(f"entries/{other}"))) is not None:
+            if other not in entries and (found := _read_entries(client.read(f"entries/{other}"))) is not None:
                 entries[other] = found
                 came = True
         if came:
@@ -173,7 +173,7 @@ def _exchange_parts(
     deadline = time.monotonic() + _SETTLE
     while len(found) < len(entries) and time.monotonic() < deadline:
         for other in entries.keys() - found.keys():
-            content = _read(client.look(f"parts/{other}"))
+            content = _read(client.read(f"parts/{other}"))
             announced = {key: each[numbers[key] :][:1] for key, each in entries[other].parts.items() if key in numbers}
             if content is not None and all(_are_parts(content.get(key), each) for key, each in announced.items()):
                 found[other] = content
@@ -192,14 +192,14 @@ def _let_others_read(client: StoreClient, rank: int, ranks: Iterable[int], what:
     """The store may live in this process, which perhaps ends with an error at once: the others read before."""
     client.write(f"read {what}/{rank}", "1")
     deadline = time.monotonic() + _SETTLE
-    while any(client.look(f"read {what}/{other}") is None for other in ranks) and time.monotonic() < deadline:
+    while any(client.read(f"read {what}/{other}") is None for other in ranks) and time.monotonic() < deadline:
         _keep(client, f"{what}/{rank}", text)
         time.sleep(_POLL)
 
 
 def _keep(client: StoreClient, key: str, text: str) -> None:
     """Writes once more what somebody who is no rank has overwritten."""
-    if client.look(key) != text.encode():
+    if client.read(key) != text.encode():
         client.write(key, text)
 
 

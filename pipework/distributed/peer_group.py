@@ -286,7 +286,7 @@ class PeerGroup:
             return error
         here, action = self.everyone.index(self.mesh.rank), describe_action(self.monitor.progress.action)
         seen = f", seen by {self._named(here)} at {action}, in {self.monitor.current}"
-        self.monitor.closed(None if error.rank is None else self.everyone.index(error.rank), seen=seen)
+        self.monitor.explain_disconnect(None if error.rank is None else self.everyone.index(error.rank), seen=seen)
         return self.monitor.error()
 
     def reduce(self, spec: RunSpec, stage: int) -> None:
@@ -318,9 +318,9 @@ class PeerGroup:
             failure = None if self._failure is None else self._failure()
         error = None if failure is None else failure.error
         if isinstance(error, LostConnectionError):
-            self.monitor.blame(None if error.rank is None else self.everyone.index(error.rank))
+            self.monitor.announce_culprit(None if error.rank is None else self.everyone.index(error.rank))
         elif error is not None:
-            self.monitor.blame(self.everyone.index(self.mesh.rank))
+            self.monitor.announce_culprit(self.everyone.index(self.mesh.rank))
         self._connections.abort()
 
     # ---- failures -----------------------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ class PeerGroup:
         return f"rank {self.everyone[position]} ({which}{f', replica {replica}' if self.mesh.replicas else ''})"
 
     def _hear_of_failure(self) -> None:
-        self.monitor.bound(self.mesh.grace)
+        self.monitor.end_process_if_stuck(self.mesh.grace)
         with self._lock:
             failure = None if self._failure is None else self._failure()
         if failure is None:

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from pipework.distributed.gradients.data_parallel import DataParallel
 from pipework.distributed.gradients.tied import TiedParameters
-from pipework.distributed.mesh import group_of, network_devices, straight_group_of
+from pipework.distributed.mesh import group_of, network_devices
 from pipework.distributed.transport.channel import Channel, LostConnectionError, break_group
 from pipework.distributed.transport.device_channel import DeviceChannel
 
@@ -210,8 +210,6 @@ class Rendezvous:
         if self._over.is_set():
             raise RuntimeError("the rendezvous was ended because a rank has failed")
         try:
-            if device_channel:
-                return straight_group_of(store, name, members, rank)
-            return group_of(store, name, members, rank, self._devices)
+            return group_of(store, name, members, rank, self._devices, nccl=device_channel)
         except RuntimeError as error:  # a member has just ended
             raise LostConnectionError(None) from error

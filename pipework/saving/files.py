@@ -24,9 +24,13 @@ class Seal(NamedTuple):
 class DamagedError(OSError):
     """A file of a checkpoint is not what was written; the message names the file and says why."""
 
+    __module__ = "pipework.saving"  # the public name, for tracebacks
+
 
 class UnfitError(ValueError):
     """A checkpoint is whole, and of something else than what it is to be loaded into."""
+
+    __module__ = "pipework.saving"
 
 
 @contextlib.contextmanager
@@ -40,7 +44,7 @@ def making_sense(file: str) -> Iterator[None]:
         >>> with making_sense("training.json"):
         ...     {}["random"]
         Traceback (most recent call last):
-        pipework.saving.files.DamagedError: training.json: it makes no sense (KeyError: 'random')
+        pipework.saving.DamagedError: training.json: it makes no sense (KeyError: 'random')
     """
     try:
         yield

@@ -36,9 +36,9 @@ def script(load: Callable[[str], ModuleType]) -> ModuleType:
     return load("silent_errors")
 
 
-def rows_of(script: ModuleType, told: str) -> list[list[Row]]:
+def rows_of(script: ModuleType, printed: str) -> list[list[Row]]:
     """The rows of each case, which are between its name and what is said about it."""
-    lines, cases = told.splitlines(), []
+    lines, cases = printed.splitlines(), []
     widths = [len(script.line("x", "x", "x", "x").split("x")[n]) + 1 for n in (1, 2, 3)]
     first, second, third = widths[0], sum(widths[:2]), sum(widths)
     for number, case in enumerate(script.CASES, 1):

@@ -1,8 +1,8 @@
 """The norm of the gradients of a model whose layers are in several processes.
 
-It is that of `torch.nn.utils.get_total_norm` of the un-partitioned model on one device, to the last bit: the norm of
-each gradient in its own dtype, then the norm of these, in the order in which PyTorch takes them. That is dtype by
-dtype, so the dtypes travel with the norms.
+It equals `torch.nn.utils.get_total_norm` of the un-partitioned model on one device, to the last bit: the norm of each
+gradient in its own dtype, then the norm of these norms, in PyTorch's order. This goes dtype by dtype, so the ranks
+exchange dtypes along with the norms.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Norms = dict[str, list[tuple[str, float]]]
-"""For each stage, by its number as JSON has keys, the dtype and the norm of each gradient."""
+"""For each stage (its number as text, since these are keys of JSON) the dtype and the norm of each gradient."""
 
 
 def norms_of_stages(stages: Mapping[int, Sequence[Tensor]], elsewhere: Collection[int], norm_type: float) -> Norms:
-    """The norms of one process.
+    """The norms of the gradients of one process.
 
     Args:
         stages: the parameters of each of its stages.
         elsewhere: the ids of parameters that another process counts.
-        norm_type: which norm.
+        norm_type: the order of the norm, such as 2.0.
 
     Raises:
         TypeError: a gradient is sparse.
@@ -55,11 +55,11 @@ def norms_of_stages(stages: Mapping[int, Sequence[Tensor]], elsewhere: Collectio
 
 
 def norm_of_all(processes: Sequence[Norms], norm_type: float) -> Tensor:
-    """The norm of the whole, on the CPU.
+    """The norm of all gradients, on the CPU.
 
     Args:
-        processes: the norms of each.
-        norm_type: which norm.
+        processes: the norms of each process.
+        norm_type: the order of the norm, such as 2.0.
 
     Example:
         >>> norm_of_all([{"0": [["float32", 3.0]]}, {"1": [["float32", 4.0]]}], 2.0)
@@ -80,7 +80,7 @@ def norm_of_all(processes: Sequence[Norms], norm_type: float) -> Tensor:
 
 
 def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[tuple[str, float]]:
-    """The dtype and the norm of each, by the operators that PyTorch takes; each device is waited for once."""
+    """The dtype and the norm of each gradient, by PyTorch's own operators, with one wait for each device."""
     devices: dict[torch.device, list[tuple[int, str, Tensor]]] = {}
     for device, dtype, places in torch_private.grouped(gradients):
         group = [gradients[place] for place in places]
@@ -89,7 +89,7 @@ def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[tuple[str, flo
         devices.setdefault(device, []).extend([(place, name, norm) for place, norm in zip(places, norms, strict=True)])
     found: dict[int, tuple[str, float]] = {}
     for rows in devices.values():
-        values = torch.stack([norm for _, _, norm in rows]).tolist()  # in the widest dtype, which holds the others
+        values = torch.stack([norm for _, _, norm in rows]).tolist()  # in the widest dtype, which represents all others
         for (place, name, _), value in zip(rows, values, strict=True):
             found[place] = (name, value)
     return [found[place] for place in range(len(gradients))]

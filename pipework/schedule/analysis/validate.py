@@ -20,6 +20,8 @@ from pipework.schedule.schedule import Schedule, checked_schedule
 class ScheduleError(ValueError):
     """A schedule that cannot be executed; the message names worker, action and reason."""
 
+    __module__ = "pipework.schedule"  # the public name, for tracebacks
+
 
 @dataclass(frozen=True)
 class Validation:

@@ -111,7 +111,7 @@ def test_the_handler_of_a_dead_pipe_is_no_native_one(caplog: pytest.LogCaptureFi
             if rank < 2:
                 del monitor
                 gc.collect()
-                assert preemption._over
+                assert preemption._unused
         assert not caplog.records
         assert signal.getsignal(signal.SIGTERM) == preemption._handle
         os.kill(os.getpid(), signal.SIGTERM)

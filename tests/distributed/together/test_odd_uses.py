@@ -178,7 +178,7 @@ def frozen_on_one(mesh: Mesh) -> str:
     pipe(x, target=y).backward()
     assert weight.grad is None
     weight.requires_grad_(mesh.rank == 0)
-    with pytest.raises((ValueError, PipelineError), match="share learns") as caught:  # its own, or the other's first
+    with pytest.raises((ValueError, PipelineError), match="is trained in") as caught:  # its own, or the other's first
         pipe(x, target=y)
     return str(caught.value)
 
@@ -229,7 +229,7 @@ def test_a_rank_without_parameters_is_told_early(on_ranks: Run, tmp_path: Path) 
 
 def test_a_tied_parameter_that_is_frozen_on_one_rank_only(start: Callable[..., Any]) -> None:
     for ended in start(2, frozen_on_one).ended():
-        assert "stages 0, 1 share learns in 0 and does not in 1" in ended.result, ended.errors
+        assert "stages 0, 1 share is trained in 0 and not in 1" in ended.result, ended.errors
 
 
 @skippable(stash=["skip"])
