@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
 
     print("== a skip connection from layer 1 to layer 3")
     right = compare(nn.Sequential(Layer1(), Layer2(), Layer3()))
-    print("== two such blocks: each has the name for itself, in a namespace of its own")
+    print("== two such blocks, each in its own namespace")
     right &= compare(nn.Sequential(*block(), *block()))
 
     print("== wrong arrangements, as verify_skippables and Pipe see them")

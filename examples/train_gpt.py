@@ -73,7 +73,7 @@ add("--layers", type=positive, default=4, metavar="N", help="transformer blocks 
 add("--seed", type=int, default=0, metavar="N", help="of all that is random (%(default)s)")
 add("--data", type=os.path.abspath, metavar="FILE", help="train on this text instead of the standard library")
 add("--out", metavar="FOLDER", help="a new folder for the run (the first free one of runs/gpt-1, ..)")
-add("--resume", metavar="FOLDER", help="go on with the run in this folder, with its options")
+add("--resume", metavar="FOLDER", help="resume the run in this folder, with its options")
 add("--compare", action="store_true", help="at the end, time the pipeline against the plain model")
 
 
@@ -195,7 +195,7 @@ def compare(pipe: Pipe, optimizer: torch.optim.Optimizer, text: Tensor, rows: in
                 torch.accelerator.synchronize(device)
             times[way].append(time.perf_counter() - start)
     medians = {way: statistics.median(seconds[2:]) for way, seconds in times.items()}  # the first two warm up
-    print("comparison     speed-up by the pipeline; median of ten steps each, by turns")
+    print("comparison     speed-up by the pipeline; median of ten steps each, in turns")
     for way, median in medians.items():
         print(f"{median / medians['the pipeline']:19.2f}  {1000 * median:5.0f} ms  {way}")
 
@@ -243,16 +243,16 @@ def options_of_all(argv: list[str] | None, mesh: Mesh | None) -> argparse.Namesp
     if mesh is None:
         return checked_options(argv, 0)
     if mesh.rank > 0:
-        told = mesh.store.get("options")  # waits until it is there
-        if not told:
+        sent = mesh.store.get("options")  # waits until it is there
+        if not sent:
             sys.exit()  # The first process has reported why.
-        return argparse.Namespace(**json.loads(told))
-    told = ""
+        return argparse.Namespace(**json.loads(sent))
+    sent = ""
     try:
         options = checked_options(argv, len(mesh.ranks))
-        told = json.dumps(vars(options))
+        sent = json.dumps(vars(options))
     finally:
-        mesh.store.set("options", told)
+        mesh.store.set("options", sent)
     return options
 
 
@@ -280,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
         fail(f"--resume: {' '.join(str(error).split())}")
     first = checkpoint.step if checkpoint else 0
     if steps <= first:
-        fail(f"{options.resume} has {first} steps behind it: to go on, give --steps more than that")
+        fail(f"{options.resume} has finished {first} steps: give --steps a higher number")
     metrics = run / "metrics.jsonl"
     if first_process:
         kept = metrics.read_text().splitlines(keepends=True)[:first] if first else []
