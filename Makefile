@@ -18,7 +18,7 @@ train: $(VENV)/.train ## train a small GPT in a pipeline (options: ARGS="--help"
 	@trap : INT; echo $(BIN)/python examples/train_gpt.py $(ARGS); \
 	$(BIN)/python examples/train_gpt.py $(ARGS) || test $$? = 130  # Ctrl-C is no error
 
-test: $(VENV)/.test ## run the tests (one file: ARGS=tests/test_pipe.py)
+test: $(VENV)/.test ## run the tests (one file: ARGS=tests/test_partition.py)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-all: $(VENV)/.test ## run the slow tests too

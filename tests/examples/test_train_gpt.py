@@ -336,7 +336,7 @@ def test_a_run_is_neither_overwritten_nor_resumed_as_another(
 
     before = losses(run)
     assert "File exists" in complaint(*tiny, "--out", str(run))
-    assert f"has {STEPS} steps behind it" in complaint("--resume", str(run))
+    assert f"has finished {STEPS} steps" in complaint("--resume", str(run))
     assert "--width is 16" in complaint("--resume", str(run), "--steps", "99", "--width", "32")
     assert losses(run) == before
 
