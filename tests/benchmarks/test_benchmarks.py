@@ -1,8 +1,7 @@
 """Every benchmark runs, at a size too small to say anything about speed."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from benchmarks.memory import v_half
 from benchmarks.memory.live import CALLER, ON_ITS_WAY, LiveStorages
 from benchmarks.unet import UNet
 from pipework import skip
+from tests.programs import RunPython
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,16 +39,14 @@ TINY = {
 }
 
 
-def run(name: str, *arguments: str, script: str = "run.py") -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / name / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(run_python: RunPython) -> Callable[..., str]:
+    def run(name: str, *arguments: str, script: str = "run.py") -> str:
+        done = run_python([ROOT / "benchmarks" / name / script, *arguments])
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
 def test_all_benchmarks_are_here() -> None:
@@ -56,14 +54,14 @@ def test_all_benchmarks_are_here() -> None:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_benchmark_prints_its_table_and_a_verdict(name: str) -> None:
+def test_benchmark_prints_its_table_and_a_verdict(run: Callable[..., str], name: str) -> None:
     output = run(name, *TINY[name])
     assert "| " in output
     assert "load average" in output
     assert "REACHED: " in output or "MISSED: " in output
 
 
-def test_what_schedules_hold_beside_1f1b_is_printed() -> None:
+def test_what_schedules_hold_beside_1f1b_is_printed(run: Callable[..., str]) -> None:
     output = run("memory", "--workers", "2", "--width", "8", "--rows", "2", script="v_half.py")
     rows = [line.split(",")[0] for line in output.splitlines() if line.startswith("| ") and "2 workers" in line]
     assert rows == [f"| {name}" for name in v_half.NAMES]
