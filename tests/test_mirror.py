@@ -19,7 +19,7 @@ SPANNING = {
 }  # fmt: skip
 # Tests of several source files of their folder, or of all its subfolders.
 OF_SEVERAL = {
-    ".": {"gpu", "gradcheck", "imports", "mirror"},
+    ".": {"gpu", "gradcheck", "imports", "mirror", "tiers"},
     "autograd/weight_split": {"randomly"},
     "compat": {"differences", "documents"},
     "compat/fairscale": {"pipe"},

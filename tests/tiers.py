@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import pytest
 
-STARTING = {"launch", "start", "start_python"}  # fixtures that start processes
+STARTING = {"launch", "originals_process", "start", "start_python"}  # fixtures that start processes
 
 
 def mark_thorough(items: Iterable[pytest.Item]) -> None:

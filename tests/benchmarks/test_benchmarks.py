@@ -17,11 +17,11 @@ from tests.programs import RunPython
 ROOT = Path(__file__).resolve().parents[2]
 
 TINY = {
+    "split_cost": ["--seconds", "0.01"],  # the first one runs each time
     "two_stage_speed": ["--rounds", "1", "--recorded", "1", "--predict", "0", "--width", "16", "--tokens", "4"],
     "overhead": ["--seconds", "0.01", "--workers", "1", "2", "--stages", "2", "--chunks", "2", "64"],
     "p2p_overhead": ["--rounds", "1", "--sizes", "tiny", "--chunks", "4"],
     "many_workers": ["--rounds", "1", "--workers", "2", "3", "--milliseconds", "1", "--micro-batches", "3"],
-    "split_cost": ["--seconds", "0.01"],
     "zero_bubble": ["--seconds", "0.01", "--widths", "8", "16", "--chunks", "2", "4"],
     "unet_speed": [
         *("--rounds", "1", "--levels", "2", "--width", "4", "--size", "8"),

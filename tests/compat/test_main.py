@@ -83,6 +83,7 @@ def test_a_script_finds_itself_as_usual(run: RunPython, tmp_path: Path) -> None:
     assert ended.returncode == 0
 
 
+@pytest.mark.thorough
 def test_a_safe_path_stays_safe(tmp_path: Path) -> None:
     script = write(tmp_path / "script.py", "import sys; print(sys.path)")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
@@ -174,6 +175,7 @@ def test_spawned_processes_find_the_old_modules_too(run: RunPython, tmp_path: Pa
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no distributed")
+@pytest.mark.thorough
 def test_torchrun(tmp_path: Path) -> None:
     code = """
         import os, sys

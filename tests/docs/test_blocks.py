@@ -30,6 +30,7 @@ PAGES = [
     *sorted((ROOT / "examples").glob("**/*.md")),
     *sorted((ROOT / "benchmarks").glob("**/*.md")),
 ]
+QUICK = {ROOT / "README.md", ROOT / "docs" / "quickstart.md"}
 OUTPUT = re.compile(r"\s*(?P<varies><!-- numbers vary -->\s*)?```text\n(?P<text>.*?)^```", re.DOTALL | re.MULTILINE)
 SCRIPT = re.compile(r"# (?P<file>\w+\.py)\n")
 NUMBER = re.compile(r"\d+([.,]\d+)*")
@@ -115,7 +116,11 @@ class Shell(CodeBlockParser):
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")  # PyTorch's tracer, about itself
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=() if page in QUICK else pytest.mark.thorough) for page in PAGES],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_blocks_run_and_print_what_is_shown(
     run_python: RunPython, page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

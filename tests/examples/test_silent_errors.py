@@ -90,7 +90,11 @@ def alike(one: str, other: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param([], id="by itself"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow)]
+    "command",
+    [
+        pytest.param([], id="by itself", marks=pytest.mark.thorough),
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow),
+    ],
 )
 def test_pipework_is_right_in_every_row(
     run_python: RunPython, script: ModuleType, environment: dict[str, str], command: list[str]

@@ -92,7 +92,7 @@ def assert_epochs_alike(loader: DataLoader[Tensor]) -> tuple[list[Tensor], Excep
     return outputs, error
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.thorough)])  # these take long to end
 def test_a_row_that_cannot_be_read(workers: int) -> None:
     outputs, error = assert_epochs_alike(DataLoader(Rows(broken, at=7), batch_size=3, num_workers=workers))
     assert isinstance(error, LookupError)
