@@ -12,6 +12,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.programs import RunPython
+
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no distributed"),
     pytest.mark.timeout(400),
@@ -88,12 +90,17 @@ def alike(one: str, other: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param([], id="by itself"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow)]
+    "command",
+    [
+        pytest.param([], id="by itself", marks=pytest.mark.thorough),
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow),
+    ],
 )
-def test_pipework_is_right_in_every_row(script: ModuleType, environment: dict[str, str], command: list[str]) -> None:
+def test_pipework_is_right_in_every_row(
+    run_python: RunPython, script: ModuleType, environment: dict[str, str], command: list[str]
+) -> None:
     surroundings = {**environment, "PYTHONWARNINGS": "default"}  # of what PyTorch warns is not for us to say
-    whole = [sys.executable, *command, str(SCRIPT)]
-    check(script, subprocess.run(whole, env=surroundings, capture_output=True, text=True, timeout=300))
+    check(script, run_python([*command, SCRIPT], env=surroundings, timeout=300))
 
 
 def test_a_wrong_figure_is_seen(script: ModuleType) -> None:

@@ -230,6 +230,7 @@ def running(arguments: list[str], folder: Path) -> Iterator[subprocess.Popen[str
         process.kill()
 
 
+@pytest.mark.thorough
 def test_ctrl_c_leaves_a_checkpoint_that_resumes(script: ModuleType, tiny: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with running([*tiny, "--steps", "100000"], folder) as process:
@@ -243,6 +244,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes(script: ModuleType, tiny: list[
     assert len(losses(folder)) == done + 2
 
 
+@pytest.mark.thorough
 def test_a_second_ctrl_c_ends_it_at_once_and_quietly(tiny: list[str], tmp_path: Path) -> None:
     with running([*tiny, "--batch-size", "512", "--steps", "100000"], tmp_path / "run") as process:
         process.send_signal(signal.SIGINT)
@@ -253,6 +255,7 @@ def test_a_second_ctrl_c_ends_it_at_once_and_quietly(tiny: list[str], tmp_path: 
     assert process.returncode in (-signal.SIGINT, 130)  # 130 if the step happened to end in between
 
 
+@pytest.mark.thorough
 def test_ctrl_c_during_the_report_ends_it_quietly(tiny: list[str], tmp_path: Path) -> None:
     with running([*tiny, "--steps", "3", "--compare"], tmp_path / "run") as process:
         while process.poll() is None and not list(tmp_path.glob("run/checkpoints/step-*/COMPLETE")):
@@ -406,6 +409,7 @@ def all_output(process: subprocess.Popen[bytes], master: int, seconds: float = 1
     raise AssertionError(f"it has not ended:\n{told.decode(errors='replace')}")
 
 
+@pytest.mark.thorough
 def test_a_run_of_one_process_goes_on_in_two(
     script: ModuleType, tiny: list[str], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -426,6 +430,7 @@ def test_a_run_of_one_process_goes_on_in_two(
     assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
 
 
+@pytest.mark.thorough
 def test_one_ctrl_c_ends_both_processes_and_one_goes_on(
     script: ModuleType, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,6 +455,7 @@ def test_one_ctrl_c_ends_both_processes_and_one_goes_on(
     assert len(losses(folder)) == done + 2
 
 
+@pytest.mark.thorough
 def test_a_mistake_of_two_processes_is_told_once(tiny: list[str], tmp_path: Path) -> None:
     with torchrun([*tiny, "--out", str(tmp_path / "run"), "--stages", "3"]) as (process, terminal):
         told = all_output(process, terminal)

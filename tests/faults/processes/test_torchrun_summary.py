@@ -6,6 +6,8 @@ import pytest
 
 from tests.faults.processes.launching import Launch
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_the_root_cause_is_the_rank_that_failed(launch: Callable[..., Launch], recorded: bool) -> None:
