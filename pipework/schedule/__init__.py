@@ -1,4 +1,4 @@
-"""Schedules: what every worker does in which order, as data; checked, simulated and drawn. Needs no torch."""
+"""Schedules: the order of actions of each worker, as data, which can be checked, simulated and drawn without torch."""
 
 from pipework.schedule.action import KINDS, OF_STAGES, TRANSFERS, Action
 from pipework.schedule.analysis.bounds import Bounds, lower_bounds
@@ -6,7 +6,7 @@ from pipework.schedule.analysis.channels import Channel
 from pipework.schedule.analysis.compare import Comparison, compare
 from pipework.schedule.analysis.rules import Violation
 from pipework.schedule.analysis.simulate import Simulation, simulate
-from pipework.schedule.analysis.validate import Conditions, ScheduleError, Validation, check, validate
+from pipework.schedule.analysis.validate import ScheduleError, Validation, ValidationOptions, check, validate
 from pipework.schedule.costs import Costs
 from pipework.schedule.draw.grid import grid
 from pipework.schedule.draw.svg import svg
@@ -38,7 +38,6 @@ __all__ = [
     "Bounds",
     "Channel",
     "Comparison",
-    "Conditions",
     "Costs",
     "Interval",
     "KINDS",
@@ -51,6 +50,7 @@ __all__ = [
     "TRANSFERS",
     "Timeline",
     "Validation",
+    "ValidationOptions",
     "Violation",
     "build",
     "check",

@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every worker does, in which order.
+    """The actions of every worker, in order.
 
-    The constructor checks types and ranges, so that every later function may rely on them; whether the orders can be
-    executed is the question of :meth:`validate`.
+    The constructor checks types and ranges, so that all functions can rely on them. Whether the orders can be executed
+    is checked by :func:`pipework.schedule.validate`.
 
     Attributes:
-        name: what people call it, such as ``"gpipe"``.
+        name: such as ``"gpipe"``.
         placement: the worker of each stage.
         orders: the actions of each worker, in the order in which it runs them.
-        inference: whether nothing goes back, so that there are forwards only.
+        inference: whether the schedule has forwards only.
         skips: the skip connections that pass over a stage, as (from, to) pairs of stages; see
             :func:`pipework.schedule.with_skips`.
 
     Raises:
-        TypeError: a name, worker, stage or micro-batch of a wrong type.
-        ValueError: no stage, no worker, no action, or a number out of range.
+        TypeError: a name, worker, stage or micro-batch has a wrong type.
+        ValueError: there is no stage, worker or action, or a number is out of range.
 
     Example:
         >>> from pipework.schedule import Action
@@ -47,7 +47,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"name of a schedule is {self.name!r}: wanted a str such as 'gpipe'")
-        # Lists are welcome, but what is kept is hashable.
+        # Lists are accepted; tuples are stored, so that a schedule is hashable.
         orders = checked_tuple("orders", self.orders, "an order of actions for each worker")
         example = "(Action('F', 0, 0), Action('B', 0, 0))"
         orders = tuple(checked_tuple(f"the order of worker {n}", order, example) for n, order in enumerate(orders))
@@ -68,32 +68,32 @@ class Schedule:
 
     @property
     def workers(self) -> int:
-        """How many workers there are."""
+        """Number of workers."""
         return len(self.orders)
 
     @property
     def stages(self) -> int:
-        """How many stages there are, over all workers."""
+        """Number of stages, over all workers."""
         return len(self.placement)
 
     @cached_property
     def micro_batches(self) -> int:
-        """How many micro-batches there are, one more than the highest number that occurs."""
+        """Number of micro-batches: one more than the highest one in the orders."""
         return 1 + max(action[2] for order in self.orders for action in order)
 
     @cached_property
     def communicates(self) -> bool:
-        """Whether transfers between workers stand among the actions, as :func:`with_communication` adds them."""
+        """Whether the orders contain transfers, as :func:`with_communication` adds them."""
         return any(action[3] >= 0 for order in self.orders for action in order)
 
     @cached_property
     def split_stages(self) -> frozenset[int]:
-        """The stages of which some backward comes in halves."""
+        """The stages with a split backward."""
         return frozenset(action.stage for order in self.orders for action in order if action.kind == "I")
 
     @property
     def title(self) -> str:
-        """Name and size, for people.
+        """Name and size, for pictures and messages.
 
         Example:
             >>> from pipework.schedule import fill_drain
@@ -124,10 +124,10 @@ class Schedule:
 
 
 def checked_schedule(schedule: Schedule) -> Schedule:
-    """The schedule itself.
+    """Refuse anything but a schedule, such as its name.
 
     Raises:
-        TypeError: it is something else, such as a name.
+        TypeError: the argument is something else.
 
     Example:
         >>> checked_schedule("1f1b")

@@ -111,16 +111,16 @@ REFUSED = {
         lambda: list_schedule((), [], 1),
         "there are priorities for 0 workers, but the placement has 0",
     ),
-    "a wish that is missing": (
+    "a backward that is missing": (
         lambda: list_schedule((0, 1), [[F0, B0], [F1]], 1),
-        "worker 1 has no wish for a backward of stage 1, which it holds",
+        "the priorities of worker 1 lack a backward of stage 1, which it holds",
     ),
-    "a wish on the wrong worker": (
+    "a forward on the wrong worker": (
         lambda: list_schedule((0, 1), [[F0, B0, F1], [F1, B1]], 1),
-        "worker 0 has a wish for a forward of stage 1, which it does not hold",
+        "the priorities of worker 0 contain a forward of stage 1, which it does not hold",
     ),
     "no memory": (lambda: list_schedule((0,), [[F0, B0]], 0), "limit is 0: wanted an integer of at least 1"),
-    "a way to overtake that does not exist": (
+    "an unknown overtaking": (
         lambda: list_schedule((0,), [[F0, B0]], 1, overtaking="some"),
         "overtaking is 'some': wanted one of 'none', 'backwards', 'all'",
     ),

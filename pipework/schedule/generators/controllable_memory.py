@@ -1,4 +1,4 @@
-"""V-Half: a little more than half of 1F1B's memory, less than half of its bubble, two stages per worker in a V."""
+"""V-Half and V-Min: about a half and a third of 1F1B's memory, with two stages per worker in V placement."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pipework.schedule.checks import positive_integer
 from pipework.schedule.costs import Costs
 from pipework.schedule.list_schedule import list_schedule
 from pipework.schedule.placement import wave_placement
-from pipework.schedule.priorities import Hops, repeated
+from pipework.schedule.priorities import Hops, v_pattern
 from pipework.schedule.schedule import Schedule
 
 
 def v_half(workers: int, micro_batches: int, *, costs: Costs | None = None) -> Schedule:
-    """Let micro-batches follow each other just fast enough, so that half of them are in flight.
+    """Keep half of p micro-batches in flight: little more than half of 1F1B's memory, less than half of its bubble.
 
     ::
 
@@ -23,18 +23,19 @@ def v_half(workers: int, micro_batches: int, *, costs: Costs | None = None) -> S
         worker 2   .   .  2F0 2F1  .  5F0  .   .  2F2 5F1 5I0 5F2 5W0 2I0 5I1 2W0 5I2 2I1 5W1 2I2 5W2 2W1 2W2
         worker 3   .   .   .  3F0 4F0 3F1 4F1  .   .  3F2 4F2 4I0 3I0 4W0 3W0 4I1 3I1 4I2 3I2 4W1 3W1 4W2 3W2
 
-    All micro-batches have the same pattern, at the pace at which workers are always busy. On the way down a forward,
-    and on its way back a backward, takes two units from worker to worker, on the other ways one: a worker then holds
-    its first stage's activations for long and its second's shortly, or both for a while, which is the same for all.
-    Input halves come earlier than the pattern says where they can, forwards never; weight halves fill the gaps.
+    All micro-batches follow one pattern, at a distance that keeps all workers busy. Forwards of first stages and
+    backwards of second stages take two units from worker to worker, the others one. So the first workers hold the
+    activations of their first stage for long and those of their second briefly, the last ones both for a medium time,
+    and all need the same memory. Input halves may run earlier than in the pattern, forwards may not; weight halves fill
+    the gaps.
 
     Of p workers and m micro-batches, with F, I and W the time of a forward and the halves of a backward of a worker's
     whole share: where F = I = W and m is large enough, the bubble is (3p - 7)F/2 for even p from 4 on and (3p - 4)F/2
-    for odd p from 3 on, of the 3(p - 1)F of 1F1B. A worker holds up to (p + 2)//2 micro-batches of the activations of
+    for odd p from 3 on; that of 1F1B is 3(p - 1)F. A worker holds up to (p + 2)//2 micro-batches of the activations of
     its share.
 
-    Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362. How the pattern is squeezed
-    together is pipework's own.
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362. The compaction of the
+    pattern is pipework's own.
 
     Args:
         workers: number of workers p; worker d has the stages d and 2p - 1 - d.
@@ -55,14 +56,14 @@ def v_half(workers: int, micro_batches: int, *, costs: Costs | None = None) -> S
     """
     positive_integer("workers", workers)
     positive_integer("micro_batches", micro_batches)
-    # The two forwards of a worker are 3(p - 1) + turn - 3d apart, and must not start in the same of the six units that
-    # a micro-batch takes; nor may its backwards, nor one with the other. Whether they would, depends on p.
+    # The two forwards of worker d are 3(p - 1) + turn - 3d units apart. They must not collide modulo the six units of a
+    # micro-batch, nor may its backwards, nor a forward with a backward. Whether they collide depends on p.
     hops = Hops(down=2, back=2) if workers % 2 else Hops(down=2, turn=3, loss=4, back=2)
-    return patterned("v-half", repeated(workers, micro_batches, hops), (workers + 2) // 2, costs)
+    return _compacted("v-half", v_pattern(workers, micro_batches, hops), (workers + 2) // 2, costs)
 
 
 def v_min(workers: int, micro_batches: int, *, costs: Costs | None = None) -> Schedule:
-    """Send each micro-batch through the pipe without a stop, and the next one only when all workers have time for it.
+    """Keep a third of p micro-batches in flight, the fewest that keep workers busy: a third of 1F1B's memory.
 
     ::
 
@@ -71,16 +72,16 @@ def v_min(workers: int, micro_batches: int, *, costs: Costs | None = None) -> Sc
         worker 2   .   .  2F0  .   .  5F0  .   .  2F1  .  5I0 5F1 5W0 2I0 2W0  .  5I1 5W1  .  2I1 2W1  .   .
         worker 3   .   .   .  3F0 4F0  .   .   .   .  3F1 4F1 4I0 3I0 4W0 3W0  .   .  4I1 3I1 4W1 3W1  .   .
 
-    A micro-batch takes 4p units from its first forward to its last input half, and the next follows after the six units
-    that it costs each worker. So a third of p micro-batches are in flight, which is the least that keeps all workers
-    busy. It hangs together by a thread: where F, I and W differ, or transfers take time, workers wait in every round.
+    A micro-batch takes 4p units from its first forward to its last input half, never waits, and costs each worker six
+    units, after which the next one follows. There is no slack: where F, I and W differ, or transfers take time, workers
+    wait in every round.
 
     Of p workers and m micro-batches, with F, I and W the time of a forward and the halves of a backward of a worker's
-    whole share: where F = I = W, the bubble is (4p - 5)F/2, and (4p - 7)F/2 where 3 divides p and m is large enough, of
-    the 3(p - 1)F of 1F1B. A worker holds up to (p + 4)//3 micro-batches of the activations of its share.
+    whole share: where F = I = W, the bubble is (4p - 5)F/2, and (4p - 7)F/2 where 3 divides p and m is large enough;
+    that of 1F1B is 3(p - 1)F. A worker holds up to (p + 4)//3 micro-batches of the activations of its share.
 
-    Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362. How the pattern is squeezed
-    together is pipework's own.
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362. The compaction of the
+    pattern is pipework's own.
 
     Args:
         workers: number of workers p; worker d has the stages d and 2p - 1 - d.
@@ -101,23 +102,23 @@ def v_min(workers: int, micro_batches: int, *, costs: Costs | None = None) -> Sc
     """
     positive_integer("workers", workers)
     positive_integer("micro_batches", micro_batches)
-    # A worker's first forward and the backward of its second stage are 2p units apart. Where 3 divides p, that is a
-    # multiple of the six units that a micro-batch takes, so they would meet: the corners take a little longer there.
+    # A worker's first forward and the backward of its second stage are 2p units apart. If 3 divides p, that is a
+    # multiple of the six units of a micro-batch, and they would collide, so the corners take a little longer.
     hops = Hops() if workers % 3 else Hops(turn=2, loss=2, again=3)
-    return patterned("v-min", repeated(workers, micro_batches, hops), (workers + 4) // 3, costs)
+    return _compacted("v-min", v_pattern(workers, micro_batches, hops), (workers + 4) // 3, costs)
 
 
-def patterned(name: str, priorities: Sequence[Sequence[Action]], held: int, costs: Costs | None) -> Schedule:
-    """Two stages per worker in V placement, which follow a pattern as far as memory goes.
+def _compacted(name: str, priorities: Sequence[Sequence[Action]], held: int, costs: Costs | None) -> Schedule:
+    """Make a schedule of a V pattern, within a limit of memory.
 
     Args:
         name: of the schedule.
-        priorities: of each worker, the pattern.
-        held: how many micro-batches of its share's activations a worker may hold.
+        priorities: the pattern, for each worker.
+        held: the number of micro-batches whose activations, of a worker's whole share, a worker may hold.
         costs: times that decide where weight halves fit; equal ones if None.
 
     Example:
-        >>> patterned("v", repeated(2, 3, Hops()), 2, None).placement
+        >>> _compacted("v", v_pattern(2, 3, Hops()), 2, None).placement
         (0, 1, 1, 0)
     """
     placement = wave_placement(len(priorities), 2)

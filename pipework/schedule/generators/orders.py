@@ -9,7 +9,7 @@ from pipework.schedule.action import Action
 
 
 def warm_up_then_alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
-    """Some forwards, then one forward and one backward in turn, then the backwards that are left.
+    """Run `warm_up` forwards, then one forward and one backward in turn, then the remaining backwards.
 
     Example:
         >>> forwards, backwards = ([Action(kind, 0, i) for i in range(3)] for kind in "FB")
@@ -23,9 +23,9 @@ def warm_up_then_alternate(forwards: list[Action], backwards: list[Action], warm
 
 
 def nearly_equal_rounds(micro_batches: int, count: int) -> list[range]:
-    """That many consecutive ranges of micro-batches, whose lengths differ by one at most.
+    """Divide the micro-batches into `count` consecutive ranges whose lengths differ by at most one.
 
-    The longer ones come first: the first round decides how long the warm-up is, and no later one may need more.
+    The longer ones come first: the first round decides the length of the warm-up, and no later one may need more.
 
     Example:
         >>> nearly_equal_rounds(5, 2)
@@ -37,7 +37,7 @@ def nearly_equal_rounds(micro_batches: int, count: int) -> list[range]:
 
 
 def in_rounds(kind: str, stages: Iterable[int], rounds: Iterable[range]) -> list[Action]:
-    """The actions of one kind, of which each round passes all stages.
+    """The actions of one kind, round by round, and in each round stage by stage.
 
     Example:
         >>> [str(action) for action in in_rounds("F", [0, 2], [range(0, 2), range(2, 3)])]

@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B with backwards in two halves; weight halves fill what was the bubble, at the memory of 1F1B."""
+"""ZB-H1 and ZB-H2: 1F1B with split backwards, whose weight halves fill the bubble."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipework.schedule.schedule import Schedule
 
 
 def zb_h1(workers: int, micro_batches: int) -> Schedule:
-    """Pass input gradients on first, and form weight gradients when there is nothing better to do.
+    """Delay weight halves, so that input gradients pass sooner and weight halves fill the bubble, with 1F1B's memory.
 
     ::
 
@@ -19,12 +19,12 @@ def zb_h1(workers: int, micro_batches: int) -> Schedule:
         worker 2   .   .  2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
     In turn i, worker d runs ``F`` of micro-batch i, ``I`` of i - (p - 1 - d) as in 1F1B, and ``W`` of i - (p - 1).
-    The later a worker is in the pipe, the longer its weight halves wait, so that all workers hold the same.
+    Later workers delay their weight halves longer, so that all workers hold the same memory.
 
     Of p workers and m micro-batches, with F, I and W the time of a forward and the halves of a backward of one stage:
-    the bubble is (p - 1)(F + I - W) if these are equal or nearly so and m is at least p; a worker holds up to min(m, p)
-    micro-batches of activations, as worker 0 in 1F1B. Where F = I = W and m is at least p, no schedule with one stage
-    per worker and this memory is faster.
+    the bubble is (p - 1)(F + I - W) if these are nearly equal and m is at least p; a worker holds up to min(m, p)
+    micro-batches of activations, as worker 0 does in 1F1B. Where F = I = W and m is at least p, no schedule with one
+    stage per worker and this memory is faster.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
 
@@ -49,7 +49,7 @@ def zb_h1(workers: int, micro_batches: int) -> Schedule:
 
 
 def zb_h2(workers: int, micro_batches: int) -> Schedule:
-    """Fill what ZB-H1 leaves of the bubble with forwards, for twice the memory.
+    """Fill the rest of the bubble with forwards, for twice the memory of ZB-H1.
 
     ::
 
@@ -60,10 +60,10 @@ def zb_h2(workers: int, micro_batches: int) -> Schedule:
     In turn i, worker d runs ``F`` of micro-batch i, ``I`` of i - 2(p - 1 - d) and ``W`` of i - 2(p - 1).
 
     Of p workers and m micro-batches, with F, I and W the time of a forward and the halves of a backward of one stage:
-    where F = I = W and m is at least 2p - 1, no worker waits in its busy window, as one would like it if the next step
-    could begin at once (for unequal times the rest is (p - 1)(F + I - 2W)). But worker d begins d forwards after
-    worker 0 and ends as much later, so a step that ends with a barrier, such as the clipping of gradients, takes as
-    long as with ZB-H1. A worker holds up to min(m, 2p - 1) micro-batches of activations.
+    where F = I = W and m is at least 2p - 1, no worker waits in its busy window, which is the time of a step if the
+    next one begins at once (for unequal times a bubble of (p - 1)(F + I - 2W) remains). But worker d begins d forwards
+    after worker 0 and ends as much later, so a step that ends with a barrier, such as gradient clipping, takes as long
+    as with ZB-H1. A worker holds up to min(m, 2p - 1) micro-batches of activations.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
 
@@ -88,12 +88,12 @@ def zb_h2(workers: int, micro_batches: int) -> Schedule:
 
 
 def _in_turns(workers: int, micro_batches: int, ahead: int) -> Orders:
-    """Orders whose turns are a forward, an input half and a weight half, of earlier and earlier micro-batches.
+    """Make orders of turns, each with a forward, an input half and a weight half of earlier and earlier micro-batches.
 
     Args:
         workers: number of workers.
         micro_batches: number of micro-batches.
-        ahead: by how many forwards each worker is ahead of the next one before its first input half.
+        ahead: the number of forwards that each worker runs more than the next one before its first input half.
 
     Example:
         >>> [str(action) for action in _in_turns(2, 2, ahead=1)[0]]

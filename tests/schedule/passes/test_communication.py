@@ -121,17 +121,17 @@ def test_passes_go_together():
 
 def test_what_passes_refuse():
     lowered = with_communication(fill_drain(2, 2))
-    with pytest.raises(ValueError, match="'gpipe' has transfers among its actions already: they are added once"):
+    with pytest.raises(ValueError, match="'gpipe' already has transfers: pass the schedule without them"):
         with_communication(lowered)
-    with pytest.raises(ValueError, match="has transfers among its actions already: the skips come before"):
+    with pytest.raises(ValueError, match="already has transfers: add skips before transfers"):
         with_skips(lowered, [])
-    with pytest.raises(ValueError, match="has transfers among its actions: recompute before they are added"):
+    with pytest.raises(ValueError, match="has transfers: add recomputation before transfers"):
         with_recompute(lowered, 1)
     with pytest.raises(ValueError, match="worker 0 reduces already, 0REDUCE_GRAD"):
         with_gradient_reduction(with_gradient_reduction(fill_drain(2, 2)))
     with pytest.raises(ValueError, match="'forward-only' has no backwards, so there are no gradients to reduce"):
         with_gradient_reduction(forward_only(2, 2))
-    with pytest.raises(ValueError, match="'forward-only' has no backwards, so there is nothing to recompute"):
+    with pytest.raises(ValueError, match="'forward-only' has no backwards, so nothing can be recomputed"):
         with_recompute(forward_only(2, 2), 1)
     wrong = from_orders_text("schedule wrong\nplacement 0\nworker 0 0B0 0F0")
     for add in (with_communication, with_gradient_reduction, lambda schedule: with_skips(schedule, [])):
