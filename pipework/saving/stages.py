@@ -1,4 +1,4 @@
-"""Which tensors of a pipe this process holds, by stage and by their names in the un-partitioned module."""
+"""The tensors of a pipe that this process holds, by stage and by their names in the un-partitioned module."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def stages_of(pipe: Pipe, *, to_load: bool = False) -> Stages:
     """The parameters and persistent buffers of each stage that this process holds, the tensors themselves.
 
     Args:
-        pipe: whose they are.
-        to_load: values are to be read for them, so that layers which lie on the meta device until then will do.
+        pipe: the pipe.
+        to_load: accept layers on the meta device, as their values are to be read.
 
     Raises:
-        TypeError: it is no pipe, or a tensor cannot be saved.
+        TypeError: `pipe` is no pipe, or a tensor cannot be saved.
         ValueError: two tensors have one name.
 
     Example:
@@ -55,7 +55,7 @@ def stages_of(pipe: Pipe, *, to_load: bool = False) -> Stages:
 
 
 def plain_name(name: str) -> str:
-    """The name that a tensor has where no module is wrapped by `torch.compile`.
+    """The name of a tensor in the module without wrappers of `torch.compile`.
 
     Example:
         >>> plain_name("2._orig_mod.0.weight")
@@ -65,7 +65,7 @@ def plain_name(name: str) -> str:
 
 
 def aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """From the further names of tensors that have several to the first ones.
+    """Maps the additional names of a tensor to its first name.
 
     Example:
         >>> layer = nn.Linear(2, 2, bias=False)
@@ -80,9 +80,9 @@ def check_fits(wanted: Mapping[str, Kind], saved: Mapping[str, Kind], everywhere
     """Refuses a checkpoint of another model.
 
     Args:
-        wanted: what this process holds.
-        saved: what the checkpoint has.
-        everywhere: the names that all processes hold.
+        wanted: the tensors of this process.
+        saved: the tensors of the checkpoint.
+        everywhere: the names of the tensors of all processes.
 
     Raises:
         UnfitError: names are missing or unexpected, or a shape or dtype differs.
@@ -101,7 +101,7 @@ def check_fits(wanted: Mapping[str, Kind], saved: Mapping[str, Kind], everywhere
 
 
 def listed(what: str, names: Sequence[str], most: int = 8) -> str:
-    """The beginning of a long list, in words; nothing for an empty one.
+    """A heading and the first names of a list; an empty text for an empty list.
 
     Example:
         >>> listed("missing", ["0.weight", "0.bias", "1.weight"], most=2)
@@ -114,7 +114,7 @@ def listed(what: str, names: Sequence[str], most: int = 8) -> str:
 
 
 def _tensors(partition: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    # Not state_dict(): hooks may put other tensors there than those that are trained.
+    # Hooks may change the tensors in state_dict(), so it is not used.
     for prefix, module in partition.named_modules(remove_duplicate=False):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise TypeError(

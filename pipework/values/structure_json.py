@@ -56,7 +56,7 @@ class EncodeError(TypeError):
     """A value that another process could not build.
 
     Attributes:
-        value: the value, in words.
+        value: a description of the value.
         path: its position, such as `[0]['mask'].hidden`.
     """
 
