@@ -73,7 +73,7 @@ class Stage:
         # The situations in which a graph of this stage has been searched for hidden parameters.
         self.inspected: set[tuple[bool, bool, int]] = set()
         # By the id of a parameter, whether its gradient can wait for a W half, as its use has shown.
-        self.waits: dict[int, bool] = {}
+        self.deferred: dict[int, bool] = {}
         self.buffers = MutableBuffers(runnable if loss is None else [*runnable, loss])
 
     def refresh(self) -> None:

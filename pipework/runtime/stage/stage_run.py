@@ -96,9 +96,9 @@ class StageRun:
         stage.refresh()
         self.draws = any(map(may_draw, stage.modules)) or (loss is not None and function_may_draw(loss.function))
         defers = splits and context.grad and torch_private.can_defer
-        self._weight_store = WeightGradientStore(stage.waits) if defers else None
+        self._weight_store = WeightGradientStore(stage.deferred) if defers else None
         self.aliases = Aliases(stage.modules if context.grad else (), self._weight_store)
-        if not self.aliases.any_may_wait:
+        if not self.aliases.any_deferrable:
             self._weight_store = None
         self._parameter_versions = self.aliases.versions
         self.meter: MemoryMeter | None = None
