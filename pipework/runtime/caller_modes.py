@@ -1,8 +1,9 @@
-"""The modes that whoever calls the pipe has entered, entered again on its workers.
+"""Modes of PyTorch: captured on the calling thread and entered on workers.
 
 A mode sees every operator of its thread: `torch.utils.flop_counter.FlopCounterMode` counts them, debugging modes print
-them, others replace them. Stacks of modes belong to a thread, so on a worker nothing would be seen. Unlike the context
-of the forward (see `context`), modes are those of whoever calls: in the backward those around `loss.backward()`.
+them, others replace them. Each thread has a stack of modes, so a mode of the caller would see nothing on a worker. The
+settings of `caller_context` are always those around the forward. The modes in a backward are those around
+`loss.backward()`.
 """
 
 from __future__ import annotations
@@ -49,14 +50,13 @@ class Modes:
 
 
 class TakingTurns:
-    """An endpoint whose worker computes only while no other one does; it lets the others go ahead while it waits.
+    """An endpoint whose worker computes only while no other one does, and releases the lock while it waits.
 
-    A mode is an object of the user's that was written for one thread. With modes around, one worker at a time is what
-    keeps a counter's sums right.
+    A mode is the user's object, written for one thread. A counter's sums are right only if one worker runs at a time.
 
     Args:
-        endpoint: does the work.
-        turn: held by the worker that computes.
+        endpoint: sends and receives.
+        turn: the lock, held by the worker that computes.
     """
 
     __slots__ = ("_endpoint", "_turn", "finish", "handlers", "sender")

@@ -87,7 +87,7 @@ def test_what_says_its_transfers_runs_without_them(name: str, assert_trained_ali
     workers = 2 if SCHEDULES[name].stages_per_worker == 2 else 4
     text = to_csv(build(name, workers=workers, chunks=CHUNKS), form="compute_comms")
     lowered = from_csv(text)
-    with pytest.raises(ValueError, match=r"says what is transferred or reduced .*, which a pipe does by itself"):
+    with pytest.raises(ValueError, match=r"has communication or reduction actions .*, which a pipe adds by itself"):
         pipe_of(with_long_skips(), lowered, "never")
     assert_trains(computing(lowered), "except_last", assert_trained_alike)
 

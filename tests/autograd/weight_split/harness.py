@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipework import torch_private
 from pipework.autograd.aliases import Aliases
-from pipework.autograd.weight_split.store import SplitAlias, WeightGradientStore
+from pipework.autograd.weight_split.store import WeightGradientAlias, WeightGradientStore
 
 Layer = Callable[..., Tensor]
 
@@ -66,7 +66,7 @@ class Stage:
     def __init__(self, parameters: Sequence[Tensor], known: dict[int, bool] | None = None) -> None:
         self.weight_store = WeightGradientStore({} if known is None else known)
         self.aliases = [
-            SplitAlias.of(p.detach(), self.weight_store, self.weight_store.known(p)) if p.requires_grad else p
+            WeightGradientAlias.of(p.detach(), self.weight_store, self.weight_store.known(p)) if p.requires_grad else p
             for p in parameters
         ]
 
@@ -106,7 +106,7 @@ def split(layer: Layer, parameters: Sequence[Tensor], batches: Sequence[Sequence
     run.outputs = [output.detach() for output in outputs]
     run.of_inputs = [gradient for each in inputs for gradient in gradients(each)]
     run.of_parameters = [alias.grad for alias in stage.aliases]
-    run.waits = [alias.waits for alias in stage.aliases if isinstance(alias, SplitAlias)]
+    run.waits = [alias.deferred for alias in stage.aliases if isinstance(alias, WeightGradientAlias)]
     assert not any(stage.weight_store.kept(number) for number in range(len(batches)))
     return run
 
