@@ -17,11 +17,12 @@ from tests.programs import RunPython
 ROOT = Path(__file__).resolve().parents[2]
 
 TINY = {
-    "split_cost": ["--seconds", "0.01"],  # the first one runs each time
+    "receive_order": ["--workers", "2", "--chunks", "4"],  # the first one is what `make test` runs
     "two_stage_speed": ["--rounds", "1", "--recorded", "1", "--predict", "0", "--width", "16", "--tokens", "4"],
     "overhead": ["--seconds", "0.01", "--workers", "1", "2", "--stages", "2", "--chunks", "2", "64"],
     "p2p_overhead": ["--rounds", "1", "--sizes", "tiny", "--chunks", "4"],
     "many_workers": ["--rounds", "1", "--workers", "2", "3", "--milliseconds", "1", "--micro-batches", "3"],
+    "split_cost": ["--seconds", "0.01"],
     "zero_bubble": ["--seconds", "0.01", "--widths", "8", "16", "--chunks", "2", "4"],
     "unet_speed": [
         *("--rounds", "1", "--levels", "2", "--width", "4", "--size", "8"),
@@ -33,7 +34,6 @@ TINY = {
         *("--channels", "4", "--size", "16", "--balance", "28", "27"),
     ],
     "schedule_speed": ["--quick", "--rounds", "1", "--largest", "16"],
-    "receive_order": ["--workers", "2", "--chunks", "4"],
     "detection": ["--rounds", "1", "--detect", "2.5", "--kinds", "exception"],
     "grain": ["--seconds", "0.01", "--milliseconds", "0.1", "1", "--micro-batches", "2"],
 }
@@ -68,6 +68,7 @@ def test_what_schedules_hold_beside_1f1b_is_printed(run: Callable[..., str]) -> 
     assert "of 1F1B's: " in output
 
 
+@pytest.mark.thorough
 def test_v_half_holds_three_quarters_of_1f1b_with_four_workers_whatever_the_clock_says() -> None:
     whole, half = (v_half.measure(name, workers=4, width=16, rows=8) for name in ("1f1b", "v-half"))
     assert max(half.measured) / max(whole.measured) == pytest.approx(3 / 4, rel=0.05)

@@ -134,6 +134,7 @@ def test_the_report_tells_what_was_promised(
         assert name in told
 
 
+@pytest.mark.thorough
 def test_one_seed_gives_one_loss_curve(script: ModuleType, tiny: list[str], run: Path, tmp_path: Path) -> None:
     assert script.main([*tiny, "--out", str(tmp_path / "same")]) == 0
     assert losses(tmp_path / "same") == losses(run)
@@ -152,6 +153,7 @@ def test_one_seed_gives_one_loss_curve(script: ModuleType, tiny: list[str], run:
         ("zb-v", "4"),
     ],
 )
+@pytest.mark.thorough
 def test_every_schedule_gives_the_same_loss_curve(
     script: ModuleType,
     tiny: list[str],
@@ -193,6 +195,7 @@ def test_resuming_goes_on_as_if_nothing_had_happened(
     assert all(torch.equal(first[name], value) for name, value in second.items())
 
 
+@pytest.mark.thorough
 def test_a_finished_run_can_be_given_more_steps_other_stages_and_another_schedule(
     script: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,6 +270,7 @@ def test_ctrl_c_during_the_report_ends_it_quietly(tiny: list[str], tmp_path: Pat
     assert (tmp_path / "run" / "checkpoints" / "step-00000003" / "COMPLETE").exists()
 
 
+@pytest.mark.thorough
 def test_without_out_each_run_has_a_fresh_folder(
     script: ModuleType,
     tiny: list[str],
