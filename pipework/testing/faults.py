@@ -215,18 +215,19 @@ def fail_at(
 
             * ``"raise"``: an `InjectedFault` is raised, as by a bug in a layer;
             * ``"exit"``: ``SystemExit(1)`` is raised, as by a program that ends early;
-            * ``"kill"``: the process gets SIGKILL, as when memory runs out;
-            * ``"stop"``: it gets SIGSTOP: alive, but nothing in it runs any more, as on a machine that hangs;
+            * ``"kill"``: the process gets SIGKILL, as when the machine has no memory left;
+            * ``"stop"``: the process gets SIGSTOP: it is alive, but none of its code runs, as on a machine that hangs;
             * ``"hang"``: an endless loop in Python, while other threads run;
-            * ``"hold_gil"``: no Python code of the process runs at all, as in a library that forgot to let others run;
-            * ``"sleep"``: it is slow, and nothing is wrong;
-            * ``"terminate"``: it gets SIGTERM, as from a cluster that wants its machine back.
-        seconds: how long ``"sleep"`` and ``"hold_gil"`` (20 if left open), ``"stop"`` and ``"hang"`` (for ever) last.
-        attempt: only in this start of a job that a launcher restarts after failures, from 0; it stands in the
-            environment variable ``TORCHELASTIC_RESTART_COUNT``.
+            * ``"hold_gil"``: no Python code of the process runs, as in a library that does not release the GIL;
+            * ``"sleep"``: the process is slow, which is no failure;
+            * ``"terminate"``: the process gets SIGTERM, as from a cluster that preempts the job.
+        seconds: that the fault lasts; by default 20 for ``"sleep"`` and ``"hold_gil"``, no end for ``"stop"`` and
+            ``"hang"``.
+        attempt: only in this start of a job that a launcher restarts after failures, from 0; the environment variable
+            ``TORCHELASTIC_RESTART_COUNT`` has its number.
 
     Returns:
-        The fault; it does nothing by itself.
+        The fault, which does nothing until its `strike` is called.
 
     Raises:
         ValueError: there is no such action or kind, or a number is negative.

@@ -53,7 +53,7 @@ class TrainedParameters:
         for name, tensor in named:
             if tensor.requires_grad:
                 _refuse_to_sum(name, tensor)
-        # Not weakly: PyTorch gives no memory to a parameter on the meta device that somebody refers to in that way.
+        # No weak references: with one, PyTorch cannot give memory to a parameter on the meta device.
         self._known = named
         self._forms: list[_Form] | None = None
         self._fingerprint = torch.empty(0)

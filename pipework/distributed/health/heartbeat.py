@@ -179,7 +179,7 @@ class Heartbeat:
         """The failure as an exception."""
         failure = self.failure
         if failure is None:
-            raise RuntimeError("nothing has failed, so there is no error: look at `failure` first")
+            raise RuntimeError("nothing has failed, so there is no error: check `failure` first")
         return PipelineError(
             failure.text,
             rank=failure.rank,

@@ -68,8 +68,8 @@ class Preemption:
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                "signal handlers can be installed in the main thread only: enter the Preemption there, and look at "
-                "`requested` from any thread"
+                "signal handlers can be installed in the main thread only: enter the Preemption there, and read "
+                "`requested` in any thread"
             )
         for number in self._signals:
             if number in self._previous:
