@@ -121,8 +121,8 @@ class Mesh:
         return dist.get_process_group_ranks(self.device_mesh.get_group(REPLICAS))
 
     @property
-    def device_channel(self) -> bool:
-        """Whether tensors go from one accelerator to another without the CPU."""
+    def uses_nccl(self) -> bool:
+        """Whether tensors go from one accelerator to another by NCCL, without the CPU."""
         return self.device.type == "cuda" and "cuda:nccl" in dist.get_backend_config()
 
     @property

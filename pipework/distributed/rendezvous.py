@@ -154,12 +154,10 @@ class Rendezvous:
         if (same := mesh.replicas) is not None:
             name = f"replicas of worker {mesh.worker}"
             group = self._group(self._store, name, same, mesh.rank)
-            device_channel = None
-            if mesh.device_channel:
-                device_channel = self._group(
-                    self._store, f"{name}, device_channel", same, mesh.rank, device_channel=True
-                )
-            made.replicas = DataParallel(group, same, device_channel)
+            device_group = None
+            if mesh.uses_nccl:
+                device_group = self._group(self._store, f"{name}, NCCL", same, mesh.rank, nccl=True)
+            made.replicas = DataParallel(group, same, device_group)
             made.replicas.share_values(self._tensors)
         made.tied = TiedParameters(self._spec.tied, placement, mesh.worker, made.channels)
         made.tied.share_values()
@@ -179,9 +177,9 @@ class Rendezvous:
             down = self._group(store, f"{high} to {low}", both, here)
             outgoing, incoming = (up, down) if here == low else (down, up)
             device_channel = None
-            if mesh.device_channel:
-                up = self._group(store, f"{low} device_channel to {high}", both, here, device_channel=True)
-                down = self._group(store, f"{high} device_channel to {low}", both, here, device_channel=True)
+            if mesh.uses_nccl:
+                up = self._group(store, f"{low} to {high}, NCCL", both, here, nccl=True)
+                down = self._group(store, f"{high} to {low}, NCCL", both, here, nccl=True)
                 device_channel = DeviceChannel(*((up, down) if here == low else (down, up)), mesh.device)
             other = high if here == low else low
             self._made.channels[other] = Channel(mesh.ranks[other], outgoing, incoming, mesh.device, device_channel)
@@ -193,7 +191,7 @@ class Rendezvous:
         members: Sequence[int],
         rank: int,
         *,
-        device_channel: bool = False,
+        nccl: bool = False,
     ) -> Group:
         """A group, made once all its members are there.
 
@@ -210,6 +208,6 @@ class Rendezvous:
         if self._over.is_set():
             raise RuntimeError("the rendezvous was ended because a rank has failed")
         try:
-            return group_of(store, name, members, rank, self._devices, nccl=device_channel)
+            return group_of(store, name, members, rank, self._devices, nccl=nccl)
         except RuntimeError as error:  # a member has just ended
             raise LostConnectionError(None) from error

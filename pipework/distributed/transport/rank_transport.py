@@ -206,7 +206,7 @@ class RankEndpoint:
 
 
 def names_of_messages(kind: str, source: int, target: int, skips: Sequence[Skip]) -> list[str]:
-    """What goes from one stage device_channel to another, in the order in which it is sent.
+    """The messages from one stage straight to another, in the order in which they are sent.
 
     Args:
         kind: "F" values, "B" gradients.
