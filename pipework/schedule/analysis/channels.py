@@ -23,7 +23,7 @@ Message = tuple[int, int]
 """The number of a route, and a micro-batch."""
 
 
-class Link(NamedTuple):
+class WorkerRoute(NamedTuple):
     """A route between two workers.
 
     Attributes:
@@ -59,7 +59,7 @@ class Transfer(NamedTuple):
 class Channels(Protocol):
     """The channels of a run."""
 
-    def post(self, link: Link, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
+    def post(self, route: WorkerRoute, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
         """Posts one side of a transfer; returns the transfers that can now take place."""
 
 
@@ -90,12 +90,12 @@ def check_channel(channel: str) -> None:
 
 
 class _Unbounded:
-    def post(self, link: Link, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
-        number, _, _, delay = link
+    def post(self, route: WorkerRoute, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
+        number, _, _, delay = route
         return [Transfer((number, micro_batch), time, time + delay, True)] if sends else []
 
 
-_Post = tuple[Message, float, Link]
+_Post = tuple[Message, float, WorkerRoute]
 """One side of a transfer, and when it was posted."""
 
 
@@ -112,14 +112,14 @@ class _Queue:
 
 def _transferred(sent: _Post, wanted: _Post, *queues: _Queue) -> Transfer:
     """The transfer that both sides have posted; it occupies these queues."""
-    message, start, link = sent
+    message, start, route = sent
     cause: bool | Message = True
     if wanted[1] > start:
         start, cause = wanted[1], False
     for queue in queues:
         if queue.free > start and queue.last is not None:
             start, cause = queue.free, queue.last
-    end = start + link.delay
+    end = start + route.delay
     for queue in queues:
         queue.free, queue.last = end, message
     return Transfer(message, start, end, cause)
@@ -130,11 +130,11 @@ class _Pair:
         self._sent: dict[tuple[int, int], _Queue] = defaultdict(_Queue)
         self._wanted: dict[tuple[int, int], deque[_Post]] = defaultdict(deque)
 
-    def post(self, link: Link, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
-        number, sender, receiver, _ = link
+    def post(self, route: WorkerRoute, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
+        number, sender, receiver, _ = route
         queue, wanted = self._sent[sender, receiver], self._wanted[sender, receiver]
         sent = queue.posted
-        (sent if sends else wanted).append(((number, micro_batch), time, link))
+        (sent if sends else wanted).append(((number, micro_batch), time, route))
         done = []
         while sent and wanted and sent[0][0] == wanted[0][0]:
             done.append(_transferred(sent.popleft(), wanted.popleft(), queue))
@@ -145,9 +145,9 @@ class _Worker:
     def __init__(self) -> None:
         self._queues: dict[int, _Queue] = defaultdict(_Queue)
 
-    def post(self, link: Link, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
-        own = link.sender if sends else link.receiver
-        self._queues[own].posted.append(((link.number, micro_batch), time, link))
+    def post(self, route: WorkerRoute, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
+        own = route.sender if sends else route.receiver
+        self._queues[own].posted.append(((route.number, micro_batch), time, route))
         done = []
         changed = [own]
         while changed:

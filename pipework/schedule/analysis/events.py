@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from pipework.schedule.action import Action
-from pipework.schedule.analysis.channels import Channel, Link, Message, channels
+from pipework.schedule.analysis.channels import Channel, Message, WorkerRoute, channels
 from pipework.schedule.costs import StageCosts
 from pipework.schedule.edges import Route, counterpart, crossings, recomputed, routes
 from pipework.schedule.schedule import Schedule
@@ -139,7 +139,7 @@ class _Table:
         self._after_loss = (_Source(self.loss, 0.0, LOSS),) if loss_outside else ()
         self.routes = routes(schedule)
         self.arrivals: list[_Times] = []
-        self.links: dict[tuple[str, int, int], tuple[Link, bool]] = {}
+        self.transfers: dict[tuple[str, int, int], tuple[WorkerRoute, bool]] = {}
         arriving = self._arriving()
         self.steps = {
             kind: [self._step(kind, stage, arriving) for stage in range(schedule.stages)] for kind in ("F", *"RBIW")
@@ -147,7 +147,7 @@ class _Table:
         self.reduction = costs.duration["REDUCE_GRAD"]
 
     def _arriving(self) -> dict[tuple[str, int], list[_Source]]:
-        """The products that each stage needs from others, forward and backward; records the links of transfers."""
+        """The products that each stage needs from others, forward and backward; records the routes of transfers."""
         schedule, costs = self._schedule, self._costs
         crossing = set(crossings(schedule))
         found: dict[tuple[str, int], list[_Source]] = {}
@@ -162,9 +162,9 @@ class _Table:
             self.arrivals.append(times)
             if route in crossing and schedule.communicates:
                 arrival = _Source(times, 0.0, Action(f"RECV_{kind}", target, peer=source))
-                link = Link(number, schedule.placement[source], schedule.placement[target], delay)
-                self.links[f"SEND_{kind}", source, target] = link, True
-                self.links[f"RECV_{kind}", target, source] = link, False
+                between = WorkerRoute(number, schedule.placement[source], schedule.placement[target], delay)
+                self.transfers[f"SEND_{kind}", source, target] = between, True
+                self.transfers[f"RECV_{kind}", target, source] = between, False
             found.setdefault((kind, target), []).append(arrival)
         return found
 
@@ -259,11 +259,11 @@ class _Execution:
     def _communicate(self, action: Action, worker: int, position: int, clock: float) -> None:
         kind, stage, micro_batch, peer = action
         if peer >= 0:
-            link, sends = self._table.links[kind, stage, peer]
-            message = link.number, micro_batch
+            route, sends = self._table.transfers[kind, stage, peer]
+            message = route.number, micro_batch
             self._times[worker][position], self._causes[worker][position] = self._carried.get(message, (_NEVER, None))
             self._posted.setdefault(message, []).append((worker, position))
-            for transfer in self._channels.post(link, micro_batch, clock, sends=sends):
+            for transfer in self._channels.post(route, micro_batch, clock, sends=sends):
                 self._arrive(*transfer)
         elif kind == "REDUCE_GRAD":
             # A worker runs its reductions one after the other, beside the computation.

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipework.schedule import Action, Costs, Interval, Schedule, Timeline, fill_drain, simulate, svg, with_recompute
-from pipework.schedule.draw.palette import action_fill, ink_on
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -96,19 +95,6 @@ def test_the_second_stage_of_a_worker_is_darker():
     fills = {title.split(",")[0]: box["fill"] for title, box, _ in cells(picture)}
     assert int(fills["forward of stage 1"][1:3], 16) < int(fills["forward of stage 0"][1:3], 16)
     assert "darker: further stage of a worker" in words(picture)
-
-
-def test_text_on_every_shade_is_readable():
-    def light(color):
-        channels = [int(color[index : index + 2], 16) / 255 for index in (1, 3, 5)]
-        red, green, blue = (each / 12.92 if each <= 0.03928 else ((each + 0.055) / 1.055) ** 2.4 for each in channels)
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05
-
-    for kind in "FBIWR":
-        for depth in range(5):
-            fill = action_fill(kind, depth)
-            dark, bright = sorted((light(fill), light(ink_on(fill))))
-            assert bright / dark > 4.3
 
 
 def test_labels():

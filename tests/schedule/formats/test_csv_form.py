@@ -6,8 +6,6 @@ from pipework.schedule import (
     fill_drain,
     forward_only,
     from_csv,
-    from_json,
-    from_orders_text,
     to_csv,
     validate,
     with_communication,
@@ -49,16 +47,6 @@ def test_what_pytorch_has_no_word_for():
 
 def test_idle_cells_spaces_and_windows_line_ends():
     assert from_csv(" 0F0 ,, 0B0,,\r\n,1F0,1B0\r\n\r\n", name="gpipe") == fill_drain(2, 1)
-
-
-def test_a_byte_order_mark_is_skipped():
-    assert from_csv("\ufeff0F0,0B0", name="gpipe") == fill_drain(1, 1)
-
-
-def test_only_text_is_read(tmp_path):
-    for read in (from_csv, from_json, from_orders_text):
-        with pytest.raises(TypeError, match=r"the text of a schedule is .*Path.*: wanted a str"):
-            read(tmp_path)
 
 
 def test_overlap_is_one_after_the_other():
