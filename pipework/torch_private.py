@@ -77,7 +77,7 @@ class _Missing:
 
 def _required(owner: Any, path: str, purpose: str) -> Any:
     found = _find(owner, path)
-    return _Missing(path, purpose) if found is None else found
+    return _Missing(f"{owner.__name__}.{path}", purpose) if found is None else found
 
 
 # Autograd
