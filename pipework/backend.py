@@ -82,13 +82,13 @@ class StepFacts(NamedTuple):
     inside: bool
 
 
-class JobRanks(Protocol):
+class ProcessGroupView(Protocol):
     """The processes of a pipe and its replicas, as one of them sees them; for checkpoints.
 
     Attributes:
         rank: the number of this process, replica by replica.
         size: how many processes there are.
-        replica: which of several equal pipes this process belongs to.
+        replica: the replica that this process belongs to. Rank 0 and the others of replica 0 write stages.
         replicas: how many replicas there are.
         everyone: the rank of each process in the job, for messages.
     """
@@ -136,7 +136,7 @@ class Backend(Protocol):
         """The number of replicas."""
 
     @property
-    def ranks(self) -> JobRanks | None:
+    def ranks(self) -> ProcessGroupView | None:
         """All processes; None: there is only this one."""
 
     @property

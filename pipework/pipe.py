@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-    from pipework.backend import Backend, JobRanks
+    from pipework.backend import Backend, ProcessGroupView
     from pipework.distributed.mesh import Mesh
     from pipework.planning.predict import Prediction
     from pipework.runtime.engine import Engine
@@ -238,7 +238,7 @@ class Pipe(Layers):
         return self._backend.data_parallel_size
 
     @property
-    def ranks(self) -> JobRanks | None:
+    def ranks(self) -> ProcessGroupView | None:
         """The processes of the pipe and its replicas, as one of them sees them; None: workers are threads."""
         if not self._backend.is_whole:
             self._engine_in_use()  # its workers exchange texts

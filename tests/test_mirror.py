@@ -19,13 +19,22 @@ SPANNING = {
 }  # fmt: skip
 # Tests of several source files of their folder, or of all its subfolders.
 OF_SEVERAL = {
-    ".": {"gpu", "gradcheck", "imports", "mirror", "tiers"},
+    ".": {"gpu", "gradcheck", "imports", "mirror", "public_errors", "tiers"},
     "autograd/weight_split": {"randomly"},
     "compat": {"differences", "documents"},
     "compat/fairscale": {"pipe"},
-    "compat/sync": {"ddp", "exactness", "gpu", "rpc"},
+    "compat/sync": {"ddp", "exactness", "gpu", "rpc", "skip"},
     "distributed/health": {"monitors_together"},
-    "saving": {"compiled", "crashes", "damage", "meta_device", "replicas", "round_trips", "several_ranks"},
+    "saving": {
+        "compiled",
+        "crashes",
+        "damage",
+        "format_on_disk",
+        "meta_device",
+        "replicas",
+        "round_trips",
+        "several_ranks",
+    },
     "schedule/analysis": {"blocking_channels"},
     "schedule/formats": {"exchange_with_torch"},
     "schedule/generators": {"bubbles", "zoo"},

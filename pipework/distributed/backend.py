@@ -185,7 +185,7 @@ class DistributedBackend:
 
 
 class DistributedRanks:
-    """The processes of a pipe and its replicas, as one of them sees them; see `pipework.backend.JobRanks`."""
+    """The processes of a pipe and its replicas, as one of them sees them; see `pipework.backend.ProcessGroupView`."""
 
     def __init__(self, group: PeerGroup) -> None:
         self._group = group

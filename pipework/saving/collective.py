@@ -6,37 +6,15 @@ Each process, or rank, holds some stages of the pipe. All ranks make every call.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pipework.backend import ProcessGroupView
     from pipework.pipe import Pipe
 
 T = TypeVar("T")
-
-
-class ProcessGroupView(Protocol):
-    """The processes of a pipe, as one of them sees them.
-
-    Attributes:
-        rank: its number.
-        size: how many processes there are.
-        replica: which of several equal pipes it belongs to. Only the ranks of replica 0, rank 0 among them, write
-            stages.
-        replicas: how many replicas there are; ranks are numbered replica by replica.
-        everyone: the rank of each process in the job, for messages.
-    """
-
-    rank: int
-    size: int
-    replica: int
-    replicas: int
-    everyone: Sequence[int]
-
-    def all_gather_text(self, text: str) -> list[str]:
-        """All-gathers a text: returns those of all ranks in order. Every rank waits for all others."""
-        ...
 
 
 class SingleProcess:

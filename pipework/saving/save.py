@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     import pipework
-    from pipework.saving.collective import ProcessGroupView
+    from pipework.backend import ProcessGroupView
 
 
 def save_checkpoint(
