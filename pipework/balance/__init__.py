@@ -1,4 +1,4 @@
-"""Automatic balance: how many consecutive layers each partition gets."""
+"""Automatic balance: the number of consecutive layers of each partition."""
 
 from pipework.balance.by_parameters import estimated_costs
 from pipework.balance.by_size import balance_by_size

@@ -1,4 +1,4 @@
-"""What layers cost, guessed from their parameters without running them."""
+"""Estimates the cost of layers from their parameters, without running them."""
 
 from torch import nn
 
@@ -6,22 +6,22 @@ from pipework.balance.checks import check_initialised
 
 
 def estimated_costs(module: nn.Module) -> list[float]:
-    """Guesses the cost of each layer, good enough to cut a transformer or a perceptron sensibly.
+    """Estimates the cost of each layer, well enough to balance a transformer or a perceptron.
 
     A layer costs the number of parameter elements that take part in its arithmetic, plus 1 for each of its innermost
-    modules. Most of the time goes into matrix products, and their work for one row or token is proportional to the
-    elements of the matrix. Embedding tables are looked up rather than multiplied, so they cost nothing but the 1. The
-    guess knows nothing of the input: attention over long sequences and convolutions over large images cost more than it
-    says, and there :func:`balance_by_time` is better.
+    modules. Matrix products take most of the time, and their work for one row or token is proportional to the elements
+    of the matrix. Embedding tables are looked up rather than multiplied, so they cost only the 1. The estimate ignores
+    the input: attention over long sequences and convolutions over large images cost more than it says. Use
+    :func:`balance_by_time` for them.
 
     Args:
         module: Its children are the layers, as in ``nn.Sequential``.
 
     Returns:
-        A cost for each layer. It has no unit, only the proportions mean something.
+        A cost for each layer, without a unit: only the ratios have a meaning.
 
     Raises:
-        ValueError: A parameter has no shape yet, because its lazy module never ran.
+        ValueError: A parameter of a lazy module has no shape yet.
 
     Example:
         >>> estimated_costs(nn.Sequential(nn.Embedding(1000, 4), nn.Linear(4, 8), nn.ReLU()))

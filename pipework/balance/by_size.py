@@ -1,4 +1,4 @@
-"""Balance by memory: parameters, and the activations that wait for backward."""
+"""Balance by memory: parameters, and the activations that are kept for the backward."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -26,20 +26,20 @@ def balance_by_size(
     """Balances the memory of the partitions.
 
     A layer's size is ``bytes of its parameters * param_scale + bytes of its activations for one micro-batch``.
-    Activations are what autograd saves for backward and what the layer returns, each piece of memory counted once, by
-    the layer that makes it. The layers run once, forward, on copies: parameters, buffers, gradients, training flags,
-    devices and random states stay as they are.
+    Activations are the tensors that autograd saves for the backward, and the layer's output. Each piece of memory
+    counts once, for the layer that makes it. Copies of the layers run forward once: parameters, buffers, gradients,
+    training flags, devices and random states stay as they are.
 
     Args:
         partitions: The number of partitions, from 1 to the number of layers.
         module: The layers.
         input: One mini-batch. A tuple is spread into the first layer's positional arguments, unless its ``forward``
             takes only one.
-        chunks: The number of micro-batches that the mini-batch is split into; the first, largest one is measured.
-        param_scale: Copies of each parameter that are held: 2 for the parameter and its gradient, 3 with a momentum, 4
+        chunks: The number of micro-batches of the mini-batch; the first one, which is the largest, is measured.
+        param_scale: The number of copies of each parameter: 2 for the parameter and its gradient, 3 with a momentum, 4
             with the two moments of Adam; add 1 for the gradient buffer of a training step.
-        device: Where to run: by default the current accelerator, else the CPU. On ``"meta"`` sizes are found without
-            computing anything.
+        device: The device to run on; by default the current accelerator, else the CPU. On ``"meta"`` nothing is
+            computed.
 
     Returns:
         The number of layers of each partition; the largest size is as small as possible.
@@ -81,11 +81,11 @@ def _first_micro_batch(input: Any, chunks: int) -> Any:
 
 
 def _run(layer: nn.Module, value: Any, before: list[Tensor], tuples: TupleRule) -> tuple[Any, int]:
-    """Runs a layer forward. Returns its output and the bytes that it adds to the memory held until backward."""
+    """Runs a layer forward. Returns its output and the bytes that it adds to the memory kept for the backward."""
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor.detach())  # held here, so that its memory cannot be given to another tensor and missed
+        saved.append(tensor.detach())  # keeps the memory alive, so that no other tensor can get the same memory
         return saved[-1]  # not the tensor itself: an output that its own node saves would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is):

@@ -1,4 +1,4 @@
-"""Balance by time: each layer's forward and backward, measured."""
+"""Balance by time: measures the forward and the backward of each layer."""
 
 import statistics
 import time
@@ -37,20 +37,19 @@ def balance_by_time(
 ) -> list[int]:
     """Balances the time that the partitions take for forward and backward.
 
-    All layers run in order, again and again until the time is up, and the median of each layer counts. They run on
-    copies: parameters, buffers, gradients, training flags, devices and random states stay as they are.
+    Copies of the layers run in order, repeatedly until the time is up; each layer's cost is its median time.
+    Parameters, buffers, gradients, training flags, devices and random states stay as they are.
 
     Args:
         partitions: The number of partitions, from 1 to the number of layers.
         module: The layers.
-        sample: Input as a layer will see it: best one micro-batch, since a layer's time need not grow with its rows. A
-            tuple is spread into the first layer's positional arguments, unless its ``forward`` takes only one.
-        timeout: For how many seconds to measure, on each kind of device. There is one pass to warm up and one that
-            counts in any case.
-        device: Where to run: by default the current accelerator, else the CPU.
-        devices: Instead of ``device``, what ``Pipe`` will be given: the device of each partition. Each layer is timed
-            on each kind of device among them, several CPU workers with their share of the threads each, so that a slow
-            device gets fewer layers.
+        sample: The input, best one micro-batch, since a layer's time need not be proportional to the rows. A tuple is
+            spread into the first layer's positional arguments, unless its ``forward`` takes only one.
+        timeout: Seconds to measure on each kind of device. There are at least one warm-up pass and one measured pass.
+        device: The device to run on; by default the current accelerator, else the CPU.
+        devices: Instead of ``device``, the devices that ``Pipe`` will get: one for each partition. Each layer is timed
+            on each kind of device among them, so that a slow device gets fewer layers. Several CPU workers get their
+            share of the threads each.
 
     Returns:
         The number of layers of each partition; the largest time is as small as possible.
@@ -83,7 +82,7 @@ def balance_by_time(
 
 
 def _places(partitions: int, device: Device | None, devices: Sequence[Device] | None) -> list[torch.device]:
-    """The device of each partition, as far as it matters for a measurement."""
+    """The device of each partition for the measurement."""
     if devices is None:
         return [measuring_device(device)] * partitions
     if device is not None:
@@ -96,7 +95,7 @@ def _places(partitions: int, device: Device | None, devices: Sequence[Device] | 
 
 
 def _kind(place: torch.device) -> tuple[str, str]:
-    """What a layer's time depends on: accelerators of one type may still be of different models."""
+    """The kind of a device, on which a layer's time depends: its type, and the model of an accelerator."""
     if place.type in ("cpu", "meta"):
         return place.type, ""
     model = getattr(torch.get_device_module(place), "get_device_name", None)
@@ -115,7 +114,7 @@ def _layer_times(module: nn.Sequential, sample: Any, device: torch.device, timeo
 
 
 def _pass(module: nn.Sequential, sample: Any, device: torch.device) -> list[float]:
-    """The seconds that each layer takes. Whole passes, so that what one layer stashes is there for another to pop."""
+    """The seconds that each layer takes in a pass over all layers, so that layers can pop what others stash."""
     times = []
     value = cut(sample, device)
     for layer in copies(module, device):

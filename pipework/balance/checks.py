@@ -1,4 +1,4 @@
-"""What a balance, and the module that it is for, must satisfy."""
+"""Checks of a balance, and of the module that it belongs to."""
 
 import operator
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ def check_partitions(partitions: int, layers: int) -> None:
 
 
 def not_sequential(module: object) -> TypeError:
-    """The error of a module that has no layers in an order."""
+    """The error for a module that is not an ``nn.Sequential``."""
     got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
     return TypeError(f"module must be nn.Sequential to be partitioned, got {got}: write nn.Sequential(*layers)")
 
 
 def too_few_devices(devices: int, partitions: int, what: str = "partitions") -> IndexError:
-    """The error of fewer devices than partitions or, if they hold several each, workers."""
+    """The error for fewer devices than partitions, or than workers if these hold several partitions."""
     return IndexError(
         f"too few devices to hold given partitions (devices: {devices}, {what}: {partitions}): give {partitions} "
         f"devices, such as devices=['cpu'] * {partitions}"
@@ -30,7 +30,7 @@ def too_few_devices(devices: int, partitions: int, what: str = "partitions") -> 
 
 
 def not_a_list(devices: object) -> TypeError:
-    """The error of a device, or the number of them, where a list is wanted."""
+    """The error for a single device, or a number of devices, in place of a list."""
     such = f"[{devices!r}]?"
     if isinstance(devices, int) and devices > 0 and not isinstance(devices, bool):
         numbers = list(range(devices)) if devices <= 4 else f"list(range({devices}))"
@@ -49,11 +49,11 @@ def check_initialised(module: nn.Module) -> None:
 
 
 def checked_balance(balance: Sequence[int], layers: int) -> list[int]:
-    """The balance as a list, if it is one: positive integers that sum to the number of layers.
+    """The balance as a list of positive integers that sum to the number of layers.
 
     Raises:
-        TypeError: It is no sequence, or a string.
-        ValueError: It does not fit; the message shows how to find one that does.
+        TypeError: The balance is not a sequence, or is a string.
+        ValueError: The balance does not fit the layers; the message shows how to find one that fits.
     """
     try:
         given = None if isinstance(balance, str | bytes) else list(balance)

@@ -1,14 +1,14 @@
 """The best split of a row of costs into consecutive parts.
 
-A pipeline is as fast as its slowest stage, so the largest sum of a part is what counts. It is found by probe and
-bisection over the sums that occur (A. Pinar and C. Aykanat, "Fast optimal load balancing algorithms for 1D
-partitioning", 2004): a probe fills parts greedily up to a cap in one pass and tells the smallest cap at which it would
-have gone otherwise, so that the bisection steps from sum to sum and ends at the optimum itself.
+A pipeline is as fast as its slowest stage, so the largest sum of a part is minimised, with probes and a bisection over
+the sums that occur (A. Pinar and C. Aykanat, "Fast optimal load balancing algorithms for 1D partitioning", 2004). A
+probe fills parts greedily up to a cap in one pass. It also returns the nearest cap at which its result changes, so the
+bisection steps from sum to sum and ends at the exact optimum.
 
-Greedy parts alone leave the last one nearly empty, though. A dynamic programme over the few splits that reach the
-optimum picks the best of them.
+Greedy parts can leave the last part nearly empty. A dynamic programme over the splits that reach the optimum chooses
+the most even one.
 
-Costs are turned into integers first: float sums depend on their order, and would make "equal" a matter of rounding.
+Costs are converted to integers first: sums of floats depend on their order, so equal sums could compare as different.
 """
 
 import math
@@ -25,9 +25,9 @@ Loads = tuple[int, ...]  # largest first
 def minimax_partition(costs: Sequence[float], partitions: int) -> list[int]:
     """Splits consecutive layers into non-empty partitions whose largest cost is as small as possible.
 
-    Among all such splits the second-largest cost is minimal too, then the third, and so on; where every cost agrees,
-    the last partitions get as few layers as possible, as with :func:`torch.tensor_split`. The result is exact, whatever
-    the costs.
+    Among all such splits the second-largest cost is minimal too, then the third, and so on. Where several splits have
+    equal costs, the last partitions get as few layers as possible, as with :func:`torch.tensor_split`. The result is
+    exact.
 
     Args:
         costs: The cost of each layer, in any unit: finite and not negative.
@@ -68,9 +68,9 @@ def prefix_sums(rows: Sequence[Sequence[float]]) -> list[list[int]]:
 def _probe(sums: list[int], partitions: int, cap: int) -> tuple[bool, int]:
     """Fills parts up to ``cap``.
 
-    Returns whether they suffice. If so, also the largest load they got: no cap down to it changes the answer. If not,
-    the smallest sum that did not fit: no cap below it changes the answer. Parts that stay empty do not matter:
-    splitting another one fills them and raises no load.
+    Returns whether ``partitions`` parts suffice. If so, it also returns the largest load: every cap from there to
+    ``cap`` suffices. If not, it also returns the smallest sum that did not fit: no cap below that suffices. Empty parts
+    do not matter: splitting another part fills them and raises no load.
     """
     parts, start, largest, refused = 1, 0, 0, sums[-1]
     for end in range(1, len(sums)):
@@ -97,11 +97,11 @@ def _bottleneck(sums: list[int], partitions: int) -> int:
 
 
 def _fairest(sums: list[int], partitions: int, cap: int) -> list[int]:
-    """The split into loads of at most ``cap`` whose loads, largest first, come first in lexicographic order.
+    """The split with loads of at most ``cap`` whose loads, sorted in descending order, are lexicographically smallest.
 
-    ``best[end]`` are the loads of the best split of the first ``end`` layers into the parts made so far. They only
-    grow with ``end``, while the load of the part that follows shrinks: together that bounds a whole range of places to
-    begin this part, and nearly all of them need no look.
+    ``best[end]`` are the loads of the best split of the first ``end`` layers into the parts made so far. They grow with
+    ``end``, while the load of the next part shrinks. Both together bound a whole range of places where this part can
+    begin, so that most places need not be examined.
     """
     layers = len(sums) - 1
     first, last = _reachable(sums, partitions, cap)
@@ -133,7 +133,7 @@ def walked_back(begins: Sequence[dict[int, int]], layers: int) -> list[int]:
 
 
 def _begin(sums: list[int], best: dict[int, Loads], end: int, lowest: int, highest: int) -> tuple[Loads, int]:
-    """The best loads with a last part that ends at ``end``, and where it begins: as late as possible on ties."""
+    """The best loads with a last part that ends at ``end``, and the latest place where that part can begin."""
 
     def loads(before: int, start: int) -> Loads:
         return tuple(sorted((*best[before], sums[end] - sums[start]), reverse=True))
@@ -143,7 +143,7 @@ def _begin(sums: list[int], best: dict[int, Loads], end: int, lowest: int, highe
     while ranges:
         low, high = ranges.pop()
         if low > high or loads(low, high) >= found:
-            continue  # nothing in this range is better than what its two ends promise together
+            continue  # the bound of this range is not better than the best loads so far
         if low == high:
             found, begin = loads(low, low), low
         else:
@@ -153,7 +153,7 @@ def _begin(sums: list[int], best: dict[int, Loads], end: int, lowest: int, highe
 
 
 def _reachable(sums: list[int], partitions: int, cap: int) -> tuple[list[int], list[int]]:
-    """Where each part may end at the earliest (the rest must still fit) and at the latest."""
+    """The earliest end of each part, such that the rest still fits, and the latest."""
     layers = len(sums) - 1
     last = [0] * (partitions + 1)
     first = [layers] * (partitions + 1)

@@ -1,8 +1,8 @@
 """The best split of a row of layers into consecutive parts whose devices differ.
 
-A layer costs on each part's device what it costs there, and the order of the devices is given. The shortcuts of
-`minimax` do not hold, since a part that ends later may force a slow device to take an expensive layer. So this is the
-plain dynamic programme over (part, end), which is short and fast enough for a thousand layers.
+A layer has another cost on each device, and the order of the devices is given. The shortcuts of `minimax` do not hold,
+since a part that ends later may force a slow device to take an expensive layer. This is the plain dynamic programme
+over (part, end). It is fast enough for a thousand layers.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def minimax_on_devices(costs: Sequence[Sequence[float]]) -> list[int]:
 
 
 def _begin(sums: Sequence[int], best: dict[int, Loads], lowest: int, highest: int, end: int) -> tuple[Loads, int]:
-    """The best loads with a last part that ends at ``end``, and where it begins: as late as possible on ties."""
+    """The best loads with a last part that ends at ``end``, and the latest place where that part can begin."""
     found: Loads | None = None
     begin = end
     for start in range(min(highest, end - 1), lowest - 1, -1):

@@ -1,4 +1,4 @@
-"""Layers run one by one on copies, so that measuring leaves no trace in the user's module."""
+"""Runs copies of layers one by one, so that a measurement changes nothing in the user's module."""
 
 import copy
 import time
@@ -14,7 +14,7 @@ from pipework.values import nested
 
 
 def measuring_device(device: torch.device | str | int | None) -> torch.device:
-    """The device asked for, else the current accelerator, else the CPU."""
+    """The given device, else the current accelerator, else the CPU."""
     if device is not None:
         return torch.device(device)
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -23,7 +23,7 @@ def measuring_device(device: torch.device | str | int | None) -> torch.device:
 def copies(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
     """Copies of the layers on ``device``, made one at a time, without gradients and in training mode.
 
-    A layer that is frozen in evaluation mode within a training module stays so.
+    A layer in evaluation mode within a module in training mode stays in evaluation mode.
     """
     for layer in module:
         clone = copy.deepcopy(layer)
@@ -32,14 +32,14 @@ def copies(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
 
 
 def cut(value: Any, device: torch.device) -> Any:
-    """The same value with leaves in place of its tensors: no graph leads out of them, and their memory is their own."""
+    """The same value with copies of its tensors as leaves: detached from their graph, with memory of their own."""
     tensors, structure = nested.flatten(value)
     leaves = tuple([tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad) for tensor in tensors])
     return nested.unflatten(leaves, structure)
 
 
 def entered(value: Any) -> Any:
-    """What a layer gets of a value that was cut: it may begin with an in-place operation, which a leaf refuses."""
+    """The value as input of a layer: not leaves, since the layer may begin with an in-place operation."""
     tensors, structure = nested.flatten(value)
     return nested.unflatten(tuple(map(boundary.enter, tensors)), structure)
 
@@ -50,7 +50,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def now(device: torch.device) -> float:
-    """The time in seconds, when the device has done all that it was told."""
+    """The time in seconds, after the device has finished all queued work."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(device)
     return time.perf_counter()
@@ -58,7 +58,7 @@ def now(device: torch.device) -> float:
 
 @contextmanager
 def traceless(device: torch.device) -> Iterator[None]:
-    """Gradients on, and the random states of the CPU and of ``device`` as before afterwards."""
+    """Enables gradients, and restores the random states of the CPU and of ``device`` afterwards."""
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         if device.type in ("cpu", "meta"):
             yield
@@ -74,7 +74,7 @@ def traceless(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def threads_of_a_worker(workers: int) -> Iterator[None]:
-    """As many intra-op threads as one of so many CPU workers has."""
+    """Uses the number of intra-op threads that each of so many CPU workers has."""
     threads = torch.get_num_threads()
     if workers <= 1:
         yield

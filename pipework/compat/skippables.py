@@ -1,4 +1,4 @@
-"""Skip connections as the old libraries have them: each tensor is popped by one layer."""
+"""Skip connections of the old libraries, where one layer pops each tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def verify_skippables(module: nn.Module) -> None:
-    """Checks that each tensor is stashed by one layer and popped by one later layer.
+    """Checks that one layer stashes each tensor and one later layer pops it.
 
     Raises:
         TypeError: one or more pairs of stash and pop do not match. All of them are listed.

@@ -1,7 +1,6 @@
-"""Cuts a module into partitions: how many layers each gets, and on which device it runs."""
+"""Cuts a module into partitions: the number of layers of each partition, and its device."""
 
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -10,15 +9,16 @@ import torch
 from torch import nn
 
 from pipework.balance.by_parameters import estimated_costs
-from pipework.balance.checks import check_initialised, checked_balance, not_a_list, not_sequential, too_few_devices
+from pipework.balance.checks import check_initialised, checked_balance, not_sequential, too_few_devices
 from pipework.balance.minimax import minimax_partition
 from pipework.model.materialize import materialize_partitions, move
 from pipework.model.with_device import Device, WithDevice
+from pipework.planning.devices import Machine, checked_devices, default_devices, usable_device
 
 
 @dataclass(frozen=True)
 class Partitioning:
-    """How many consecutive layers each partition has, and its device.
+    """The number of consecutive layers of each partition, and its device.
 
     Example:
         >>> Partitioning(balance=(2, 1), devices=(torch.device("cpu"), torch.device("cpu"))).balance
@@ -29,26 +29,6 @@ class Partitioning:
     devices: tuple[torch.device, ...]
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What this process can run on: its visible accelerators, the index of the current one, and CPU cores."""
-
-    accelerators: tuple[torch.device, ...] = ()
-    current: int = 0
-    cores: int = 1
-
-    @staticmethod
-    def here() -> "Machine":
-        """The machine that this process runs on."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None:
-            return Machine(cores=cores)
-        count = torch.accelerator.device_count()
-        visible = tuple(torch.device(accelerator.type, index) for index in range(count))
-        return Machine(visible, torch.accelerator.current_device_index(), cores)
-
-
 def choose_partitioning(
     module: nn.Sequential,
     balance: Sequence[int] | None,
@@ -56,30 +36,31 @@ def choose_partitioning(
     *,
     machine: Machine | None = None,
 ) -> Partitioning:
-    """Decides how many layers each partition gets, and where it runs. Nothing is moved yet.
+    """Chooses the number of layers and the device of each partition. It moves nothing.
 
-    * ``balance`` and ``devices``: as told; devices that are not needed are dropped.
-    * ``balance`` alone: on the visible accelerators, or on as many CPU workers where there is none.
-    * ``devices`` alone: balanced by :func:`~pipework.balance.estimated_costs`.
-    * Neither, and the layers lie on several devices or are wrapped in :class:`WithDevice`: where they are. Consecutive
-      layers on the same device are one partition; layers without parameters stay with the layer before them.
-    * Neither, and all layers lie on one device: all visible accelerators, or CPU workers where there is none (half as
-      many as cores, from 2 to 4), balanced by estimated costs. What was chosen is logged to ``"pipework"`` (INFO).
+    * ``balance`` and ``devices`` given: the function takes both, and drops devices that are not needed.
+    * ``balance`` alone: the devices are the visible accelerators, or as many CPU workers where there is none.
+    * ``devices`` alone: the balance comes from :func:`~pipework.balance.estimated_costs`.
+    * Neither, and the layers lie on several devices or are wrapped in :class:`WithDevice`: they stay where they are.
+      Consecutive layers on the same device are one partition; layers without parameters join the layer before them.
+    * Neither, and all layers lie on one device: the devices are all visible accelerators, or CPU workers where there is
+      none (half as many as cores, from 2 to 4), balanced by estimated costs. The choice is logged to ``"pipework"``
+      (INFO).
 
-    Layers on the meta device lie nowhere.
+    A layer on the meta device counts as a layer without a device.
 
     Args:
         module: The layers.
         balance: The number of layers of each partition.
         devices: The device of each partition: ``torch.device``, a name, or an accelerator's index. ``"cpu"`` may
             repeat: each is a worker of its own.
-        machine: What there is to choose from; found out by itself if None.
+        machine: The devices and cores to choose from; None: those of this process.
 
     Returns:
         As many devices as partitions; none of either for an empty module.
 
     Raises:
-        TypeError: The module is no ``nn.Sequential``, or ``balance`` or ``devices`` is of a wrong type.
+        TypeError: The module is not an ``nn.Sequential``, or ``balance`` or ``devices`` has a wrong type.
         ValueError: The balance does not fit the layers; a device cannot be used; a layer's parameters lie on several
             devices or have no shape yet (lazy).
         IndexError: There are fewer devices than partitions.
@@ -123,16 +104,16 @@ def split_layers(
 ) -> list[nn.Sequential]:
     """Groups the layers into partitions and moves each to its device, in place.
 
-    Layers stay the same objects (without their :class:`WithDevice`) under their own names, parameters stay the same
-    objects too, so that an optimizer may be made before or after. What two partitions share goes to the first of them.
-    Layers on the meta device are initialised where they will run, one after the other, so that a model may be larger
-    than the host; those that cannot be stay there.
+    Layers (without their :class:`WithDevice`) and parameters stay the same objects and keep their names, so an
+    optimizer may be made before or after. A parameter that two partitions share goes to the device of the first.
+    Layers on the meta device are initialised one after the other on the device where they will run, so a model may be
+    larger than the host's memory. Layers that cannot be initialised stay on the meta device.
 
     Args:
         module: The layers.
         partitioning: As many layers as the module has, from :func:`choose_partitioning`.
-        key: What layers on the meta device are initialised from; None: drawn from the caller's generator if needed.
-        here: The numbers of those partitions that are moved, and initialised; None: all.
+        key: The key of the random values of layers on the meta device; None: drawn from the caller's generator.
+        here: The numbers of the partitions that are moved and initialised; None: all.
 
     Returns:
         One ``nn.Sequential`` for each partition, in the training mode of the module.
@@ -155,7 +136,7 @@ def split_layers(
     own, devices = [partitions[n] for n in stages], [partitioning.devices[n] for n in stages]
     materialize_partitions(own, devices, [sum(partitioning.balance[:n]) for n in stages], key)
     for part, device in zip(reversed(own), reversed(devices), strict=True):
-        move(part, device)  # the last first, so that the first partition has the last word on what is shared
+        move(part, device)  # in reverse order, so that shared parameters end on the device of the first partition
     return partitions
 
 
@@ -173,7 +154,7 @@ def partition_model(
         The partitions, an ``nn.Sequential`` of ``nn.Sequential``.
 
     Raises:
-        TypeError: The module is no ``nn.Sequential``, or ``balance`` or ``devices`` is of a wrong type.
+        TypeError: The module is not an ``nn.Sequential``, or ``balance`` or ``devices`` has a wrong type.
         ValueError: The balance does not fit the layers, a device cannot be used, or a layer's parameters lie on several
             devices.
         IndexError: There are fewer devices than partitions.
@@ -186,58 +167,12 @@ def partition_model(
     return nn.Sequential(*split_layers(module, choose_partitioning(module, balance, devices)))
 
 
-# ---- what the user gave ----------------------------------------------------------------------------------------------
-
-
-def checked_devices(devices: Sequence[Device], machine: Machine) -> list[torch.device]:
-    """The devices as PyTorch has them, if they are a list of those that this process can use.
-
-    Raises:
-        TypeError: It is no list, or has something else in it.
-        ValueError: There is no such device here.
-    """
-    if isinstance(devices, str | int | torch.device):
-        raise not_a_list(devices)
-    return [_usable(device, f"devices[{index}]", machine) for index, device in enumerate(devices)]
-
-
-def _usable(device: Device, what: str, machine: Machine) -> torch.device:
-    """The device with its index, if this process can use it."""
-    if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
-        raise TypeError(f"{what} must be a torch.device, a name or an accelerator's index, got {device!r}")
-    kind = machine.accelerators[0].type if machine.accelerators else None
-    if isinstance(device, int):
-        if not 0 <= device < len(machine.accelerators):
-            raise ValueError(f"{what} is {device}, the index of an accelerator, but {_visible(machine)}")
-        return machine.accelerators[device]
-    try:
-        place = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"{what} is {device!r}, which is no device that PyTorch knows: {error}") from error
-    if place.type in ("cpu", "meta"):
-        return torch.device(place.type)
-    if place.type == kind and place.index is None:
-        return machine.accelerators[machine.current]
-    if place not in machine.accelerators:
-        raise ValueError(f"{what} is {str(place)!r}, but {_visible(machine)}")
-    return place
-
-
-def _visible(machine: Machine) -> str:
-    if not machine.accelerators:
-        return "no accelerator is available: use 'cpu', which may repeat, or check the driver and PyTorch's build"
-    return f"only {', '.join(str(device) for device in machine.accelerators)} and 'cpu' are available"
-
-
-# ---- what the layers say ---------------------------------------------------------------------------------------------
-
-
 def _unwrapped(layer: nn.Module) -> nn.Module:
     return layer.module if isinstance(layer, WithDevice) else layer
 
 
 def _device_of(layer: nn.Module) -> torch.device | None:
-    """Where a layer's parameters lie; None without parameters, or if all are on the meta device."""
+    """The device of a layer's parameters; None without parameters, or if all are on the meta device."""
     found = {parameter.device for parameter in layer.parameters()} - {torch.device("meta")}
     if len(found) > 1:
         raise ValueError(
@@ -248,7 +183,7 @@ def _device_of(layer: nn.Module) -> torch.device | None:
 
 
 def is_placed(module: nn.Sequential) -> bool:
-    """Whether layers lie on several devices already, or say where they are to lie.
+    """Whether the layers lie on several devices already, or one of them is wrapped in ``WithDevice``.
 
     Example:
         >>> is_placed(nn.Sequential(nn.Linear(2, 2))), is_placed(nn.Sequential(WithDevice(nn.Linear(2, 2), "cpu")))
@@ -261,12 +196,12 @@ def is_placed(module: nn.Sequential) -> bool:
 def _where_they_are(layers: list[nn.Module], lies_on: list[torch.device | None], machine: Machine) -> Partitioning:
     counts: list[int] = []
     devices: list[torch.device] = []
-    waiting = 0  # layers at the start that have no device of their own: they join the first that has
+    waiting = 0  # layers without a device at the start: they join the first layer that has one
     for index, (layer, place) in enumerate(zip(layers, lies_on, strict=True)):
-        told = isinstance(layer, WithDevice)
+        wrapped = isinstance(layer, WithDevice)
         if isinstance(layer, WithDevice):
-            place = _usable(layer.device, f"WithDevice of layer {index}", machine)
-        if place is not None and (not devices or place != devices[-1] or (told and place.type == "cpu")):
+            place = usable_device(layer.device, f"WithDevice of layer {index}", machine)
+        if place is not None and (not devices or place != devices[-1] or (wrapped and place.type == "cpu")):
             devices.append(place)
             counts.append(waiting)
             waiting = 0
@@ -281,32 +216,16 @@ def _check_placement(layers: list[nn.Module], chosen: Partitioning, machine: Mac
     targets = [device for count, device in zip(chosen.balance, chosen.devices, strict=True) for _ in range(count)]
     for index, (layer, target) in enumerate(zip(layers, targets, strict=True)):
         if isinstance(layer, WithDevice):
-            told = _usable(layer.device, f"WithDevice of layer {index}", machine)
-            if told != target:
+            wanted = usable_device(layer.device, f"WithDevice of layer {index}", machine)
+            if wanted != target:
                 raise ValueError(
-                    f"layer {index} is wrapped in WithDevice for {str(told)!r}, but balance= and devices= put it on "
+                    f"layer {index} is wrapped in WithDevice for {str(wanted)!r}, but balance= and devices= put it on "
                     f"{str(target)!r}: remove the wrapper, or leave balance= and devices= out"
                 )
 
 
-# ---- what pipework chooses -------------------------------------------------------------------------------------------
-
-
-def default_devices(wanted: int, exactly: bool, machine: Machine) -> list[torch.device]:
-    """Accelerators if there are any; else CPU workers, all that are wanted or as many as the cores suggest.
-
-    Example:
-        >>> default_devices(9, False, Machine(cores=8))
-        [device(type='cpu'), device(type='cpu'), device(type='cpu'), device(type='cpu')]
-    """
-    if machine.accelerators:
-        return list(machine.accelerators)
-    workers = wanted if exactly else min(wanted, max(2, min(4, machine.cores // 2)))
-    return [torch.device("cpu")] * workers
-
-
 def log_choice(chosen: Partitioning, machine: Machine) -> None:
-    """Says what was chosen and how to choose otherwise, in one line at level INFO."""
+    """Logs the choice, and how to choose differently, in one line at level INFO."""
     if not machine.accelerators:
         advice = "no accelerator is available; choose with balance= and devices="
     elif len(machine.accelerators) == 1:

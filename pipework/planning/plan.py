@@ -1,4 +1,4 @@
-"""Decides what a pipe is made of: stages, the workers that hold them, their devices, and the schedule."""
+"""Chooses the stages of a pipe, the workers that hold them, their devices, and the schedule."""
 
 from __future__ import annotations
 
@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from pipework.balance.checks import checked_balance, not_sequential, too_few_devices
-from pipework.planning.partition import (
-    Machine,
-    Partitioning,
-    checked_devices,
-    choose_partitioning,
-    default_devices,
-    is_placed,
-    log_choice,
-)
+from pipework.planning.devices import Machine, checked_devices, default_devices
+from pipework.planning.partition import Partitioning, choose_partitioning, is_placed, log_choice
 from pipework.runtime.program import Program
 from pipework.schedule import Schedule, build, restricted, schedule_spec
 
@@ -30,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule for any number of micro-batches, and where its stages are.
+    """A schedule for any number of micro-batches, and the layers, workers and devices of its stages.
 
     Attributes:
         source: the schedule's name, or the user's own schedule.
@@ -44,7 +37,7 @@ class Plan:
 
     @property
     def workers(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return max(self.placement, default=-1) + 1
 
     @property
@@ -56,7 +49,7 @@ class Plan:
         """The order of all actions, without recomputation.
 
         Raises:
-            ValueError: the user's own schedule is for fewer micro-batches.
+            ValueError: the user's own schedule has fewer micro-batches.
         """
         if isinstance(self.source, Schedule):
             return restricted(self.source, micro_batches)
@@ -71,15 +64,15 @@ def make_plan(
     balance: Sequence[int] | None,
     devices: Sequence[Device] | None,
 ) -> Plan:
-    """Finds stages, workers and devices that fit the schedule and what the user has said.
+    """Finds stages, workers and devices that fit the schedule and the user's arguments.
 
-    With one stage per worker there is one device for each partition (see `choose_partitioning`). With several, the
-    devices are the workers', and a worker's stages are spread over the model as the schedule places them.
+    With one stage per worker there is one device for each partition (see `choose_partitioning`). With several, there is
+    one device for each worker, and the schedule places the worker's stages.
 
     Raises:
-        TypeError: the module is no `nn.Sequential`, or the schedule neither a name nor a `Schedule`.
+        TypeError: the module is not an `nn.Sequential`, or the schedule is neither a name nor a `Schedule`.
         ValueError: the numbers of layers, partitions, devices, stages and chunks do not fit together; the message says
-            which would.
+            which numbers fit.
         IndexError: fewer devices than workers.
     """
     if not isinstance(module, nn.Sequential):
@@ -102,7 +95,7 @@ def make_plan(
 
 
 def _refuse_unrunnable(schedule: str) -> None:
-    """Raises a ValueError if schedules of that name cannot be run, which a small one tells."""
+    """Raises a ValueError if schedules of that name cannot be run; it tries a small one."""
     Program.of(build(schedule, workers=2, chunks=2))
 
 
@@ -111,11 +104,11 @@ def _refuse_unfit(schedule: Schedule, chunks: int) -> None:
     Program.of(schedule)
     again = next((action for order in schedule.orders for action in order if action.kind == "R"), None)
     if again is not None:
-        raise ValueError(f"the schedule recomputes by itself ({again}): leave R out, and say checkpoint=... instead")
+        raise ValueError(f"the schedule recomputes by itself ({again}): leave R out, and give checkpoint=... instead")
     if chunks != schedule.micro_batches:
         raise ValueError(
             f"chunks is {chunks}, but the schedule {schedule.name!r} is for {schedule.micro_batches} micro-batches: "
-            f"say chunks={schedule.micro_batches}, or make the schedule for {chunks}"
+            f"give chunks={schedule.micro_batches}, or make the schedule for {chunks}"
         )
 
 
@@ -153,15 +146,15 @@ def _several_stages(
 
 
 def _workers(stages: int, per_worker: int) -> int:
-    """How many there are if nobody says: as few as hold that many stages each, at the most."""
+    """The smallest number of workers of which none holds more stages than `per_worker`."""
     return max(1, -(-stages // per_worker))
 
 
 def _as_it_lies(schedule: str, partitioning: Partitioning, per_worker: int) -> Plan:
-    """The plan for layers that lie on devices already: those must go round, as the schedule does."""
+    """The plan for layers that lie on devices already; these must repeat in the order of the schedule's workers."""
     stages = len(partitioning.balance)
     kinds = len(set(partitioning.devices))
-    # Several CPU workers have one device; how many there are, nobody has said.
+    # Several CPU workers have one device, so the devices do not show the number of workers.
     workers = kinds if kinds > 1 else _workers(stages, per_worker)
     placement = schedule_spec(schedule).placement(workers, max(1, stages // workers))
     plan = Plan(schedule, partitioning, placement)

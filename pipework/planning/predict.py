@@ -1,4 +1,4 @@
-"""What a step will cost, before the first one: each stage measured by itself on copies, then the schedule simulated."""
+"""Predicts the cost of a step before the first one: measures copies of each stage, then simulates the schedule."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StageBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.weights + self.gradients + self.buffers + self.activations
 
 
@@ -59,7 +59,7 @@ class Prediction:
 
     Attributes:
         devices: of each stage.
-        stages: what each stage holds at most. The stages of one worker need not reach that at the same moment.
+        stages: the most that each stage holds. The stages of one worker need not reach their maxima at the same moment.
         costs: of the actions, in seconds and bytes.
         simulation: of the schedule with these costs.
     """
@@ -100,14 +100,14 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Sample:
-    """One micro-batch, and what becomes of it behind the last layer.
+    """One micro-batch, its target and its loss.
 
     Attributes:
-        arguments: positional ones of the first layer.
-        keywords: of the first layer.
-        loss: computed by the last stage; None: the loss is outside.
+        arguments: positional arguments of the first layer.
+        keywords: keyword arguments of the first layer.
+        loss: the loss that the last stage computes; None: the loss is outside of the pipe.
         target: for the loss.
-        tuples: how a tuple reaches a layer.
+        tuples: the rule for tuples between layers.
     """
 
     arguments: tuple[Any, ...]
@@ -133,8 +133,8 @@ def predict_step(
         devices: of each stage.
         schedule: of the whole step.
         sample: its largest micro-batch.
-        timeout: for how many seconds to measure each stage; two passes are made in any case.
-        progress: called with a line of text for each stage; None: it is logged to "pipework" (INFO).
+        timeout: seconds to measure each stage; at least two passes are made.
+        progress: called with a line of text for each stage; None: the line is logged to "pipework" (INFO).
     """
     report = progress or logging.getLogger("pipework").info
     cpu_workers = len(
@@ -187,14 +187,14 @@ class _Measured:
 
     @property
     def backward_text(self) -> str:
-        """For the report."""
+        """The backward in the line of the progress report."""
         if not self.second_half:
             return f"backward {self.first_half:.3g} s"
         return f"input gradient {self.first_half:.3g} s, weight gradient {self.second_half:.3g} s"
 
 
 class _Stage:
-    """A copy of a stage, on which a micro-batch is run as the stage will run it."""
+    """A copy of a stage; it runs a micro-batch as the stage will."""
 
     def __init__(
         self,
@@ -220,11 +220,11 @@ class _Stage:
             self._weight_store = None
 
     def measure(self, value: Any, timeout: float) -> tuple[_Measured, Any]:
-        """Runs the stage again and again; also returns what the next stage gets."""
+        """Runs the stage repeatedly; returns the measurement, and the input of the next stage."""
         end = time.perf_counter() + timeout
         with self._aliases.standing_in():
             if self._weight_store is not None:
-                self._time(self._fresh(value))  # the first pass shows what can wait
+                self._time(self._fresh(value))  # the first pass shows which weight gradients can be delayed
             held, kept, waiting, output = self._count(self._fresh(value))  # slows a pass down, and warms up
             times = [self._time(self._fresh(value))]
             while time.perf_counter() < end:
@@ -236,12 +236,12 @@ class _Stage:
         return result, cut(output, self._device)
 
     def _count(self, given: Any) -> tuple[int, int, int, Any]:
-        """The bytes that a micro-batch holds; if it is checkpointed; and between halves; and the output."""
+        """The bytes that a micro-batch holds, without and with checkpointing, and between halves; and the output."""
         meter = MemoryMeter(tensor for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers()))
         buffers = MutableBuffers(self._layers)
         before = buffers.snapshot()
         inputs = tensors_of((given.arguments, given.keywords) if isinstance(given, Sample) else given)
-        # What other stages have stashed is an input, too, but it is only known when it is popped.
+        # Tensors that other stages have stashed are inputs, too; they are known only after they have been popped.
         with meter.measuring(0, 0, inputs, tensors_of(self._target)):
             output = self._forward(given)
         kept = (*inputs, *self._tracker.popped, *buffers.learn(before).tensors)
@@ -256,7 +256,7 @@ class _Stage:
         return held, sum(tensor.nbytes for tensor in kept), waiting, output
 
     def _time(self, given: Any) -> tuple[float, float, float]:
-        """The seconds of a forward, of its backward or the first half of that, and of the second."""
+        """The seconds of a forward, of its backward (or the first half of it), and of the second half."""
         begin = now(self._device)
         output = self._forward(given)
         middle = now(self._device)
@@ -286,7 +286,7 @@ class _Stage:
             self._weight_store.add_weight_gradients(0, again=False)
 
     def _fresh(self, value: Any) -> Any:
-        """Copies for one pass, which may overwrite them, of what the stage gets."""
+        """Copies of the stage's input for one pass, which may overwrite them."""
         self._target = None if self._sample is None else cut(self._sample.target, self._device)
         if isinstance(value, Sample):
             arguments, keywords = cut((value.arguments, value.keywords), self._device)
@@ -326,7 +326,7 @@ class _Stage:
 
 
 class _Tracker:
-    """Keeps what stages stash for later ones, cut from its graph; within a stage it is passed on as it is."""
+    """Keeps stashed tensors: for later stages detached from their graph, within a stage as they are."""
 
     def __init__(self) -> None:
         self._from_before: dict[Hashable, Tensor | None] = {}
@@ -355,11 +355,11 @@ class _Tracker:
         return entered(leaf)  # type: ignore[no-any-return]
 
     def next_pass(self) -> None:
-        """The same stage runs again."""
+        """Prepares for another pass of the same stage."""
         self._last, self._of_this_stage, self.popped = self._of_this_stage, {}, []
 
     def next_stage(self) -> None:
-        """The next stage runs."""
+        """Prepares for the next stage."""
         for key, tensor in self._last.items():
             self._from_before[key] = None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
         self._last = {}

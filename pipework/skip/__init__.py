@@ -1,4 +1,4 @@
-"""Skip connections: a layer stashes a tensor, a later one pops it, and those between them need not know."""
+"""Skip connections: a layer stashes a tensor and a later layer pops it; the layers between them are not involved."""
 
 from pipework.skip.commands import pop, stash
 from pipework.skip.decorator import Skippable, skippable

@@ -1,4 +1,4 @@
-"""What the forward of a skippable layer may yield."""
+"""The commands that the forward of a skippable layer may yield."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class stash:
 
     Args:
         name: the name of the skip connection, declared in `@skippable(stash=[...])`.
-        tensor: what the layers that pop will get; None is passed on as None.
+        tensor: the tensor for the layers that pop; None is passed on as None.
 
     Example:
         >>> def forward(self, x):
@@ -29,7 +29,7 @@ class stash:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class pop:
-    """The command to get back what an earlier layer has stashed: `tensor = yield pop(name)`.
+    """The command to get the tensor that an earlier layer has stashed: `tensor = yield pop(name)`.
 
     Args:
         name: the name of the skip connection, declared in `@skippable(pop=[...])`.

@@ -1,6 +1,6 @@
 """The decorator that lets the layers of a sequential model pass tensors past each other.
 
-A skippable layer's forward is a generator. It talks to whoever runs it through the commands that it yields:
+A skippable layer's forward is a generator. It yields commands to the `Skippable` module that runs it:
 
     forward of the layer            Skippable                     tracker of the thread
     yield stash("a", x)     --->    is "a" declared?      --->    save
@@ -8,8 +8,8 @@ A skippable layer's forward is a generator. It talks to whoever runs it through 
             y               <---                          <---
     return z                --->    is anything missing?          (z is the output)
 
-Who takes the tensors is the tracker's business: outside of a pipe a dictionary, inside the pipe's transport. So the
-same layers run in both.
+The tracker keeps the tensors: outside of a pipe in a dictionary, inside of a pipe through the pipe's transport. So the
+same layers run with and without a pipe.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Skippable(nn.Module):
-    """The base class of all classes that `skippable` makes. It holds the decorated module and obeys its commands.
+    """The base class of all classes that `skippable` makes. It holds the decorated module and carries out its commands.
 
     Attributes:
         module: the instance of the decorated class.
@@ -49,7 +49,7 @@ class Skippable(nn.Module):
         super().__init__()
         self.module = self.module_class(*args, **kwargs)
         self._namespaces: dict[str, Namespace] = {}
-        self._poppers: dict[str, int] | None = None  # None: nobody has counted them
+        self._poppers: dict[str, int] | None = None  # None: not counted yet
 
     def __repr__(self) -> str:
         return f"@skippable({self.module})"
@@ -89,19 +89,19 @@ class Skippable(nn.Module):
         return self
 
     def stashed_keys(self) -> Iterator[SkipKey]:
-        """The skip connections that begin here: namespace (None without `isolate`) and name, as declared."""
+        """The declared skip connections that begin here, as namespace (None without `isolate`) and name."""
         return ((self._namespaces.get(name), name) for name in self.stashable_names)
 
     def popped_keys(self) -> Iterator[SkipKey]:
-        """The skip connections that end here: namespace (None without `isolate`) and name, as declared."""
+        """The declared skip connections that end here, as namespace (None without `isolate`) and name."""
         return ((self._namespaces.get(name), name) for name in self.poppable_names)
 
     def note_poppers(self, counts: Mapping[SkipKey, int]) -> None:
-        """Tells the layer how often each skip connection is popped in the model; see `verify_skippables`."""
+        """Sets how many layers of the model pop each skip connection; see `verify_skippables`."""
         self._poppers = {key[1]: counts[key] for key in self.stashed_keys()}
 
     def forward(self, *inputs: Any, **keyword_inputs: Any) -> Any:
-        """Runs the decorated module, and stashes and pops what it yields."""
+        """Runs the decorated module and carries out the commands that it yields."""
         result = self.module(*inputs, **keyword_inputs)
         stashed: set[str] = set()
         popped: set[str] = set()
@@ -159,14 +159,14 @@ class Skippable(nn.Module):
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]], type[Skippable]]:
-    """Decorates a layer that stashes tensors for later layers, or pops what earlier ones have stashed.
+    """Decorates a layer that stashes tensors for later layers, or pops tensors that earlier layers have stashed.
 
     The layer declares the names, and its forward yields `stash` and `pop` commands. Each name is stashed by one layer
-    and popped by one or more; `Namespace` allows a name to be used again. In a pipe the tensor goes straight from the
-    stage that stashes it to those that pop it. Without a pipe the layers work unchanged; if several of them pop the
-    same tensor, call `verify_skippables` once before.
+    and popped by one or more; `Namespace` allows a name to be used again. In a pipe the tensor goes directly from the
+    stage that stashes it to the stages that pop it. Without a pipe the layers work unchanged; if several of them pop
+    the same tensor, call `verify_skippables` once before.
 
-    What was decorated is the submodule `module` of the new class's instances, so that its parameters have names such as
+    The decorated module is the submodule `module` of the new class's instances, so its parameters have names such as
     `module.weight`. Used as `@skippable(...)` above a class, the result can be pickled.
 
     Args:
@@ -195,7 +195,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     stashable_names, poppable_names = _checked_names("stash", stash), _checked_names("pop", pop)
 
     def decorate(module_class: type[nn.Module]) -> type[Skippable]:
-        @functools.wraps(module_class.forward)  # whoever looks at the signature sees that of the user's forward
+        @functools.wraps(module_class.forward)  # so that inspect.signature shows the signature of the user's forward
         def forward(self: Skippable, *inputs: Any, **keyword_inputs: Any) -> Any:
             return Skippable.forward(self, *inputs, **keyword_inputs)
 
@@ -213,7 +213,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
             },
         )
         if not _is_known_by_name(module_class):
-            # The new class is about to take the name. The old one must be found under another, or it has no pickle.
+            # The new class gets the name of the decorated one, which pickle must find under another name.
             module_class.__qualname__ = f"{decorated.__qualname__}.module_class"
         return decorated
 

@@ -1,4 +1,4 @@
-"""Which stage stashes for which: the skip connections of a model that is cut into stages."""
+"""The skip connections between the stages of a model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class SkipEdge:
     """One skip connection between stages.
 
     Attributes:
-        key: namespace and name. Each process that builds the model by itself has namespaces of its own; what they
-            agree on is the edge's position in `skip_edges`.
+        key: namespace and name. Each process that builds the model makes namespaces of its own; the position of an edge
+            in `skip_edges` is the same in all of them.
         source: the stage that stashes.
-        destinations: the stages that pop, in ascending order, each once; the source may be among them.
+        destinations: the stages that pop, in ascending order without repeats; the source may be among them.
     """
 
     key: SkipKey
@@ -33,7 +33,7 @@ class SkipEdge:
 
 
 def skip_edges(stages: Sequence[Iterable[nn.Module]]) -> tuple[SkipEdge, ...]:
-    """The skip connections of a model that `verify_skippables` has found to be in order.
+    """The skip connections of a model that has passed `verify_skippables`.
 
     Args:
         stages: the layers of each stage.
@@ -73,11 +73,11 @@ def skip_edges(stages: Sequence[Iterable[nn.Module]]) -> tuple[SkipEdge, ...]:
 def named_skippables(module: nn.Module, name: str = "") -> Iterator[tuple[str, Skippable]]:
     """All skippable layers in and below a module, in the order in which `nn.Sequential` runs them.
 
-    A layer that is used twice is met twice. Names are dotted, `WithDevice` leaves no trace in them.
+    A layer that is used twice is returned twice. Names are dotted; they do not contain `WithDevice`.
 
     Args:
-        module: where to begin.
-        name: what the module itself is called.
+        module: the module to search.
+        name: the name of the module itself.
     """
     if isinstance(module, Skippable):
         yield name, module

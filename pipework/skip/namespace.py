@@ -1,4 +1,4 @@
-"""Namespaces: they keep skip connections of the same name apart."""
+"""Namespaces for skip connections of the same name."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def _unique() -> str:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Namespace:
-    """Sets the skip connections of some layers apart from others of the same name.
+    """Distinguishes the skip connections of some layers from others of the same name.
 
-    Each new namespace differs from all others, those of other processes included. Its copies equal it, so that a copied
-    or unpickled model has its layers still connected. Namespaces can be keys of a dict, and have an order.
+    Each new namespace differs from all others, also from those of other processes. Copies of a namespace equal it, so
+    the layers of a copied or unpickled model stay connected. Namespaces are hashable and ordered.
 
     Example:
         >>> import copy
@@ -28,4 +28,4 @@ class Namespace:
 
 
 SkipKey = tuple[Namespace | None, str]
-"""What identifies a skip connection: its namespace, None if it was not isolated, and its name."""
+"""Identifies a skip connection: its namespace (None without `isolate`) and its name."""

@@ -1,4 +1,4 @@
-"""Checks that every tensor that is stashed will be popped, and the other way round."""
+"""Checks that every stashed tensor is popped, and every popped tensor is stashed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def verify_skippables(module: nn.Module, *, exclusive: bool = False) -> None:
-    """Checks that the skip connections of a model are complete: each stashed once, and popped later.
+    """Checks that each skip connection of a model is stashed once and popped later.
 
-    Skippable layers are found at any depth, and taken to run in the order in which `module.modules()` lists them. Each
-    layer that stashes is told how many layers will pop, so that outside of a pipe, too, several may. `Pipe` calls this
-    by itself.
+    The function finds skippable layers at any depth and assumes that they run in the order of `module.modules()`. It
+    gives each layer that stashes the number of layers that will pop, so that several layers can pop outside of a pipe,
+    too. `Pipe` calls it when it wraps a model.
 
     Args:
         module: the whole model.
-        exclusive: whether a second layer that pops the same tensor is refused.
+        exclusive: whether a second layer that pops the same tensor is an error.
 
     Raises:
         TypeError: one or more pairs of stash and pop do not match. All of them are listed.
@@ -53,7 +53,7 @@ def verify_skippables(module: nn.Module, *, exclusive: bool = False) -> None:
 
 
 def _faults(skippables: list[tuple[str, Skippable]], pops: Counter[SkipKey], exclusive: bool) -> list[str]:
-    """All that is wrong, in words; counts how often each key is popped."""
+    """The messages of all mismatches; counts in `pops` how often each key is popped."""
     faults: list[str] = []
     stashed: dict[SkipKey, None] = {}
     for name, layer in skippables:

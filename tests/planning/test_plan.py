@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipework import Pipe, WithDevice
-from pipework.planning.partition import Machine
+from pipework.planning.devices import Machine
 from pipework.planning.plan import make_plan
 from pipework.schedule import Action, Schedule, fill_drain, interleaved_1f1b, one_forward_one_backward, with_recompute
 

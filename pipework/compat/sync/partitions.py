@@ -10,7 +10,7 @@ from torch import nn
 
 from pipework.model.sequential import PipeSequential
 from pipework.model.with_device import WithDevice
-from pipework.planning.partition import Machine, checked_devices, default_devices
+from pipework.planning.devices import Machine, checked_devices, default_devices
 from pipework.torch_private import has_hooks
 
 if TYPE_CHECKING:
