@@ -12,16 +12,20 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 .PHONY: help train test test-all docs package lint format bench clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 train: $(VENV)/.train ## train a small GPT in a pipeline (options: ARGS="--help")
 	@trap : INT; echo $(BIN)/python examples/train_gpt.py $(ARGS); \
 	$(BIN)/python examples/train_gpt.py $(ARGS) || test $$? = 130  # Ctrl-C is no error
 
-test: $(VENV)/.test ## run the tests (one file: ARGS=tests/test_partition.py)
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+# Files or folders that are asked for are tested thoroughly.
+test: $(VENV)/.test ## run the quick tests (thoroughly those of one file: ARGS=tests/test_pipe.py)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow$(if $(filter tests% pipework%,$(ARGS)),, and not thorough)" $(ARGS)
 
-test-all: $(VENV)/.test ## run the slow tests too
+test-thorough: $(VENV)/.test ## run what `make test` leaves out, but for slow tests
+	$(BIN)/python -m pytest -n $(WORKERS) -m "thorough and not slow" $(ARGS)
+
+test-all: $(VENV)/.test ## run all tests, the slow ones too
 	$(BIN)/python -m pytest -n $(WORKERS) -m "" $(ARGS)
 
 lint: $(VENV)/.dev ## check style, format and types

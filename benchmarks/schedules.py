@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from pipework.schedule import SCHEDULES, recipe
+from pipework.schedule import SCHEDULES, schedule_spec
 
 TRAINING: Final = tuple(name for name in SCHEDULES if name not in ("forward-only", "fill-drain"))
 """All that train, each under one of its names."""
@@ -13,7 +13,7 @@ TRAINING: Final = tuple(name for name in SCHEDULES if name not in ("forward-only
 
 def stages_per_worker(schedule: str, workers: int, wanted: Iterable[int]) -> list[int]:
     """Those of the wanted numbers of stages per worker that a schedule can have; the usual one if it has no choice."""
-    known = recipe(schedule)
+    known = schedule_spec(schedule)
     if not known.several:
         return [known.stages_per_worker]
     result = []

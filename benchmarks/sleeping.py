@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from pipework.autograd.weight_split import store
-from pipework.autograd.weight_split.operation import Operation, Parts, Postponing
+from pipework.autograd.weight_split.operation import DeferrableAlias, Operation, Parts
 
 
 def without_timer_slack() -> None:
@@ -114,7 +114,7 @@ class _HalfNap(Operation):
 
     name = "nap"
 
-    def __init__(self, x: Tensor, weight: Postponing, alarm: Alarm, times: Times, start: float) -> None:
+    def __init__(self, x: Tensor, weight: DeferrableAlias, alarm: Alarm, times: Times, start: float) -> None:
         self.kept, self.parameters = x, (weight,)
         self.alarm, self.times, self.start = alarm, times, start
 

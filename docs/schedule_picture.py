@@ -1,21 +1,21 @@
-"""The directive `schedule`: a picture of a schedule, which pipework builds, simulates and draws while Sphinx runs.
+"""The Sphinx directive `schedule`: builds, simulates and draws a schedule.
 
 ````
 ```{schedule} zb-v
-:alt: what the picture shows, in words
+:alt: a description of the picture
 ```
 ````
 
 The options:
 
 * `alt`: the text alternative, which every picture must have.
-* `workers`, `chunks`: 4 and 8 unless told otherwise.
-* `stages-per-worker`: of a schedule that lets one choose.
-* `above`: another schedule, drawn above on the same time axis, as large and with the same costs.
-* `costs`: `forward=1, transfer=0.25`, arguments of `Costs`. Times and memories of stages are those of a worker's whole
-  share, and divided by its stages; what crosses a boundary is not. A forward takes 1 and a backward 2, two halves of 1,
-  unless told otherwise.
-* `recompute`: how many micro-batches are checkpointed; those of the schedule above are not.
+* `workers`, `chunks`: 4 and 8 by default.
+* `stages-per-worker`: for schedules that support several.
+* `above`: another schedule of the same size and costs, drawn above on the same time axis.
+* `costs`: arguments of `Costs`, such as `forward=1, transfer=0.25`. Times and memory are those of a worker's whole
+share
+  and are divided by its stages; transfers are not. By default a forward takes 1 and a backward 2, in halves of 1.
+* `recompute`: the number of checkpointed micro-batches; the schedule above has none.
 * `colors`: `action` or `worker`.
 * `update`: draw the optimizer's step, too.
 """
@@ -41,7 +41,7 @@ from pipework.schedule.registry import build_for_shares
 
 
 class SchedulePicture(SphinxDirective):
-    """A figure with the picture, and with its measures below."""
+    """A figure with the picture and a caption of its measures."""
 
     required_arguments = 1
     option_spec: ClassVar[dict[str, Any]] = {
@@ -57,9 +57,9 @@ class SchedulePicture(SphinxDirective):
     }
 
     def run(self) -> list[nodes.Node]:
-        """Draw the picture and put it where the page has the directive."""
+        """Draw the picture and return the figure."""
         if not self.options.get("alt"):
-            raise self.error("the picture of a schedule has no text alternative: say in :alt: what it shows")
+            raise self.error("the picture of a schedule has no text alternative: describe it in :alt:")
         try:
             below = self.simulated(self.arguments[0], self.options.get("stages-per-worker"), **self.options)
             results = [self.simulated(self.options["above"]), below] if "above" in self.options else [below]
@@ -67,8 +67,8 @@ class SchedulePicture(SphinxDirective):
             picture = svg(lines, colors=self.options.get("colors", "action"), update="update" in self.options)
         except (TypeError, ValueError) as error:
             raise self.error(f"no picture of this schedule: {error}") from error
-        # The pictures are as old as the code that draws them.
-        for module in Path(pipework.schedule.__file__).parent.glob("*.py"):
+        # Pages are built again if the code that draws them changes.
+        for module in Path(pipework.schedule.__file__).parent.rglob("*.py"):
             self.env.note_dependency(str(module))
         width = re.search(r'width="([\d.]+)"', picture)
         assert width
@@ -79,7 +79,7 @@ class SchedulePicture(SphinxDirective):
     def simulated(
         self, name: str, stages_per_worker: int | None = None, *, recompute: int = 0, **_: object
     ) -> Simulation:
-        """The schedule of that name, with the workers, micro-batches and costs of this picture."""
+        """Simulate a schedule with the workers, micro-batches and costs of this picture."""
         written = self.options.get("costs")
         schedule, costs = build_for_shares(
             name,
@@ -93,9 +93,9 @@ class SchedulePicture(SphinxDirective):
         return simulate(schedule, costs)
 
     def written(self, picture: str) -> str:
-        """Write the picture among what Sphinx keeps of the pages, and return its path as the page would write it.
+        """Write the picture into Sphinx's doctree folder, and return its path relative to the page.
 
-        Sphinx copies it from there to the images of the site, as it does with every image.
+        Sphinx copies it from there to the images of the site.
         """
         name = f"schedule-{sha256(picture.encode()).hexdigest()[:16]}.svg"
         file = Path(self.env.doctreedir, "schedules", name)
@@ -105,18 +105,18 @@ class SchedulePicture(SphinxDirective):
 
 
 def caption(results: list[Simulation]) -> str:
-    """Names and measures, for those who look for them as text."""
-    said = []
+    """Names and measures of the schedules, as text."""
+    sentences = []
     for result in results:
         memory = max(result.peak_memory)
         facts = [f"makespan {result.makespan:g}", f"bubble {result.bubble:.1%}", f"peak memory {memory:g}"]
         if result.span < result.makespan:
             facts.insert(2, f"{result.span_bubble:.1%} of the span {result.span:g}")
-        said.append(f"{result.schedule.name}: {', '.join(facts)}.")
-    return " ".join([f"Above, {said[0]} Below, {said[1]}"] if len(said) > 1 else said)
+        sentences.append(f"{result.schedule.name}: {', '.join(facts)}.")
+    return " ".join([f"Above, {sentences[0]} Below, {sentences[1]}"] if len(sentences) > 1 else sentences)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Sphinx calls this."""
+    """Register the directive; Sphinx calls this function."""
     app.add_directive("schedule", SchedulePicture)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

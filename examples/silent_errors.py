@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 2 examples/silent_errors.py
     python examples/silent_errors.py                # the same: it starts the two processes itself; half a minute
 
-Each case computes the same three times: with the model by itself, with torch.distributed.pipelining as it is installed,
-used as its documentation says, and with pipework. Both pipelines have two processes, with half of the layers each. What
-PyTorch has mended in your version is shown as right. How one gets the right number from torch.distributed.pipelining,
-if one knows, is in the comments. The table also tells when pipework is wrong, and the script then ends with 1.
+Each case computes the same three times: with the model alone, with the installed torch.distributed.pipelining, used as
+its documentation says, and with pipework. Both pipelines have two processes, with half of the layers each. An error
+that PyTorch has fixed in your version is shown as right. Comments say how to get the right number from
+torch.distributed.pipelining. The table also shows errors of pipework, and the script then ends with exit code 1.
 """
 
 import argparse
@@ -44,13 +44,13 @@ from pipework import Mesh, Pipe
 
 CHUNKS = 4  # micro-batches in a mini-batch
 CPU = torch.device("cpu")
-PATIENCE = 60  # seconds after which processes that wait for each other are ended
+PATIENCE = 60  # seconds until processes that wait for each other are ended
 
 Figures = list[float | str]
 
 
 class Case(NamedTuple):
-    """What is to be computed, under which names, and three ways to do it."""
+    """The names of the figures, and three ways to compute them."""
 
     names: list[str]
     plain: Callable[[], Figures]
@@ -58,7 +58,7 @@ class Case(NamedTuple):
     ours: Callable[[], Figures]
 
 
-# ---- What all cases use ----
+# ---- Shared by all cases ----
 
 
 def small_model() -> nn.Sequential:
@@ -78,20 +78,20 @@ def halves(model: nn.Sequential) -> list[nn.Sequential]:
 
 
 def own_stage(model: nn.Sequential) -> PipelineStage:
-    """That of this process. The documentation writes: PipelineStage(stage_mod, stage_idx, num_stages, device)."""
+    """The stage of this process. The documentation has: PipelineStage(stage_mod, stage_idx, num_stages, device)."""
     rank = distributed.get_rank()
     return PipelineStage(halves(model)[rank], rank, 2, CPU)
 
 
 def step(schedule: ScheduleGPipe | Schedule1F1B, x: Tensor, y: Tensor | None = None, **options: list) -> Tensor | None:
-    """As the documentation has it: the first process gives the input, the last one the target."""
+    """One step as in the documentation: the first process passes the input, the last one the target."""
     if distributed.get_rank() == 0:
         return schedule.step(x)
     return schedule.step(target=y, **options) if y is not None else schedule.step()
 
 
 def own_half(model: nn.Sequential, mesh: Mesh, **options: object) -> Pipe:
-    """The same for pipework, which takes the whole model."""
+    """The pipe of pipework, which takes the whole model."""
     return Pipe(model, CHUNKS, balance=[2, len(model) - 2], loss_fn=F.mse_loss, mesh=mesh, **options)
 
 
@@ -100,7 +100,7 @@ def norm(tensors: Iterable[Tensor | None]) -> float:
 
 
 def norm_of_both(tensors: Iterable[Tensor | None]) -> float:
-    """The norm of what the two processes have together."""
+    """The norm of the tensors of both processes together."""
     square = torch.tensor(norm(tensors)).square()
     distributed.all_reduce(square)
     return square.sqrt().item()
@@ -110,26 +110,26 @@ def gradients(module: nn.Module) -> list[Tensor | None]:
     return [parameter.grad for parameter in module.parameters()]
 
 
-def told_by(rank: int, *figures: float) -> Figures:
-    """What one process has found; the other one's figures do not count."""
-    told = torch.tensor(figures, dtype=torch.float64)
-    distributed.broadcast(told, rank)
-    return told.tolist()
+def figures_of(rank: int, *figures: float) -> Figures:
+    """The figures of one process, on both."""
+    values = torch.tensor(figures, dtype=torch.float64)
+    distributed.broadcast(values, rank)
+    return values.tolist()
 
 
 def spread(tensor: Tensor) -> float:
-    """The largest difference between what the two processes have of something."""
+    """The largest difference between the tensors of the two processes."""
     high, low = tensor.detach().clone(), tensor.detach().clone()
     distributed.all_reduce(high, distributed.ReduceOp.MAX)
     distributed.all_reduce(low, distributed.ReduceOp.MIN)
     return (high - low).max().item()
 
 
-# ---- The ten cases: each says below its name what is printed below its figures ----
+# ---- The ten cases: the docstring of each is printed below its figures ----
 
 
 def gradient_accumulation(mesh: Mesh) -> Case:
-    """Every step divides all of .grad by the number of micro-batches, also what earlier steps have put there.
+    """Every step divides all of .grad by the number of micro-batches, including the gradients of earlier steps.
 
     Of the mini-batches that you accumulate only the last counts in full; here the one before counts a quarter.
     """
@@ -159,9 +159,9 @@ def gradient_accumulation(mesh: Mesh) -> Case:
 
 
 def evaluation_before_the_optimizer(mesh: Mesh) -> Case:
-    """schedule.eval() ends as a training step does: it divides the gradients that are already there.
+    """schedule.eval() ends like a training step: it divides the present gradients.
 
-    A look at the validation loss between backward and optimizer.step() makes that step smaller.
+    A validation loss between backward and optimizer.step() makes that step smaller.
     """
     (x, y), (held_out, answers) = batch(seed=1), batch(seed=2)
 
@@ -195,9 +195,9 @@ def evaluation_before_the_optimizer(mesh: Mesh) -> Case:
 
 
 def shapes_from_a_real_forward(mesh: Mesh) -> Case:
-    """To learn the shapes, the first step runs the layers of the second stage on memory that nobody has written to.
+    """To find the shapes, the first step runs the layers of the second stage on uninitialized memory.
 
-    Batch norm takes what lay there (anything, and something else in each run) for data, and keeps it in its statistics.
+    Batch norm takes the values there, which differ in each run, for data, and keeps them in its statistics.
     """
     x, y = batch()
 
@@ -211,28 +211,28 @@ def shapes_from_a_real_forward(mesh: Mesh) -> Case:
 
     def plain() -> Figures:
         layers = model()
-        for rows in x.tensor_split(CHUNKS):  # in micro-batches as well, which is another thing than in one piece
+        for rows in x.tensor_split(CHUNKS):  # also in micro-batches, since one large batch has other statistics
             layers(rows)
         return list(statistics(layers[3]))
 
     def theirs() -> Figures:
         layers = model()
-        # Right if every stage is given input_args= and output_args=, examples of what goes in and what comes out.
+        # Right if every stage gets input_args= and output_args=, examples of its inputs and outputs.
         step(ScheduleGPipe(own_stage(layers), CHUNKS, loss_fn=F.mse_loss), x, y)
-        return told_by(1, *statistics(layers[3]))
+        return figures_of(1, *statistics(layers[3]))
 
     def ours() -> Figures:
         layers = model()
         own_half(layers, mesh)(x, target=y)
-        return told_by(1, *statistics(layers[3]))
+        return figures_of(1, *statistics(layers[3]))
 
     return Case(["batch norm: largest running variance", "batch norm: batches counted"], plain, theirs, ours)
 
 
 def smaller_last_batch(mesh: Mesh) -> Case:
-    """The second stage goes on with as many rows as there were before: new ones, and below them those of old batches.
+    """The second stage continues with as many rows as before: new ones, and below them those of old batches.
 
-    There are too many predictions, and few are where they belong; an average over them looks reasonable.
+    There are too many predictions, most of them at the wrong place; an average over them looks reasonable.
     """
     (x, _), (last, _) = batch(16, seed=1), batch(8, seed=2)
 
@@ -247,22 +247,22 @@ def smaller_last_batch(mesh: Mesh) -> Case:
             step(schedule, x)
             # Right if the last batch is padded or dropped, or has a schedule and stages of its own.
             output = step(schedule, last)
-        return told_by(1, *((0, 0) if output is None else (len(output), output.mean().item())))
+        return figures_of(1, *((0, 0) if output is None else (len(output), output.mean().item())))
 
     def ours() -> Figures:
         pipe = own_half(small_model(), mesh)
         with torch.no_grad():
             pipe(x)
             output = pipe(last)
-        return told_by(1, *((0, 0) if output is None else (len(output), output.mean().item())))
+        return figures_of(1, *((0, 0) if output is None else (len(output), output.mean().item())))
 
     return Case(["rows that come out", "their mean"], plain, theirs, ours)
 
 
 def zero_bubble_with_replicas(mesh: Mesh) -> Case:
-    """A weight gradient that is computed apart is put into .grad past autograd: DistributedDataParallel never sees it.
+    """A weight gradient that is computed separately is written to .grad without autograd, unseen by DDP.
 
-    The replicas train on their own halves of the data and drift apart; hooks that wait for gradients are never called.
+    The replicas train on their own halves of the data and drift apart; hooks for gradients are never called.
     """
     x, y = batch()
     rank = distributed.get_rank()
@@ -276,23 +276,23 @@ def zero_bubble_with_replicas(mesh: Mesh) -> Case:
 
     def figures(model: nn.Sequential) -> Figures:
         gradient = model[2].weight.grad
-        return told_by(0, norm([gradient]), spread(gradient), len(called))
+        return figures_of(0, norm([gradient]), spread(gradient), len(called))
 
     def plain() -> Figures:
         model = watched(small_model())
         F.mse_loss(model(x), y).backward()
         return [norm([model[2].weight.grad]), 0.0, len(called)]
 
-    # Here the two processes are replicas, and each has a pipeline of two stages to itself.
+    # Here the two processes are replicas, and each has its own pipeline of two stages.
 
     def theirs() -> Figures:
         model, device_mesh = watched(small_model()), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-        replicas, itself = device_mesh.get_group("dp"), device_mesh.get_group("pp")
+        replicas, alone = device_mesh.get_group("dp"), device_mesh.get_group("pp")
         stages = [
-            PipelineStage(DistributedDataParallel(part, process_group=replicas), number, 2, CPU, group=itself)
+            PipelineStage(DistributedDataParallel(part, process_group=replicas), number, 2, CPU, group=alone)
             for number, part in enumerate(halves(model))
         ]
-        # Right with ScheduleInterleaved1F1B, but for the hook, which is called for each micro-batch.
+        # Right with ScheduleInterleaved1F1B, except for the hook, which is called for each micro-batch.
         ScheduleInterleavedZeroBubble(stages, CHUNKS, loss_fn=F.mse_loss).step(x[mine], target=y[mine])
         return figures(model)
 
@@ -310,7 +310,7 @@ def zero_bubble_with_replicas(mesh: Mesh) -> Case:
 def tied_weights(mesh: Mesh) -> Case:
     """A weight that two stages use is copied, and each copy gets the gradient of its own use only.
 
-    From the first step on it is another model, without the tie: it learns something else than the one you wrote.
+    From the first step on the copies differ, so this is another model than the one you wrote.
     """
     torch.manual_seed(1)
     words = torch.randint(10, (16,))
@@ -348,13 +348,13 @@ def tied_weights(mesh: Mesh) -> Case:
 
         def loss_of_step() -> float:
             losses = []
-            # Right if the two gradients are summed by hand after each step, over a group of the two processes.
+            # Right if you add the two gradients after each step, over a group of the two processes.
             step(schedule, words, following, losses=losses)
             return torch.stack(losses).mean().item() if losses else 0.0
 
         loss = trained(stage.submod.parameters(), loss_of_step)
         weight = stage.submod.get_parameter("0.weight" if rank == 0 else "3.weight")
-        return told_by(1, loss, spread(weight))
+        return figures_of(1, loss, spread(weight))
 
     def ours() -> Figures:
         layers = model()
@@ -366,22 +366,22 @@ def tied_weights(mesh: Mesh) -> Case:
             return loss.item()
 
         loss = trained(pipe.parameters(), loss_of_step)
-        return told_by(1, loss, spread(layers[0 if rank == 0 else 3].weight))
+        return figures_of(1, loss, spread(layers[0 if rank == 0 else 3].weight))
 
     return Case(["loss after five steps", "difference between the two uses"], plain, theirs, ours)
 
 
 def traced(model: nn.Sequential, micro_batch: Tensor) -> pipelining.Pipe:
-    """The other front end of torch.distributed.pipelining, which finds the stages by itself."""
+    """The other front end of torch.distributed.pipelining, which traces the model and finds the stages."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the tracer, about itself
+        warnings.simplefilter("ignore")  # of the tracer
         return pipelining.pipeline(model, (micro_batch,), split_spec={"2": SplitPoint.BEGINNING})
 
 
 def evaluation_of_a_traced_stage(mesh: Mesh) -> Case:
-    """A traced stage has dropout in the mode in which it was traced; its .eval() changes nothing, and says nothing.
+    """A traced stage keeps dropout in the mode in which it was traced; its .eval() changes nothing, without a warning.
 
-    Every validation loss and every prediction is that of a model with half of its features missing.
+    Every validation loss and every prediction is computed without half of the features.
     """
     x = batch()[0].repeat(4, 1)
 
@@ -397,18 +397,18 @@ def evaluation_of_a_traced_stage(mesh: Mesh) -> Case:
             return list(figures(model().eval()(x)))
 
     def theirs() -> Figures:
-        # Right if the model is traced a second time, in eval mode, and the weights are copied; or with PipelineStage.
+        # Right with PipelineStage, or if the model is traced again in eval mode and the weights are copied.
         stage = traced(model(), x[: len(x) // CHUNKS]).build_stage(distributed.get_rank(), CPU)
         stage.submod.eval()
         with torch.no_grad():
             output = step(ScheduleGPipe(stage, CHUNKS), x)
-        return told_by(1, *((0, 0) if output is None else figures(output)))
+        return figures_of(1, *((0, 0) if output is None else figures(output)))
 
     def ours() -> Figures:
         pipe = own_half(model(), mesh).eval()
         with torch.no_grad():
             output = pipe(x)
-        return told_by(1, *((0, 0) if output is None else figures(output)))
+        return figures_of(1, *((0, 0) if output is None else figures(output)))
 
     return Case(["mean square of the outputs", f"outputs that are zero, of {len(x) * 16}"], plain, theirs, ours)
 
@@ -416,7 +416,7 @@ def evaluation_of_a_traced_stage(mesh: Mesh) -> Case:
 def saving_of_stages(mesh: Mesh) -> Case:
     """The layers of each nn.Sequential begin at 0, so two stages have weights of the same names: one of each is kept.
 
-    The checkpoint is written and loaded without a word, and half of the model is lost.
+    The checkpoint is written and loaded without an error, and half of the model is lost.
     """
     x, _ = batch()
 
@@ -425,7 +425,7 @@ def saving_of_stages(mesh: Mesh) -> Case:
         return nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
 
     def saved_and_loaded(saved: nn.Module, loaded: nn.Module) -> float:
-        """How many tensors are what they were."""
+        """How many tensors have their old values."""
         with shared_folder() as folder:
             checkpoint.save({"model": saved.state_dict()}, checkpoint_id=folder)
             state = {"model": loaded.state_dict()}
@@ -433,7 +433,7 @@ def saving_of_stages(mesh: Mesh) -> Case:
             loaded.load_state_dict(state["model"])
             pairs = zip(saved.parameters(), loaded.parameters(), strict=True)
             same = torch.tensor(sum(torch.equal(one, other) for one, other in pairs))
-            distributed.all_reduce(same)  # neither is done before the other one
+            distributed.all_reduce(same)  # both wait for each other
         return float(same)
 
     def plain() -> Figures:
@@ -446,21 +446,21 @@ def saving_of_stages(mesh: Mesh) -> Case:
         same = saved_and_loaded(saved.submod, loaded.submod)
         with torch.no_grad():
             output = step(ScheduleGPipe(loaded, CHUNKS), x)
-        return told_by(1, same, 0 if output is None else output.mean().item())
+        return figures_of(1, same, 0 if output is None else output.mean().item())
 
     def ours() -> Figures:
         loaded = own_half(model(1), mesh)
         same = saved_and_loaded(own_half(model(0), mesh), loaded)
         with torch.no_grad():
             output = loaded(x)
-        return told_by(1, same, 0 if output is None else output.mean().item())
+        return figures_of(1, same, 0 if output is None else output.mean().item())
 
     return Case(["tensors that come back, of 8", "mean output of the loaded model"], plain, theirs, ours)
 
 
 @contextlib.contextmanager
 def shared_folder() -> Iterator[str]:
-    """A folder of the first process, for both."""
+    """A folder of the first process, which both use."""
     with tempfile.TemporaryDirectory() as own:
         names = [own]
         distributed.broadcast_object_list(names)
@@ -468,7 +468,7 @@ def shared_folder() -> Iterator[str]:
 
 
 def clipping(mesh: Mesh) -> Case:
-    """clip_grad_norm_ knows the gradients of its own process only: each stage is clipped by another norm.
+    """clip_grad_norm_ uses the gradients of its own process only: each stage is clipped by another norm.
 
     Stages whose gradients are small are not clipped at all, and the direction of the step changes with the partition.
     """
@@ -486,7 +486,7 @@ def clipping(mesh: Mesh) -> Case:
         step(ScheduleGPipe(stage, CHUNKS, loss_fn=F.mse_loss), x, y)
         # Right with get_total_norm, an all_reduce of its square over the processes, and clip_grads_with_norm_.
         before = nn.utils.clip_grad_norm_(stage.submod.parameters(), limit)
-        return [*told_by(0, before), norm_of_both(gradients(stage.submod))]
+        return [*figures_of(0, before), norm_of_both(gradients(stage.submod))]
 
     def ours() -> Figures:
         pipe = own_half(small_model(), mesh)
@@ -494,15 +494,13 @@ def clipping(mesh: Mesh) -> Case:
         before = pipe.clip_grad_norm_(limit)
         return [float(before), norm_of_both(gradients(pipe))]
 
-    return Case(
-        ["norm that the first process is told", f"gradient norm after clipping to {limit}"], plain, theirs, ours
-    )
+    return Case(["norm that the first process gets", f"gradient norm after clipping to {limit}"], plain, theirs, ours)
 
 
 def batches_of_other_sizes(mesh: Mesh) -> Case:
-    """Fewer rows than before: a loss of new rows and old ones, then one process dies. More: gloo aborts the process.
+    """Fewer rows than before: a loss of new and old rows, then one process dies. More: gloo aborts the process.
 
-    The last batch of an epoch, or the next longer text, ends the job; the loss that was logged before was made up.
+    The last batch of an epoch, or the next longer text, ends the job; the loss that was logged before was wrong.
     """
     sizes = (4, 32)
 
@@ -511,7 +509,7 @@ def batches_of_other_sizes(mesh: Mesh) -> Case:
         return [F.mse_loss(model(x), y).item() for x, y in (batch(rows, seed=2) for rows in sizes)]
 
     def theirs() -> Figures:
-        """By processes that may die."""
+        """In other processes, which may die."""
         # Right if every batch has the same size: padded, or dropped (drop_last=True).
         ends = [""] * len(sizes)
         if distributed.get_rank() == 0:
@@ -546,7 +544,7 @@ CASES = [
 
 
 def start_two(*arguments: str, capture: bool = False) -> list[subprocess.Popen[str]]:
-    """This script in two processes, as torchrun would start it."""
+    """Starts this script in two processes, as torchrun would."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -566,7 +564,7 @@ def start_two(*arguments: str, capture: bool = False) -> list[subprocess.Popen[s
 
 
 def wait_for(job: list[subprocess.Popen[str]]) -> int:
-    """Until all have ended, or one of them has failed, which the others would wait for."""
+    """Waits until all processes have ended, or one has failed, for which the others would wait."""
     try:
         while None in (codes := [process.poll() for process in job]) and not any(codes):
             time.sleep(0.05)
@@ -580,8 +578,8 @@ def wait_for(job: list[subprocess.Popen[str]]) -> int:
 
 
 def last_of_two_batches(rows: int) -> None:
-    """Two steps of 1F1B, on 16 rows and on another number of them. Whoever calls this may not survive it."""
-    warnings.simplefilter("ignore")  # mse_loss says that rows and targets are not equally many; a log is full of that
+    """Two steps of 1F1B, with 16 rows and with another number of them. The process may die in it."""
+    warnings.simplefilter("ignore")  # mse_loss warns of different numbers of rows and targets, again and again
     distributed.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE / 2))
 
     def loss_of(output: Tensor, target: Tensor) -> Tensor:
@@ -597,20 +595,20 @@ def last_of_two_batches(rows: int) -> None:
 
 
 def end_of(job: list[subprocess.Popen[str]]) -> str:
-    """The loss that `last_of_two_batches` has seen last, and what its processes died of."""
-    told, causes = [], []
+    """The last loss of `last_of_two_batches`, and the error or signal that ended its processes."""
+    outputs, causes = [], []
     for process in job:
         try:
-            out, complaint = process.communicate(timeout=PATIENCE)
+            out, errors = process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             process.kill()
-            out, complaint = process.communicate()
-        told.append(out)
+            out, errors = process.communicate()
+        outputs.append(out)
         if process.returncode < 0:
             causes.insert(0, signal.Signals(-process.returncode).name)
         elif process.returncode > 0:
-            causes += re.findall(r"^(?:\[rank\d\]: )?([\w.]+Error)\b", complaint, re.MULTILINE)[-1:] or ["error"]
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", told[1].rpartition("rows")[2])]
+            causes += re.findall(r"^(?:\[rank\d\]: )?([\w.]+Error)\b", errors, re.MULTILINE)[-1:] or ["error"]
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", outputs[1].rpartition("rows")[2])]
     mean = [f"{sum(losses) / len(losses)}"] if losses else []
     if not causes:
         return mean[0]
@@ -621,7 +619,7 @@ def end_of(job: list[subprocess.Popen[str]]) -> str:
 
 
 def attempted(compute: Callable[[], Figures], count: int) -> Figures:
-    """What comes out; if that is an error, its name."""
+    """The figures; if there is an error, its name."""
     try:
         return compute()
     except Exception as error:
@@ -642,43 +640,43 @@ def line(*columns: str) -> str:
 
 
 def table(mesh: Mesh) -> bool:
-    """Computes and prints everything; whether pipework is right everywhere."""
+    """Computes and prints everything; returns whether pipework is right everywhere."""
     first, right, wrong = mesh.rank == 0, True, 0
 
-    def tell(text: str) -> None:
+    def show(text: str) -> None:
         if first:
             print(text, flush=True)
 
-    tell(f"PyTorch {torch.__version__}, two processes, gloo\n")
-    tell(line("", "the model", "torch.distributed", ""))
-    tell(line("", "by itself", ".pipelining", "pipework"))
+    show(f"PyTorch {torch.__version__}, two processes, gloo\n")
+    show(line("", "the model", "torch.distributed", ""))
+    show(line("", "alone", ".pipelining", "pipework"))
     for number, case in enumerate(CASES, 1):
         names, plain, theirs, ours = case(mesh)
         every = [attempted(compute, len(names)) for compute in (plain, theirs, ours)]
-        tell(f"\n{number:2} {case.__name__.replace('_', ' ')}")
+        show(f"\n{number:2} {case.__name__.replace('_', ' ')}")
         for name, truth, of_theirs, of_ours in zip(names, *every, strict=True):
-            tell(line(f"   {name}", f"{truth:.6g}", shown(of_theirs, truth), shown(of_ours, truth)))
+            show(line(f"   {name}", f"{truth:.6g}", shown(of_theirs, truth), shown(of_ours, truth)))
             right = right and is_right(of_ours, truth)
         wrong += not all(map(is_right, every[1], every[0]))
         for sentence in filter(str.strip, case.__doc__.splitlines()):
-            tell(f"   {sentence.strip()}")
-    tell(f"\n{wrong} of {len(CASES)} cases are wrong with torch.distributed.pipelining.")
+            show(f"   {sentence.strip()}")
+    show(f"\n{wrong} of {len(CASES)} cases are wrong with torch.distributed.pipelining.")
     return right
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What torch.distributed.pipelining computes wrongly without an error.")
-    parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)  # for processes that are started to die
+    parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)  # for processes that may die
     options = parser.parse_args(argv)
     if "RANK" not in os.environ:
         return wait_for(start_two())
-    torch.set_default_dtype(torch.float64)  # so that what differs is not the rounding
+    torch.set_default_dtype(torch.float64)  # so that differences are not due to rounding
     if options.rows:
         last_of_two_batches(options.rows)
         return 0
     mesh = pipework.init()
     if len(mesh.ranks) != 2:
-        sys.exit(f"this is for two processes: start it with --nproc-per-node 2, not {len(mesh.ranks)}")
+        sys.exit(f"this example needs two processes, got {len(mesh.ranks)}: start it with --nproc-per-node 2")
     right = table(mesh)
     distributed.barrier()
     distributed.destroy_process_group()

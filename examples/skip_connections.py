@@ -1,8 +1,8 @@
-r"""Skip connections: a layer stashes a tensor, a later one pops it, and the layers in between need not know.
+r"""Skip connections: a layer stashes a tensor, a later layer pops it, and the layers in between are not changed.
 
     python examples/skip_connections.py         # a second
 
-In a pipeline the tensor goes straight from where it is stashed to where it is popped, past the partitions in between:
+In a pipeline the tensor goes straight from the layer that stashes it to the layer that pops it, past other partitions:
 
     partition 0          partition 1          partition 2
     Layer1  -----------> Layer2  -----------> Layer3
@@ -27,7 +27,7 @@ parser = argparse.ArgumentParser(description="Skip connections in a pipeline.")
 parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights and the inputs (%(default)s)")
 
 
-# A layer with skip connections declares their names, and its forward yields what it wants done.
+# A layer with skip connections declares their names. Its forward yields a stash or a pop for each of them.
 @skippable(stash=["1to3"])
 class Layer1(nn.Module):
     def __init__(self) -> None:
@@ -60,13 +60,13 @@ class Layer3(nn.Module):
 
 
 def block() -> list[nn.Module]:
-    """All three, in a namespace of their own, so that there can be several blocks in a model."""
+    """The three layers in a namespace of their own, so that a model can have several such blocks."""
     own = Namespace()
     return [Layer1().isolate(own), Layer2(), Layer3().isolate(own)]
 
 
 def compare(model: nn.Sequential) -> bool:
-    """Whether a pipe of the model computes what the model itself does."""
+    """Whether a pipe of the model has the same output and gradients as the model itself."""
     plain, x = copy.deepcopy(model), torch.rand(16, 8)
     print(f"without Pipe  {tuple(plain(x).shape)}: the layers work unchanged")
 
@@ -77,7 +77,7 @@ def compare(model: nn.Sequential) -> bool:
     output.square().mean().backward()
     print(f"with Pipe     {tuple(output.shape)} from {len(pipe.partitions)} partitions")
 
-    # Without a pipeline, but micro-batch by micro-batch: sums are then rounded alike.
+    # Without a pipeline, but micro-batch by micro-batch, so that sums are rounded in the same way.
     device = pipe.input_device
     reference = reference_backward(
         plain.to(device), x.to(device), lambda output: output.square().mean(), chunks=4, key=draw_key()
@@ -91,7 +91,7 @@ def compare(model: nn.Sequential) -> bool:
 
 
 def complain(drawing: str, model: nn.Sequential) -> bool:
-    """What is said about a model, which `Pipe` would say too, instead of failing in the middle of a training."""
+    """Prints the error about a model. `Pipe` raises the same one before the training begins."""
     print(drawing)
     try:
         verify_skippables(model)
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
 
     print("== a skip connection from layer 1 to layer 3")
     right = compare(nn.Sequential(Layer1(), Layer2(), Layer3()))
-    print("== two such blocks: each has the name for itself, in a namespace of its own")
+    print("== two such blocks, each in its own namespace")
     right &= compare(nn.Sequential(*block(), *block()))
 
     print("== wrong arrangements, as verify_skippables and Pipe see them")

@@ -42,7 +42,7 @@ CHECKPOINT_EVERY = 50  # steps
 
 def fail(message: object) -> NoReturn:
     if os.environ.get("RANK", "0") != "0":
-        sys.exit()  # All processes find the same mistake: the first one tells it.
+        sys.exit()  # All processes find the same mistake; the first one reports it.
     print(f"train_gpt.py: {message}", file=sys.stderr)
     sys.exit(2)
 
@@ -73,7 +73,7 @@ add("--layers", type=positive, default=4, metavar="N", help="transformer blocks 
 add("--seed", type=int, default=0, metavar="N", help="of all that is random (%(default)s)")
 add("--data", type=os.path.abspath, metavar="FILE", help="train on this text instead of the standard library")
 add("--out", metavar="FOLDER", help="a new folder for the run (the first free one of runs/gpt-1, ..)")
-add("--resume", metavar="FOLDER", help="go on with the run in this folder, with its options")
+add("--resume", metavar="FOLDER", help="resume the run in this folder, with its options")
 add("--compare", action="store_true", help="at the end, time the pipeline against the plain model")
 
 
@@ -92,24 +92,24 @@ def read_text(file: str | None) -> Tensor:
 
 
 def draw_batch(text: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Random rows and, for each byte in them, the next one, which is to be guessed."""
+    """Random rows and, as targets, the byte after each of their bytes."""
     starts = torch.randint(len(text) - CONTEXT, (rows, 1))
     windows = text[starts + torch.arange(CONTEXT + 1)].long()
     return windows[:, :-1], windows[:, 1:]
 
 
 def bigram_loss(text: Tensor, x: Tensor, y: Tensor) -> float:
-    """Nats per byte if one only counts, in the training text, how often each byte follows each other one."""
+    """The loss, in nats per byte, of counting in the training text how often each byte follows each other one."""
     counts = 1.0 + torch.bincount(text[:-1].long() * 256 + text[1:], minlength=256 * 256).view(256, 256)
     return -(counts / counts.sum(1, keepdim=True)).log()[x, y].mean().item()
 
 
-# ---- Model: an nn.Sequential, whose layers are what Pipe shares out --------------------------------------------------
+# ---- Model: an nn.Sequential, whose layers Pipe distributes ----------------------------------------------------------
 class Embedding(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.byte = nn.Embedding(256, width)
-        # Sines, as in the first transformer: within so few steps, positions that are learned hardly tell anything.
+        # Sines, as in the first transformer: in so few steps learned positions would hardly help.
         angles = torch.arange(CONTEXT)[:, None] / 1000 ** (torch.arange(0, width, 2) / width)
         self.register_buffer("position", torch.cat([angles.sin(), angles.cos()], dim=1))
 
@@ -153,7 +153,7 @@ def train_step(model: Pipe | Plain, optimizer: torch.optim.Optimizer, x: Tensor,
     optimizer.zero_grad()
     loss = model(x, target=y)  # in a pipe, this runs the whole schedule
     loss.backward()
-    model.clip_grad_norm_(1.0)  # in a pipe, by the norm of all gradients, wherever they are
+    model.clip_grad_norm_(1.0)  # in a pipe, by the norm of the gradients of all processes
     optimizer.step()
     return loss.item()
 
@@ -177,7 +177,7 @@ def show_progress(step: int, steps: int, loss: float, speed: float, left: float)
 
 
 def compare(pipe: Pipe, optimizer: torch.optim.Optimizer, text: Tensor, rows: int) -> None:
-    """Steps of the pipeline and of the plain model by turns, so that all see the same machine."""
+    """Times steps of the pipeline and of the plain model in turns, so that other load affects both."""
     accelerators, threads = torch.accelerator.device_count(), torch.get_num_threads()
     plain = Plain(*copy.deepcopy(list(pipe))).to(pipe.input_device)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
@@ -195,7 +195,7 @@ def compare(pipe: Pipe, optimizer: torch.optim.Optimizer, text: Tensor, rows: in
                 torch.accelerator.synchronize(device)
             times[way].append(time.perf_counter() - start)
     medians = {way: statistics.median(seconds[2:]) for way, seconds in times.items()}  # the first two warm up
-    print("comparison     speed-up by the pipeline; median of ten steps each, by turns")
+    print("comparison     speed-up by the pipeline; median of ten steps each, in turns")
     for way, median in medians.items():
         print(f"{median / medians['the pipeline']:19.2f}  {1000 * median:5.0f} ms  {way}")
 
@@ -239,20 +239,20 @@ def checked_options(argv: list[str] | None, processes: int) -> argparse.Namespac
 
 
 def options_of_all(argv: list[str] | None, mesh: Mesh | None) -> argparse.Namespace:
-    """The first process checks the options and tells the others: so a mistake costs one line, too."""
+    """The first process checks the options and sends them to the others, so a mistake prints one line."""
     if mesh is None:
         return checked_options(argv, 0)
     if mesh.rank > 0:
-        told = mesh.store.get("options")  # waits until it is there
-        if not told:
-            sys.exit()  # The first process has said why.
-        return argparse.Namespace(**json.loads(told))
-    told = ""
+        sent = mesh.store.get("options")  # waits until it is there
+        if not sent:
+            sys.exit()  # The first process has reported why.
+        return argparse.Namespace(**json.loads(sent))
+    sent = ""
     try:
         options = checked_options(argv, len(mesh.ranks))
-        told = json.dumps(vars(options))
+        sent = json.dumps(vars(options))
     finally:
-        mesh.store.set("options", told)
+        mesh.store.set("options", sent)
     return options
 
 
@@ -270,7 +270,7 @@ def main(argv: list[str] | None = None) -> int:
     workers = 0 if mesh else (options.stages or 0) // SCHEDULES[options.schedule].stages_per_worker
     devices = [worker * found // workers if found else "cpu" for worker in range(workers)] or None
 
-    # ---- This line makes it a pipeline; all that follows could be done with the model itself ----
+    # ---- This line makes it a pipeline; the rest would be the same with the model itself ----
     settings = {"schedule": options.schedule, "checkpoint": options.checkpoint, "devices": devices, "mesh": mesh}
     pipe = Pipe(model, options.chunks, loss_fn=loss_fn, **settings)
     optimizer = torch.optim.AdamW(pipe.parameters(), betas=(0.9, 0.98), weight_decay=0.1, fused=True)
@@ -280,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
         fail(f"--resume: {' '.join(str(error).split())}")
     first = checkpoint.step if checkpoint else 0
     if steps <= first:
-        fail(f"{options.resume} has {first} steps behind it: to go on, give --steps more than that")
+        fail(f"{options.resume} has finished {first} steps: give --steps a higher number")
     metrics = run / "metrics.jsonl"
     if first_process:
         kept = metrics.read_text().splitlines(keepends=True)[:first] if first else []
@@ -290,14 +290,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{len(text):,} bytes of text, the last tenth held out; writing into {run}", flush=True)
 
     def interrupt(number: int, _: object) -> None:
-        pipe.request_stop()  # The running step may end, in all processes, so that the checkpoint is whole.
+        pipe.request_stop()  # All processes finish the running step, so that the checkpoint is complete.
         signal.signal(number, signal.SIG_DFL)  # A second Ctrl-C does not wait.
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C; a cluster that wants its machine back
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C; a cluster that takes its machine back
         signal.signal(number, interrupt)
     start = time.perf_counter()
     for step in range(first, steps):
-        torch.manual_seed(1_000_000 * options.seed + step)  # What is random depends on the step: resuming is exact.
+        torch.manual_seed(1_000_000 * options.seed + step)  # Random numbers depend on the step, so resuming is exact.
         x, y = draw_batch(train_text, options.batch_size)
         rate = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
         optimizer.param_groups[0]["lr"] = rate
@@ -319,15 +319,15 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"\nstopped after step {step + 1}; to go on: {again} {sys.argv[0]} --resume {run}", flush=True)
             return 130
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # All is saved: from here on, Ctrl-C simply ends it.
+        signal.signal(number, signal.SIG_DFL)  # Everything is saved: from here on, Ctrl-C ends the process.
 
-    # How well does the pipeline do? Five more steps, at rate 0, tell: they are recorded and leave the model as it is.
+    # Records five more steps, at rate 0, which does not change the model, to measure the pipeline.
     optimizer.param_groups[0]["lr"] = 0.0
     with pipe.record() as recording:
         for _ in range(5):
             train_step(pipe, optimizer, *draw_batch(train_text, options.batch_size))
 
-    # What did it learn?
+    # Tests the model.
     pipe.eval()
     torch.manual_seed(0)
     x, y = draw_batch(test_text, 512)
@@ -335,7 +335,7 @@ def main(argv: list[str] | None = None) -> int:
         loss = pipe(x, target=y).item()
     sample = write_sample(pipe, b"def ").replace("\n", "\n               ")
     if not first_process:
-        return 0  # What remains is to tell, and each process knows all of it.
+        return 0  # Each process knows the results; the first one prints them.
     recording.save(run / "timeline.svg")  # the last step
     recording.save(run / "trace.json")  # all five
     print(f"\nsample         {sample}")

@@ -4,7 +4,7 @@
     python examples/transformer.py --plain      # the same training without a pipeline: the loop does not change
     python examples/transformer.py --data book.txt --vocabulary 5000 --epochs 20 --save best.pt
 
-Of all epochs the model with the lowest validation loss is kept, and tested in the end. Ctrl-C ends the training early.
+The model of the epoch with the lowest validation loss is kept, and tested at the end. Ctrl-C ends the training early.
 Needs: pip install ".[train]"  # from a checkout
 """
 
@@ -48,7 +48,7 @@ def share(text: str) -> float:
 
 
 def writable(text: str) -> Path:
-    if not Path(text).parent.is_dir():  # better said now than after the training
+    if not Path(text).parent.is_dir():  # better an error now than after the training
         raise argparse.ArgumentTypeError(f"there is no folder {Path(text).parent}")
     return Path(text)
 
@@ -106,7 +106,7 @@ def read_paragraphs(file: str | None) -> list[str]:
         from pydoc_data.topics import topics  # what help("lambda") prints: a part of every Python
 
         texts = [topics[name] for name in sorted(topics)]
-    # Some topics repeat parts of others. Each paragraph counts once, or what is held out would also be trained on.
+    # Some topics repeat parts of others. Each paragraph counts once, so that no held-out text is trained on.
     return list(dict.fromkeys(paragraph for text in texts for paragraph in text.split("\n\n") if paragraph.strip()))
 
 
@@ -127,23 +127,23 @@ def read_corpus(options: argparse.Namespace) -> Corpus:
 
 
 def batchify(tokens: Tensor, rows: int) -> Tensor:
-    """Cuts the text into rows of equal length, which are read side by side; what is left over is dropped."""
+    """Cuts the text into rows of equal length, which are read side by side; the rest is dropped."""
     return tokens[: len(tokens) // rows * rows].view(rows, -1)
 
 
 def get_batch(text: Tensor, start: int, context: int) -> tuple[Tensor, Tensor]:
-    """The next words of every row and, for each of them, the one after it, which is to be guessed."""
+    """The next words of every row and, as targets, the word after each of them."""
     end = min(start + context, text.size(1) - 1)
     return text[:, start:end], text[:, start + 1 : end + 1]
 
 
-# ---- Model: an nn.Sequential, whose layers are what Pipe shares out --------------------------------------------------
+# ---- Model: an nn.Sequential, whose layers Pipe distributes ----------------------------------------------------------
 class Embedding(nn.Module):
     def __init__(self, words: int, width: int, context: int, dropout: float) -> None:
         super().__init__()
         self.word, self.dropout = nn.Embedding(words, width), nn.Dropout(dropout)
         nn.init.uniform_(self.word.weight, -0.1, 0.1)
-        # Where a word stands is told by sines and cosines of many wavelengths, added to what it is.
+        # Sines and cosines of many wavelengths encode a word's position; they are added to its embedding.
         angles = torch.arange(context)[:, None] / 10000 ** (torch.arange(0, width, 2) / width)
         self.register_buffer("position", torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1))
 
@@ -152,7 +152,7 @@ class Embedding(nn.Module):
 
 
 class CausalLayer(nn.TransformerEncoderLayer):
-    """An encoder layer in which no word sees a later one. Making the mask here keeps the layers' input one tensor."""
+    """An encoder layer in which no word sees a later one. It makes the mask itself, so its input is one tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(x.size(1), device=x.device, dtype=x.dtype)
@@ -198,12 +198,12 @@ def evaluate(model: nn.Module, text: Tensor, context: int) -> float:
 
 
 def perplexity(loss: float) -> float:
-    """Among how many equally likely words a guess as good as this one would choose."""
+    """The number of equally likely words among which a guess would be as good."""
     return math.exp(loss) if loss < 50 else math.inf  # nor is NaN
 
 
 class Progress:
-    """Prints how far the training is: on a terminal one line, written over and over, else a few lines an epoch."""
+    """Prints the progress of the training: on a terminal one line, which it overwrites, else a few lines per epoch."""
 
     def __init__(self, options: argparse.Namespace, rows: int, length: int) -> None:
         self.words, self.epochs = rows * options.context, options.epochs  # words of a mini-batch
@@ -245,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.plain:
         model.to(torch.accelerator.current_accelerator() or "cpu")
     else:
-        # ---- These lines make it a pipeline; all that follows is done with the model itself, too ----
+        # ---- These lines make it a pipeline; the rest is the same with the model itself ----
         devices = [stage * found // stages if found else "cpu" for stage in range(stages)] if stages else None
         model = Pipe(model, chunks=options.chunks, checkpoint=options.checkpoint, devices=devices)
         print(model)
@@ -258,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def interrupt(*_: object) -> None:
         nonlocal interrupted
-        interrupted = True  # The running step may end, and the best model be tested.
+        interrupted = True  # The running step ends, then the best model is tested.
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # A second Ctrl-C does not wait.
 
     before = signal.signal(signal.SIGINT, interrupt)
@@ -281,17 +281,17 @@ def main(argv: list[str] | None = None) -> int:
             if interrupted:
                 print("stopped early; what follows is the best model so far")
                 break
-        signal.signal(signal.SIGINT, before)  # All that follows takes seconds.
+        signal.signal(signal.SIGINT, before)  # The rest takes seconds.
 
         if options.timeline:
             for group in optimizer.param_groups:
                 group["lr"] = 0.0
-            with model.record() as recording:  # one more step, which leaves the model as it is
+            with model.record() as recording:  # one more step, which does not change the model
                 next(train(model, optimizer, train_text, options.context))
             recording.save(options.timeline)
             print(f"bubble {recording.bubble():.0%}, predicted {recording.predicted().bubble:.0%}: {options.timeline}")
 
-        # A pipe's state_dict has the names that the model itself has, so that either can load it.
+        # A pipe's state_dict has the names of the model itself, so both can load it.
         trained = language_model(options, len(corpus.words))
         trained.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
     loss = evaluate(trained, test_text, options.context)

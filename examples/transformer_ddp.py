@@ -1,4 +1,4 @@
-"""Trains the model of transformer.py twice at once: two processes, each with a pipeline of two stages.
+"""Trains the model of transformer.py as two replicas: two processes, each with a pipeline of two stages.
 
     torchrun --nproc-per-node 2 examples/transformer_ddp.py
     python examples/transformer_ddp.py              # the same: it starts the two processes itself
@@ -8,8 +8,8 @@
      pipe      stage 0  ->  stage 1                 stage 0  ->  stage 1
      backward          gradients  <---- averaged by DDP ---->  gradients
 
-So both take the same steps, those that one process would take with whole mini-batches, and their parameters stay equal:
-in the end they are compared. Ctrl-C ends the training early. Needs: pip install ".[train]"  # from a checkout
+So both take the steps that one process would take with whole mini-batches, and their parameters stay equal. The script
+compares them at the end. Ctrl-C ends the training early. Needs: pip install ".[train]"  # from a checkout
 """
 
 import argparse
@@ -23,7 +23,7 @@ import torch
 from torch import distributed, multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
-# The script beside this one: model, text and training loop are the same.
+# The script next to this one: model, text and training loop are the same.
 from transformer import (
     Progress,
     batchify,
@@ -39,7 +39,7 @@ from transformer import (
 
 from pipework import Pipe
 
-REPLICAS = 2  # how many processes there are without torchrun
+REPLICAS = 2  # processes, without torchrun
 
 
 def mean(*values: float, device: torch.device) -> list[float]:
@@ -57,27 +57,27 @@ def have_equal_parameters(pipe: Pipe) -> bool:
     return all(torch.equal(each, everyone[0]) for each in everyone)
 
 
-def replica(rank: int, local_rank: int, replicas: int, meeting: str, options: argparse.Namespace) -> int:
-    """What each process does; `replicas` of them are on this machine."""
-    equal = train_replica(rank, local_rank, replicas, meeting, options)
-    # DistributedDataParallel is gone by now. Were it the last to hold the process group, gloo could wait for ever.
+def replica(rank: int, local_rank: int, replicas: int, init_method: str, options: argparse.Namespace) -> int:
+    """Runs in each process; `replicas` of them are on this machine."""
+    equal = train_replica(rank, local_rank, replicas, init_method, options)
+    # DistributedDataParallel is freed by now. If it held the last reference to the process group, gloo could hang.
     distributed.barrier()
     distributed.destroy_process_group()
     return 0 if equal else 1
 
 
-def train_replica(rank: int, local_rank: int, replicas: int, meeting: str, options: argparse.Namespace) -> bool:
-    """Whether all processes end with the same parameters."""
+def train_replica(rank: int, local_rank: int, replicas: int, init_method: str, options: argparse.Namespace) -> bool:
+    """Trains, and returns whether all processes end with the same parameters."""
     interrupted = False
 
     def interrupt(*_: object) -> None:
         nonlocal interrupted
-        interrupted = True  # Both processes end after the same step.
+        interrupted = True  # Both processes stop after the same step.
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # A second Ctrl-C does not wait.
 
     signal.signal(signal.SIGINT, interrupt)
 
-    # Every stage of every process has an accelerator of its own if there are enough; else they share what there is.
+    # Every stage of every process has its own accelerator if there are enough; else stages share them.
     found, stages = torch.accelerator.device_count(), options.stages
     places = range(local_rank * stages, (local_rank + 1) * stages)
     devices = [place * found // (replicas * stages) if found else "cpu" for place in places]
@@ -86,14 +86,14 @@ def train_replica(rank: int, local_rank: int, replicas: int, meeting: str, optio
         torch.accelerator.set_device_index(devices[0])
         backend = distributed.get_default_backend_for_device(torch.accelerator.current_accelerator())
     world = int(os.environ.get("WORLD_SIZE", replicas))
-    distributed.init_process_group(backend, init_method=meeting, rank=rank, world_size=world)
+    distributed.init_process_group(backend, init_method=init_method, rank=rank, world_size=world)
 
     corpus = read_corpus(options)
     torch.manual_seed(options.seed)  # the same model everywhere
     model = language_model(options, len(corpus.words))
     torch.manual_seed(options.seed + 1 + rank)  # other dropout masks everywhere
 
-    # ---- These lines are all that two processes need; the training loop is that of one ----
+    # ---- Two processes need only these lines; the training loop is the same as for one ----
     pipe = Pipe(model, chunks=options.chunks, checkpoint=options.checkpoint, devices=devices)
     model = DistributedDataParallel(pipe)
     texts = [batchify(part, options.batch_size)[rank::world] for part in (corpus.train, corpus.valid, corpus.test)]
@@ -112,7 +112,7 @@ def train_replica(rank: int, local_rank: int, replicas: int, meeting: str, optio
                 progress.step(epoch, step, loss)
             if stop or step == options.steps:
                 break
-        # The pipe itself: evaluation has no gradients to average.
+        # Evaluate the pipe without DDP: there are no gradients to average.
         (loss,) = mean(evaluate(pipe, valid_text, options.context), device=pipe.output_device)
         if progress:
             progress.epoch(epoch, loss, best)
@@ -124,7 +124,7 @@ def train_replica(rank: int, local_rank: int, replicas: int, meeting: str, optio
     if options.timeline:
         for group in optimizer.param_groups:
             group["lr"] = 0.0
-        with pipe.record() as recording:  # one more step, which leaves the model as it is
+        with pipe.record() as recording:  # one more step, which does not change the model
             next(train(model, optimizer, train_text, options.context))
         if rank == 0:
             recording.save(options.timeline)
@@ -137,8 +137,8 @@ def train_replica(rank: int, local_rank: int, replicas: int, meeting: str, optio
     return equal
 
 
-def start_replica(rank: int, meeting: str, options: argparse.Namespace) -> None:
-    sys.exit(replica(rank, rank, REPLICAS, meeting, options))
+def start_replica(rank: int, init_method: str, options: argparse.Namespace) -> None:
+    sys.exit(replica(rank, rank, REPLICAS, init_method, options))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
         rank, local_rank, replicas = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         return replica(rank, local_rank, replicas, "env://", options)
 
-    read_corpus(options)  # A mistake in the options is told once, here, and not by every process.
+    read_corpus(options)  # A wrong option is reported once, here, and not by every process.
     print(
         f"starting {REPLICAS} processes, as this does: torchrun --nproc-per-node {REPLICAS} {sys.argv[0]}", flush=True
     )
@@ -163,13 +163,13 @@ def main(argv: list[str] | None = None) -> int:
 
     def interrupt(*_: object) -> None:
         nonlocal interrupted
-        interrupted = True  # Ctrl-C goes to all processes; this one waits for the others.
+        interrupted = True  # Ctrl-C reaches all processes; this one waits for the others.
 
     signal.signal(signal.SIGINT, interrupt)
     with tempfile.TemporaryDirectory() as folder:
-        meeting = Path(folder, "meeting").as_uri()
+        init_method = Path(folder, "rendezvous").as_uri()
         try:
-            multiprocessing.spawn(start_replica, (meeting, options), nprocs=REPLICAS)
+            multiprocessing.spawn(start_replica, (init_method, options), nprocs=REPLICAS)
         except multiprocessing.ProcessExitedException as ended:
             return 130 if interrupted else ended.exit_code
     return 130 if interrupted else 0

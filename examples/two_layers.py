@@ -1,10 +1,10 @@
-"""Two linear layers in a pipeline: all that `Pipe` asks for, and a look at what it leaves as it is.
+"""Two linear layers in a pipeline: the smallest script, and a comparison with the plain module.
 
     python examples/two_layers.py               # a second; uses every accelerator it finds, else two CPU workers
     python examples/two_layers.py --chunks 4
 
-Who has used torch.distributed.pipeline.sync.Pipe will miss two things: there is no RPC to initialize, and the output is
-a tensor, without `.local_value()`. Needs: pip install ".[train]"  # from a checkout
+Unlike torch.distributed.pipeline.sync.Pipe, this `Pipe` needs no RPC, and its output is a tensor, without
+`.local_value()`. Needs: pip install ".[train]"  # from a checkout
 """
 
 import argparse
@@ -23,7 +23,7 @@ parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the wei
 
 
 def relative_difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest difference, measured by the largest number that was expected."""
+    """The largest difference, for each pair divided by its largest expected number."""
     pairs = zip(actual, expected, strict=True)
     return max(((one - other).abs().max() / other.abs().max()).item() for one, other in pairs)
 
@@ -34,19 +34,19 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--chunks is {options.chunks}: at least 1 is needed")
     torch.manual_seed(options.seed)
 
-    # A model is an nn.Sequential. Its layers may lie anywhere: they are moved to where they will run.
+    # A model is an nn.Sequential. Its layers may be on any device: Pipe moves them to the device of their partition.
     fc1 = nn.Linear(16, 8)
     fc2 = nn.Linear(8, 4)
     model = nn.Sequential(fc1, fc2)
     plain, whole = copy.deepcopy(model), copy.deepcopy(model)  # to compare with
 
-    # A partition for each layer, and a device for each partition. Without devices= pipework would choose.
+    # One partition for each layer, one device for each partition. Without devices= pipework chooses.
     found = torch.accelerator.device_count()
     devices = [0, found - 1] if found else ["cpu", "cpu"]
     pipe = Pipe(model, chunks=options.chunks, balance=[1, 1], devices=devices)
     print(pipe)
 
-    # From here on all is as it would be with the model itself.
+    # The rest of the script would be the same with the model itself.
     x, target = torch.rand(16, 16), torch.rand(16, 4)
 
     def loss_of(output: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"names     {', '.join(pipe.state_dict())}")
     print(f"gradient  {tuple(fc1.weight.grad.shape)} of fc1.weight, which is still the parameter that was made above")
 
-    # The same without a pipeline: micro-batch by micro-batch, as the pipe does it, and with the batch in one piece.
+    # The same without a pipeline: micro-batch by micro-batch, as in the pipe, and with the undivided batch.
     device = pipe.input_device
     reference = reference_backward(plain.to(device), x.to(device), loss_of, chunks=options.chunks, key=draw_key())
     loss_of(whole(x)).backward()

@@ -4,14 +4,14 @@
     python examples/unet.py --timeline unet.svg --checkpoint always
     python examples/unet.py --balance 9 12 14         # three stages
 
-On its way down, each level of a U-Net keeps its picture for the same level on the way up:
+On the way down, each level of a U-Net keeps its picture for the same level on the way up:
 
     32 x 32    conv conv stash ------------------------------------------> pop conv conv    classes
     16 x 16                  conv conv stash -------------------> pop conv conv
      8 x 8                                 conv conv conv conv
 
-In a pipeline these tensors must pass the partitions in between: `stash` and `pop` send them straight to where they are
-needed. Nothing is downloaded: the pictures are drawn here. Needs: pip install ".[train]"  # from a checkout
+In a pipeline `stash` and `pop` send these tensors straight to the partition that needs them, past those in between.
+Nothing is downloaded: the script draws the pictures. Needs: pip install ".[train]"  # from a checkout
 """
 
 import argparse
@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from pipework import Namespace, Pipe, balance_by_time, pop, skippable, stash
 
 CLASSES = ["background", "disk", "square"]
-HELD_OUT = 256  # pictures for the test, which training never sees
+HELD_OUT = 256  # pictures for the test, which are not trained on
 
 
 def fail(message: object) -> NoReturn:
@@ -47,7 +47,7 @@ def positive(text: str) -> int:
 def picture(text: str) -> Path:
     if not text.endswith((".svg", ".json")):
         raise argparse.ArgumentTypeError(f"{text} must end in .svg (picture) or .json (trace for ui.perfetto.dev)")
-    if not Path(text).parent.is_dir():  # better said now than after the training
+    if not Path(text).parent.is_dir():  # better an error now than after the training
         raise argparse.ArgumentTypeError(f"there is no folder {Path(text).parent}")
     return Path(text)
 
@@ -68,7 +68,7 @@ add("--seed", type=int, default=0, metavar="N", help="of all that is random (%(d
 add("--timeline", type=picture, metavar="FILE", help="save what the workers do in one step (.svg or .json)")
 
 
-# ---- Data: drawings, and what is in them -----------------------------------------------------------------------------
+# ---- Data: drawings, and the class of each pixel ---------------------------------------------------------------------
 def draw(count: int, size: int) -> tuple[Tensor, Tensor]:
     """Pictures, each with a disk, a square and much noise, and the class of each pixel."""
     across = torch.arange(size).float()
@@ -80,14 +80,14 @@ def draw(count: int, size: int) -> tuple[Tensor, Tensor]:
         aside, above = (x - center_x).abs(), (y - center_y).abs()
         inside = aside**2 + above**2 < radius**2 if shape == 1 else torch.maximum(aside, above) < 0.88 * radius
         classes = torch.where(inside, shape, classes)
-    brightness = (classes > 0) * (0.6 + 0.4 * torch.rand(count, 1, 1))  # tells nothing about which shape it is
+    brightness = (classes > 0) * (0.6 + 0.4 * torch.rand(count, 1, 1))  # the same for both shapes
     return (brightness + 0.3 * torch.randn(count, size, size)).unsqueeze(1), classes
 
 
-# ---- Model: an nn.Sequential, whose layers are what Pipe shares out --------------------------------------------------
+# ---- Model: an nn.Sequential, whose layers Pipe distributes ----------------------------------------------------------
 @skippable(stash=["picture"])
 class Down(nn.Module):
-    """Keeps the picture for the way up, and goes on with one of half the size."""
+    """Stashes the picture for the way up, and returns one of half the size."""
 
     def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
         yield stash("picture", x)
@@ -96,7 +96,7 @@ class Down(nn.Module):
 
 @skippable(pop=["picture"])
 class Up(nn.Module):
-    """Doubles the size, and adds the channels that were kept."""
+    """Doubles the size, and concatenates the stashed channels."""
 
     def forward(self, x: Tensor) -> Generator[pop, Tensor, Tensor]:
         kept = yield pop("picture")
@@ -111,10 +111,10 @@ def convolutions(inside: int, outside: int) -> list[nn.Module]:
 
 
 def levels(inside: int, width: int, count: int) -> list[nn.Module]:
-    """A level and, between its way down and its way up, those below. It ends with `width` channels."""
+    """A level, with all lower levels between its way down and its way up. It ends with `width` channels."""
     if count == 1:
         return convolutions(inside, width)
-    own = Namespace()  # Every level calls what it keeps "picture": a namespace each keeps them apart.
+    own = Namespace()  # Every level uses the name "picture"; a namespace for each level keeps them apart.
     return [
         *convolutions(inside, width),
         Down().isolate(own),
@@ -141,7 +141,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, list[float], Tensor]:
-    """The loss, the intersection over union of each shape, and the class that is guessed for each pixel."""
+    """The loss, the intersection over union of each shape, and the predicted class of each pixel."""
     model.eval()
     logits = model(x).cpu()
     guess = logits.argmax(1)
@@ -151,9 +151,9 @@ def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, list[float]
 
 
 def show(x: Tensor, y: Tensor, guess: Tensor) -> None:
-    """One picture in letters: what the model sees, what there is, what the model says."""
+    """Prints one picture in letters: the input, the true shapes, the prediction."""
     seen = (x[0] * 4).long().clamp(0, 4)
-    for row in range(0, len(y), 2):  # a letter is about twice as high as it is wide
+    for row in range(0, len(y), 2):  # a letter is about twice as high as wide
         columns = ["".join(" .:+#"[c] for c in seen[row].tolist())]
         columns += ["".join(".O#"[c] for c in each[row].tolist()) for each in (y, guess)]
         print("   ".join(columns))
@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def interrupt(*_: object) -> None:
         nonlocal interrupted
-        interrupted = True  # The running step may end, and the model be tested.
+        interrupted = True  # The running step ends, then the model is tested.
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # A second Ctrl-C does not wait.
 
     previous = signal.signal(signal.SIGINT, interrupt)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipework.balance import balance_by_size, balance_by_time
-    from pipework.distributed.health.errors import PipelineError
+    from pipework.distributed.health.errors import PipelineError, exit_code
     from pipework.distributed.mesh import Mesh, init
     from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
     from pipework.model.checkpoint import is_checkpointing, is_recomputing
@@ -46,6 +46,7 @@ __all__ = [
     "load_checkpoint",
     "Checkpoint",
     "PipelineError",
+    "exit_code",
     "__version__",
 ]
 
@@ -68,7 +69,7 @@ def __getattr__(name: str) -> object:
             home = "pipework.model.checkpoint"
         case "init" | "Mesh":
             home = "pipework.distributed.mesh"
-        case "PipelineError":
+        case "PipelineError" | "exit_code":
             home = "pipework.distributed.health.errors"
         case "PipeSequential":
             home = "pipework.model.sequential"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipework.autograd.nodes import LossInside, LossOutside, attach
-from pipework.distributed.contract import contract
+from pipework.backend import LocalBackend, PipeSpec, StepHeader
 from pipework.model import microbatch
 from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from pipework.model.checkpoint import MODES, checkpointed_micro_batches
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
+    from pipework.backend import Backend, ProcessGroupView
     from pipework.distributed.mesh import Mesh
-    from pipework.distributed.ranks import Ranks
     from pipework.planning.predict import Prediction
     from pipework.runtime.engine import Engine
     from pipework.runtime.transport import Message
@@ -92,9 +92,9 @@ class Pipe(Layers):
 
     Raises:
         TypeError: `module` is no `nn.Sequential`.
-        ValueError: `chunks`, `checkpoint` or `balance` makes no sense, or the processes disagree; the message says what
-            would, or about what.
-        IndexError: more partitions than devices.
+        ValueError: `chunks`, `checkpoint` or `balance` has a value that cannot be used, or the processes disagree; the
+            message says what is accepted, or what differs.
+        IndexError: there are more partitions than devices.
 
     Example:
         >>> module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -109,20 +109,19 @@ class Pipe(Layers):
         "_check_finite",
         "_checkpoint",
         "_chunks",
-        "_peer_group",
+        "_backend",
         "_deferred",
         "_deferring",
         "_defers",
         "_engine",
         "_loss",
-        "_opening",
+        "_engine_lock",
         "_plan",
         "_programs",
         "_recording",
         "_skips",
         "_tuples",
         "_steps",
-        "_stop_requested",
     }
 
     def __init__(
@@ -150,17 +149,12 @@ class Pipe(Layers):
         if isinstance(module, nn.Sequential):
             refuse_own_behaviour(module)
             verify_skippables(module)
-        if mesh is not None:
-            from pipework.distributed import joining  # which not every build of PyTorch has what it needs for
-
-            mesh, devices = joining.devices_of_ranks(mesh, devices)
-        plan = make_plan(module, schedule, chunks, balance, devices)
-        if mesh is not None:
-            joining.refuse_idle_processes(mesh, plan.placement, len(module))
+        backend = _backend(mesh, devices)
+        plan = make_plan(module, schedule, chunks, balance, backend.devices)
+        here = backend.own_stages(plan)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)
         stages = range(len(plan.placement))
-        here = [stage for stage in stages if mesh is None or plan.placement[stage] == mesh.worker]
         key = draw_key() if any(map(on_meta, module)) else None
         partitions = split_layers(module, plan.partitioning, key, here)
         refuse_shared_statistics(partitions)
@@ -172,23 +166,20 @@ class Pipe(Layers):
             {name for stage in stages if stage not in here for name in partitions[stage]._modules},
         )
         self._skips = _skips(partitions)
-        self._peer_group = None
-        if mesh is not None:
-            agreed = contract(
-                module,
-                plan,
-                chunks=chunks,
-                checkpoint=checkpoint,
-                deferred_batch_norm=bool(deferred_batch_norm),
-                loss_reduction=loss_reduction,
-                loss_inside=loss_fn is not None,
-                check_finite=bool(check_finite),
-                grad_scaler=grad_scaler is not None,
-                training=module.training,
-                **{"random key of layers on the meta device": key},
-            )
-            own = [*self.named_parameters(), *self.named_buffers()]
-            self._peer_group = joining.join(mesh, plan.placement, self._skips, partitions, agreed, own, grad_scaler)
+        self._backend = backend
+        settings = {
+            "chunks": chunks,
+            "checkpoint": checkpoint,
+            "deferred_batch_norm": bool(deferred_batch_norm),
+            "loss_reduction": loss_reduction,
+            "loss_inside": loss_fn is not None,
+            "check_finite": bool(check_finite),
+            "grad_scaler": grad_scaler is not None,
+            "training": module.training,
+            "random key of layers on the meta device": key,
+        }
+        own = [*self.named_parameters(), *self.named_buffers()]
+        backend.join(PipeSpec(module, plan, partitions, self._skips, settings, own, grad_scaler))
         loss.place(self.output_device)
         self._chunks = chunks
         self._checkpoint = checkpoint
@@ -199,12 +190,11 @@ class Pipe(Layers):
         self._defers = bool(deferred_batch_norm)
         self._deferred: list[DeferredBatchNorm] = []
         self._engine: Engine | None = None
-        self._opening = threading.Lock()
+        self._engine_lock = threading.Lock()
         self._deferring = threading.Lock()
         self._recording: Recording | None = None
         self._programs: dict[tuple[int, int, bool], Program] = {}
         self._steps = 0
-        self._stop_requested = False
         self.training = module.training
 
     @property
@@ -230,44 +220,39 @@ class Pipe(Layers):
     @property
     def is_first(self) -> bool:
         """Whether the first stage is in this process, which then reads the inputs; others may pass None."""
-        return self._peer_group is None or self._peer_group.is_first
+        return self._backend.is_first
 
     @property
     def is_last(self) -> bool:
         """Whether the last stage is in this process, which then reads the targets and has the outputs."""
-        return self._peer_group is None or self._peer_group.is_last
+        return self._backend.is_last
 
     @property
     def data_parallel_rank(self) -> int:
         """Which of several replicas of the pipe this process belongs to; for a DistributedSampler."""
-        return 0 if self._peer_group is None else self._peer_group.mesh.data_parallel_rank
+        return self._backend.data_parallel_rank
 
     @property
     def data_parallel_size(self) -> int:
         """How many replicas of the pipe there are, each of which is to be given other data."""
-        return 1 if self._peer_group is None else self._peer_group.mesh.data_parallel_size
+        return self._backend.data_parallel_size
 
     @property
-    def ranks(self) -> Ranks | None:
+    def ranks(self) -> ProcessGroupView | None:
         """The processes of the pipe and its replicas, as one of them sees them; None: workers are threads."""
-        if self._peer_group is None:
-            return None
-        from pipework.distributed.ranks import Ranks
-
-        return Ranks(self._peer_group, self._engine_in_use().workers)
+        if not self._backend.is_whole:
+            self._engine_in_use()  # its workers exchange texts
+        return self._backend.ranks
 
     @property
     def stopping(self) -> bool:
         """Whether training is to stop: a process was asked to end (SIGTERM), or `request_stop` was called.
 
-        All processes see it after the same training step, so that they can save a checkpoint and leave together. Who
-        does not look is made to leave: the next training step does not begin, but raises SystemExit(143). Where workers
-        are threads, signals are the program's own, and only `request_stop` counts.
+        All processes see it after the same training step, so that they can save a checkpoint and leave together. A
+        program that does not look is made to leave: the next training step raises SystemExit(143). Where workers are
+        threads, signals are the program's own, and only `request_stop` counts.
         """
-        if self._peer_group is None:
-            return self._stop_requested
-        self._peer_group.stop_was_seen = True
-        return self._peer_group.stopping
+        return self._backend.stopping
 
     def request_stop(self) -> None:
         """Asks for `stopping`, in all processes; a program's signal handler may call it.
@@ -278,9 +263,7 @@ class Pipe(Layers):
             >>> pipe.stopping
             True
         """
-        self._stop_requested = True
-        if self._peer_group is not None:
-            self._peer_group.request_stop()
+        self._backend.request_stop()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scales all gradients down so that their norm is at most a number, as `nn.utils.clip_grad_norm_` does.
@@ -307,18 +290,9 @@ class Pipe(Layers):
             >>> pipe.clip_grad_norm_(1.0) <= 1.0
             tensor(True)
         """
-        if self._peer_group is None:
-            return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
-        with self._peer_group.calling("clip_grad_norm_"):
-            stages = {stage: list(partition.parameters()) for stage, partition in self._partitions.items()}
-            norm = self._peer_group.gradient_norm(self._engine_in_use().workers, stages, norm_type)
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
-                f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
-                "leave error_if_nonfinite out to scale them by it anyway"
-            )
-        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
-        return norm
+        if not self._backend.is_whole:
+            self._engine_in_use()  # its workers exchange norms
+        return self._backend.clip_grad_norm_(self._partitions, max_norm, norm_type, error_if_nonfinite)
 
     def forward(
         self,
@@ -365,12 +339,8 @@ class Pipe(Layers):
             if target is not None:
                 raise ValueError("a pipe without layers has no loss: leave the target out")
             return nn.Sequential()(*inputs, **keyword_inputs)
-        if self._peer_group is None:
-            return self._run(inputs, keyword_inputs, target, return_output=return_output, outputs=outputs)
-        self._engine_in_use().workers.refuse_own_thread()
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
-        self._peer_group.leave_if_unseen(what)
-        with self._peer_group.calling(what):
+        with self._backend.calling(what):
             return self._run(inputs, keyword_inputs, target, return_output=return_output, outputs=outputs)
 
     def _run(
@@ -392,24 +362,17 @@ class Pipe(Layers):
         split = self._split(inputs, keyword_inputs) if self.is_first else None
         engine = self._engine_in_use()
         context = CallerContext.capture({"cpu", *(device.type for device in self._plan.devices)})
-        # Of layers in other processes nothing is known here.
-        training = any(layer.training for layer in self) if self._peer_group is None else self.training
         everywhere = outputs == "all"
-        inside, key = target is not None, None
-        if self._peer_group is not None:
-            opening = self._peer_group.header(
-                training=training,
-                grad=context.grad,
-                everywhere=everywhere,
-                returns_output=return_output,
-                recorded=self._recording is not None,
-            )
-            rows = None if split is None else split.rows
-            key = draw_key() if training else None
-            call = self._peer_group.begin(engine.workers, opening, rows, key, inside=inside)
-            split = split or microbatch.Split.elsewhere(call.rows, call.micro_batches)
-            inside, key = call.inside, call.key
-        assert split is not None
+        header = StepHeader(
+            training=self._backend.training(self, self),
+            grad=context.grad,
+            everywhere=everywhere,
+            returns_output=return_output,
+            recorded=self._recording is not None,
+        )
+        facts = self._backend.begin(header, None if split is None else split.rows, inside=target is not None)
+        training, inside = header.training, facts.inside
+        split = split or microbatch.Split.elsewhere(facts.rows, facts.micro_batches)
         targets = None
         if inside and self.is_last:
             targets = microbatch.split_target(target, split.rows, self.output_device)
@@ -417,24 +380,23 @@ class Pipe(Layers):
         checkpointed = checkpointed_micro_batches(self._checkpoint, micro_batches) if training and context.grad else 0
         program = self._program(micro_batches, checkpointed, inside=inside)
         if not inside and training and context.grad:
+            reader = self._backend.rank_of(self._plan.placement[-1])
             if not program.loss_may_be_outside:
-                reader = None if self._peer_group is None else self._peer_group.ranks[self._plan.placement[-1]]
                 missing = self._loss.missing_target(program.schedule.name, len(inputs), keyword_inputs, reader=reader)
-                raise missing if self._peer_group is None else self._peer_group.alike(missing)
-            if self._peer_group is not None and not everywhere:
-                reads = self._peer_group.ranks[self._plan.placement[-1]]
-                raise self._peer_group.alike(self._loss.outside_of_one_rank(reads))
+                raise self._backend.common_error(missing)
+            if reader is not None and not everywhere:
+                raise self._backend.common_error(self._loss.outside_of_one_rank(reader))
         inner = None
         if inside:
             inner = self._loss.inner(targets, split.rows, grad=context.grad, keeps_output=return_output)
-        if self._peer_group is None and training:
-            key = draw_key()
-        once = Key(key)
+        key = Key(facts.key)
+        if training:
+            key.value()
         step = Step(
             engine,
             program,
             context,
-            once,
+            key,
             StepOptions(
                 self._check_finite,
                 self._recording,
@@ -453,9 +415,8 @@ class Pipe(Layers):
                 results, returned = step.run(split.micro_batches, targets or [])
             else:
                 results = step.forward(split.micro_batches)
-        if self._peer_group is not None and key is None and self._peer_group.any_of_own(engine.workers, once.drawn):
-            once.value()  # layers of another process have drawn, and all generators must go on from the same state
-        rooted = self._peer_group is not None
+        self._backend.share_key(facts, key)
+        rooted = not self._backend.is_whole
         if inner is not None:
             shared = LossInside(step, split.seams.join, returned, inner.scale_in(results[0][0][0].dtype))
             has_output = return_output and (everywhere or self.is_last)
@@ -526,7 +487,7 @@ class Pipe(Layers):
         """
         if not self._modules:
             raise ValueError("a pipe without layers does nothing that could be predicted")
-        if self._peer_group is not None:
+        if not self._backend.is_whole:
             raise ValueError("predict runs all stages in one process: make a pipe without a mesh to have it predicted")
         self._refuse_to_run_without_data()
         split = self._split(inputs, keyword_inputs)
@@ -574,27 +535,18 @@ class Pipe(Layers):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: everything but the threads, which are made again when they are needed."""
-        if self._peer_group is not None:
-            raise TypeError(
-                "a pipe whose workers are processes cannot be copied or pickled: copy its layers, or save it with "
-                "pipework.save_checkpoint"
-            )
-        return {**self.__dict__, "_engine": None, "_recording": None, "_opening": None, "_deferring": None}
+        return {**self.__dict__, "_engine": None, "_recording": None, "_engine_lock": None, "_deferring": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """See `__getstate__`."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._opening = threading.Lock()
+        self._engine_lock = threading.Lock()
         self._deferring = threading.Lock()
 
     def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> microbatch.Split:
         """The mini-batch in micro-batches."""
-        if self._peer_group is not None and inputs and not keyword_inputs and all(value is None for value in inputs):
-            rank = self._peer_group.mesh.rank
-            raise TypeError(
-                f"inputs do not have any tensors: they are read on rank {rank}, where pipe.is_first, and were None "
-                "there; only the others may pass None"
-            )
+        if not keyword_inputs:
+            self._backend.check_inputs(inputs)
         return microbatch.split(inputs, keyword_inputs, self._chunks, self.input_device)
 
     @contextlib.contextmanager
@@ -621,20 +573,18 @@ class Pipe(Layers):
         if key not in self._programs:
             plain = self._plan.schedule(micro_batches)
             program = Program.of(with_recompute(plain, checkpointed, loss_outside=not inside))
-            if self._peer_group is not None:
-                pairs = [(skip.source, to) for skip in self._skips for to in skip.destinations if to > skip.source]
-                program = program.across(pairs, reduces=self._peer_group.reduces)
+            program = self._backend.program(program, self._skips)
             self._programs[key] = program
         return self._programs[key]
 
     def _engine_in_use(self) -> Engine:
         """The stages and workers, made at the first mini-batch and again after a copy, an unpickling or a fork."""
-        with self._opening:  # two threads may call for the first time at once
+        with self._engine_lock:  # two threads may call for the first time at once
             return self._opened()
 
     def _opened(self) -> Engine:
         if self._engine is None or not self._engine.workers.alive:
-            if self._peer_group is None:
+            if self._backend.is_whole:
                 # Again for each engine, since replacing a layer makes a new one.
                 verify_skippables(self)
                 refuse_shared_statistics(self.partitions)
@@ -646,10 +596,11 @@ class Pipe(Layers):
                 self._plan.partitioning.devices,
                 self._plan.placement,
                 self._skips,
+                peers=self._backend.peers,
                 tuples=self._tuples,
                 loss=self._loss.function if isinstance(self._loss.function, nn.Module) else None,
-                peers=self._peer_group,
             )
+            self._backend.use(self._engine.workers)
         return self._engine
 
 
@@ -669,3 +620,12 @@ def _loss_and_output(
 
 def _skips(partitions: Sequence[nn.Sequential]) -> list[Skip]:
     return [Skip(edge.key, edge.source, edge.destinations) for edge in skip_edges(partitions)]
+
+
+def _backend(mesh: Mesh | DeviceMesh | None, devices: Sequence[int | str | torch.device] | None) -> Backend:
+    """Where the workers are. A further kind of workers is a file that implements `Backend`, and a line here."""
+    if mesh is None:
+        return LocalBackend(devices)
+    from pipework.distributed.backend import DistributedBackend  # needs torch.distributed, which a build may lack
+
+    return DistributedBackend(mesh, devices)

@@ -1,4 +1,4 @@
-"""What `print(pipe)` shows: a table of the partitions and what the schedule is expected to do."""
+"""The text of `print(pipe)`: a table of the partitions, the schedule and its predicted bubble."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ if TYPE_CHECKING:
 
 
 def table(pipe: Pipe) -> str:
-    """The partitions with their devices and sizes; then schedule, chunks, checkpoint mode and predicted bubble.
+    """The partitions with their devices and sizes, then schedule, chunks, checkpoint mode and predicted bubble.
 
-    Of a partition in another process, its rank and the number of its layers are known.
-
-    The bubble is the idle share of the workers' time if all partitions take equally long and a backward takes twice
-    as long as a forward.
+    For a partition in another process, only its rank and number of layers are known. The bubble is the idle share of
+    the workers' time if all partitions take equally long and a backward takes twice as long as a forward.
     """
     heading = f"Pipe: {_count(sum(pipe.balance), 'layer')} in {_count(len(pipe.balance), 'partition')}"
     if not pipe.balance:
@@ -29,12 +27,12 @@ def table(pipe: Pipe) -> str:
     schedule = pipe.schedule()
     rows = [("partition", "device", "layers", "parameters", "bytes")]
     here = dict(zip(pipe.stages, pipe.partitions, strict=True))
-    ranks = None if pipe._peer_group is None else pipe._peer_group.ranks
     for number, layers in enumerate(pipe.balance):
         worker = schedule.placement[number]
         device = str(pipe.devices[worker])
-        if ranks is not None:
-            device = f"{device}, rank {ranks[worker]}" if number in here else f"rank {ranks[worker]}"
+        rank = pipe._backend.rank_of(worker)
+        if rank is not None:
+            device = f"{device}, rank {rank}" if number in here else f"rank {rank}"
         elif schedule.workers != schedule.stages:
             device = f"{device} (worker {worker})"
         if number not in here:
@@ -58,7 +56,7 @@ def table(pipe: Pipe) -> str:
 
 
 def readable_bytes(size: float) -> str:
-    """A size in the unit that keeps it below 1024.
+    """A size in the largest unit in which it is at least 1.
 
     Example:
         >>> readable_bytes(1536), readable_bytes(3)

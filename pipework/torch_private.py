@@ -1,57 +1,483 @@
-"""The few things that PyTorch's autograd engine only tells or does through private names, in one place.
+"""Every private name of PyTorch that the package uses, each with the reason and with what replaces it if it is gone.
 
-Each has a public counterpart that is too slow or missing; the comment says which.
+PyTorch may rename or remove a private name in any version. So the names are looked up here and nowhere else, once, when
+this file is imported, and no lookup raises. A name that is gone has a fallback (a public way that is slower, or a
+feature that is left out), or its use raises a RuntimeError with the version of PyTorch and the name.
+
+Three kinds of private names stand in other files. They are public de facto, because PyTorch's documentation and every
+library that walks through modules use them:
+
+* the dictionaries `_modules`, `_parameters` and `_buffers` of `nn.Module`;
+* the methods `_load_from_state_dict` of `nn.Module` and `_check_input_dim` of batch norms, which subclasses override;
+* `_replace`, `_asdict` and the like, which are not PyTorch's but Python's.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+import importlib
+import operator
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
+import torch.distributed as dist
+import torch.library
+import torch.overrides
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import datetime
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torch import Tensor
     from torch.autograd.graph import GradientEdge
+    from torch.distributed.distributed_c10d import Store
+    from torch.overrides import TorchFunctionMode
+    from torch.utils import _pytree
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
-_run = torch.autograd.Variable._execution_engine.run_backward
+for _module in ("_device", "_foreach_utils", "_python_dispatch", "_pytree"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(f"torch.utils.{_module}")  # `import torch` does not import all of them
+
+
+def _find(owner: Any, path: str, instead: Any = None) -> Any:
+    """The object under a private name, or `instead` if this version of PyTorch does not have it."""
+    try:
+        return operator.attrgetter(path)(owner)
+    except AttributeError:
+        return instead
+
+
+def _has(owner: Any, path: str) -> bool:
+    absent = object()
+    return _find(owner, path, absent) is not absent
+
+
+def _attribute(owner: Any, name: str, instead: Any) -> Callable[[Any], Any]:
+    """A function that reads a private attribute of objects like `owner`; it gives `instead` if they have none."""
+    return operator.attrgetter(name) if _has(owner, name) else lambda _: instead
+
+
+class _Missing:
+    """Stands for a name without a fallback: every use raises."""
+
+    def __init__(self, path: str, purpose: str) -> None:
+        self.__dict__["text"] = (
+            f"PyTorch {torch.__version__} has no {path}, which pipework uses {purpose}: install a version of PyTorch "
+            "that pipework supports, see docs/versions.md"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError(self.text)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(self.text)
+
+
+def _required(owner: Any, path: str, purpose: str) -> Any:
+    found = _find(owner, path)
+    return _Missing(f"{owner.__name__}.{path}", purpose) if found is None else found
+
+
+# Autograd
+
+
+def _run_with_checks(
+    outputs: tuple[Any, ...], gradients: tuple[Tensor, ...], retain_graph: bool, create_graph: bool,
+    inputs: tuple[Tensor, ...], allow_unreachable: bool, accumulate: bool,
+) -> Any:  # fmt: skip
+    if not accumulate:
+        return torch.autograd.grad(outputs, inputs, gradients, retain_graph, allow_unused=True)
+    return torch.autograd.backward(outputs, gradients, retain_graph)
+
+
+_run: Callable[..., Any] = _find(torch, "autograd.Variable._execution_engine.run_backward", _run_with_checks)
+_retains_graph: Callable[[], bool] = _find(torch, "_C._autograd._get_current_graph_task_keep_graph", lambda: True)
+_top_hooks: Callable[[bool], Any] = _find(torch, "_C._autograd._top_saved_tensors_default_hooks", lambda tracing: None)
 
 
 def run_backward(outputs: tuple[Tensor | GradientEdge, ...], gradients: tuple[Tensor, ...], retain_graph: bool) -> None:
     """Accumulates the gradients of `outputs` into the leaves of their graph.
 
-    `torch.autograd.backward` does the same after 20 microseconds of checks that the boundary has made already.
+    Fallback: `torch.autograd.backward`, which does the same after 20 microseconds of checks.
     """
     # No graph of the gradients, no choice of inputs, unreachable leaves are allowed, gradients are accumulated.
     _run(outputs, gradients, retain_graph, False, (), True, True)
 
 
+def gradients(output: GradientEdge, gradient: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients of `inputs`; the graph stays. Fallback: `torch.autograd.grad`, which checks more."""
+    return _run((output,), (gradient,), True, False, inputs, True, False)  # type: ignore[no-any-return]
+
+
 def retains_graph() -> bool:
-    """Inside a node's backward: whether the caller asked for `retain_graph=True`. There is no public way to ask."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    """Inside a node's backward: whether the caller asked for `retain_graph=True`. There is no public way to ask.
+
+    Fallback: True, so that a step's memory is kept until its loss is dropped.
+    """
+    return _retains_graph()
 
 
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """The calling thread's innermost `saved_tensors_hooks`. There is no public way to ask."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    """The calling thread's innermost `saved_tensors_hooks`. There is no public way to ask.
+
+    Fallback: None, so that the caller's hooks do not see what the layers of a pipe save.
+    """
+    hooks = _top_hooks(True)
     return None if hooks is None else (hooks[0], hooks[1])
 
 
-def hook_gradient(output: Tensor, hook: Callable[[tuple[Tensor | None, ...]], None]) -> None:
-    """Calls `hook` with the gradients that the node of `output` gets, after all hooks of the tensor itself.
+_count: Any = _required(Tensor, "_version", "to notice that a tensor was changed in place")
 
-    `Tensor.register_hook` would be called before hooks that the user registers later, which may change the gradient.
+version: Callable[[Tensor], int] = _count if isinstance(_count, _Missing) else operator.attrgetter("_version")
+"""How often a tensor was changed in place; raises a RuntimeError for tensors of inference mode. No fallback: without
+it, wrong gradients would go unnoticed."""
+
+
+class _View(torch.autograd.Function):
+    """The same memory in another shape, and no view of the tensor for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        ctx.shape = tensor.shape
+        return tensor.data.view(tuple(shape)).data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].reshape(ctx.shape), None
+
+
+unsafe_view: Callable[[Tensor, Sequence[int]], Tensor] = _find(torch, "ops.aten._unsafe_view.default", _View.apply)
+"""The same memory in another shape. It is the one differentiable operator whose result is not a view, so in-place
+operations are allowed on it also if the tensor is a leaf. Fallback: a function in Python, 9 microseconds slower."""
+
+
+# Subclasses of tensors, and what operators ask about them
+
+
+_disable: Any = _find(torch, "_C.DisableTorchFunctionSubclass")
+
+can_defer: Final[bool] = _disable is not None
+"""Whether gradients of parameters can wait for a W. If `DisableTorchFunctionSubclass` is gone they cannot, and a
+schedule with I and W computes them in I."""
+
+without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = _disable or contextlib.nullcontext
+"""A context in which operators do not call `__torch_function__`. PyTorch's notes on extending it use it, too."""
+
+in_transform: Callable[[], bool] = _find(torch, "_C._are_functorch_transforms_active", lambda: True)
+"""Whether a `torch.func` transform is running. Fallback: True, so that no gradient waits for a W."""
+
+
+def _autocast_of_any_device() -> bool:
+    accelerator = torch.accelerator.current_accelerator()
+    types = {"cpu"} | ({accelerator.type} if accelerator is not None else set())
+    return any(map(torch.is_autocast_enabled, types))
+
+
+any_autocast: Callable[[], bool] = _find(torch, "_C._is_any_autocast_enabled", _autocast_of_any_device)
+"""Whether autocast is on for any kind of device. Fallback: the public question, for one kind after the other."""
+
+make_subclass: Callable[[type, Tensor, bool], Tensor] = _find(
+    Tensor, "_make_subclass", lambda kind, plain, grad: plain.as_subclass(kind).requires_grad_(grad)
+)
+"""A tensor of a subclass with the memory and the version counter of another one. Fallback: `Tensor.as_subclass`."""
+
+_in_dispatch_mode: Callable[[], bool] = _find(torch, "utils._python_dispatch.is_in_torch_dispatch_mode", lambda: False)
+
+
+class TracedAsParameter(Tensor):
+    """A tensor that `torch.compile` takes for a parameter while it traces: it knows tensors and parameters only.
+
+    A module to which such a tensor is assigned must not take it for a parameter. Fallback: it is never one, and a
+    compiled function outside of a module refuses it.
     """
-    output.grad_fn.register_prehook(hook)  # type: ignore[union-attr]
+
+    @property
+    def _is_param(self) -> bool:  # type: ignore[override]
+        return _in_dispatch_mode()
 
 
-def gradients(output: GradientEdge, gradient: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """The gradients of `inputs`; the graph stays. As `torch.autograd.grad`, which checks more."""
-    return _run((output,), (gradient,), True, False, inputs, True, False)
+is_wrapper_subclass: Callable[[object], bool] = _find(
+    torch, "utils._python_dispatch.is_traceable_wrapper_subclass", lambda tensor: hasattr(tensor, "__tensor_flatten__")
+)
+"""Whether a tensor stands for other tensors. Fallback: whether it has the method by which PyTorch takes it apart."""
+
+_hooks_of_tensor = _attribute(Tensor, "_backward_hooks", None)
+_hooks_after_accumulation = _attribute(Tensor, "_post_accumulate_grad_hooks", None)
 
 
-def in_transform() -> bool:
-    """Whether a `torch.func` transform is running. There is no public way to ask."""
-    return torch._C._are_functorch_transforms_active()
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Whether hooks are registered on a tensor. There is no public way to ask. Fallback: False."""
+    return bool(_hooks_of_tensor(tensor) or _hooks_after_accumulation(tensor))
+
+
+storage_key: Callable[[torch.UntypedStorage], int] = (
+    operator.attrgetter("_cdata") if _has(torch.UntypedStorage, "_cdata") else id
+)
+"""A number that tells storages apart, also on the meta device, where none has an address. Fallback: `id`, which does so
+while the storage's Python object lives."""
+
+sparse_values: Callable[[Tensor], Tensor] = _required(Tensor, "_values", "to write into a sparse gradient")
+"""The values of a sparse tensor as they lie in memory; the public `values` refuses tensors that are not coalesced."""
+
+
+# Modules
+
+
+_FORWARD_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
+_forward_hooks = _attribute(nn.Module(), "_forward_hooks", True)
+_forward_pre_hooks = _attribute(nn.Module(), "_forward_pre_hooks", True)
+_backward_hooks = _attribute(nn.Module(), "_backward_hooks", None)
+_backward_pre_hooks = _attribute(nn.Module(), "_backward_pre_hooks", None)
+_compiled_call = _attribute(nn.Module(), "_compiled_call_impl", None)
+
+
+def may_have_forward_hooks(module: nn.Module) -> bool:
+    """Whether hooks run before or after a module's forward. There is no public way to ask. Fallback: True."""
+    return bool(_forward_hooks(module) or _forward_pre_hooks(module))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something happens when the module itself is called, beside its forward. Fallback: False.
+
+    Example:
+        >>> module = nn.Sequential(nn.ReLU())
+        >>> handle = module[0].register_full_backward_pre_hook(print)
+        >>> has_hooks(module), has_hooks(module[0])
+        (False, True)
+    """
+    forward = any(getattr(module, name, None) for name in _FORWARD_HOOKS)
+    return bool(forward or _backward_hooks(module) or _backward_pre_hooks(module))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` or `module.compile()` made what runs when the module is called.
+
+    Fallback: only what `torch.compile` returns is recognised, by the name of its class.
+    """
+    return _compiled_call(module) is not None or type(module).__name__ == "OptimizedModule"
+
+
+COMPILED_MODULE: Final = "_orig_mod"
+"""The attribute under which what `torch.compile(module)` returns has the module."""
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that was given to `torch.compile`. Fallback: the one that it returned."""
+    return getattr(module, COMPILED_MODULE, module)
+
+
+CALLS_OF_MODULES: Final = ("_wrapped_call_impl", "_call_impl")
+"""The functions by which PyTorch calls a module, for tracebacks without them. Fallback: their frames are shown."""
+
+RESETS: Final = ("reset_parameters", "_reset_parameters")
+"""Methods that fill a module's parameters; nn.MultiheadAttention and nn.Transformer have the second. Fallback: these
+two are refused on the meta device."""
+
+_not_persistent = _attribute(nn.Module(), "_non_persistent_buffers_set", None)
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of the module itself that its state dict has. Fallback: a state dict is made to see it."""
+    left_out = _not_persistent(module)
+    if left_out is None:
+        left_out = module._buffers.keys() - {name for name, tensor in module._buffers.items() if tensor is None}
+        left_out -= module.state_dict().keys()
+    return {name: buffer for name, buffer in module._buffers.items() if name not in left_out}
+
+
+apply_to_tensors: Callable[[nn.Module, Callable[[Tensor], Tensor]], nn.Module] = _required(
+    nn.Module, "_apply", "to move a layer of which a part lies on the meta device"
+)
+"""Replaces every parameter and buffer of a module by what a function makes of it, as `nn.Module.to` does."""
+
+
+def copy_metadata(source: Any, target: Any) -> None:
+    """Gives a state dict the versions of modules that another one has. Fallback: none, as in a plain dict."""
+    metadata = getattr(source, "_metadata", None)
+    if metadata is not None:
+        target._metadata = metadata
+
+
+_init_flat_weights: Callable[[nn.RNNBase], None] = _find(nn.RNNBase, "_init_flat_weights", lambda module: None)
+
+
+@contextlib.contextmanager
+def without_flat_weights(module: nn.Module) -> Iterator[None]:
+    """Inside, recurrent modules have no weak references to their weights, with which `swap_tensors` refuses a tensor.
+
+    Fallback: they keep them, and `swap_tensors` raises.
+    """
+    recurrent = [each for each in module.modules() if isinstance(each, nn.RNNBase)]
+    for each in recurrent:
+        each._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for each in recurrent:
+            _init_flat_weights(each)
+
+
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+    BatchNorm = _BatchNorm
+    StatisticsNorm = _NormBase
+else:
+    BatchNorm = _find(nn, "modules.batchnorm._BatchNorm", nn.BatchNorm1d.__base__)
+    """The class of all batch norms, also of the user's. Fallback: the class from which nn.BatchNorm1d derives."""
+    StatisticsNorm = _find(nn, "modules.batchnorm._NormBase", BatchNorm)
+    """The class of all norms that may track statistics. Fallback: batch norms, without instance norms."""
+
+
+# Modes: objects of the user that see every operator of a thread
+
+
+_KNOWS_MODES: Final = all(
+    [
+        *(_has(torch, f"overrides.{name}") for name in ("_get_current_function_mode_stack", "_push_mode", "_pop_mode")),
+        _has(torch, "utils._python_dispatch._get_current_dispatch_mode_stack"),
+        _has(torch, "utils._python_dispatch._push_mode"),
+        _has(torch, "utils._python_dispatch._pop_mode"),
+    ]
+)
+_DeviceContext: Any = _find(torch, "utils._device.DeviceContext")
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """The calling thread's modes, outermost first, but not a default device. Fallback: none, so workers have none."""
+    if not _KNOWS_MODES:
+        return []
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return [mode for mode in modes if type(mode) is not _DeviceContext]
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The same for modes that see the operators below autograd."""
+    return torch.utils._python_dispatch._get_current_dispatch_mode_stack() if _KNOWS_MODES else []
+
+
+@contextlib.contextmanager
+def modes_pushed(function: Iterable[TorchFunctionMode], dispatch: Iterable[TorchDispatchMode]) -> Iterator[None]:
+    """Puts modes on the calling thread's stacks, without the `with` at which a counter would start from zero."""
+    stacks = torch.utils._python_dispatch
+    with contextlib.ExitStack() as stack:
+        for function_mode in function:
+            torch.overrides._push_mode(function_mode)  # type: ignore[no-untyped-call]
+            stack.callback(torch.overrides._pop_mode)
+        for mode in dispatch:
+            stacks._push_mode(mode)
+            # Most modes have no key of their own; those of PyTorch's infrastructure have.
+            stack.callback(stacks._pop_mode, getattr(mode, "_dispatch_key", None) or getattr(mode, "_mode_key", None))
+        yield
+
+
+# Kernels that draw random numbers
+
+
+_TO_DRAW: Final = "to find the operators that draw random numbers"
+_all_operators: Callable[[], list[str]] = _required(torch, "_C._dispatch_get_all_op_names", _TO_DRAW)
+_has_kernel: Callable[[str, str], bool] = _required(torch, "_C._dispatch_has_kernel_for_dispatch_key", _TO_DRAW)
+_schema: Callable[[str, str], Any] = _required(torch, "_C._get_schema", _TO_DRAW)
+
+
+def generator_arguments() -> dict[str, tuple[int, bool]]:
+    """The operators with a CPU kernel that takes a generator; every other random operator is made of these.
+
+    No fallback: a layer that may draw random numbers raises.
+
+    Returns:
+        For each operator the place of that argument, and whether it can only be given by keyword.
+    """
+    return {
+        operator: (position, argument.kwarg_only)
+        for operator in _all_operators()
+        if operator.startswith("aten::") and _has_kernel(operator, "CPU")
+        for position, argument in enumerate(_schema(*operator.partition(".")[::2]).arguments)
+        if argument.name == "generator"
+    }
+
+
+# Norms of many gradients
+
+
+def _in_order(lists: list[list[Tensor]], with_indices: bool) -> dict[Any, tuple[list[list[Tensor]], list[int]]]:
+    groups: dict[Any, tuple[list[list[Tensor]], list[int]]] = {}
+    for place, tensor in enumerate(lists[0]):
+        (tensors,), places = groups.setdefault((tensor.device, tensor.dtype), ([[]], []))
+        tensors.append(tensor)
+        places.append(place)
+    return groups
+
+
+_group: Callable[..., Any] = _find(torch, "utils._foreach_utils._group_tensors_by_device_and_dtype", _in_order)
+_has_foreach: Callable[..., bool] = _find(
+    torch, "utils._foreach_utils._has_foreach_support", lambda group, device: False
+)
+_foreach_norm: Callable[..., Any] | None = _find(torch, "_foreach_norm")
+
+
+def grouped(tensors: Sequence[Tensor]) -> list[tuple[torch.device, torch.dtype, list[int]]]:
+    """The places of the tensors of each device and dtype, in the order in which `clip_grad_norm_` adds them.
+
+    Fallback: in the order in which they come first; the last bits of a norm over several dtypes may differ.
+    """
+    if not tensors:
+        return []
+    groups = _group([list(tensors)], with_indices=True)
+    return [(device, dtype, [int(place) for place in places]) for (device, dtype), (_, places) in groups.items()]
+
+
+def norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
+    """The norm of each, all of one device and dtype, by the operator that `clip_grad_norm_` takes.
+
+    Fallback: one after the other.
+    """
+    if _foreach_norm is not None and _has_foreach(tensors, tensors[0].device):
+        return list(_foreach_norm(tensors, norm_type))
+    return [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
+
+
+# Process groups
+
+
+default_store: Callable[[], Store] = _find(
+    dist,
+    "distributed_c10d._get_default_store",
+    lambda: dist.group.WORLD.get_group_store(),  # type: ignore[union-attr]
+)
+"""The store of the default process group. Fallback: `ProcessGroup.get_group_store`, which not every group has."""
+
+_SHARES_DEVICES: Final = all(_has(dist, f"ProcessGroupGloo._Options.{name}") for name in ("_devices", "_timeout"))
+
+
+def gloo_group(
+    store: Store, rank: int, size: int, devices: list[Any], timeout: datetime.timedelta
+) -> dist.ProcessGroup:
+    """A gloo group that sends through network devices which it shares with other groups.
+
+    Fallback: a group with devices, and so a thread, of its own.
+    """
+    kind: Any = dist.ProcessGroupGloo
+    if not _SHARES_DEVICES:
+        return kind(store, rank, size, timeout)  # type: ignore[no-any-return]
+    options = kind._Options()
+    options._devices, options._timeout = devices, timeout
+    return kind(store, rank, size, options)  # type: ignore[no-any-return]
+
+
+# Nested values
+
+
+if TYPE_CHECKING:
+    pytree = _pytree
+else:
+    pytree = _required(torch, "utils._pytree", "to take nested values apart")
+    """PyTorch's library of nested values, at which users and libraries register their classes. No fallback."""
+
+
+def register_node(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:
+    """Registers a class as a node of nested values; does nothing if `pytree` is gone, whose use raises."""
+    if not isinstance(pytree, _Missing):
+        pytree.register_pytree_node(kind, flatten, unflatten)

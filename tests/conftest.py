@@ -20,7 +20,10 @@ from pipework.schedule import SCHEDULES, build
 from pipework.schedule.placement import wave_placement
 from pipework.testing import Reference, draw_key, reference_backward, reference_step
 from tests.nursery import Nursery
+from tests.programs import run_python as run_python
+from tests.programs import start_python as start_python
 from tests.ranks import RankPipe, held, own_mesh, recut
+from tests.tiers import mark_thorough
 
 # How long an example takes says more about what else the machine does than about the code.
 settings.register_profile("pipework", deadline=None)
@@ -29,8 +32,10 @@ settings.register_profile("ranks", deadline=None, derandomize=True, database=Non
 settings.load_profile("pipework" if own_mesh() is None else "ranks")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at what -m asks for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` on a machine without an accelerator."""
+    """Says what `make test` runs, and skips tests marked ``gpu`` on a machine without an accelerator."""
+    mark_thorough(items)
     if torch.accelerator.is_available():
         return
     skip = pytest.mark.skip(reason="needs an accelerator, and torch.accelerator.is_available() is False")

@@ -35,19 +35,24 @@ class Member(NamedTuple):
     environment: dict[str, str]
 
 
-def run_member(member: Member) -> None:
-    """What a process does that was forked for this, until it ends."""
+def enter(output: str, errors: str, environment: dict[str, str]) -> None:
+    """Makes a forked process one of its own: a session, standard streams in files, another environment."""
     os.setsid()
     for number, path, flags in (
         (0, os.devnull, os.O_RDONLY),
-        (1, member.output, os.O_WRONLY | os.O_CREAT),
-        (2, member.errors, os.O_WRONLY | os.O_CREAT),
+        (1, output, os.O_WRONLY | os.O_CREAT),
+        (2, errors, os.O_WRONLY | os.O_CREAT),
     ):
         file = os.open(path, flags, 0o600)
         os.dup2(file, number)
         os.close(file)
     os.environ.clear()
-    os.environ.update(member.environment)
+    os.environ.update(environment)
+
+
+def run_member(member: Member) -> None:
+    """What a process does that was forked for this, until it ends."""
+    enter(member.output, member.errors, member.environment)
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location(Path(member.path).stem, member.path)

@@ -22,6 +22,7 @@ import torch
 
 import pipework
 from tests.jobs_member import Member, run_member
+from tests.program import Program, run_program
 
 ENVIRONMENT = {"PYTHONPATH": str(Path(pipework.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
 ENVIRONMENT |= {"TORCH_CPP_LOG_LEVEL": "FATAL"}  # PyTorch reads it when it is loaded
@@ -47,9 +48,12 @@ class RankProcess:
     def poll(self) -> int | None:
         return self.returncode
 
-    def wait(self) -> int | None:
-        self._ended.wait()
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._ended.wait(timeout)
         return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
 
 
 class Nursery:
@@ -77,11 +81,11 @@ class Nursery:
             )
             self._thread.start()
 
-    def start(self, member: Member) -> RankProcess:
-        """Starts a rank."""
+    def start(self, task: Member | Program) -> RankProcess:
+        """Starts a rank, or a program."""
         assert self._process is not None, "open the nursery first"
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(member._asdict()) + "\n")
+        self._process.stdin.write(json.dumps([type(task).__name__, task._asdict()]) + "\n")
         self._process.stdin.flush()
         started = self._started.get()
         assert started is not None, "the nursery has ended"
@@ -113,7 +117,7 @@ class Nursery:
             rank.end(-signal.SIGKILL)
 
 
-def tend() -> Member | None:
+def tend() -> Member | Program | None:
     """Forks whatever is asked for, until nothing more will be.
 
     Returns:
@@ -130,7 +134,8 @@ def tend() -> Member | None:
             for line in lines:
                 pid = os.fork()
                 if pid == 0:
-                    return Member(**json.loads(line))
+                    kind, fields = json.loads(line)
+                    return {"Member": Member, "Program": Program}[kind](**fields)
                 children.add(pid)
                 say(pid, None)
         for pid in list(children):
@@ -155,6 +160,8 @@ if __name__ == "__main__":
         getattr(pipework, name)
     gc.collect()
     gc.freeze()  # whoever is forked shares this memory as long as nobody touches it
-    member = tend()
-    if member is not None:
-        run_member(member)
+    task = tend()
+    if isinstance(task, Member):
+        run_member(task)
+    elif task is not None:
+        run_program(task)

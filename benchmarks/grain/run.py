@@ -23,7 +23,7 @@ from benchmarks.grain.plot import Curve, draw
 from benchmarks.harness import Verdict
 from benchmarks.sleeping import without_timer_slack
 from pipework.pipe import Pipe
-from pipework.schedule import Costs, build
+from pipework.schedule import Costs, build, simulate
 
 MILLISECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0)
 SCHEDULES = ("gpipe", "1f1b")
@@ -72,7 +72,7 @@ class Point:
 
 def ideal_actions(schedule: str, workers: int, micro_batches: int) -> float:
     """How many actions follow each other in the schedule's step if nothing else takes time."""
-    return build(schedule, workers=workers, chunks=micro_batches).simulate(Costs(1.0, 1.0)).makespan
+    return simulate(build(schedule, workers=workers, chunks=micro_batches), Costs(1.0, 1.0)).makespan
 
 
 def loss_of(output: Tensor, _: Tensor) -> Tensor:

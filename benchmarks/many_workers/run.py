@@ -20,7 +20,7 @@ from benchmarks.harness import Verdict
 from benchmarks.schedules import TRAINING
 from benchmarks.sleeping import Alarm, Sleeper, sleeping_in_halves, without_timer_slack
 from pipework.pipe import Pipe
-from pipework.schedule import Costs, recipe
+from pipework.schedule import Costs, schedule_spec, simulate
 
 TOLERANCE = 3.0  # percent
 MICRO_BATCHES = 32
@@ -124,14 +124,14 @@ def measure(case: Case, micro_batches: int, rounds: int) -> Result:
     schedule, outside = recorded_pipe.schedule(micro_batches), not case.inside
     costs = replace(recording.costs(), transfer=0.0)
     return Result(
-        predicted=schedule.simulate(case.costs, loss_outside=outside).makespan,
+        predicted=simulate(schedule, case.costs, loss_outside=outside).makespan,
         recorded=[line.makespan for line in lines],
         wall=seconds["asleep"],
         awake=seconds["awake"],
         slept=real / asked,
         action=median(actions) / asked,
         from_costs=recording.predicted().makespan,
-        without_transfer=schedule.simulate(costs, loss_outside=outside).makespan,
+        without_transfer=simulate(schedule, costs, loss_outside=outside).makespan,
     )
 
 
@@ -145,9 +145,9 @@ def cases(schedules: Sequence[str], workers: Sequence[int], milliseconds: float)
         *((each, True) for each in schedules),
     ]:
         for count in workers:
-            each = [seconds] * count * recipe(schedule).stages_per_worker
+            each = [seconds] * count * schedule_spec(schedule).stages_per_worker
             result.append(Case(schedule, count, each, [2 * seconds for _ in each], inside))
-        unequal = [seconds * each for each in factors * recipe(schedule).stages_per_worker]
+        unequal = [seconds * each for each in factors * schedule_spec(schedule).stages_per_worker]
         result.append(Case(schedule, len(factors), unequal, [2 * each for each in unequal], inside))
     return result
 

@@ -19,7 +19,7 @@ from benchmarks import harness
 from benchmarks.harness import Verdict
 from benchmarks.schedules import TRAINING, stages_per_worker
 from pipework.pipe import Pipe
-from pipework.schedule import recipe
+from pipework.schedule import schedule_spec
 
 QUOTED = 64  # micro-batches
 TARGETS = {1: 16.0, 2: 24.0}  # workers: microseconds
@@ -82,7 +82,7 @@ def cases(schedules: Sequence[str], workers: Sequence[int], stages: Sequence[int
     result = [Case("gpipe", count, inside=False) for count in workers if "gpipe" in schedules]
     for schedule in schedules:
         for count in workers:
-            wanted = stages if count == 1 else [recipe(schedule).stages_per_worker]
+            wanted = stages if count == 1 else [schedule_spec(schedule).stages_per_worker]
             result.extend(Case(schedule, count, each) for each in stages_per_worker(schedule, count, wanted))
     return result
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from benchmarks import harness
 from benchmarks.harness import Verdict
 from benchmarks.receive_order.theirs import SEVERAL, compute_comms, compute_only
-from pipework.schedule import Channel, Costs, Schedule, ScheduleError, simulate
+from pipework.schedule import Channel, Costs, Schedule, ScheduleError, from_csv, simulate
 
 CHANNELS: tuple[Channel, ...] = ("pair", "worker")
 TARGET = 0.2
@@ -27,8 +27,8 @@ def measure(kind: str, workers: int, chunks: int, transfer: float) -> dict[str, 
     """The makespans with receives as PyTorch posts them ("theirs") and as pipework does ("ours"), on each channel."""
     costs = Costs(transfer=transfer)
     orders = {
-        "theirs": Schedule.from_csv(compute_comms(kind, workers, chunks), name=kind),
-        "ours": Schedule.from_csv(compute_only(kind, workers, chunks), name=kind),
+        "theirs": from_csv(compute_comms(kind, workers, chunks), name=kind),
+        "ours": from_csv(compute_only(kind, workers, chunks), name=kind),
     }
     share = costs.placed(orders["ours"].placement)
     makespans = {

@@ -17,7 +17,7 @@ from statistics import median
 
 from benchmarks import harness
 from benchmarks.harness import Verdict
-from pipework.schedule import SCHEDULES, Channel, Costs, Schedule, build, simulate
+from pipework.schedule import SCHEDULES, Channel, Costs, Schedule, build, simulate, validate
 
 SCHEDULES_MEASURED = ("1f1b", "zb-h1", "interleaved-zb", "zb-v")
 SIZES = ((8, 32), (16, 64), (32, 256), (64, 512))
@@ -41,7 +41,7 @@ def measure(name: str, workers: int, chunks: int, rounds: int, channels: Sequenc
     seconds = harness.alternate(
         {
             "build": harness.timed(lambda: build(name, workers=workers, chunks=chunks)),
-            "validate": harness.timed(schedule.validate),
+            "validate": harness.timed(lambda: validate(schedule)),
             "simulate": harness.timed(lambda: simulate(schedule, costs)),
             **{channel: harness.timed(partial(simulate, schedule, costs, channel=channel)) for channel in channels},
         },

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.two_processes import WORKERS
-from pipework.schedule import Costs, Schedule, build, recipe
+from pipework.schedule import Costs, Schedule, build, schedule_spec, simulate
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Task:
 
     def balance(self, schedule: str) -> list[int]:
         """As many blocks for each stage of the schedule."""
-        stages = WORKERS * recipe(schedule).stages_per_worker
+        stages = WORKERS * schedule_spec(schedule).stages_per_worker
         return [self.blocks // stages] * stages
 
     def placement(self, schedule: str) -> tuple[int, ...]:
@@ -58,4 +58,4 @@ class Task:
         """The simulated step, as a share of the one-core time: equal stages, backwards twice as long as forwards."""
         order = self._built(schedule)
         costs = Costs(forward=1 / order.stages, backward=2 / order.stages)
-        return order.simulate(costs).makespan / (3 * self.chunks)
+        return simulate(order, costs).makespan / (3 * self.chunks)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks import harness
 from benchmarks.harness import Verdict
 from pipework.pipe import Pipe
-from pipework.schedule import Costs, build, recipe
+from pipework.schedule import Costs, build, schedule_spec, simulate
 
 WORKERS = 2
 LAYERS = 16
@@ -50,7 +50,7 @@ class Case:
 
     def step(self, schedule: str) -> tuple[nn.Module, harness.Candidate]:
         """A pipe's training step without the optimizer's."""
-        stages = WORKERS * recipe(schedule).stages_per_worker
+        stages = WORKERS * schedule_spec(schedule).stages_per_worker
         pipe = Pipe(
             self.model(),
             self.chunks,
@@ -86,7 +86,7 @@ def ideal(split: str, whole: str, chunks: int) -> float:
     spans = []
     for name in (split, whole):
         schedule = build(name, workers=WORKERS, chunks=chunks)
-        spans.append(schedule.simulate(Costs(1 / schedule.stages, 2 / schedule.stages)).makespan)
+        spans.append(simulate(schedule, Costs(1 / schedule.stages, 2 / schedule.stages)).makespan)
     return spans[0] / spans[1]
 
 

@@ -1,7 +1,7 @@
 """Draws the pictures of the documentation: `PYTHONPATH=. python docs/images/draw.py`.
 
 Timelines and memory come from the library's own schedules and simulation; `pipe.svg` and `no_pipe.svg` were drawn by
-`python -m pipework draw`. Every picture has a white panel of its own, so that it reads on light and dark pages alike.
+`python -m pipework draw`. Every picture has a white background, so that it is readable on light and dark pages.
 """
 
 from html import escape
@@ -68,13 +68,13 @@ class Picture:
         self.parts.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-dasharray="{dash}"/>')
 
     def cell(self, x: float, y: float, w: float, h: float, kind: str, text: str, *, pale: bool = False) -> None:
-        """An action, as in the timelines."""
+        """An action, drawn as in the timelines."""
         look = f'fill-opacity="0.4" stroke="{PAPER}"' if pale else f'stroke="{INK}"'
         self.parts.append(f'<rect x="{x:g}" y="{y}" width="{w:g}" height="{h}" fill="{ACTION[kind]}" {look}/>')
         self.text(x + w / 2, y + h / 2 + 4.5, text, size=12, color=QUIET if pale else INK)
 
     def waiting(self, x: float, y: float, w: float, h: float) -> None:
-        """Time in which a worker has nothing to do."""
+        """Idle time of a worker."""
         self.parts.append(
             f'<rect x="{x + 1.5:g}" y="{y + 1.5}" width="{w - 3:g}" height="{h - 3}" fill="none" stroke="{QUIET}" '
             'stroke-dasharray="2 3"/>'
@@ -160,7 +160,7 @@ def skip() -> None:
 
 
 def checkpoint() -> None:
-    """What the first of two workers holds over time in each checkpoint mode, stacked by micro-batch."""
+    """The memory of the first of two workers over time in each checkpoint mode, stacked by micro-batch."""
     kept, micro_batches = 0.15, 4
     unit, left, row, tall = 30.0, 116, 196, 96
     shades = ("#d9d0ee", "#c2b4e2", "#a794d4", "#8b74c4")
@@ -192,7 +192,7 @@ def checkpoint() -> None:
                 filled = begin.get(("R", micro_batch), begin["F", micro_batch])
                 if not begin["F", micro_batch] <= start < end["B", micro_batch]:
                     continue
-                # A checkpointed forward has its graph, too, until its outputs have been sent.
+                # A checkpointed forward, too, holds its graph until its outputs are sent.
                 share = 1.0 if start >= filled or start < end["F", micro_batch] else kept
                 pixels = share * tall / micro_batches
                 picture.parts.append(
@@ -214,7 +214,7 @@ def checkpoint() -> None:
 
 
 def split() -> None:
-    """One linear operator in F, I and W; below, where a worker's W come to stand."""
+    """One linear operator in F, I and W; below it, when a worker runs its W."""
     picture = Picture(772, 420, "A linear operator in forward, I and W, and when a worker runs them")
     lefts = (16, 268, 520)
     heads = (
@@ -270,9 +270,9 @@ def split() -> None:
         intervals = sorted(result.timeline.by_worker[worker], key=lambda each: each.action.micro_batch, reverse=True)
         for each in intervals:  # the frames of micro-batch 0 over the others
             x, width = start + each.start * unit, (each.end - each.start) * unit
-            said = f"{each.action.kind}{each.action.micro_batch}"
-            picture.cell(x, top, width, 28, each.action.kind, said, pale=each.action.micro_batch > 0)
-            moments[name, said] = x + width / 2
+            label = f"{each.action.kind}{each.action.micro_batch}"
+            picture.cell(x, top, width, 28, each.action.kind, label, pale=each.action.micro_batch > 0)
+            moments[name, label] = x + width / 2
         clock = 0.0
         for begin, end in [*sorted((each.start, each.end) for each in intervals), (result.makespan, result.makespan)]:
             if clock < begin:
@@ -287,7 +287,7 @@ def split() -> None:
 
 
 def simulated(name: str, micro_batches: int) -> Timeline:
-    """Four workers. Whatever the stages per worker are, its whole share of the model takes 1 forward, 2 backward."""
+    """Four workers, whose whole share of the model takes 1 forward and 2 backward for any number of stages."""
     schedule = build(name, workers=4, chunks=micro_batches)
     share = schedule.workers / schedule.stages
     return simulate(schedule, Costs(forward=share, backward=2 * share, activation=share)).timeline

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.sleeping import Alarm, Sleeper, sleeping_in_halves, without_timer_slack
 from pipework import Pipe
-from pipework.schedule import recipe
+from pipework.schedule import schedule_spec
 from pipework.timeline.recording import Recording
 
 HERE = Path(__file__).parent
@@ -45,7 +45,7 @@ class Stage(nn.Module):
 
 def measured(schedule: str) -> Recording:
     """Of some steps of a pipe with that schedule, the shortest: the one that other processes disturbed least."""
-    per_worker = recipe(schedule).stages_per_worker
+    per_worker = schedule_spec(schedule).stages_per_worker
     stages, unit = WORKERS * per_worker, UNIT / per_worker
     alarm = Alarm()
     alarm.calibrate(WORKERS, unit)

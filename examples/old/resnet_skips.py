@@ -2,13 +2,13 @@ r"""A small ResNet with torchgpipe, as in 2019: every shortcut is a skip connect
 
     python -m pipework.compat examples/old/resnet_skips.py          # half a minute on two CPU cores
 
-A pipeline needs a flat nn.Sequential, so that it can be cut anywhere, also in the middle of a residual block:
+A pipeline needs a flat nn.Sequential, so that it can be cut anywhere, even in the middle of a residual block:
 
     Fork --> convolution --> batch norm --> ReLU --> convolution --> batch norm --> Join --> ReLU
        \------------------------------- "shortcut" ------------------------------/
 
-Each block has a namespace, for the name is the same in all of them. `balance_by_time` measures where to cut; batch
-norms take their running statistics from whole mini-batches. The pictures are drawn here: a disk, a square or a cross,
+Each block has a namespace, because all of them use the same name. `balance_by_time` measures where to cut; batch
+norms take their running statistics from whole mini-batches. The script draws the pictures: a disk, a square or a cross,
 and much noise. Two GPUs are used if there are two, else the CPU.
 """
 
@@ -44,7 +44,7 @@ class Fork(nn.Module):
 
 @skippable(pop=["shortcut"])
 class Join(nn.Module):
-    """Its end. Where the number of channels grows, the shortcut is brought to the new shape."""
+    """The end of a residual block. If the number of channels grows, it brings the shortcut to the new shape."""
 
     def __init__(self, before, channels, stride):
         super().__init__()

@@ -2,10 +2,10 @@
 
     python -m pipework.compat examples/old/transformer_ddp_sync.py  # half a minute on two CPU cores
 
-Each process initializes RPC for itself, as a world of one, and a process group for both; its `Pipe` is wrapped in
-`DistributedDataParallel`, which averages the gradients and passes the reference to the output through. At that time
-`Pipe` had to be given checkpoint="never" for that. The processes are started with `mp.spawn`, and find the old modules,
-too. Four GPUs are used if there are four, else the CPU.
+Each process initializes RPC for itself, as a world of one, and joins a process group of both. `DistributedDataParallel`
+wraps its `Pipe`, averages the gradients and returns the reference to the output. In 2021 that needed
+checkpoint="never". The script starts the processes with `mp.spawn`, and they find the old modules, too. Four
+GPUs are used if there are four, else the CPU.
 """
 
 import copy
@@ -19,7 +19,7 @@ from torch.distributed import rpc
 from torch.distributed.pipeline.sync import Pipe
 from torch.nn.parallel import DistributedDataParallel
 
-# The script beside this one.
+# The script next to this one.
 from transformer_sync import batchify, evaluate, parser, read_text, train, two_partitions
 
 REPLICAS = 2
@@ -52,7 +52,7 @@ def run_worker(rank, folder, options):
     dist.init_process_group("gloo", init_method=f"file://{folder}/ddp", rank=rank, world_size=REPLICAS)
     pipe = Pipe(two_partitions(options, devices), chunks=4, checkpoint="never")
     model = DistributedDataParallel(pipe)
-    torch.manual_seed(options.seed + 1 + rank)  # what is dropped differs
+    torch.manual_seed(options.seed + 1 + rank)  # other dropout masks in each process
 
     texts = [batchify(part, options.batch_size)[rank::REPLICAS] for part in read_text(options.words)]
     train_text, valid_text, test_text = texts

@@ -2,10 +2,10 @@
 
     python -m pipework.compat examples/old/transformer_sync.py      # half a minute on two CPU cores
 
-What is typical of its time: RPC is initialized although there is one process; layers are put on their devices before
-they are wrapped, those of a partition in an nn.Sequential of their own; data are moved by hand; `Pipe` returns a
-reference, which is asked for its `local_value()`. The mask goes along with the data from layer to layer, and `NoChunk`
-says that it is not to be cut. Two GPUs are used if there are two, else the CPU.
+Typical of its time: RPC is initialized although there is one process. The layers are put on their devices before
+they are wrapped, each partition in an nn.Sequential of its own. Data are moved by hand. `Pipe` returns a reference,
+and `local_value()` gets its output. The mask goes with the data from layer to layer; `NoChunk` keeps it in one piece.
+Two GPUs are used if there are two, else the CPU.
 """
 
 import argparse
@@ -51,13 +51,13 @@ def batchify(tokens, rows):
 
 
 def batches(text, context):
-    """Rows of words, and for each of them the next one, which is to be guessed."""
+    """Rows of words and, as targets, the word after each of them."""
     for start in range(0, text.size(1) - 1, context):
         end = min(start + context, text.size(1) - 1)
         yield text[:, start:end], text[:, start + 1 : end + 1]
 
 
-# ---- Model: each layer hands the mask on -----------------------------------------------------------------------------
+# ---- Model: each layer passes the mask on ----------------------------------------------------------------------------
 class Encoder(nn.Module):
     def __init__(self, words, width, context):
         super().__init__()
@@ -109,7 +109,7 @@ def two_partitions(options, devices):
 # ---- Training --------------------------------------------------------------------------------------------------------
 def loss_of(model, words, targets, devices):
     length = words.size(1)
-    mask = torch.ones(length, length, dtype=torch.bool, device=devices[0]).triu(1)  # True: is not to be seen
+    mask = torch.ones(length, length, dtype=torch.bool, device=devices[0]).triu(1)  # True: must not be seen
     output = model(words.to(devices[0]), NoChunk(mask)).local_value()
     targets = targets.reshape(-1).to(devices[1])
     return nn.functional.cross_entropy(output.view(targets.size(0), -1), targets)

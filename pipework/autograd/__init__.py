@@ -1,1 +1,1 @@
-"""How gradients are formed and delivered: nodes in the caller's graph, aliases of parameters, cuts between stages."""
+"""Gradients: nodes in the caller's graph, aliases of parameters, and cuts of the graph between stages."""

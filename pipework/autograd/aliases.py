@@ -1,4 +1,4 @@
-"""Alias leaves: what a worker differentiates with respect to in place of the user's parameters.
+"""Alias leaves: they stand in the modules in place of the user's parameters while a worker runs.
 
     the user's Parameter p           alias = p.detach().requires_grad_()          one per stage and mini-batch
       p.grad, its hooks, DDP           alias.grad: the stage's gradient buffer
@@ -6,9 +6,9 @@
             +--- one autograd node per stage ---------+   handed over once, when the user's backward() arrives
 
 Workers may run backward before the user calls it, several times per mini-batch and at the same time as each other.
-None of that may be seen on the user's parameters: their hooks fire once, with the whole gradient. So for the time of
-a run the aliases stand in the modules' slots. They share memory and version counter with the parameters: no copy is
-made, and writing to a parameter before a retained backward is PyTorch's error, as it should be.
+The user's parameters must not show it: their hooks fire once, with the whole gradient. So during a run the modules
+hold aliases. An alias shares memory and version counter with its parameter: nothing is copied, and a parameter that
+is changed before a retained backward is PyTorch's own error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from pipework.autograd.weight_split.store import SplitAlias
+from pipework import torch_private
+from pipework.autograd.weight_split.store import WeightGradientAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,10 +34,13 @@ if TYPE_CHECKING:
 class Aliases:
     """The alias leaves of one stage for one mini-batch.
 
-    Where backwards are split, parameters whose gradients may wait get aliases of another kind (see `split`).
+    The modules are searched anew for each mini-batch, so a layer can be frozen, unfrozen or given another parameter
+    between two mini-batches.
 
-    The slots are read anew each time, so that freezing a layer, unfreezing it or replacing a parameter works between
-    two mini-batches.
+    Args:
+        layers: of the stage.
+        weight_store: defers gradients to W, and gives parameters of its operators aliases of its own class; None: the
+            schedule has no W.
     """
 
     __slots__ = ("_slots", "leaves", "parameters")
@@ -46,46 +50,46 @@ class Aliases:
         self._slots: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
         found = [
             (slots, name, parameter, compiled)
-            for slots, compiled in _slot_dicts(layers)
+            for slots, compiled in _parameter_dicts(layers)
             for name, parameter in slots.items()
             if parameter is not None and parameter.requires_grad
         ]
-        # A compiler is not to be asked about each operator.
+        # Compiled code calls no __torch_function__.
         compiled_parameters = {id(parameter) for _, _, parameter, compiled in found if compiled}
         for slots, name, parameter, _ in found:
             if id(parameter) not in by_parameter:
                 _refuse_foreign_alias(parameter)
                 plain = parameter.detach()
-                # A class of its own may have operators of its own.
+                # A subclass of Tensor may have operators of its own.
                 whole = type(plain) is not Tensor or id(parameter) in compiled_parameters
-                waits = None if weight_store is None else weight_store.known(parameter)
-                if weight_store is None or whole or waits is False:
+                deferred = None if weight_store is None else weight_store.known(parameter)
+                if weight_store is None or whole or deferred is False:
                     alias = plain.requires_grad_()
                 else:
-                    alias = SplitAlias.of(plain, weight_store, waits)
+                    alias = WeightGradientAlias.of(plain, weight_store, deferred)
                 by_parameter[id(parameter)] = (parameter, alias)
             self._slots.append((slots, name, parameter, by_parameter[id(parameter)][1]))
         self.parameters = [parameter for parameter, _ in by_parameter.values()]
         self.leaves = [alias for _, alias in by_parameter.values()]
 
     @property
-    def any_may_wait(self) -> bool:
-        """Whether the gradient of any parameter may be put off."""
-        return any(isinstance(leaf, SplitAlias) for leaf in self.leaves)
+    def any_deferrable(self) -> bool:
+        """Whether the gradient of any parameter can be deferred."""
+        return any(isinstance(leaf, WeightGradientAlias) for leaf in self.leaves)
 
     @property
     def versions(self) -> list[int]:
         """Differs after a parameter has been changed in place."""
-        return [parameter._version for parameter in self.parameters]  # they count together with the aliases
+        return list(map(torch_private.version, self.parameters))  # parameters and aliases share version counters
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
-        """For the time of the context, the modules find the aliases where their parameters were.
+        """Inside, the modules hold the aliases in place of their parameters.
 
-        What is found there is put back, even if it is not the parameter of before: the user may have replaced it.
+        Afterwards each module holds what it held before, also if that is no longer the parameter found at first.
 
         Raises:
-            RuntimeError: another pipe that has the same layers is running them at this moment.
+            RuntimeError: another pipe is running one of the layers at the same time.
         """
         thread = threading.get_ident()
         found: list[Tensor | None] = []
@@ -124,9 +128,9 @@ class Aliases:
 
 
 def _refuse_foreign_alias(found: Tensor) -> None:
-    """An alias in a slot is right only if it was put there by this thread: then a pipe is a layer of another pipe."""
+    """Refuses an alias of another thread. One of this thread is right: then a pipe is a layer of another pipe."""
     if (
-        type(found) in (Tensor, SplitAlias)
+        type(found) in (Tensor, WeightGradientAlias)
         and getattr(found, "pipework_thread", threading.get_ident()) != threading.get_ident()
     ):
         raise RuntimeError(
@@ -135,16 +139,16 @@ def _refuse_foreign_alias(found: Tensor) -> None:
         )
 
 
-def _slot_dicts(layers: Iterable[nn.Module]) -> Iterable[tuple[dict[str, Tensor | None], bool]]:
+def _parameter_dicts(layers: Iterable[nn.Module]) -> Iterable[tuple[dict[str, Tensor | None], bool]]:
     """The parameter dictionaries of all modules below, each once, and whether a compiled module uses them.
 
-    Faster than `named_parameters`, which builds names that nobody needs here.
+    Faster than `named_parameters`, which also builds names.
     """
     found: dict[int, tuple[dict[str, Tensor | None], bool]] = {}
     stack = [(layer, False) for layer in list(layers)[::-1]]
     while stack:
         module, compiled = stack.pop()
-        compiled = compiled or module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+        compiled = compiled or torch_private.is_compiled(module)
         if id(module) in found and found[id(module)][1] >= compiled:
             continue
         found[id(module)] = module._parameters, compiled  # type: ignore[assignment]

@@ -1,13 +1,13 @@
-"""Where the autograd graph is cut: a value that arrives becomes a leaf, and the stage sees an alias of that leaf.
+"""Cuts the autograd graph between stages: a received value is a leaf, and the stage reads an alias of that leaf.
 
     sender                                 receiver
     ... -> y                               leaf (its .grad is what goes back) -> alias -> first layer ...
            |                                ^
            +-- y.detach().requires_grad_() -+   the same memory, no graph
 
-The alias is there because a leaf refuses in-place operations. Which layer comes first in a stage depends on the
-balance, and an in-place layer (nn.ReLU(inplace=True)) must behave as in the un-partitioned model: allowed where
-PyTorch allows it, PyTorch's own error where the sender saved the tensor for its backward.
+A leaf refuses in-place operations, an alias does not. Which layer comes first in a stage depends on the balance, and an
+in-place layer (nn.ReLU(inplace=True)) must behave as in the un-partitioned model: it works where PyTorch allows it, and
+raises PyTorch's own error where the sender saved the tensor for its backward.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import increment_version
 
+from pipework import torch_private
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-# The one differentiable operator of PyTorch that returns the same memory and no view: on a view of a leaf, too,
-# in-place operations are refused. A Python function that does the same costs 9 microseconds more, there and back.
-_same_memory = torch.ops.aten._unsafe_view.default
 
 
 def cut(tensor: Tensor) -> Tensor:
@@ -39,32 +37,32 @@ def cut(tensor: Tensor) -> Tensor:
 
 
 def enter(leaf: Tensor) -> Tensor:
-    """What the stage's first layer gets in place of the leaf: an alias, on which in-place operations are allowed.
+    """An alias of the leaf for the stage's first layer, which may change it in place.
 
-    A tensor that needs no gradient is its own alias, and so is one that is no plain array of numbers (sparse, nested).
+    A tensor that requires no gradient is returned as it is, and so is one that is not strided (sparse, nested).
     """
     if not leaf.requires_grad or leaf.layout is not torch.strided:
         return leaf
-    return _same_memory(leaf, leaf.shape)  # type: ignore[no-any-return]
+    return torch_private.unsafe_view(leaf, leaf.shape)
 
 
 def enter_slice(leaf: Tensor) -> Tensor:
     """The same for a slice of the caller's batch.
 
-    All slices of a tensor count their versions together. If one is overwritten, the others' graphs must not think that
-    theirs was.
+    All slices of a tensor share a version counter. If one is changed in place, the graphs of the others must not take
+    it for a change of theirs.
     """
     if leaf.requires_grad:
         return enter(leaf)
-    return leaf if leaf.is_inference() else leaf.data  # a tensor of inference mode counts no versions
+    return leaf if leaf.is_inference() else leaf.data  # a tensor of inference mode has no version counter
 
 
 def report_overwriting(leaf: Tensor, alias: Tensor) -> bool:
-    """After the stage has run: whether it changed its input in place; if so, the sender's version of it is raised.
+    """After the stage has run: whether it changed its input in place; if so, increments the leaf's version.
 
-    The alias counts its versions by itself, but the sender may have saved the tensor and must notice.
+    The alias has a version counter of its own. The sender shares the leaf's, and may have saved the tensor.
     """
-    if alias is leaf or not alias._version:
+    if alias is leaf or not torch_private.version(alias):
         return False
     increment_version(leaf)
     return True

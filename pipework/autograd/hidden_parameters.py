@@ -1,8 +1,8 @@
-"""Finds parameters that a layer reaches past its module slots.
+"""Finds parameters that a layer uses without reading them from their module.
 
-A layer that keeps `self.cache = [other.weight]`, or closes over a parameter, uses the real parameter where the
-runtime expects an alias leaf. Its worker would then write into the user's `.grad`, once per micro-batch and from
-another thread. So the first graph of each stage is searched once for leaves that are none of the stage's own.
+A layer with `self.cache = [other.weight]`, or a closure over a parameter, uses the user's parameter and not its alias.
+Its worker would add to the user's `.grad`, once per micro-batch and on another thread. So the first graph of each stage
+is searched for leaves that are neither its aliases nor its inputs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 def refuse_hidden_parameters(
     stage: Stage, aliases: Aliases, leaves: Iterable[Tensor], outputs: Iterable[Tensor]
 ) -> None:
-    """Raises a RuntimeError if the graph of `outputs` ends in anything but the aliases and the stage's inputs."""
+    """Raises a RuntimeError if the graph of `outputs` has a leaf that is neither an alias nor an input of the stage."""
     known = {id(leaf) for leaf in (*aliases.leaves, *leaves)}
     for variable in graph_leaves(outputs):
         if id(variable) not in known:
             first, last = stage.layers[0].name, stage.layers[-1].name
             raise RuntimeError(
                 f"stage {stage.index} (layers {first!r} to {last!r}) uses {_name(variable, stage)} "
-                "past its module's own slot, for example through a list, a closure or an attribute that is not "
-                "a registered parameter. Let the layer read it as an attribute of the module that owns it "
+                "without reading it from its module, for example from a list, a closure or an attribute that is "
+                "not a registered parameter. Let the layer read it as an attribute of the module that owns it "
                 "(self.weight), or register it there with register_parameter."
             )
 
@@ -49,7 +49,7 @@ def graph_leaves(outputs: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 def _name(variable: Tensor, stage: Stage) -> str:
-    """Aliases share their parameter's memory, so that is how a parameter whose slot holds an alias is recognised."""
+    """Names a parameter whose module holds an alias now: both have the same memory."""
     for layer in stage.layers:
         for name, alias in layer.module.named_parameters():
             if alias.data_ptr() == variable.data_ptr() and alias.shape == variable.shape:

@@ -1,4 +1,4 @@
-"""What the user's autograd graph sees of a mini-batch: one node per stage, chained by tokens.
+"""The nodes of a mini-batch in the user's autograd graph: one per stage, chained by tokens.
 
     inputs, params of stage 0    params of stage 1            params of the last stage
               |                        |                                |
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Backward(Protocol):
-    """Where the nodes of one mini-batch get their gradients from."""
+    """The source of the gradients that the nodes of one mini-batch return."""
 
     @property
     def step(self) -> Step:
@@ -38,7 +38,7 @@ class Backward(Protocol):
         """Called by the last node, with the gradients of the pipe's outputs.
 
         Returns:
-            What all gradients are to be multiplied by; None: there are none.
+            The factor of all gradients; None: there are none.
         """
 
     def of_inputs(self, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
@@ -54,9 +54,9 @@ class LossOutside:
 
     Attributes:
         step: the mini-batch.
-        cut: makes each micro-batch's output gradients of the whole outputs' gradients.
-        join: makes the gradients of the pipe's input tensors of what came back from stage 0.
-        returned: what came back from stage 0, between the last node's backward and the first one's.
+        cut: splits the gradients of the outputs into those of each micro-batch.
+        join: joins the input gradients of stage 0 into those of the pipe's input tensors.
+        returned: the input gradients of stage 0, between the last node's backward and the first one's.
     """
 
     step: Step
@@ -81,13 +81,13 @@ class LossOutside:
 
 @dataclass
 class LossInside:
-    """The workers have gone backward already, from a loss whose gradient they took to be `scale`.
+    """The workers have run backward already, from a loss with the gradient `scale`.
 
     Attributes:
         step: the mini-batch.
-        join: makes the gradients of the pipe's input tensors of what came back from stage 0.
-        returned: what came back from stage 0.
-        scale: the factor that all gradients carry.
+        join: joins the input gradients of stage 0 into those of the pipe's input tensors.
+        returned: the input gradients of stage 0.
+        scale: the factor of all gradients.
     """
 
     step: Step
@@ -96,9 +96,9 @@ class LossInside:
     scale: float = 1.0
 
     def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> float | None:
-        """See `Backward`: all that is left to do is to multiply, and mostly not even that."""
+        """See `Backward`: returns the factor by which the gradients are still to be multiplied, mostly 1."""
         (gradient,) = gradients
-        if gradient is None:  # a node behind the loss may bring no gradient at all
+        if gradient is None:  # a node behind the loss may return None
             return None
         return 1.0 if gradient.is_meta else float(gradient) / self.scale
 
@@ -110,7 +110,7 @@ class LossInside:
         return [_multiplied(gradient, factor, keep=retain_graph) for gradient in gradients]
 
     def of_parameters(self, stage: int, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
-        """See `Backward`; without `retain_graph` the buffers themselves, which autograd may keep without a copy."""
+        """See `Backward`; without `retain_graph` the buffers themselves, which autograd takes over without a copy."""
         gradients = self.step.take_gradients(stage, keep=retain_graph)
         return [_multiplied(gradient, factor, keep=retain_graph) for gradient in gradients]
 
@@ -124,7 +124,7 @@ def _multiplied(gradient: Tensor | None, factor: float, *, keep: bool) -> Tensor
 
 
 class StageNode(torch.autograd.Function):
-    """One stage of a mini-batch that has gone forward already."""
+    """One stage of a mini-batch whose forward is done."""
 
     @staticmethod
     def forward(
@@ -140,20 +140,20 @@ class StageNode(torch.autograd.Function):
 
         Args:
             ctx: the node.
-            shared: what the nodes of this mini-batch share.
+            shared: the source of the gradients, common to the nodes of this mini-batch.
             stage: its number.
             outputs: the joined outputs if this is the last stage.
-            fixed: those outputs that need no gradient.
+            fixed: the outputs that require no gradient.
             token: connects the node with the previous stage's.
             sources: for stage 0 the pipe's input tensors; then the stage's parameters.
         """
-        # Nothing of the outputs may be kept here: an output refers to its node, and a cycle would outlive the user's
-        # last reference.
+        # The node must not refer to an output, which refers to the node: the cycle would outlive the user's last
+        # reference.
         ctx.shared = shared
         ctx.stage = stage
         ctx.is_last = outputs is not None
         ctx.set_materialize_grads(False)
-        # Saved and read only so that a second backward without retain_graph is PyTorch's own error.
+        # Saved and read so that a second backward without retain_graph raises PyTorch's own error.
         ctx.save_for_backward(token)
         if outputs is None:
             return torch.zeros((), dtype=torch.float64, device="cpu")
@@ -162,7 +162,7 @@ class StageNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """Hands over the stage's gradients; for the last stage, first runs everything that computes them."""
+        """Returns the stage's gradients; the last stage's node first runs what computes them."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a pipe cannot be differentiated twice (create_graph=True): its stages compute their gradients on "
@@ -171,8 +171,8 @@ class StageNode(torch.autograd.Function):
         (token,) = ctx.saved_tensors
         shared: Backward = ctx.shared
         retain_graph = torch_private.retains_graph()
-        # What all gradients are multiplied by travels from node to node, as the token's gradient. Kept anywhere else it
-        # could be another backward's, which runs within a hook of this one.
+        # The factor goes from node to node as the token's gradient. An attribute could hold the factor of another
+        # backward, which runs within a hook of this one.
         factor: float | None
         if ctx.is_last:
             factor = shared.begin(gradients, retain_graph=retain_graph)
@@ -194,15 +194,15 @@ def attach(
     *,
     rooted: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Puts a mini-batch that has gone forward into the user's autograd graph.
+    """Puts a mini-batch whose forward is done into the user's autograd graph.
 
     Args:
-        shared: what the nodes share.
+        shared: the source of the gradients.
         inputs: the pipe's input tensors.
         outputs: the joined outputs, without a graph.
         differentiable: for each output, whether it requires a gradient.
-        stages: their numbers, in order; if the workers are processes, of those of this process.
-        rooted: the outputs require a gradient even if nothing here does.
+        stages: their numbers, in order; if the workers are processes, those of this process.
+        rooted: whether the outputs require a gradient even if no input and no parameter here does.
 
     Returns:
         The outputs, as results of the graph.

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipework.balance.checks import check_partitions
 from pipework.balance.minimax import minimax_partition
 from pipework.balance.sandbox import copies, cut, entered, measuring_device, tensors_of, traceless
 from pipework.model.sequential import tuple_rule
 from pipework.model.tuples import TupleRule
+from pipework.torch_private import pytree, storage_key
 
 
 def balance_by_size(
@@ -105,7 +105,7 @@ def _memory(tensors: Iterable[Tensor]) -> dict[int, int]:
     for tensor in tensors:
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
-            memory[storage._cdata] = storage.nbytes()  # unlike data_ptr, distinct on the meta device too
+            memory[storage_key(storage)] = storage.nbytes()
         else:
             memory[id(tensor)] = tensor.nbytes
     return memory

@@ -1,4 +1,4 @@
-"""Arguments that several commands share: counts, costs, files of schedules."""
+"""Arguments that several commands share: counts, costs, memory, files of schedules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, get_args
 
-from pipework.schedule import Channel, Costs, Schedule
+from pipework.schedule import Channel, Costs, Schedule, from_csv, from_json, from_orders_text
 
 _COSTS_HELP: Final = (
     "times and memory of a worker's whole share of the model, such as forward=1,input_gradient=1.1,transfer=0.05 "
@@ -31,47 +31,47 @@ _SHORT: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 _READERS: Final[Mapping[str, Callable[[str], Schedule]]] = MappingProxyType(
-    {".csv": Schedule.from_csv, ".json": Schedule.from_json, ".txt": Schedule.from_orders_text}
+    {".csv": from_csv, ".json": from_json, ".txt": from_orders_text}
 )
 
 FILES: Final = ", ".join(_READERS)
 
 
 def add_channel(parser: argparse.ArgumentParser, *, default: Channel | None) -> None:
-    """Add the option that says what carries transfers.
+    """Add the option for the transport of transfers.
 
     Args:
         parser: of a command.
-        default: what is meant if it is left out; None: no transfers among the actions.
+        default: None: no transfers are added to the actions.
     """
-    usual, adds = (" (default)", "") if default else ("", "add transfers among the actions; ")
+    usual, adds = (" (default)", "") if default else ("", "add transfers to the actions, for ")
     parser.add_argument(
         "--channel",
         choices=get_args(Channel),
         default=default,
-        help=f"{adds}what carries transfers: channels that hold anything{usual}, that keep the order between two "
-        "workers, or of which each worker has but one",
+        help=f"{adds}one of these transports: a channel for each message{usual}, an ordered channel for each pair of "
+        "workers, or one ordered channel for each worker",
     )
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says what actions cost."""
+    """Add the option for the costs of actions."""
     parser.add_argument("--costs", type=costs, default=Costs(), metavar="COSTS", help=_COSTS_HELP)
 
 
 def count(text: str) -> int:
-    """A number of things, for argparse."""
+    """Read a count, for argparse."""
     try:
         value = int(text)
     except ValueError:
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count: wanted an integer of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count: wanted an integer of at least 1")
     return value
 
 
 def costs(text: str) -> Costs:
-    """Costs, from pairs or from a file, for argparse."""
+    """Read costs, from pairs or from a file, for argparse."""
     try:
         return Costs(**_named(_file(Path(text)).items())) if text.endswith(".json") else written_costs(text)
     except (OSError, ValueError, TypeError) as error:
@@ -79,10 +79,10 @@ def costs(text: str) -> Costs:
 
 
 def written_costs(text: str) -> Costs:
-    """Costs, from pairs of names, which may be short, and numbers.
+    """Read costs from pairs of names, long or short, and numbers.
 
     Raises:
-        ValueError: no cost has that name, it is given twice, or its number is none.
+        ValueError: a name is unknown or given twice, or a value is no number.
 
     Example:
         >>> written_costs("F=2, transfer=0.5").transfer
@@ -92,52 +92,52 @@ def written_costs(text: str) -> Costs:
 
 
 def limit(text: str) -> float:
-    """An amount of memory, for argparse."""
+    """Read an amount of memory, for argparse."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory: wanted a number of at least 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory: wanted a number of at least 0")
     return value
 
 
 def is_file(name: str) -> bool:
-    """Whether a word names a file of a schedule, and not a schedule."""
+    """Whether an argument is the name of a file instead of a schedule."""
     return Path(name).suffix.lower() in _READERS
 
 
 def read_schedule(file: Path) -> Schedule:
-    """The schedule in a file, in the form that the end of its name tells.
+    """Read a schedule from a file, in the format of its suffix.
 
     Raises:
-        ValueError: the file says no schedule, or its name no form.
-        OSError: it cannot be read.
+        ValueError: the file holds no schedule, or its suffix is unknown.
+        OSError: the file cannot be read.
     """
     reader = _READERS.get(file.suffix.lower())
     if reader is None:
-        raise ValueError(f"{str(file)!r} is no file of a schedule: the name must end in one of {FILES}")
+        raise ValueError(f"{str(file)!r} is not a file of a schedule: the name must end in one of {FILES}")
     try:
-        # Spreadsheets put a byte-order mark in front.
+        # Spreadsheets begin files with a byte-order mark.
         schedule = reader(file.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError:
-        raise ValueError(f"{file}: this is no text; wanted a schedule as text in UTF-8") from None
+        raise ValueError(f"{file} is not text: wanted a schedule in UTF-8") from None
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    # CSV knows no name.
+    # CSV has no name.
     return replace(schedule, name=file.stem) if schedule.name == "csv" else schedule
 
 
 def _named(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Arguments of `Costs`, by their whole names."""
+    """Arguments of `Costs`, by their long names."""
     known = {field.name for field in fields(Costs)}
     values: dict[str, Any] = {}
     for name, value in pairs:
         whole = _SHORT.get(name, name)
         if whole not in known:
-            raise ValueError(f"no cost is called {name!r}: choose of {', '.join([*_SHORT, *sorted(known)])}")
+            raise ValueError(f"no cost is called {name!r}: choose one of {', '.join([*_SHORT, *sorted(known)])}")
         if whole in values:
-            raise ValueError(f"{whole} is given twice: say it once")
+            raise ValueError(f"{whole} is given twice: give it once")
         values[whole] = value
     return values
 
@@ -149,16 +149,16 @@ def _pair(text: str) -> tuple[str, Any]:
             raise ValueError
         return name.strip(), float(value)
     except ValueError:
-        raise ValueError(f"{text!r} is no cost: wanted name=number, such as forward=1") from None
+        raise ValueError(f"{text!r} is not a cost: wanted name=number, such as forward=1") from None
 
 
 def _file(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: this is no text; wanted JSON in UTF-8") from None
+        raise ValueError(f"{path} is not text: wanted JSON in UTF-8") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f'{path} holds a {type(values).__name__}: wanted an object such as {{"forward": [1, 2]}}')
     return values

@@ -1,4 +1,4 @@
-"""`python -m pipework check`: can the schedule in a file be executed?"""
+"""`python -m pipework check`: whether the schedule in a file can be executed."""
 
 from __future__ import annotations
 
@@ -21,26 +21,29 @@ def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "check",
         help="check whether the schedule in a file can be executed",
-        description="Check whether the schedule in a file can be executed, and if not, say why. The exit status is 0 "
-        "if it can, 1 if not, and 2 if the file holds no schedule.",
+        description="Check whether the schedule in a file can be executed, and print the reason if not. The exit "
+        "status is 0 if it can, 1 if not, and 2 if the file holds no schedule.",
         epilog="example: python -m pipework check schedule.csv --channel pair --memory 5",
     )
-    parser.add_argument("file", type=Path, help=f"a schedule ({shared.FILES}); CSV in either form of PyTorch's")
+    parser.add_argument("file", type=Path, help=f"a schedule ({shared.FILES}); CSV in either form of PyTorch")
     shared.add_channel(parser, default="unbounded")
     parser.add_argument(
-        "--memory", type=shared.limit, metavar="M", help="the most that a worker may hold, in the unit of activations"
+        "--memory",
+        type=shared.limit,
+        metavar="M",
+        help="the most memory that a worker may hold, in the unit of activations",
     )
     shared.add_costs(parser)
-    parser.add_argument("--all", action="store_true", help="list all that is wrong, not only the first")
+    parser.add_argument("--all", action="store_true", help="list all violations, not only the first")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    """Check.
+    """Run the command.
 
     Raises:
-        ValueError: the file holds no schedule, or what was asked for makes no sense.
-        OSError: it cannot be read.
+        ValueError: the file holds no schedule, or an argument is out of range.
+        OSError: the file cannot be read.
     """
     schedule = shared.read_schedule(arguments.file)
     costs = arguments.costs.placed(schedule.placement)
@@ -58,8 +61,8 @@ def run(arguments: argparse.Namespace) -> Report:
     lines = [f"{arguments.file}: can be executed ({size})"]
     if not ascending(schedule):
         lines.append(
-            "  but forms gradients in another order than that of the micro-batches, so that their sum is not, to the "
-            "last bit, that of a plain loop; a Pipe refuses it"
+            "  but gradients are not formed in the order of micro-batches, so that their sum is not bitwise equal to "
+            "that of a plain loop; a Pipe refuses it"
         )
     lines.append(
         f"  bubble {result.bubble:.1%}, makespan {time_text(result.makespan, '')}, "

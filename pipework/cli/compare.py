@@ -1,4 +1,4 @@
-"""`python -m pipework compare`: all schedules side by side, the fastest first."""
+"""`python -m pipework compare`: a table of all schedules, the fastest first."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "compare",
         help="compare all schedules for given costs and memory",
-        description="Simulate all schedules under the same conditions and list those that fit, the fastest first. "
-        "Times and memory are of a worker's whole share of the model, however many stages it holds.",
+        description="Simulate all schedules with the same costs and list those that fit, the fastest first. "
+        "Times and memory are those of a worker's whole share of the model, for any number of stages.",
         epilog="example: python -m pipework compare --workers 8 --chunks 32 --memory 5 --costs F=1,I=1.1,W=0.7,c=0.05",
     )
     parser.add_argument("--workers", type=shared.count, required=True, metavar="N", help="number of workers")
@@ -30,12 +30,12 @@ def add_to(commands: Commands) -> None:
         "--memory",
         type=shared.limit,
         metavar="M",
-        help="the most that a worker may hold, in the unit of the activations: by default, in micro-batches of a "
-        "worker's whole share",
+        help="the most memory that a worker may hold, in the unit of the activations: by default, in micro-batches of "
+        "a worker's whole share",
     )
     shared.add_costs(parser)
     parser.add_argument(
-        "--stages-per-worker", type=shared.count, metavar="N", help="for schedules that can have several (default 2)"
+        "--stages-per-worker", type=shared.count, metavar="N", help="for schedules that support several (default 2)"
     )
     shared.add_channel(parser, default="unbounded")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -43,10 +43,10 @@ def add_to(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    """Compare.
+    """Run the command.
 
     Raises:
-        ValueError: what was asked for makes no sense.
+        ValueError: an argument is out of range.
     """
     found = compare(
         workers=arguments.workers,

@@ -1,4 +1,4 @@
-"""`python -m pipework draw`: a schedule in the terminal, as a picture, or in a form that other programs read."""
+"""`python -m pipework draw`: a schedule as text, as a picture, or in a format for other programs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from pipework.schedule import (
     Schedule,
     Simulation,
     grid,
-    recipe,
+    schedule_spec,
     simulate,
     svg,
+    to_csv,
+    to_json,
+    to_orders_text,
     with_communication,
     with_recompute,
 )
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
-# A file whose size one would rather know: browsers are slow with such pictures.
+# Browsers are slow with larger pictures, so the command prints their size.
 _LARGE: Final = 10 * 2**20
 
 
@@ -45,14 +48,14 @@ def add_to(commands: Commands) -> None:
         "draw",
         help="draw a schedule: as text, as a picture, or for other programs",
         description="Draw the predicted timeline of a schedule as text, or with --out as a picture or a file for other "
-        "programs. Times and memory are of a worker's whole share of the model, however many stages it holds.",
+        "programs. Times and memory are those of a worker's whole share of the model, for any number of stages.",
         epilog="example: python -m pipework draw zb-v --workers 4 --chunks 8 --costs forward=1,backward=2 --out zb.svg",
     )
     parser.add_argument("schedule", help=f"one of {', '.join(SCHEDULES)}; or a file ({shared.FILES})")
     parser.add_argument("--workers", type=shared.count, metavar="N", help="number of workers")
     parser.add_argument("--chunks", type=shared.count, metavar="N", help="number of micro-batches")
     parser.add_argument(
-        "--stages-per-worker", type=shared.count, metavar="N", help="for schedules of several (default 2)"
+        "--stages-per-worker", type=shared.count, metavar="N", help="for schedules that support several (default 2)"
     )
     shared.add_costs(parser)
     parser.add_argument(
@@ -65,8 +68,8 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--colors",
         choices=("worker", "action"),
-        help="what colours of a picture tell: the worker, with update boxes (default with one stage per worker and "
-        "undivided backwards), or the kind of action, with memory (default otherwise)",
+        help="meaning of the colours of a picture: the worker, with update boxes (default with one stage per worker "
+        "and whole backwards), or the kind of action, with memory (default otherwise)",
     )
     parser.add_argument(
         "--out",
@@ -79,12 +82,12 @@ def add_to(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    """Draw.
+    """Run the command.
 
     Raises:
-        ValueError: what was asked for cannot be drawn.
+        ValueError: an argument is out of range, or the file holds no schedule.
         OSError: a file cannot be read or written.
-        ImportError: a library for what was asked for is missing.
+        ImportError: matplotlib is not installed.
     """
     out: Path | None = arguments.out
     write = None if out is None else _writer(out)
@@ -97,7 +100,7 @@ def run(arguments: argparse.Namespace) -> Report:
     peak = max(simulation.peak_memory)
     facts = f"bubble {100 * line.bubble:.1f} %, makespan {time_text(line.makespan, line.unit)}, peak memory "
     if out is None or write is None:
-        # A pipe or a file has no width of its own.
+        # If the output is no terminal, its width is not limited.
         width = shutil.get_terminal_size(fallback=(160, 24)).columns
         text = grid(line, max_width=max(40, width))
         share = "worker" if several else "stage"
@@ -105,7 +108,7 @@ def run(arguments: argparse.Namespace) -> Report:
             [line.title, text, f"{facts}{memory_text(peak, '')} (in micro-batches of activations of a {share})"]
         )
     line = replace(line, memory_unit="micro-batches")
-    # The workers' colours would hide the halves of backwards, and which stage of a worker it is.
+    # The colours of workers would hide split backwards and the stages of a worker.
     plain = not several and not any(interval.action.kind in "IW" for interval in line.intervals)
     write(out, replace(simulation, timeline=line), arguments.colors or ("worker" if plain else "action"))
     size = out.stat().st_size
@@ -114,20 +117,18 @@ def run(arguments: argparse.Namespace) -> Report:
 
 
 def _schedule(arguments: argparse.Namespace) -> tuple[Schedule, Costs]:
-    """The schedule that was asked for, and the costs of its stages."""
+    """The schedule of the arguments, and the costs of its stages."""
     name, sizes = arguments.schedule, (arguments.workers, arguments.chunks, arguments.stages_per_worker)
     if shared.is_file(name):
         if any(size is not None for size in sizes):
-            raise ValueError(
-                f"{name} says itself how many workers, chunks and stages there are: leave these options out"
-            )
+            raise ValueError(f"the file {name} sets the numbers of workers, chunks and stages: leave these options out")
         schedule = shared.read_schedule(Path(name))
         costs = arguments.costs.placed(schedule.placement)
     else:
         missing = [option for option, size in zip(("--workers", "--chunks"), sizes, strict=False) if size is None]
         if missing:
-            recipe(name)  # an unknown name is the first thing to say
-            raise ValueError(f"{' and '.join(missing)} missing: say how many, such as {missing[0]} 4")
+            schedule_spec(name)  # an unknown name is reported first
+            raise ValueError(f"{' and '.join(missing)} missing: give a number, such as {missing[0]} 4")
         schedule, costs = build_for_shares(
             name,
             workers=arguments.workers,
@@ -139,7 +140,7 @@ def _schedule(arguments: argparse.Namespace) -> tuple[Schedule, Costs]:
     checkpointed = {"never": 0, "except_last": count - 1, "always": count}[arguments.checkpoint]
     if checkpointed and schedule.inference:
         raise ValueError(
-            f"--checkpoint is {arguments.checkpoint!r}, but {name} has no backwards to recompute for: leave it out"
+            f"--checkpoint is {arguments.checkpoint!r}, but {name} has no backwards to recompute: leave it out"
         )
     return with_recompute(schedule, checkpointed) if checkpointed else schedule, costs
 
@@ -158,21 +159,21 @@ def _write_trace(out: Path, simulation: Simulation, colors: Colors) -> None:
 
 def _write_csv(out: Path, simulation: Simulation, colors: Colors) -> None:
     schedule = simulation.schedule
-    text = schedule.to_csv(form="compute_comms" if schedule.communicates else "compute_only")
+    text = to_csv(schedule, form="compute_comms" if schedule.communicates else "compute_only")
     out.write_text(text, encoding="utf-8")
 
 
 def _write_json(out: Path, simulation: Simulation, colors: Colors) -> None:
-    out.write_text(simulation.schedule.to_json() + "\n", encoding="utf-8")
+    out.write_text(to_json(simulation.schedule) + "\n", encoding="utf-8")
 
 
 def _write_text(out: Path, simulation: Simulation, colors: Colors) -> None:
-    out.write_text(simulation.schedule.to_orders_text() + "\n", encoding="utf-8")
+    out.write_text(to_orders_text(simulation.schedule) + "\n", encoding="utf-8")
 
 
 Writer = Callable[[Path, Simulation, "Colors"], None]
 
-# The longer endings first.
+# Longer suffixes come first.
 _WRITERS: Final[Mapping[str, Writer]] = MappingProxyType(
     {
         ".trace.json": _write_trace,
@@ -190,5 +191,5 @@ def _writer(out: Path) -> Writer:
     if found is None:
         raise ValueError(f"--out is {str(out)!r}: the name must end in one of {', '.join(_WRITERS)}")
     if not out.parent.is_dir():
-        raise ValueError(f"--out is {str(out)!r}: there is no folder {str(out.parent)!r}; make it first")
+        raise ValueError(f"--out is {str(out)!r}: the folder {str(out.parent)!r} does not exist; make it first")
     return found

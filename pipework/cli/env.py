@@ -1,4 +1,4 @@
-"""`python -m pipework env`: a report on the surroundings, to go with a bug report."""
+"""`python -m pipework env`: versions and devices, for bug reports."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def add_to(commands: Commands) -> None:
     """Add the command to a parser."""
     parser = commands.add_parser(
         "env",
-        help="report versions and devices, for bug reports",
-        description="Report versions and devices; paste it into a bug report.",
+        help="print versions and devices, for bug reports",
+        description="Print versions and devices; paste them into a bug report.",
     )
     parser.set_defaults(run=run)
 
@@ -33,13 +33,13 @@ def version() -> str:
         >>> version().split(".")[0].isdigit()
         True
     """
-    # Of the code that runs; what is installed may be another one.
+    # The version of the running code, which may differ from the installed one.
     found = getattr(import_module("pipework"), "__version__", None)
     return str(found) if found is not None else _installed("pipework")
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    """Report, in lines of the form ``name: value``."""
+    """Run the command; lines have the form ``name: value``."""
     facts = {
         "pipework": version(),
         "python": platform.python_version(),
@@ -56,7 +56,7 @@ def _torch_facts() -> dict[str, str]:
     try:
         torch: Any = import_module("torch")
     except ImportError as error:
-        # Installed but broken is another story than not installed, and worth telling.
+        # A broken installation is reported as such.
         return {"torch": "not installed" if error.name == "torch" else f"cannot be imported: {error}"}
     distributed = torch.distributed
     backends = {
@@ -72,7 +72,7 @@ def _torch_facts() -> dict[str, str]:
 
 
 def _accelerators(torch: Any) -> str:
-    accelerator = getattr(torch, "accelerator", None)  # Older versions have none.
+    accelerator = getattr(torch, "accelerator", None)  # absent from older versions
     if accelerator is None or not accelerator.is_available():
         return "none"
     kind = accelerator.current_accelerator().type
@@ -84,7 +84,7 @@ def _accelerators(torch: Any) -> str:
 
 
 def _cores() -> int:
-    # Those this process may use, which a container or a scheduler may have limited.
+    # The cores that this process may use, which a container may limit.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

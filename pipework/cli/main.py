@@ -1,4 +1,4 @@
-"""Arguments in, exit status out; each command has a file of its own."""
+"""The entry point: parses arguments and runs the command, each of which has its own file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipework.cli.report import Report
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # One line that says what to do; the whole usage would bury it.
+        # One line, which the full usage would hide.
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
@@ -21,11 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: its words, without the program's name; None: those of the process.
+        argv: the arguments, without the program's name; None: those of the process.
 
     Returns:
-        The exit status: 0; 1 if what was to be checked did not pass; 2 if the words make no sense, and one line on the
-        standard error says why.
+        The exit status: 0; 1 if a check did not pass; 2 if arguments are wrong, with one line on the standard error.
 
     Example:
         >>> main(["draw", "gpipe", "--workers", "2", "--chunks", "1", "--costs", "backward=1"])
@@ -38,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     try:
         arguments = parser.parse_args(argv)
-    except SystemExit as stop:  # --help, --version or a mistake; all have been said.
+    except SystemExit as stop:  # --help, --version or a mistake; the message is printed already
         return int(stop.code or 0)
     if arguments.command is None:
         parser.print_help()

@@ -1,4 +1,4 @@
-"""What a command has to say."""
+"""The result of a command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Report(NamedTuple):
 
     Attributes:
         lines: what to print.
-        status: 0, or 1 if what was to be checked did not pass.
+        status: 0, or 1 if a check did not pass.
     """
 
     lines: list[str]

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipework.model import microbatch
 from pipework.model.tuples import TupleRule
 from pipework.pipe import Pipe
+from pipework.torch_private import pytree
 from pipework.values import nested
 
 Kind = TypeVar("Kind", bound=nn.Sequential)

@@ -1,33 +1,35 @@
 """Before any work, all ranks compare what they were started with: schedule, chunks, layers, versions.
 
-What is short is exchanged as it is. Of long lists and dicts, such as the forms of a hundred thousand parameters, ranks
-exchange the digests of their parts, and only where these differ, in a second round, the first part that does.
+Each rank publishes one digest of its contract. Only if digests differ do the ranks publish their contracts, compressed
+and under their digests, so that ranks with the same contract publish one text.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import re
 import time
+import zlib
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from pipework.distributed.health.store_client import StoreClient
-from pipework.distributed.parts import PART, digest, digests, first_difference, part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
-    from pipework.distributed.parts import Pairs
-
-_LIMIT: Final = 4_000_000  # bytes; a TCPStore takes 8 MB, and breaks the connection of who sends more
-_POLL: Final = 0.02
-_SETTLE: Final = 2.0  # seconds: once there is a difference, nobody waits longer for who has not come yet
+_MOST_SENT: Final = 4_000_000  # bytes; a TCPStore takes 8 MB, and closes the connection of a client that sends more
+_MOST_READ: Final = 100_000_000  # bytes of JSON, decompressed
+_MOST_CONTRACTS: Final = 16  # how many different contracts are compared in an error
+_POLL: Final = 0.02  # seconds
+_SETTLE: Final = 2.0  # seconds to wait for other ranks once digests differ
 _MISSING: Final = object()
-_UNTOLD: Final = object()
-_LONG: Final = 2000  # characters of a list or dict that is compared by digests
 _LONGEST: Final = 200  # characters of a value in a message
+_DIGEST: Final = re.compile(rb"[0-9a-f]{64}")
 
 
 def agree(
@@ -38,192 +40,116 @@ def agree(
     timeout: float,
     names: Callable[[int], str] = "rank {}".format,
 ) -> None:
-    """Returns once all ranks have come with the same entries; raises on every rank if they differ.
+    """Returns once all ranks have published equal contracts; raises on every rank if contracts differ.
 
     Args:
-        store: through which ranks talk; no call of it waits for others. Its keys are used once: give each use a prefix
-            of its own.
+        store: shared by the ranks; no call of it waits for others. Its keys are used once: give each use a prefix.
         rank: this process.
         ranks: how many there are.
-        mine: what must be the same on all of them; anything that JSON can express.
-        timeout: seconds that other ranks may take to come.
-        names: what a rank is called in messages.
+        mine: the entries that must be equal on all ranks; anything that JSON can express.
+        timeout: seconds to wait for other ranks.
+        names: the name of a rank in messages.
 
     Raises:
-        ValueError: the ranks differ; the message shows exactly the entries that do.
-        TimeoutError: some ranks did not come, and those that came agree.
+        ValueError: the contracts differ; the message shows exactly the entries that do.
+        TimeoutError: ranks are missing, and the contracts of the others are equal.
         TypeError: JSON cannot express an entry.
 
     Example:
         >>> from torch.distributed import HashStore
         >>> agree(HashStore(), 0, 1, {"chunks": 8, "schedule": "1f1b"}, timeout=60)
     """
-    mine = json.loads(json.dumps(mine))  # as the others will read it
-    parts = {key: digests(value) for key, value in mine.items() if _is_long(value)}
-    short = {key: value for key, value in mine.items() if key not in parts}
-    text = json.dumps({"short": short, "parts": parts}, sort_keys=True)
-    if len(text) > _LIMIT:
-        raise ValueError(
-            f"what ranks agree on must fit into {_LIMIT} bytes of JSON, got {len(text)}: send a digest of what is long"
-        )
+    text = json.dumps(json.loads(json.dumps(mine)), sort_keys=True)  # keys become text before they are sorted
     client = StoreClient(store, own=False)
-    client.write(f"entries/{rank}", text)
-    entries = {rank: _Entries(**json.loads(text))}
     begun = time.monotonic()
-    deadline = begun + timeout
-    while len(entries) < ranks and time.monotonic() < deadline:
-        came = False
-        for other in range(ranks):
-            if other not in entries and (found := _read_entries(client.look(f"entries/{other}"))) is not None:
-                entries[other] = found
-                came = True
-        if came:
-            if len(entries) < ranks and _differing(entries):
-                deadline = min(deadline, time.monotonic() + _SETTLE)
-            continue
-        _keep(client, f"entries/{rank}", text)
-        time.sleep(_POLL)
-    differing = _differing(entries)
-    if len(entries) == ranks:
-        _let_others_read(client, rank, range(ranks), "entries", text)
-        if not differing:
-            return
-    missing = [names(other) for other in range(ranks) if other not in entries]
+    digests = _gather_digests(client, rank, ranks, _digest(text), timeout)
+    missing = [names(other) for other in range(ranks) if other not in digests]
     absent = f"{', '.join(missing)} did not come within {time.monotonic() - begun:.0f} s"
-    if differing:
-        also = f"\n({absent})" if missing else ""
-        compared = list(_compared(client, rank, mine, differing, entries))
+    if len({*digests.values()}) > 1:
+        lines = _differences(digests, _gather_contracts(client, rank, digests, text))
         raise ValueError(
             "the ranks were started with different settings, and must have the same:\n"
-            + "\n".join(f"  {_difference(key, values)}" for key, values in compared)
-            + also
+            + "\n".join(f"  {line}" for line in lines)
+            + (f"\n({absent})" if missing else "")
         )
-    raise TimeoutError(f"{absent}; {len(entries)} of {ranks} ranks are there. Look at the logs of those that are not")
+    if missing:
+        raise TimeoutError(f"{absent}; {len(digests)} of {ranks} ranks are there. Look at the logs of the missing ones")
 
 
-class _Entries(NamedTuple):
-    """What a rank has told.
-
-    Attributes:
-        short: entries as they are.
-        parts: of the others, the digests of their parts.
-    """
-
-    short: Mapping[str, Any]
-    parts: Mapping[str, list[str]]
-
-    def of(self, key: str) -> Any:
-        """What can be compared."""
-        return self.parts[key] if key in self.parts else self.short.get(key, _MISSING)
-
-    def digests(self, key: str) -> list[str] | None:
-        """Of the parts of an entry, also of a short one; None: it has no parts."""
-        value = self.of(key)
-        return value if key in self.parts else digests(value) if isinstance(value, (list, dict)) else None
-
-
-def _is_long(value: Any) -> bool:
-    return isinstance(value, (list, dict)) and (len(value) > PART or len(json.dumps(value)) > _LONG)
-
-
-def _differing(entries: Mapping[int, _Entries]) -> list[str]:
-    """The keys of entries that are not the same everywhere."""
-    keys = sorted({key for each in entries.values() for key in (*each.short, *each.parts)})
-    return [key for key in keys if len(_grouped({rank: each.of(key) for rank, each in entries.items()})) > 1]
-
-
-def _compared(
-    client: StoreClient,
-    rank: int,
-    mine: Mapping[str, Any],
-    differing: Sequence[str],
-    entries: Mapping[int, _Entries],
-) -> Iterator[tuple[str, dict[int, Any]]]:
-    """Each entry that differs, and what it is on each rank; of long ones, the first part that differs."""
-    numbers = {
-        key: first_difference([own for each in entries.values() if (own := each.digests(key)) is not None])
-        for key in differing
-        if any(key in each.parts for each in entries.values())
-    }
-    told = _exchange_parts(client, rank, mine, numbers, entries) if numbers else {}
-    for key in differing:
-        values = {other: each.of(key) for other, each in entries.items()}
-        if key in numbers:
-            for other, each in entries.items():
-                if key in each.parts:
-                    values[other] = dict(told[other][key]) if other in told else _UNTOLD
-                elif isinstance(values[other], (list, dict)):
-                    values[other] = dict(part(values[other], numbers[key]))
-        yield key, values
-
-
-def _exchange_parts(
-    client: StoreClient,
-    rank: int,
-    mine: Mapping[str, Any],
-    numbers: Mapping[str, int],
-    entries: Mapping[int, _Entries],
-) -> dict[int, Mapping[str, Pairs]]:
-    """The second round: the parts with these numbers, of the ranks that tell them in time."""
-    text = json.dumps({key: part(mine[key], number) for key, number in numbers.items() if key in entries[rank].parts})
-    if len(text) > _LIMIT:  # which breaks the connection of who writes it
-        text = "{}"
-    client.write(f"parts/{rank}", text)
-    found: dict[int, Mapping[str, Pairs]] = {}
-    deadline = time.monotonic() + _SETTLE
-    while len(found) < len(entries) and time.monotonic() < deadline:
-        for other in entries.keys() - found.keys():
-            content = _read(client.look(f"parts/{other}"))
-            announced = {key: each[numbers[key] :][:1] for key, each in entries[other].parts.items() if key in numbers}
-            if content is not None and all(_are_parts(content.get(key), each) for key, each in announced.items()):
-                found[other] = content
-        _keep(client, f"parts/{rank}", text)
+def _gather_digests(client: StoreClient, rank: int, ranks: int, mine: str, timeout: float) -> dict[int, str]:
+    """The digests of the ranks that published theirs in time."""
+    found = {rank: mine}
+    deadline = time.monotonic() + timeout
+    client.write(f"digest/{rank}", mine)
+    while True:
+        for other in range(ranks):
+            if other not in found and _DIGEST.fullmatch(raw := client.read(f"digest/{other}") or b""):
+                found[other] = raw.decode()
+                if found[other] != mine:
+                    deadline = min(deadline, time.monotonic() + _SETTLE)
+        _keep(client, f"digest/{rank}", mine)
+        if len(found) == ranks or time.monotonic() >= deadline:
+            return found
         time.sleep(_POLL)
-    _let_others_read(client, rank, entries, "parts", text)
+
+
+def _gather_contracts(client: StoreClient, rank: int, digests: Mapping[int, str], text: str) -> dict[str, Any]:
+    """The contracts by their digests, as far as they were published in time."""
+    mine = _digest(text)
+    packed = base64.b64encode(zlib.compress(text.encode())).decode()
+    found: dict[str, Any] = {mine: json.loads(text)}
+    wanted = list(dict.fromkeys(digests[other] for other in sorted(digests)))[:_MOST_CONTRACTS]
+    deadline = time.monotonic() + _SETTLE
+    while time.monotonic() < deadline:
+        if len(packed) <= _MOST_SENT:
+            _keep(client, f"contract/{mine}", packed)
+        for digest in wanted:
+            if digest not in found and (contract := _unpack(client.read(f"contract/{digest}"), digest)) is not None:
+                found[digest] = contract
+        if found.keys() >= {*wanted}:
+            _keep(client, f"read/{rank}", "1")
+        # The store may live in this process, which perhaps ends with the error at once: others must have read it.
+        if all(client.read(f"read/{other}") is not None for other in digests):
+            break
+        time.sleep(_POLL)
     return found
 
 
-def _are_parts(told: Any, announced: Sequence[str]) -> bool:
-    """Whether it is what the rank has announced the digest of; nothing, behind the end."""
-    return told == [] if not announced else isinstance(told, list) and digest(told) == announced[0]
-
-
-def _let_others_read(client: StoreClient, rank: int, ranks: Iterable[int], what: str, text: str) -> None:
-    """The store may live in this process, which perhaps ends with an error at once: the others read before."""
-    client.write(f"read {what}/{rank}", "1")
-    deadline = time.monotonic() + _SETTLE
-    while any(client.look(f"read {what}/{other}") is None for other in ranks) and time.monotonic() < deadline:
-        _keep(client, f"{what}/{rank}", text)
-        time.sleep(_POLL)
-
-
 def _keep(client: StoreClient, key: str, text: str) -> None:
-    """Writes once more what somebody who is no rank has overwritten."""
-    if client.look(key) != text.encode():
+    """Writes a key unless it is there. Another client than a rank may have overwritten it."""
+    if client.read(key) != text.encode():
         client.write(key, text)
 
 
-def _read(raw: bytes | None) -> Mapping[str, Any] | None:
-    """What a rank wrote; None for anything else that may stand in the store."""
-    if raw is None or len(raw) > _LIMIT:
-        return None
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _unpack(raw: bytes | None, digest: str) -> Any:
+    """The contract that was published; None for anything else that may stand in the store."""
     try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError):
+        text = zlib.decompressobj().decompress(base64.b64decode(raw or b"", validate=True), _MOST_READ).decode()
+        contract = json.loads(text) if _digest(text) == digest else None
+    except (ValueError, RecursionError, zlib.error):
         return None
-    return content if isinstance(content, dict) else None
+    return contract if isinstance(contract, dict) else None
 
 
-def _read_entries(raw: bytes | None) -> _Entries | None:
-    match _read(raw):
-        case {"short": dict(short), "parts": dict(parts)}:
-            if all(isinstance(each, list) and all(isinstance(one, str) for one in each) for each in parts.values()):
-                return _Entries(short, parts)
-    return None
+def _differences(digests: Mapping[int, str], contracts: Mapping[str, Any]) -> list[str]:
+    """A line for each entry that differs."""
+    known = {rank: contracts[digest] for rank, digest in sorted(digests.items()) if digest in contracts}
+    lines = []
+    for key in sorted({key for contract in known.values() for key in contract}):
+        values = {rank: contract.get(key, _MISSING) for rank, contract in known.items()}
+        if len(_grouped(values)) > 1:
+            lines.append(_difference(key, values))
+    if unknown := [str(rank) for rank in sorted(digests) if rank not in known]:
+        lines.append(f"something else, which could not be read, on rank {', '.join(unknown)}")
+    return lines
 
 
 def _difference(key: str, values: Mapping[int, Any]) -> str:
-    """A line about an entry that is not the same everywhere.
+    """A line about an entry that differs. Of long lists and dicts, it shows the first difference alone.
 
     Example:
         >>> _difference("chunks", {0: 8, 1: 4, 2: 8})
@@ -231,56 +157,47 @@ def _difference(key: str, values: Mapping[int, Any]) -> str:
         >>> _difference("layers", {0: ["Linear", "ReLU"], 1: ["Linear", "GELU"]})
         'layers, first difference at 1: "ReLU" on rank 0; "GELU" on rank 1'
     """
-    place, values = _narrowed(values)
+    path, values = _first_difference(values)
     groups = _grouped(values)
     same = next(i for i, letters in enumerate(zip_longest(*groups)) if len(set(letters)) > 1)
     shown = [f"{_short(text, same)} on rank {', '.join(map(str, having))}" for text, having in groups.items()]
-    return f"{key}{place}: {'; '.join(shown)}"
+    return f"{key}{path and f', first difference at {path}'}: {'; '.join(shown)}"
 
 
 def _grouped(values: Mapping[int, Any]) -> dict[str, list[int]]:
-    """Which ranks have a value, by its text; in the order of the ranks."""
-    words = {id(_MISSING): "nothing", id(_UNTOLD): "something else"}
+    """The ranks that have a value, by its text."""
     groups: dict[str, list[int]] = {}
-    for rank in sorted(values):
-        value = values[rank]
-        text = words.get(id(value)) or json.dumps(value, sort_keys=True)
+    for rank, value in values.items():
+        text = "nothing" if value is _MISSING else json.dumps(value, sort_keys=True)
         groups.setdefault(text, []).append(rank)
     return groups
 
 
-def _narrowed(values: Mapping[int, Any]) -> tuple[str, Mapping[int, Any]]:
-    """Of long values of the same kind, only the first part that differs."""
-    place = ""
+def _first_difference(values: Mapping[int, Any]) -> tuple[str, Mapping[int, Any]]:
+    """The path to the first items that differ, and these items. An empty path: the values are not of one kind."""
+    path: list[str] = []
     while True:
-        known = {rank: value for rank, value in values.items() if value is not _UNTOLD}
-        keys: Sequence[Any]
-        if all(isinstance(value, list) for value in known.values()):
-            keys = range(max(map(len, known.values()), default=0))
-        elif all(isinstance(value, dict) for value in known.values()):
-            # Numbers and names: a list may stand where another rank has a dict.
-            keys = sorted({key for value in known.values() for key in value}, key=lambda key: (type(key) is str, key))
-        else:
-            return (f", first difference at {place}" if place else ""), values
-        for key in keys:
-            if len(_grouped({rank: _part(value, key) for rank, value in known.items()})) > 1:
-                values = {rank: _part(value, key) if rank in known else value for rank, value in values.items()}
-                place = f"{place}.{key}" if place else str(key)
-                break
-        else:  # they differ in what JSON does not show, or in what was not told
-            return (f", first difference at {place}" if place else ""), values
+        keys: Sequence[Any] = []
+        if all(isinstance(value, list) for value in values.values()):
+            keys = range(max(map(len, values.values())))
+        elif all(isinstance(value, dict) for value in values.values()):
+            keys = sorted({key for value in values.values() for key in value})
+        items = ((key, {rank: _item(value, key) for rank, value in values.items()}) for key in keys)
+        differing = next(((key, each) for key, each in items if len(_grouped(each)) > 1), None)
+        if differing is None:
+            return ".".join(path), values
+        path.append(str(differing[0]))
+        values = differing[1]
 
 
-def _part(value: Any, key: Any) -> Any:
+def _item(value: Any, key: Any) -> Any:
     if isinstance(value, list):
         return value[key] if key < len(value) else _MISSING
     return value.get(key, _MISSING)
 
 
 def _short(text: str, same: int) -> str:
-    """Of a long text, what follows its first `same` characters, which others have, too."""
-    if len(text) <= _LONGEST:
-        return text
-    begin = max(0, same - _LONGEST // 4)
+    """Of a long text, the part after its first `same` characters, which others have, too."""
+    begin = max(0, same - _LONGEST // 4) if len(text) > _LONGEST else 0
     end = begin + _LONGEST
     return f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}"

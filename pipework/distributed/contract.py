@@ -1,4 +1,4 @@
-"""What all processes of a pipe must have in common, as JSON values that are compared before any work."""
+"""The contract of a pipe: JSON values that must be equal in all processes, compared before any work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import pipework
-from pipework.schedule import Schedule
+from pipework.schedule import Schedule, to_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def contract(module: nn.Sequential, plan: Plan, **settings: Any) -> dict[str, Any]:
-    """The versions, the plan, the layers with the forms of their parameters, and settings.
+    """Versions, plan, layers, the dtypes and shapes of parameters and buffers, and settings.
 
-    Values of parameters are not compared: those of other ranks' layers are dropped anyway. Nor is it compared which
-    ones require a gradient. Of a layer that another rank holds, that is of no effect; it may change between any two
-    steps; and where it matters, for replicas and for tied parameters, it is compared in each step.
+    The values of parameters are not compared: a rank drops those of other ranks' layers. `requires_grad` is not
+    compared: in the layers of other ranks it has no effect, and it may change between two steps. Where it matters,
+    for replicas and for tied parameters, each step compares it.
 
     Args:
         module: the layers, not yet split.
@@ -41,8 +41,8 @@ def contract(module: nn.Sequential, plan: Plan, **settings: Any) -> dict[str, An
         'torch.float32 (2,), tied to 0.bias'
     """
     schedule = plan.source
-    if isinstance(schedule, Schedule):  # the orders of one by name follow from the version; these may differ anywhere
-        schedule = f"{schedule.name}, orders {hashlib.sha256(schedule.to_json().encode()).hexdigest()[:16]}"
+    if isinstance(schedule, Schedule):  # a named schedule follows from the version; this one may differ
+        schedule = f"{schedule.name}, orders {hashlib.sha256(to_json(schedule).encode()).hexdigest()[:16]}"
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     names: dict[int, str] = {}  # of each tensor, the first
     return {
@@ -58,5 +58,5 @@ def contract(module: nn.Sequential, plan: Plan, **settings: Any) -> dict[str, An
 
 
 def _form(tensor: Tensor, name: str, first: str) -> str:
-    """What is said of a parameter or a buffer; if it has several names, that it is the one with the first of them."""
+    """Dtype and shape of a parameter or a buffer, and its first name if it has several."""
     return f"{tensor.dtype} {tuple(tensor.shape)}{'' if name == first else f', tied to {first}'}"

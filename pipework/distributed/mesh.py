@@ -1,4 +1,4 @@
-"""`init`: what a script says once so that it runs under torchrun as well, and the `Mesh` that it gets."""
+"""`init`, which joins a process with those that a launcher has started, and the `Mesh` of all of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.rendezvous import rendezvous
 
+from pipework import torch_private
 from pipework.distributed.health import process_exit
 from pipework.distributed.store_prefix import attempt_prefix
 from pipework.testing.faults import faults_from_environment
@@ -28,25 +29,25 @@ logger = logging.getLogger("pipework")
 PIPELINE = "pp"
 REPLICAS = "dp"
 
-# A rank may wait for another one as long as that is alive, which the monitor finds out sooner and says better.
-FOR_EVER = timedelta(days=7)
+# A rank waits for another one as long as that is alive: the monitor decides this, and not a timeout of PyTorch.
+_NO_TIMEOUT = timedelta(days=7)
 
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """The processes of a job, each a worker of a pipe, and of which replica of it.
+    """The processes of a job: each is a worker of a pipe, or of one of its replicas.
 
     Attributes:
         device_mesh: PyTorch's own, with the dimensions "dp" (replicas) and "pp" (the workers of one pipe).
-        device: where this process computes.
-        store: through which the processes find each other.
-        detect: after how many seconds without a sign of life a process is taken for lost.
-        action_timeout: after how many seconds in one action a process is taken for stuck; None: never.
-        timeout: seconds to wait at most for other processes when a pipe is made.
-        grace: seconds for an action that still runs when another process has failed; then this process is ended.
+        device: of this process.
+        store: through which the processes communicate beside their transfers.
+        detect: seconds without a heartbeat after which a process is lost.
+        action_timeout: seconds in one action after which a process is stuck; None: no limit.
+        timeout: seconds to wait for other processes when a pipe is made.
+        grace: seconds that a running action may still take when another process has failed; then this process is ended.
 
     Raises:
-        ValueError: a time makes no sense.
+        ValueError: a time is out of range.
     """
 
     device_mesh: DeviceMesh
@@ -70,68 +71,68 @@ class Mesh:
         timeout: float = 300.0,
         grace: float = 5.0,
     ) -> Mesh:
-        """For a mesh that the user has made, with times as `init` has them.
+        """A mesh from a `DeviceMesh` that the user has made; the times are those of `init`.
 
         Raises:
-            ValueError: it has no dimension "pp", or another one than that and "dp", or a time makes no sense.
+            ValueError: it has no dimension "pp", or one that is neither "pp" nor "dp", or a time is out of range.
         """
         names = device_mesh.mesh_dim_names or ()
         if PIPELINE not in names or set(names) - {PIPELINE, REPLICAS}:
             raise ValueError(
                 f"the DeviceMesh has the dimensions {tuple(names)}: wanted 'pp' for a pipe's workers, and 'dp' for its "
-                'replicas if there are any, as init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")) has'
+                'replicas if there are any, as in init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))'
             )
         if device_mesh.get_coordinate() is None:
             raise ValueError(f"this process, rank {dist.get_rank()}, is not in the DeviceMesh")
         device = _current_device(device_mesh.device_type)
-        return cls(device_mesh, device, _get_default_store(), detect, action_timeout, timeout, grace)
+        return cls(device_mesh, device, torch_private.default_store(), detect, action_timeout, timeout, grace)
 
     @property
     def rank(self) -> int:
-        """The number of this process among all."""
+        """The rank of this process among all."""
         return dist.get_rank()
 
     @property
     def ranks(self) -> list[int]:
-        """The processes that hold the same replica as this one, by the number of their worker."""
+        """The ranks of this process's replica, in the order of their workers."""
         return dist.get_process_group_ranks(self.device_mesh.get_group(PIPELINE))
 
     @property
     def worker(self) -> int:
-        """The worker that this process is."""
+        """The number of this process's worker."""
         return self.device_mesh.get_local_rank(PIPELINE)
 
     @property
     def data_parallel_size(self) -> int:
-        """How many replicas there are."""
+        """The number of replicas."""
         names = self.device_mesh.mesh_dim_names or ()
         return self.device_mesh.size(names.index(REPLICAS)) if REPLICAS in names else 1
 
     @property
     def data_parallel_rank(self) -> int:
-        """The replica that this process belongs to."""
+        """The number of this process's replica."""
         return self.device_mesh.get_local_rank(REPLICAS) if self.data_parallel_size > 1 else 0
 
     @property
     def replicas(self) -> list[int] | None:
-        """The processes that hold the same stages as this one; None if it is the only one."""
+        """The ranks with the same stages as this one, one of each replica; None if there is one replica."""
         if self.data_parallel_size == 1:
             return None
         return dist.get_process_group_ranks(self.device_mesh.get_group(REPLICAS))
 
     @property
-    def device_channel(self) -> bool:
-        """Whether tensors go from accelerator to accelerator without the CPU."""
+    def uses_nccl(self) -> bool:
+        """Whether tensors go from one accelerator to another by NCCL, without the CPU."""
         return self.device.type == "cuda" and "cuda:nccl" in dist.get_backend_config()
 
     @property
     def everyone(self) -> list[int]:
-        """All processes, replica by replica."""
+        """All ranks, replica by replica."""
         return [int(rank) for rank in self._by_replica().flatten()]
 
     @property
     def hosts_store(self) -> bool:
-        """Whether the store's server ends with this process: it is in that of rank 0, unless a launcher has it."""
+        """Whether the store's server ends with this process: it runs in rank 0, unless it runs in a launcher."""
         return self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     def _by_replica(self) -> torch.Tensor:
@@ -150,29 +151,29 @@ def init(
 ) -> Mesh | None:
     """Joins this process with the others that torchrun, or another launcher, has started.
 
-    Chooses the device (one accelerator for each process of a machine, else the CPU with its share of the cores), makes
-    PyTorch's process groups (NCCL for accelerators, gloo for the CPU and where processes share an accelerator), and
-    keeps a restarted job apart from the attempt before. From then on, an exception that nobody handles ends the process
-    with an exit code that tells who failed: 70 itself, 71 another process, 72 another process that is gone without a
-    word.
+    It chooses the device (one accelerator for each process of a machine, else the CPU with its share of the cores),
+    makes PyTorch's process groups (NCCL for accelerators, gloo for the CPU and where processes share an accelerator),
+    and separates a restarted job from the attempt before. From then on, an uncaught exception ends the process with an
+    `exit_code` that shows which process failed: 70 this one, 71 another one, 72 another one that disappeared without a
+    message.
 
     Args:
-        dp: how many replicas of the pipe are trained, each on a part of the data. The number of processes is a multiple
-            of it, and neighbouring ranks are the workers of one pipe.
-        detect: after how many seconds without a sign of life a process is taken for lost; at least 1.
-        action_timeout: after how many seconds in one action of a step a process is taken for stuck, and after twice as
-            many if it waits for another one that is in the same step; None: never.
-        timeout: seconds to wait at most for all processes to come.
-        grace: when another process has failed, an action that still runs here gets so many seconds to end. Then this
-            process is ended, since nobody can end a layer that does not return.
+        dp: the number of replicas of the pipe, each of which is trained on a part of the data. The number of processes
+            is a multiple of it, and neighbouring ranks are the workers of one pipe.
+        detect: seconds without a heartbeat after which a process is lost; at least 1.
+        action_timeout: seconds in one action of a step after which a process is stuck, and twice as many if it waits
+            for another one that is in the same step; None: no limit.
+        timeout: seconds to wait for all processes.
+        grace: seconds that a running action may still take when another process has failed. Then this process is ended,
+            since a layer that does not return cannot be interrupted.
 
     Returns:
-        What `Pipe(..., mesh=...)` takes; None in a process that no launcher has started (one without RANK and
-        WORLD_SIZE in its environment), where a pipe's workers are threads.
+        The mesh for `Pipe(..., mesh=...)`. None in a process that no launcher has started (without RANK and WORLD_SIZE
+        in its environment), where a pipe's workers are threads.
 
     Raises:
-        ValueError: the number of processes is no multiple of `dp`, or a time makes no sense.
-        TimeoutError: some process has not come in time.
+        ValueError: the number of processes is no multiple of `dp`, or a time is out of range.
+        TimeoutError: a process has not joined in time.
 
     Example:
         >>> import pipework
@@ -198,17 +199,17 @@ def init(
         prefix = attempt_prefix(store, rank, ranks, timeout)
         backend = _backend(device, neighbours)
         dist.init_process_group(
-            backend, store=PrefixStore(prefix, store), rank=rank, world_size=ranks, timeout=FOR_EVER
+            backend, store=PrefixStore(prefix, store), rank=rank, world_size=ranks, timeout=_NO_TIMEOUT
         )
     process_exit.install()
     device_mesh = init_device_mesh(device.type, (dp, ranks // dp), mesh_dim_names=(REPLICAS, PIPELINE))
-    return Mesh(device_mesh, device, _get_default_store(), detect, action_timeout, timeout, grace)
+    return Mesh(device_mesh, device, torch_private.default_store(), detect, action_timeout, timeout, grace)
 
 
 def refuse_times(detect: float, action_timeout: float | None, timeout: float, grace: float) -> None:
-    """Raises a ValueError if one of the times, in seconds, makes no sense; see `init`."""
+    """Raises a ValueError if one of the times, in seconds, is out of range; see `init`."""
     if not detect >= 1:
-        raise ValueError(f"detect must be at least 1 second, or a process that is merely busy is lost: got {detect!r}")
+        raise ValueError(f"detect must be at least 1 second, or a busy process would be lost: got {detect!r}")
     if action_timeout is not None and not action_timeout > 0:
         raise ValueError(f"action_timeout must be a positive number of seconds, or None: got {action_timeout!r}")
     if not timeout > 0:
@@ -218,10 +219,10 @@ def refuse_times(detect: float, action_timeout: float | None, timeout: float, gr
 
 
 def mesh_of(given: Mesh | DeviceMesh) -> Mesh:
-    """What a user has given as a mesh.
+    """The mesh for what a user has given.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is neither a `Mesh` nor a `DeviceMesh`.
     """
     if isinstance(given, DeviceMesh):
         return Mesh.of(given)
@@ -231,10 +232,10 @@ def mesh_of(given: Mesh | DeviceMesh) -> Mesh:
 
 
 def network_devices() -> list[Any]:
-    """What gloo sends and receives with, each with a thread of its own: one for each interface that the user names.
+    """The devices by which gloo sends and receives, each with its own thread: one for each interface the user names.
 
-    Groups that share them wake one thread for a message, wherever it comes from. With a few cores that is a fifth of
-    the time of a short step.
+    Groups that share them wake only one thread for a message from any rank. With few cores this saves a fifth of the
+    time of a short step.
     """
     named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if not named:
@@ -242,33 +243,31 @@ def network_devices() -> list[Any]:
     return [ProcessGroupGloo.create_device(interface=name) for name in named]
 
 
-def group_of(store: Store, name: str, members: Sequence[int], rank: int, devices: Sequence[Any] = ()) -> Group:
-    """A group of some ranks, for what lies on the CPU; returns as soon as all of them have called this.
+def group_of(
+    store: Store, name: str, members: Sequence[int], rank: int, devices: Sequence[Any] = (), *, nccl: bool = False
+) -> Group:
+    """A process group of some ranks; returns as soon as all of them have called this.
 
-    PyTorch's own `new_group` wants either every rank of the job, or the same number of groups in each process.
+    PyTorch's own `new_group` must be called by every rank of the job, or as often in each process.
 
     Args:
-        store: through which they find each other.
+        store: through which the members find each other.
         name: of the group, never used before with this store.
         members: its ranks.
         rank: of this process.
-        devices: the network's, which groups may share; empty: some of its own.
+        devices: of the network, which gloo's groups may share; empty: the group makes its own.
+        nccl: uses NCCL, for tensors on CUDA devices; else gloo, for tensors on the CPU.
     """
-    kind: Any = ProcessGroupGloo
-    options = kind._Options()
-    options._devices = list(devices) or network_devices()
-    options._timeout = FOR_EVER
-    return cast("Group", kind(PrefixStore(name, store), members.index(rank), len(members), options))
-
-
-def straight_group_of(store: Store, name: str, members: Sequence[int], rank: int) -> Group:
-    """The same for what lies on CUDA devices, by NCCL."""
-    kind: Any = dist.distributed_c10d.ProcessGroupNCCL  # which not every build of PyTorch has
-    return cast("Group", kind(PrefixStore(name, store), members.index(rank), len(members)))
+    place = PrefixStore(name, store), members.index(rank), len(members)
+    if nccl:
+        kind: Any = dist.distributed_c10d.ProcessGroupNCCL  # not every build of PyTorch has it
+        return cast("Group", kind(*place))
+    own = list(devices) or network_devices()
+    return cast("Group", torch_private.gloo_group(*place, own, _NO_TIMEOUT))
 
 
 def _own_device(local_rank: int, neighbours: int) -> torch.device:
-    """The device of this process; the CPU's cores are shared among the processes of a machine."""
+    """The device of this process; the processes of a machine divide the cores of its CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
@@ -284,7 +283,7 @@ def _current_device(kind: str) -> torch.device:
 
 
 def _backend(device: torch.device, neighbours: int) -> str:
-    """The one for what lies on the CPU is gloo; an accelerator has its own, unless several ranks share it."""
+    """The backend: gloo for the CPU; an accelerator has its own backend, unless several ranks share it."""
     if device.type == "cpu" or neighbours > torch.accelerator.device_count():
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"

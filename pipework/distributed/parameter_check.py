@@ -1,4 +1,4 @@
-"""Ranks whose layers have no parameters: what an optimizer and a GradScaler of PyTorch's make of that, said early."""
+"""Warns early about a rank whose layers have no parameters, which PyTorch's optimizers and GradScaler refuse."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from pipework.schedule.stage_names import named_stages
+from pipework.schedule.placement import named_stages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,13 +19,13 @@ _LOG = logging.getLogger("pipework")
 def check_parameters(
     partitions: Sequence[nn.Sequential], placement: Sequence[int], ranks: Sequence[int], worker: int, grad_scaler: Any
 ) -> None:
-    """Warns on a rank without parameters, where a usual script would fail; a model without any is left alone.
+    """Warns on a rank without parameters, where a usual script would fail. A model without any gets no warning.
 
     Args:
-        partitions: of all ranks.
+        partitions: of all ranks, as layers.
         placement: the worker of each partition.
         ranks: the rank of each worker.
-        worker: the one of this process.
+        worker: of this process.
         grad_scaler: of the pipe; None: there is none.
     """
     having = {
@@ -62,7 +62,7 @@ def _balance_with_parameters(partitions: Sequence[nn.Sequential]) -> list[int] |
 
 
 def _named(partitions: Sequence[nn.Sequential], placement: Sequence[int], worker: int, rank: int) -> str:
-    """A rank and its layers."""
+    """A rank and its layers, for messages."""
     here = [stage for stage, place in enumerate(placement) if place == worker]
     layers = [
         f"{name!r} {type(layer).__name__}" for stage in here for name, layer in partitions[stage].named_children()

@@ -1,4 +1,4 @@
-"""The ranks that hold one pipe together: how a call begins on all of them, and what they do for each other."""
+"""The peer group: the ranks that hold one pipe, and the calls that they make together."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from pipework.distributed.health.monitor import HealthMonitor
 from pipework.distributed.health.preemption import Preemption
 from pipework.distributed.health.status import describe_action
 from pipework.distributed.rendezvous import Rendezvous
-from pipework.distributed.step_header import StepFacts, StepHeader, StepHeaders
+from pipework.distributed.step_header import StepHeaders
 from pipework.distributed.transport.channel import LostConnectionError
 from pipework.distributed.transport.rank_transport import RankTransport
 from pipework.runtime.failure import Failure
-from pipework.schedule.stage_names import named_stages
+from pipework.runtime.random.streams import draw_key
+from pipework.schedule.placement import named_stages
 from pipework.testing.faults import Faults
 from pipework.timeline.shared_clock import intervals_as_text, intervals_from_text
 
@@ -34,10 +35,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.distributed_c10d import Store
 
+    from pipework.backend import StepFacts, StepHeader
     from pipework.distributed.mesh import Mesh
     from pipework.distributed.rendezvous import Connections, RendezvousSpec
     from pipework.runtime.peers import RunSpec
-    from pipework.runtime.transport import LocalTransport, Transport
+    from pipework.runtime.transport import Transport
     from pipework.runtime.worker_threads import WorkerThreads
     from pipework.schedule import Action, Interval
 
@@ -47,31 +49,31 @@ _LOG = logging.getLogger("pipework")
 
 
 class PeerGroup:
-    """The ranks of one pipe, seen from one of them. Made by all of them at the same time.
+    """The ranks of one pipe, as one of them sees them. All ranks make it at the same time.
 
     Args:
         mesh: the processes.
-        terms: what they hold together.
-        tensors: this rank's parameters and buffers by name, which get the values of the first replica's.
+        spec: the pipe.
+        tensors: this rank's parameters and buffers by name, which get the values of those of the first replica.
 
     Raises:
-        ValueError: the ranks disagree about the terms.
-        TimeoutError: some rank has not come.
+        ValueError: the ranks disagree about the pipe.
+        TimeoutError: a rank has not come.
     """
 
-    def __init__(self, mesh: Mesh, terms: RendezvousSpec, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, mesh: Mesh, spec: RendezvousSpec, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self.mesh = mesh
         self.worker = mesh.worker
         self.ranks = mesh.ranks
         self.everyone = mesh.everyone
-        self._placement = terms.placement
-        self._first, self._last = terms.placement[0], terms.placement[-1]
-        self.faults = Faults.of_environment(mesh.rank, mesh.everyone, len(terms.placement))
-        # The pipes of a job are made in the same order everywhere, so each rank can count them by itself.
+        self._placement = spec.placement
+        self._first, self._last = spec.placement[0], spec.placement[-1]
+        self.faults = Faults.of_environment(mesh.rank, mesh.everyone, len(spec.placement))
+        # All ranks make the pipes of a job in the same order, so each rank can count them by itself.
         number = mesh.store.add(f"pipework/pipes of {mesh.rank}", 1)
         store = PrefixStore(f"pipework/pipe {number}", mesh.store)
         position = self.everyone.index(mesh.rank)
-        agree(PrefixStore("agreement", store), position, len(self.everyone), terms.contract, mesh.timeout, self._named)
+        agree(PrefixStore("agreement", store), position, len(self.everyone), spec.contract, mesh.timeout, self._named)
         self.monitor = HealthMonitor(
             PrefixStore("monitor", store),
             position,
@@ -82,19 +84,20 @@ class PeerGroup:
             names=self._named,
             hosts_store=mesh.hosts_store,
         )
-        self._connections = self._meet(store, terms, tensors)
+        self._connections = self._rendezvous(store, spec, tensors)
         control, everyone = self._connections.groups["control"], self._connections.groups["everyone"]
         self._found_inf = FoundInf(control, mesh.device)
         self._headers = StepHeaders(control, self.ranks, self._first, self._last)
-        self._own_exchange = AllGather(control, self.ranks)
-        self._exchange = AllGather(everyone, self.everyone)
-        self._turn = threading.Lock()  # held in a call
-        self._caller = 0  # the thread that makes it
+        self._replica_gather = AllGather(control, self.ranks)
+        self._all_gather = AllGather(everyone, self.everyone)
+        self.workers: WorkerThreads | None = None
+        self._in_call = threading.Lock()  # held during a call
+        self._caller = 0  # the thread that makes the call
         self._lock = threading.Lock()
         self._failure: weakref.ref[Failure] | None = None
-        self.stopping = False  # agreed on with all ranks at the end of a call that gives them results
+        self.stopping = False  # the last rank decides at the end of a step, so all ranks see it after the same step
         self.stop_was_seen = False
-        self._alike: BaseException | None = None
+        self._common_error: BaseException | None = None
         self._preemption = Preemption(self.monitor)
         if threading.current_thread() is threading.main_thread():
             self._preemption.install()
@@ -122,21 +125,21 @@ class PeerGroup:
 
     @contextlib.contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """A call that all ranks make: whatever goes wrong in it on one of them, all learn.
+        """Entered around a call that all ranks make: an error on one rank is reported to all.
 
         Args:
-            what: a noun, such as "training step".
+            what: the name of the call, such as "training step".
 
         Raises:
-            PipelineError: something has gone wrong on another rank.
+            PipelineError: another rank has failed.
             RuntimeError: another thread of this process is in a call.
         """
-        if not self._turn.acquire(blocking=False):
+        if not self._in_call.acquire(blocking=False):
             if self._caller == threading.get_ident():
                 raise RuntimeError(
                     f"a {what} of this pipe begins in the middle of another call of it, as in a signal handler: all "
-                    "processes make the calls of a pipe in the same order. Leave a mark there, or call "
-                    "pipe.request_stop(), and look at it between two steps"
+                    "processes make the calls of a pipe in the same order. Set a flag there, or call "
+                    "pipe.request_stop(), and check it between two steps"
                 )
             raise RuntimeError(
                 f"a {what} of this pipe begins while another thread of this process is in a call of it: all processes "
@@ -148,101 +151,93 @@ class PeerGroup:
             try:
                 yield
             except BaseException as error:
-                if error is not self._alike:
+                if error is not self._common_error:
                     self.monitor.report(error, _where(error))
                 raise
             finally:
-                self._alike = None
+                self._common_error = None
                 self.monitor.end()
         finally:
-            self._turn.release()
+            self._in_call.release()
 
-    def alike(self, error: ValueError) -> ValueError:
-        """An error that all ranks of this pipe raise by themselves in this call.
+    def common_error(self, error: ValueError) -> ValueError:
+        """Marks an error that every rank of this pipe raises by itself in this call.
 
-        They need not tell each other, and may go on; unless there are replicas, which know nothing of it.
+        It is not reported to the other ranks, and the pipe stays usable. With replicas it is reported all the same,
+        because the other replicas do not raise it.
         """
         if self._connections.replicas is None:
-            self._alike = error
+            self._common_error = error
         return error
-
-    @staticmethod
-    def header(*, training: bool, grad: bool, everywhere: bool, returns_output: bool, recorded: bool) -> StepHeader:
-        """How this rank begins a call of the pipe."""
-        return StepHeader(training, grad, everywhere, returns_output, recorded)
 
     def request_stop(self) -> None:
         """Asks all ranks to stop after the present training step, or the next one."""
         self._preemption.request("a request")
 
     def leave_if_unseen(self, what: str) -> None:
-        """Ends the program if a process was asked to end, and the program does not care; on all ranks alike.
+        """Ends the program before a training step if a process was asked to end and the program never asked `stopping`.
+
+        All ranks do so before the same step.
 
         Raises:
-            SystemExit: that is so.
+            SystemExit: training is to stop.
         """
         if self.stopping and not self.stop_was_seen and what == "training step":
-            reason = self._preemption.reason  # others may not have heard yet whose it is
+            reason = self._preemption.reason  # a rank may not know yet where the request came from
             who = f" ({reason})" if reason else ""
             _LOG.warning("leaving before the next training step, as a process was asked to end%s", who)
             raise SystemExit(PREEMPTED)
 
-    def begin(
-        self, workers: WorkerThreads, header: StepHeader, rows: Sequence[int] | None, key: int | None, *, inside: bool
-    ) -> StepFacts:
-        """Tells all ranks what the first and the last of them were given.
+    def begin(self, header: StepHeader, rows: Sequence[int] | None, *, inside: bool) -> StepFacts:
+        """Begins a call of the pipe on all ranks.
 
         Args:
-            workers: of this process.
-            header: how this rank begins the call.
+            header: how this rank makes the call.
             rows: on the first rank, of each micro-batch.
-            key: on the first rank, if it has been drawn.
             inside: on the last rank, whether there is a target.
         """
         self.faults.step += header.training and header.grad
-        return self.on_worker(workers, lambda: self._headers.open(header, rows, key, inside=inside))
+        key = draw_key() if header.training else None
+        return self._on_worker(lambda: self._headers.exchange(header, rows, key, inside=inside))
 
-    def all_words(self, workers: WorkerThreads, text: str) -> list[str]:
-        """What each rank of the job says, in order; all of them wait here for each other."""
-        words = self.on_worker(workers, lambda: self._exchange.all_words(text.encode()))
-        return [word.decode() for word in words]
+    def all_gather_text(self, text: str) -> list[str]:
+        """The texts of all ranks of the job, in order. Every rank calls this, and waits for all others."""
+        return [each.decode() for each in self._on_worker(lambda: self._all_gather.gather(text.encode()))]
 
-    def any_of_own(self, workers: WorkerThreads, happened: bool) -> bool:
-        """Whether something has happened on any rank of this replica; all of them wait here for each other."""
-        return any(self._own_words(workers, "yes" if happened else ""))
+    def any_of_replica(self, happened: bool) -> bool:
+        """Whether something has happened on any rank of this replica. Every rank of it calls this, and waits."""
+        return any(self._gather_in_replica("yes" if happened else ""))
 
-    def _own_words(self, workers: WorkerThreads, text: str) -> list[str]:
-        """What each rank of this replica says."""
-        words = self.on_worker(workers, lambda: self._own_exchange.all_words(text.encode()))
-        return [word.decode() for word in words]
+    def all_intervals(self, intervals: Sequence[Interval]) -> list[Interval]:
+        """See `pipework.runtime.peers.Peers`."""
+        texts = self._gather_in_replica(intervals_as_text(intervals))
+        return [interval for text in texts for interval in intervals_from_text(text)]
 
-    def shared(self, workers: WorkerThreads, intervals: Sequence[Interval]) -> list[Interval]:
-        """See `pipework.runtime.peers.PeerGroup`."""
-        words = self._own_words(workers, intervals_as_text(intervals))
-        return [interval for word in words for interval in intervals_from_text(word)]
-
-    def gradient_norm(self, workers: WorkerThreads, stages: Mapping[int, Sequence[Tensor]], norm_type: float) -> Tensor:
-        """The norm of all gradients of the pipe, computed on every rank from the norms of all of them.
+    def gradient_norm(self, stages: Mapping[int, Sequence[Tensor]], norm_type: float) -> Tensor:
+        """The norm of all gradients of the pipe, computed on every rank from the norms of all ranks.
 
         Args:
-            workers: of this process.
-            stages: the parameters of each stage here; what several stages have counts once.
-            norm_type: which norm.
+            stages: the parameters of each stage of this rank; a parameter of several stages counts once.
+            norm_type: the order of the norm.
         """
         assert self._connections.tied is not None
         mine = norms_of_stages(stages, self._connections.tied.counted_elsewhere, norm_type)
-        words = self._own_words(workers, json.dumps(mine))
-        return norm_of_all([json.loads(word) for word in words], norm_type)
+        return norm_of_all([json.loads(text) for text in self._gather_in_replica(json.dumps(mine))], norm_type)
 
-    def on_worker(self, workers: WorkerThreads, function: Callable[[], Result]) -> Result:
-        """Runs something that waits for other ranks. In the caller's thread, no signal could interrupt it."""
+    def _gather_in_replica(self, text: str) -> list[str]:
+        """The texts of all ranks of this replica."""
+        return [each.decode() for each in self._on_worker(lambda: self._replica_gather.gather(text.encode()))]
+
+    def _on_worker(self, function: Callable[[], Result]) -> Result:
+        """Runs a function that waits for other ranks: on a worker, because no signal could interrupt the caller."""
+        assert self.workers is not None
         results: list[Result] = []
         failure = Failure(self.abort)
         self.during(failure)
 
         def job() -> None:
             progress = self.monitor.progress
-            progress.action = "rendezvous the other ranks"
+            progress.action = "waiting for the other ranks"
             progress.count += 1
             try:
                 with progress.waits():
@@ -250,7 +245,7 @@ class PeerGroup:
             except BaseException as error:
                 failure.report(error, None)
 
-        workers.run([job], lambda error: failure.report(error, None))
+        self.workers.run([job], lambda error: failure.report(error, None))
         if failure.happened:
             self._connections.forget()
             failure.explain(self.explained)
@@ -259,15 +254,15 @@ class PeerGroup:
 
     # ---- what a run asks for ------------------------------------------------------------------------------------
 
-    def transport(self, local: LocalTransport, run: RunSpec) -> Transport:
-        """See `pipework.runtime.peers.PeerGroup`."""
+    def transport(self, spec: RunSpec) -> Transport:
+        """See `pipework.runtime.peers.Peers`."""
         replicas = self._connections.replicas
-        if replicas is not None and run.differentiates:
-            replicas.compare([each for run in run.runs.values() for each in run.aliases.parameters])
-        return RankTransport(self.worker, local, run, self._connections, self)
+        if replicas is not None and spec.differentiates:
+            replicas.compare([each for run in spec.runs.values() for each in run.aliases.parameters])
+        return RankTransport(self.worker, spec, self._connections, self)
 
     def starting(self, action: Action) -> None:
-        """See `pipework.runtime.peers.PeerGroup`."""
+        """See `pipework.runtime.peers.Peers`."""
         progress = self.monitor.progress
         progress.action = action
         progress.count += 1
@@ -275,44 +270,44 @@ class PeerGroup:
             self.faults.strike(action.kind, action.stage, action.micro_batch)
 
     def during(self, failure: Failure) -> None:
-        """See `pipework.runtime.peers.PeerGroup`."""
+        """See `pipework.runtime.peers.Peers`."""
         with self._lock:
             self._failure = weakref.ref(failure)
         if self.monitor.failure is not None:
             failure.report(self.monitor.error(), None)
 
     def explained(self, error: BaseException) -> BaseException:
-        """See `pipework.runtime.peers.PeerGroup`.
+        """See `pipework.runtime.peers.Peers`.
 
-        A rank that fails tells the others before it goes; so behind a connection that was lost, there is mostly a
-        better reason. A rank that was killed has told nobody: then the loss itself is the reason.
+        A rank that fails reports its error before it ends, so there is mostly a better reason than the lost connection.
+        A rank that was killed reports nothing: then the lost connection itself is the reason.
         """
         if not isinstance(error, LostConnectionError):
             return error
         here, action = self.everyone.index(self.mesh.rank), describe_action(self.monitor.progress.action)
         seen = f", seen by {self._named(here)} at {action}, in {self.monitor.current}"
-        self.monitor.closed(None if error.rank is None else self.everyone.index(error.rank), seen=seen)
+        self.monitor.explain_disconnect(None if error.rank is None else self.everyone.index(error.rank), seen=seen)
         return self.monitor.error()
 
-    def reduce(self, run: RunSpec, stage: int) -> None:
-        """A stage's gradients are complete: begins to average them over the replicas."""
+    def reduce(self, spec: RunSpec, stage: int) -> None:
+        """Begins to average the gradients of a stage, which are complete, over the replicas."""
         if self._connections.replicas is not None:
             with self.monitor.progress.waits():  # the first time in a step for what the other replicas train
-                self._connections.replicas.begin(run.runs[stage].aliases.leaves)
+                self._connections.replicas.begin(spec.runs[stage].aliases.leaves)
 
-    def complete(self, run: RunSpec) -> None:
+    def complete(self, spec: RunSpec) -> None:
         """After the last action: completes the gradients."""
         connections = self._connections
-        if run.differentiates:
+        if spec.differentiates:
             if connections.replicas is not None:
                 connections.replicas.finish()
             assert connections.tied is not None
-            connections.tied.add_up(run.runs)
-        if run.scaler is not None:
-            self._found_inf.share(run.scaler, [leaf for run in run.runs.values() for leaf in run.aliases.leaves])
+            connections.tied.add_up(spec.runs)
+        if spec.scaler is not None:
+            self._found_inf.share(spec.scaler, [leaf for run in spec.runs.values() for leaf in run.aliases.leaves])
 
     def asked_to_stop(self) -> bool:
-        """On the last rank of every replica: whether any process was asked to end; all of them answer alike."""
+        """Whether any process was asked to end. The last ranks of all replicas call this, and get the same answer."""
         asked = self._preemption.requested
         replicas = self._connections.replicas
         return asked if replicas is None else replicas.any_of(asked)
@@ -323,25 +318,25 @@ class PeerGroup:
             failure = None if self._failure is None else self._failure()
         error = None if failure is None else failure.error
         if isinstance(error, LostConnectionError):
-            self.monitor.blame(None if error.rank is None else self.everyone.index(error.rank))
+            self.monitor.announce_culprit(None if error.rank is None else self.everyone.index(error.rank))
         elif error is not None:
-            self.monitor.blame(self.everyone.index(self.mesh.rank))
+            self.monitor.announce_culprit(self.everyone.index(self.mesh.rank))
         self._connections.abort()
 
     # ---- failures -----------------------------------------------------------------------------------------------
 
-    def _meet(self, store: Store, terms: RendezvousSpec, tensors: Iterable[tuple[str, Tensor]]) -> Connections:
-        """Comes together with the others; if that fails, all of them hear why."""
+    def _rendezvous(self, store: Store, spec: RendezvousSpec, tensors: Iterable[tuple[str, Tensor]]) -> Connections:
+        """The rendezvous; if it fails, the reason is reported to all ranks."""
         self.monitor.progress.action = "making the pipe"
         self.monitor.start()
         try:
             try:
-                return Rendezvous(self.mesh, store, terms, tensors, self.monitor).hold()
+                return Rendezvous(self.mesh, store, spec, tensors, self.monitor).run()
             except LostConnectionError as error:
                 raise self.explained(error) from None
         except BaseException as error:
             self.monitor.report(error, "making the pipe")
-            self.monitor.close()  # which tells it to the others before it ends
+            self.monitor.close()  # which sends the report before it ends
             raise
 
     def _named(self, position: int) -> str:
@@ -351,7 +346,7 @@ class PeerGroup:
         return f"rank {self.everyone[position]} ({which}{f', replica {replica}' if self.mesh.replicas else ''})"
 
     def _hear_of_failure(self) -> None:
-        self.monitor.bound(self.mesh.grace)
+        self.monitor.end_process_if_stuck(self.mesh.grace)
         with self._lock:
             failure = None if self._failure is None else self._failure()
         if failure is None:

@@ -1,4 +1,4 @@
-"""How the ranks of one pipe come together: the groups and channels between them, made by all at the same time."""
+"""Rendezvous: all ranks of a pipe make the groups and channels between them, at the same time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from pipework.distributed.gradients.data_parallel import DataParallel
 from pipework.distributed.gradients.tied import TiedParameters
-from pipework.distributed.mesh import group_of, network_devices, straight_group_of
+from pipework.distributed.mesh import group_of, network_devices
 from pipework.distributed.transport.channel import Channel, LostConnectionError, break_group
 from pipework.distributed.transport.device_channel import DeviceChannel
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from pipework.distributed.mesh import Mesh
     from pipework.distributed.transport.channel import Group
 
-_LOOK = 0.05  # seconds
-_PATIENCE = 1.0  # seconds, for a thread whose transfers have been ended
+_POLL = 0.05  # seconds
+_JOIN_TIMEOUT = 1.0  # seconds, for a thread whose transfers have been ended
 
 
 @dataclass(frozen=True)
 class RendezvousSpec:
-    """What the ranks hold together.
+    """A pipe as its ranks must know it to connect.
 
     Attributes:
         placement: the worker of each stage.
-        pairs: of stages that send each other values and gradients.
-        tied: the parameters that stages of several workers use.
-        contract: what must be the same on all ranks, as JSON values.
+        pairs: stages that send each other values and gradients.
+        tied: parameters that stages of several workers use.
+        contract: must be the same on all ranks; JSON values.
     """
 
     placement: tuple[int, ...]
@@ -49,7 +49,7 @@ class RendezvousSpec:
 
 @dataclass
 class Connections:
-    """One rank's ways to the others; what is made so far, while ranks still meet.
+    """One rank's connections to the others; during the rendezvous, those made so far.
 
     Attributes:
         groups: of ranks of the CPU, by name: "control" is of all workers of this replica, "everyone" of all replicas.
@@ -73,41 +73,41 @@ class Connections:
             self.replicas.abort()
 
     def forget(self) -> None:
-        """After a failed run, lets go of the tensors that were on their way."""
+        """After a failed run: releases the tensors of unfinished transfers."""
         for channel in self.channels.values():
             channel.forget()
 
 
 class Rendezvous:
-    """All that waits for other ranks before there can be a step.
+    """Connects this rank with the others. A pipe is complete only when all ranks have done so.
 
     Args:
         mesh: the processes.
         store: of this pipe alone.
-        terms: what they hold together.
-        tensors: this rank's parameters and buffers, which get the values of the first replica's.
-        monitor: knows whether one of the others has failed meanwhile.
+        spec: see `RendezvousSpec`.
+        tensors: this rank's parameters and buffers, which get the values of those of the first replica.
+        monitor: sees whether another rank fails meanwhile.
     """
 
     def __init__(
         self,
         mesh: Mesh,
         store: Store,
-        terms: RendezvousSpec,
+        spec: RendezvousSpec,
         tensors: Iterable[tuple[str, Tensor]],
         monitor: HealthMonitor,
     ) -> None:
         self._mesh = mesh
         self._store = store
-        self._terms = terms
+        self._spec = spec
         self._tensors = tensors
         self._monitor = monitor
         self._devices = network_devices()
         self._made = Connections()
-        self._over = threading.Event()  # nobody waits for the result any more
+        self._over = threading.Event()  # set when the caller no longer waits for the result
 
-    def hold(self) -> Connections:
-        """Meets the others: on another thread, which is left behind if one of them fails.
+    def run(self) -> Connections:
+        """Connects, on a thread of its own: that thread is abandoned if another rank fails, because it may wait for it.
 
         Raises:
             PipelineError: another rank has failed.
@@ -117,7 +117,7 @@ class Rendezvous:
 
         def job() -> None:
             try:
-                self._meet()
+                self._connect_all()
             except BaseException as error:
                 errors.append(error)
             done.set()
@@ -125,18 +125,18 @@ class Rendezvous:
         thread = threading.Thread(target=job, name="pipework rendezvous", daemon=True)
         thread.start()
         try:
-            while not done.wait(_LOOK):
+            while not done.wait(_POLL):
                 self._raise_failure()
             for error in errors:
                 raise error
-            # The store may end with the first rank that does, and with it all that could still be learnt of that rank.
+            # The store may end with the first rank that ends; afterwards nothing can be learnt about that rank.
             while not self._monitor.has_seen_all:
                 self._raise_failure()
-                time.sleep(_LOOK / 5)
+                time.sleep(_POLL / 5)
         except BaseException:
             self._over.set()
             self._made.abort()
-            thread.join(_PATIENCE)
+            thread.join(_JOIN_TIMEOUT)
             raise
         return self._made
 
@@ -144,8 +144,8 @@ class Rendezvous:
         if self._monitor.failure is not None:
             raise self._monitor.error()
 
-    def _meet(self) -> None:
-        mesh, made, placement = self._mesh, self._made, self._terms.placement
+    def _connect_all(self) -> None:
+        mesh, made, placement = self._mesh, self._made, self._spec.placement
         position = mesh.everyone.index(mesh.rank)
         own = PrefixStore(f"replica {mesh.data_parallel_rank}", self._store)
         self._connect(own)
@@ -154,23 +154,21 @@ class Rendezvous:
         if (same := mesh.replicas) is not None:
             name = f"replicas of worker {mesh.worker}"
             group = self._group(self._store, name, same, mesh.rank)
-            device_channel = None
-            if mesh.device_channel:
-                device_channel = self._group(
-                    self._store, f"{name}, device_channel", same, mesh.rank, device_channel=True
-                )
-            made.replicas = DataParallel(group, same, device_channel)
+            device_group = None
+            if mesh.uses_nccl:
+                device_group = self._group(self._store, f"{name}, NCCL", same, mesh.rank, nccl=True)
+            made.replicas = DataParallel(group, same, device_group)
             made.replicas.share_values(self._tensors)
-        made.tied = TiedParameters(self._terms.tied, placement, mesh.worker, made.channels)
+        made.tied = TiedParameters(self._spec.tied, placement, mesh.worker, made.channels)
         made.tied.share_values()
 
     def _connect(self, store: Store) -> None:
-        """A channel to each worker that this one has to do with; both make their groups in the same order."""
-        mesh, terms = self._mesh, self._terms
-        place, here = terms.placement, mesh.worker
-        pairs = [(place[a], place[b]) for a, b in terms.pairs]
-        pairs += [(place[-1], worker) for worker in place]  # to which the results go
-        pairs += [(place[a], place[b]) for tied in terms.tied for a in tied.stages for b in tied.stages]
+        """Makes a channel to each worker that this one exchanges messages with; both sides in the same order."""
+        mesh, spec = self._mesh, self._spec
+        place, here = spec.placement, mesh.worker
+        pairs = [(place[a], place[b]) for a, b in spec.pairs]
+        pairs += [(place[-1], worker) for worker in place]  # for the results
+        pairs += [(place[a], place[b]) for tied in spec.tied for a in tied.stages for b in tied.stages]
         for low, high in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}):
             if here not in (low, high):
                 continue
@@ -179,9 +177,9 @@ class Rendezvous:
             down = self._group(store, f"{high} to {low}", both, here)
             outgoing, incoming = (up, down) if here == low else (down, up)
             device_channel = None
-            if mesh.device_channel:
-                up = self._group(store, f"{low} device_channel to {high}", both, here, device_channel=True)
-                down = self._group(store, f"{high} device_channel to {low}", both, here, device_channel=True)
+            if mesh.uses_nccl:
+                up = self._group(store, f"{low} to {high}, NCCL", both, here, nccl=True)
+                down = self._group(store, f"{high} to {low}, NCCL", both, here, nccl=True)
                 device_channel = DeviceChannel(*((up, down) if here == low else (down, up)), mesh.device)
             other = high if here == low else low
             self._made.channels[other] = Channel(mesh.ranks[other], outgoing, incoming, mesh.device, device_channel)
@@ -193,25 +191,23 @@ class Rendezvous:
         members: Sequence[int],
         rank: int,
         *,
-        device_channel: bool = False,
+        nccl: bool = False,
     ) -> Group:
         """A group, made once all its members are there.
 
-        To make one waits inside of PyTorch for who is not there, and nothing ends that wait. So it is done here.
+        Making a group waits inside of PyTorch for missing members, and nothing ends that wait. So the wait is here.
         """
         store.set(f"{name}/member {rank}", "")
         keys = [f"{name}/member {member}" for member in members]
         pause = 0.001
         while not store.check(keys):
             if self._over.is_set():
-                raise RuntimeError("the rendezvous is over, since a rank has failed")
+                raise RuntimeError("the rendezvous was ended because a rank has failed")
             time.sleep(pause)
-            pause = min(1.5 * pause, _LOOK)
+            pause = min(1.5 * pause, _POLL)
         if self._over.is_set():
-            raise RuntimeError("the rendezvous is over, since a rank has failed")
+            raise RuntimeError("the rendezvous was ended because a rank has failed")
         try:
-            if device_channel:
-                return straight_group_of(store, name, members, rank)
-            return group_of(store, name, members, rank, self._devices)
-        except RuntimeError as error:  # one of them has ended in this very moment
+            return group_of(store, name, members, rank, self._devices, nccl=nccl)
+        except RuntimeError as error:  # a member has just ended
             raise LostConnectionError(None) from error

@@ -1,11 +1,12 @@
-"""How a call of the pipe begins: the last rank tells the first whether there is a target, and the first tells all."""
+"""Step headers: at the start of a call the last rank sends the first whether it has a target, the first informs all."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipework.backend import StepFacts, StepHeader
 from pipework.distributed.transport.channel import LostConnectionError
 
 if TYPE_CHECKING:
@@ -18,48 +19,14 @@ if TYPE_CHECKING:
 _NO_KEY = -1
 
 
-class StepHeader(NamedTuple):
-    """How a rank begins a call of the pipe. All ranks must begin it alike.
-
-    Attributes:
-        training: whether layers are in training mode.
-        grad: whether gradients are wanted.
-        everywhere: whether the outputs are wanted on all ranks.
-        returns_output: whether the output is wanted beside the loss.
-        recorded: whether what the workers do is recorded.
-    """
-
-    training: bool
-    grad: bool
-    everywhere: bool
-    returns_output: bool
-    recorded: bool
-
-
-class StepFacts(NamedTuple):
-    """What all ranks know of a call.
-
-    Attributes:
-        rows: of the mini-batch.
-        micro_batches: how many it is split into.
-        key: names the random numbers; None: nobody has drawn it.
-        inside: whether there is a target, so that the loss is computed inside.
-    """
-
-    rows: int
-    micro_batches: int
-    key: int | None
-    inside: bool
-
-
 class StepHeaders:
-    """The headers of all calls, as one rank sees them.
+    """Exchanges the headers of all calls; this is one rank's side.
 
     Args:
         group: of the ranks of this pipe.
         ranks: their numbers in the job.
-        first: which has the first stage.
-        last: which has the last.
+        first: the worker of the first stage.
+        last: the worker of the last stage.
     """
 
     def __init__(self, group: Group, ranks: Sequence[int], first: int, last: int) -> None:
@@ -69,40 +36,40 @@ class StepHeaders:
         self._first = first
         self._last = last
         self._calls = 0
-        self._told: list[tuple[Tensor, int, Any]] = []  # what lies there until it has arrived
+        self._sends: list[tuple[Tensor, int, Any]] = []  # sends that have not ended yet, and their memory
 
-    def open(self, header: StepHeader, rows: Sequence[int] | None, key: int | None, *, inside: bool) -> StepFacts:
-        """Tells all ranks what the first and the last of them were given.
+    def exchange(self, header: StepHeader, rows: Sequence[int] | None, key: int | None, *, inside: bool) -> StepFacts:
+        """Gives all ranks the facts of a call that only the first and the last rank know.
 
         Args:
-            header: how this rank begins the call.
+            header: of this rank.
             rows: on the first rank, of each micro-batch.
             key: on the first rank, if it has been drawn.
             inside: on the last rank, whether there is a target.
 
         Raises:
-            ValueError: the ranks begin the call differently.
-            LostConnectionError: one of them is gone.
+            ValueError: the ranks make different calls.
+            LostConnectionError: a rank is gone.
         """
         self._calls += 1
-        for _, worker, work in self._told:
+        for _, worker, work in self._sends:
             self._transfer(worker, work.wait)
-        self._told.clear()
+        self._sends.clear()
         flags = sum(value << position for position, value in enumerate(header))
         if self._worker == self._last != self._first:
-            self._tell(self._first, [flags, int(inside), 0, 0, 0])
+            self._send(self._first, [flags, int(inside), 0, 0, 0])
         if self._worker != self._first:
-            theirs, has_target, count, micro_batches, drawn = self._hear(self._first)
+            theirs, has_target, count, micro_batches, drawn = self._receive(self._first)
             self._check(theirs, flags, self._first)
         else:
             assert rows is not None
             count, micro_batches, drawn = sum(rows), len(rows), _NO_KEY if key is None else key
             theirs, has_target = flags, int(inside)
             if self._last != self._first:
-                theirs, has_target, _, _, _ = self._hear(self._last)
-            for worker in range(len(self._ranks)):  # also if they differ: then all of them say so
+                theirs, has_target, _, _, _ = self._receive(self._last)
+            for worker in range(len(self._ranks)):  # also if headers differ: then every rank raises
                 if worker != self._first:
-                    self._tell(worker, [flags, has_target, count, micro_batches, drawn])
+                    self._send(worker, [flags, has_target, count, micro_batches, drawn])
             self._check(theirs, flags, self._last)
         return StepFacts(count, micro_batches, None if drawn == _NO_KEY else drawn, bool(has_target))
 
@@ -118,11 +85,11 @@ class StepHeaders:
             )
             raise ValueError(f"the ranks call the pipe differently: {differences}; call it alike on all of them")
 
-    def _tell(self, worker: int, numbers: Sequence[int]) -> None:
+    def _send(self, worker: int, numbers: Sequence[int]) -> None:
         data = torch.tensor([self._calls, *numbers])
-        self._told.append((data, worker, self._transfer(worker, lambda: self._group.send([data], worker, 0))))
+        self._sends.append((data, worker, self._transfer(worker, lambda: self._group.send([data], worker, 0))))
 
-    def _hear(self, worker: int) -> list[int]:
+    def _receive(self, worker: int) -> list[int]:
         data = torch.empty(6, dtype=torch.int64)
         self._transfer(worker, lambda: self._group.recv([data], worker, 0).wait())
         calls, *numbers = data.tolist()

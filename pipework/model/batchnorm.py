@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from pipework.runtime.stage.recompute_phase import is_recomputing
+from pipework.torch_private import BatchNorm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,7 +84,7 @@ class _Collected:
         self.__dict__.update(state, lock=threading.Lock())
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(BatchNorm):
     """Batch norm that normalises micro-batches, and updates its running statistics once for each mini-batch.
 
     The running mean, the running (unbiased) variance and `num_batches_tracked` are what `nn.BatchNorm1d`, `2d` or `3d`
@@ -128,9 +128,9 @@ class DeferredBatchNorm(_BatchNorm):
         bias: bool = True,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, True, device, dtype, bias=bias)
-        self._prepare(_checked(chunks), _BatchNorm)
+        self._prepare(_checked(chunks), BatchNorm)
 
-    def _prepare(self, chunks: int, replaces: type[_BatchNorm]) -> None:
+    def _prepare(self, chunks: int, replaces: type[BatchNorm]) -> None:
         self.chunks = chunks
         self._replaces = replaces
         self._collected = _Collected()
@@ -214,7 +214,7 @@ class DeferredBatchNorm(_BatchNorm):
             variance.copy_((1 - weight) * variance + weight * (whole.deviations / (whole.count - 1)))
 
     def _check_input_dim(self, input: Tensor) -> None:
-        if self._replaces is not _BatchNorm:
+        if self._replaces is not BatchNorm:
             cast("Any", self._replaces)._check_input_dim(self, input)
         elif input.dim() < 2:
             raise ValueError(f"expected an input of 2 dimensions or more, (N, C, ...), got shape {tuple(input.shape)}")
@@ -257,7 +257,7 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int) -> nn.Module:
     replacements = {
         id(found): _deferred(found, chunks)
         for found in module.modules()
-        if isinstance(found, _BatchNorm) and _is_to_be_replaced(found, chunks)
+        if isinstance(found, BatchNorm) and _is_to_be_replaced(found, chunks)
     }
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
@@ -266,18 +266,18 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int) -> nn.Module:
     return replacements.get(id(module), module)
 
 
-def _is_to_be_replaced(batch_norm: _BatchNorm, chunks: int) -> bool:
+def _is_to_be_replaced(batch_norm: BatchNorm, chunks: int) -> bool:
     if isinstance(batch_norm, LazyModuleMixin) and batch_norm.has_uninitialized_params():
         raise ValueError(
             f"{type(batch_norm).__name__} has no shape yet: run the module once on a small batch before it is converted"
         )
     if isinstance(batch_norm, DeferredBatchNorm):
         return batch_norm.chunks != chunks
-    is_ordinary = type(batch_norm).forward is _BatchNorm.forward
+    is_ordinary = type(batch_norm).forward is BatchNorm.forward
     return is_ordinary and batch_norm.track_running_stats and batch_norm.running_mean is not None
 
 
-def _deferred(batch_norm: _BatchNorm, chunks: int) -> DeferredBatchNorm:
+def _deferred(batch_norm: BatchNorm, chunks: int) -> DeferredBatchNorm:
     """A deferred batch norm that takes over all attributes, parameters, buffers and hooks."""
     deferred = DeferredBatchNorm.__new__(DeferredBatchNorm)
     deferred.__dict__.update(batch_norm.__dict__)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 import torch
 from torch import nn
 
+from pipework import torch_private
 from pipework.model.materialize import filling, materialize_partitions, move, waits, why_not
 from pipework.model.sequential import PipeSequential
 from pipework.model.with_device import WithDevice
@@ -117,8 +118,8 @@ class Layers(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Changes the dtype, as `nn.Module.to` does. Moving to a device is refused."""
-        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        if device is not None:
+        target = args[0] if args else kwargs.get("device", kwargs.get("tensor"))
+        if target is not None and not isinstance(target, torch.dtype):
             _refuse_to_move()
         return super().to(*args, **kwargs)
 
@@ -141,10 +142,8 @@ class Layers(nn.Module):
         """
         if self._elsewhere:
             own = {key: value for key, value in state_dict.items() if key.partition(".")[0] not in self._elsewhere}
-            metadata = getattr(state_dict, "_metadata", None)
-            state_dict = OrderedDict(own)
-            if metadata is not None:
-                state_dict._metadata = metadata  # type: ignore[attr-defined]
+            whole, state_dict = state_dict, OrderedDict(own)
+            torch_private.copy_metadata(whole, state_dict)
         if not assign:
             with self._filling():
                 return super().load_state_dict(state_dict, strict, assign)
@@ -252,7 +251,7 @@ def refuse_own_behaviour(module: nn.Sequential) -> None:
             ("a forward of its own", type(module).forward not in (nn.Sequential.forward, PipeSequential.forward)),
             ("parameters of its own", any(parameter is not None for parameter in module._parameters.values())),
             ("buffers of its own", any(buffer is not None for buffer in module._buffers.values())),
-            ("hooks", has_hooks(module)),
+            ("hooks", torch_private.has_hooks(module)),
         )
         if there
     ]
@@ -261,19 +260,6 @@ def refuse_own_behaviour(module: nn.Sequential) -> None:
             f"{type(module).__name__} has {' and '.join(own)}, which a pipe of its layers would leave out; "
             "wrap it as one layer, nn.Sequential(module), or give a plain nn.Sequential of its layers"
         )
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether something happens when the module itself is called, beside its forward.
-
-    Example:
-        >>> module = nn.Sequential(nn.ReLU())
-        >>> handle = module[0].register_full_backward_pre_hook(print)
-        >>> has_hooks(module), has_hooks(module[0])
-        (False, True)
-    """
-    backward = module._backward_hooks or module._backward_pre_hooks
-    return bool(module._forward_hooks or module._forward_pre_hooks or backward)
 
 
 def _refuse_to_move() -> NoReturn:

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from pipework import torch_private
 from pipework.model.meta_memory import MetaMemory
 from pipework.runtime.random.streams import draw_key, mix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-_RESETS = ("reset_parameters", "_reset_parameters")  # nn.MultiheadAttention and nn.Transformer have the second
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +45,9 @@ class _Slot:
         """What is wrong, for the error message."""
         kind = type(self.module).__name__
         cause = "has no reset_parameters()" if _reset_of(self.module) is None else "does not fill it when it is reset"
-        unsaved = self.kind == "attribute" or self.name in self.module._non_persistent_buffers_set
+        unsaved = self.kind == "attribute" or (
+            self.kind == "buffer" and self.name not in torch_private.persistent_buffers(self.module)
+        )
         where = f"{self.path}.{self.name}" if self.path else self.name
         return f"{where}: {self.kind} of {kind}, which {cause}" + ("; not in a state_dict either" if unsaved else "")
 
@@ -162,7 +163,7 @@ def move(layer: nn.Module, device: torch.device) -> None:
     if not waits(layer, device):
         layer.to(device)
     else:
-        layer._apply(lambda t: t if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
+        torch_private.apply_to_tensors(layer, lambda t: t if t.is_meta else t.to(device))
 
 
 @contextlib.contextmanager
@@ -270,7 +271,7 @@ def _owns(module: nn.Module, slot: _Slot) -> bool:
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
     """What fills a module, if it can be called without being told anything."""
-    for name in _RESETS:
+    for name in torch_private.RESETS:
         found = getattr(module, name, None)
         if callable(found):
             with contextlib.suppress(TypeError, ValueError):

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
+from pipework import torch_private
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 
 class MetaMemory:
@@ -40,7 +42,7 @@ class MetaMemory:
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module = module
         self._meta: dict[int, tuple[Tensor, Tensor, int]] = {}  # the tensor, its other self, its version when marked
-        with torch.inference_mode(False), _without_references(module):
+        with torch.inference_mode(False), torch_private.without_flat_weights(module):
             try:
                 for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                     if tensor.is_meta:
@@ -56,7 +58,7 @@ class MetaMemory:
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether anything has been written into the tensor, other than through `.data`."""
-        return tensor._version != self._meta[id(tensor)][2] or not tensor.numel()
+        return torch_private.version(tensor) != self._meta[id(tensor)][2] or not tensor.numel()
 
     def is_filled(self, tensor: Tensor) -> bool:
         """Whether all of the tensor has been filled, as well as can be told: no floating-point number is NaN.
@@ -71,7 +73,7 @@ class MetaMemory:
 
     def take_back(self, *tensors: Tensor) -> None:
         """Sends tensors back to the meta device; all that were given memory if none is named."""
-        with _without_references(self._module):
+        with torch_private.without_flat_weights(self._module):
             for tensor in tensors or self.tensors:
                 _exchange(tensor, self._meta.pop(id(tensor))[1])
 
@@ -91,7 +93,7 @@ class MetaMemory:
                 f"{name!r} lies on the meta device and cannot be given memory, because something holds on to it "
                 f"({error}): make that, such as a graph, a compiled module or a wrapper, after the pipe"
             ) from error
-        self._meta[id(tensor)] = (tensor, other, tensor._version)
+        self._meta[id(tensor)] = (tensor, other, torch_private.version(tensor))
 
 
 def _exchange(tensor: Tensor, other: Tensor) -> None:
@@ -106,21 +108,8 @@ def _mark(dtype: torch.dtype) -> Any:
 
 def _refuse_hooks(name: str, tensor: Tensor) -> None:
     """An exchange would drop them without a word."""
-    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+    if torch_private.has_tensor_hooks(tensor):
         raise RuntimeError(
             f"{name!r} lies on the meta device and cannot be given memory without losing its hooks: register them "
             "after the pipe is made"
         )
-
-
-@contextlib.contextmanager
-def _without_references(module: nn.Module) -> Iterator[None]:
-    """Recurrent modules keep weak references to their weights, and PyTorch exchanges no tensor that has any."""
-    recurrent = [each for each in module.modules() if isinstance(each, nn.RNNBase)]
-    for each in recurrent:
-        each._flat_weight_refs = []
-    try:
-        yield
-    finally:
-        for each in recurrent:
-            each._init_flat_weights()

@@ -6,6 +6,8 @@ import inspect
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from pipework import torch_private
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -47,7 +49,7 @@ class TupleRule(Enum):
 
 
 def _takes_only_one(module: nn.Module, others: int) -> bool:
-    module = getattr(module, "_orig_mod", module)  # torch.compile wraps a module in one that takes anything
+    module = torch_private.uncompiled(module)  # torch.compile wraps a module in one that takes anything
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):

@@ -11,7 +11,7 @@ from pipework.balance.checks import checked_balance, not_sequential, too_few_dev
 from pipework.planning.devices import Machine, checked_devices, default_devices
 from pipework.planning.partition import Partitioning, choose_partitioning, is_placed, log_choice
 from pipework.runtime.program import Program
-from pipework.schedule import Schedule, build, recipe, restricted
+from pipework.schedule import Schedule, build, restricted, schedule_spec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,7 +81,7 @@ def make_plan(
         raise TypeError(f"schedule is {schedule!r}: wanted a name such as '1f1b', or a Schedule")
     if isinstance(schedule, str):
         _refuse_unrunnable(schedule)
-        known = recipe(schedule)
+        known = schedule_spec(schedule)
         if not known.several and known.stages_per_worker == 1:
             partitioning = choose_partitioning(module, balance, devices)
             return Plan(schedule, partitioning, tuple(range(len(partitioning.balance))))
@@ -120,7 +120,7 @@ def _several_stages(
     machine: Machine,
 ) -> Plan:
     """The plan for a schedule by name whose workers hold several stages each."""
-    known = recipe(schedule)
+    known = schedule_spec(schedule)
     per_worker = known.stages_per_worker
     if balance is None and devices is None:
         if is_placed(module):
@@ -156,7 +156,7 @@ def _as_it_lies(schedule: str, partitioning: Partitioning, per_worker: int) -> P
     kinds = len(set(partitioning.devices))
     # Several CPU workers have one device, so the devices do not show the number of workers.
     workers = kinds if kinds > 1 else _workers(stages, per_worker)
-    placement = recipe(schedule).placement(workers, max(1, stages // workers))
+    placement = schedule_spec(schedule).placement(workers, max(1, stages // workers))
     plan = Plan(schedule, partitioning, placement)
     if len(placement) != stages or any(
         plan.devices[worker] != device for worker, device in zip(placement, partitioning.devices, strict=True)

@@ -216,7 +216,7 @@ class _Stage:
         self._target: Any = None
         self._weight_store = WeightGradientStore({}) if splits else None
         self._aliases = Aliases(self._layers if splits else (), self._weight_store)
-        if not self._aliases.any_may_wait:
+        if not self._aliases.any_deferrable:
             self._weight_store = None
 
     def measure(self, value: Any, timeout: float) -> tuple[_Measured, Any]:

@@ -1,7 +1,7 @@
-"""What the caller's thread has set, set again on a worker.
+"""The thread-local settings of PyTorch: captured on the caller's thread and entered on workers.
 
-New threads inherit neither grad mode, inference mode, autocast, saved-tensor hooks nor the default device, so a model
-would compute something else inside a worker than outside.
+A new thread inherits neither grad mode, inference mode, autocast, saved-tensor hooks nor the default device. Without
+them a layer would compute something else on a worker than on the caller's thread.
 """
 
 from __future__ import annotations
@@ -52,18 +52,17 @@ class CallerContext:
             inference=torch.is_inference_mode_enabled(),
             autocasts=tuple(
                 Autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled())
-                for device_type in sorted(set(device_types) - {"meta"})  # which PyTorch's autocast does not know
+                for device_type in sorted(set(device_types) - {"meta"})  # which PyTorch's autocast refuses
                 if torch.is_autocast_enabled(device_type)
             ),
             saved_tensor_hooks=torch_private.saved_tensor_hooks(),
-            # The CPU is what a thread has anyway; entering it as a default device would cost every operator a
-            # microsecond.
+            # The CPU is the default of a new thread; entering it costs every operator a microsecond.
             default_device=None if default_device.type == "cpu" else default_device,
         )
 
     @property
     def is_usual(self) -> bool:
-        """Whether a new thread has all of this anyway, so that nothing need be entered."""
+        """Whether a new thread has these settings by default, so that nothing need be entered."""
         return self.grad and not (self.inference or self.autocasts or self.saved_tensor_hooks or self.default_device)
 
     @contextlib.contextmanager
@@ -83,7 +82,7 @@ class CallerContext:
 
     @contextlib.contextmanager
     def without_autocast(self) -> Iterator[None]:
-        """Inside of `entered`: switches autocast off for a backward, and leaves what it has cast in its cache."""
+        """Inside of `entered`: switches autocast off for a backward, and keeps its cache of casts."""
         with contextlib.ExitStack() as stack:
             for autocast in self.autocasts:
                 stack.enter_context(torch.autocast(autocast.device_type, enabled=False))

@@ -1,8 +1,7 @@
-"""Where a worker computes, and how a tensor gets from one worker's device to another's.
+"""The devices of workers, and the links that carry tensors from one device to another.
 
 A CPU worker is a thread with its share of the cores. An accelerator worker is a thread that launches kernels into a
-stream of its own. Streams of different workers know nothing of each other, so whenever a tensor changes hands three
-things must be said:
+stream of its own. Streams of different workers are independent, so a tensor that goes from one to another needs this:
 
     the reader's stream waits for the writer's event        (order)
     the tensor is recorded on the reader's stream           (its memory is not reused while the reader still needs it)
@@ -33,18 +32,18 @@ class WorkerDevice:
         self.stream = torch.Stream(device) if is_accelerator(device) else None
 
     def enter_thread(self) -> None:
-        """Makes the device and its stream the current ones of this thread, for good."""
+        """Makes the device and its stream the current ones of this thread."""
         if self.stream is not None:
             torch.accelerator.set_device_index(self.device)
             torch.accelerator.set_stream(self.stream)
 
     def wait_for_caller(self) -> None:
-        """Called by the caller's thread: what the worker does next comes after everything the caller has launched."""
+        """Called by the caller's thread: the worker's next kernels run after all that the caller has launched."""
         if self.stream is not None:
             self.stream.wait_stream(torch.accelerator.current_stream(self.device))
 
     def hand_over(self, tensors: Sequence[Tensor | None]) -> None:
-        """Called by the thread that goes on with the worker's results: its stream may use them from now on."""
+        """Called by the thread that reads the worker's results: its stream may read them from now on."""
         if self.stream is not None:
             current = torch.accelerator.current_stream(self.device)
             current.wait_stream(self.stream)
@@ -53,32 +52,32 @@ class WorkerDevice:
                     tensor.record_stream(current)
 
     def random_seeder(self) -> Callable[[int], None] | None:
-        """Moves the device's default generator to a seed; None on the CPU, where workers have their own."""
+        """A function that seeds the device's default generator; None on the CPU, where each worker has its own."""
         if self.stream is None:
             return None
         generator = torch.get_device_module(self.device).default_generators[self.device.index]
         return lambda seed: generator.manual_seed(seed) and None
 
     def clock(self) -> Clock:
-        """A clock that says when this device has done what was asked of it so far."""
+        """A clock whose marks are passed when the device has completed what was launched before."""
         return Clock() if self.stream is None else StreamClock(self.device, self.stream)
 
 
 class Clock:
-    """Times of a CPU worker, in seconds of `time.perf_counter`."""
+    """The clock of a CPU worker, in seconds of `time.perf_counter`."""
 
     def now(self) -> float | torch.Event:
-        """A mark for this moment."""
+        """A mark of the present time."""
         return time.perf_counter()
 
     def seconds(self, mark: float | torch.Event) -> float:
-        """When the mark was passed."""
+        """The time of a mark, in seconds."""
         assert isinstance(mark, float)
         return mark
 
 
 class StreamClock(Clock):
-    """Times of an accelerator's stream: the host is done with a launch long before the device is."""
+    """The clock of an accelerator's stream: the device completes a kernel long after the host has launched it."""
 
     def __init__(self, device: torch.device, stream: torch.Stream) -> None:
         self._device = device
@@ -95,7 +94,7 @@ class StreamClock(Clock):
         return event
 
     def seconds(self, mark: float | torch.Event) -> float:
-        """When the stream passed the event."""
+        """The time when the stream passed the event, in seconds."""
         assert isinstance(mark, torch.Event)
         mark.synchronize()
         return self._origin + self._origin_event.elapsed_time(mark) / 1e3
@@ -103,7 +102,7 @@ class StreamClock(Clock):
 
 @contextlib.contextmanager
 def random_states_kept(devices: Sequence[WorkerDevice]) -> Iterator[None]:
-    """Leaves the default generators of the accelerators among the devices as they were."""
+    """Restores the default generators of the accelerators among the devices at the end."""
     if all(device.stream is None for device in devices):
         yield
         return
@@ -120,7 +119,7 @@ def random_states_kept(devices: Sequence[WorkerDevice]) -> Iterator[None]:
 
 
 class Link:
-    """The way from one worker's device to another's, in one direction, with copy streams of its own."""
+    """Carries tensors from one worker's device to another's, in one direction, with copy streams of its own."""
 
     def __init__(self, source: WorkerDevice, destination: WorkerDevice) -> None:
         self._source = source
@@ -134,7 +133,7 @@ class Link:
         """On the sender's thread: starts the copy, if one is needed.
 
         Returns:
-            The tensors, and the event after which they may be read.
+            The tensors on the destination, and the event after which they may be read.
         """
         event = None if self._source.stream is None else self._source.stream.record_event()
         if not self._crosses:
@@ -145,8 +144,8 @@ class Link:
                     stream.wait_event(event)
                 current.enter_context(stream)
             copies = tuple(None if tensor is None else self._copy(tensor) for tensor in tensors)
-        # A copy between two accelerators runs on the source's stream and makes the destination's wait; the last one
-        # knows all.
+        # A copy between two accelerators runs on the source's stream, and the destination's stream waits for it, so an
+        # event of the last stream comes after all copies.
         return copies, self._copy_streams[-1].record_event()
 
     def arrive(self, tensors: tuple[Tensor | None, ...], event: torch.Event | None) -> None:
@@ -171,7 +170,7 @@ class Link:
 
 
 def link(source: WorkerDevice, destination: WorkerDevice) -> Link | None:
-    """The link between two workers, or None where a tensor can simply be passed on."""
+    """The link between two workers, or None if tensors can be passed by reference."""
     if source.stream is None and destination.stream is None and source.device == destination.device:
         return None
     return Link(source, destination)

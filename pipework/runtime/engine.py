@@ -1,4 +1,4 @@
-"""What all mini-batches of a pipe share in this process: stages, devices, links and threads."""
+"""The engine of a pipe: the stages, devices, links and threads of this process, which all steps share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Engine:
         placement: the worker of each stage, wherever it is.
         devices: of the workers in this process, by number and in order.
         skips: the skip connections between all layers.
-        peers: the other workers, each a process of its own; None: all are here.
+        peers: the processes that hold the pipe.
         links: see `LocalTransport`.
         workers: the threads.
         lock: held while the workers run, because a stage's slots can hold the leaves of one mini-batch only.
@@ -44,7 +44,7 @@ class Engine:
     placement: tuple[int, ...]
     devices: Mapping[int, WorkerDevice]
     skips: Sequence[Skip]
-    peers: Peers | None
+    peers: Peers
     links: dict[tuple[int, int], Link | None]
     workers: WorkerThreads
     lock: threading.Lock
@@ -66,8 +66,8 @@ def make_engine(
     skips: Sequence[Skip],
     *,
     tuples: TupleRule,
+    peers: Peers,
     loss: nn.Module | None = None,
-    peers: Peers | None = None,
 ) -> Engine:
     """Makes a stage of each partition, and a worker for each number in the placement.
 
@@ -78,8 +78,8 @@ def make_engine(
         placement: the worker of each partition, as the schedule has it.
         skips: the skip connections between the layers.
         tuples: how a tuple reaches a layer.
+        peers: the processes that hold the pipe.
         loss: computed by the last stage, if it is a module; its buffers are treated like those of the layers.
-        peers: the other workers; None: all are in this process.
     """
     workers: dict[int, WorkerDevice] = {}
     for index in sorted(partitions, key=placement.__getitem__):

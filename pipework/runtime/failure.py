@@ -1,4 +1,4 @@
-"""The first exception of a mini-batch: kept, named, and told to everyone who may be waiting."""
+"""The first exception of a mini-batch: it is kept with a note of its place, and the other workers are woken."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ if TYPE_CHECKING:
 
 
 class Stopped(Exception):
-    """Raised inside a worker that finds, while it waits, that another one has failed. Never leaves the runtime."""
+    """Raised in a worker that is woken because another one has failed. It never leaves the runtime."""
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Notes on an exception where it arose; once, also if a layer raises the same object again and again."""
+    """Adds a note to an exception, once, also if a layer raises the same object several times."""
     note = f"pipework: {text}"
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
 
 class Failure:
-    """What went wrong first in one run; every worker reads `happened` before each of its actions.
+    """The first failure of one run; every worker reads `happened` before each of its actions.
 
     Args:
-        stop: wakes whoever waits for a value which will never come.
+        stop: wakes the workers that wait for a value.
 
     Attributes:
-        happened: whether anything went wrong.
-        error: what was raised first, until it is raised again.
+        happened: whether an action has failed.
+        error: the first exception, until `raise_first` raises it.
     """
 
     __slots__ = ("__weakref__", "_lock", "_stop", "error", "happened")
@@ -42,7 +42,7 @@ class Failure:
         self._lock = threading.Lock()
 
     def report(self, error: BaseException, action: Action | None) -> None:
-        """Keeps the error if it is the first one, notes where it arose, and wakes whoever waits."""
+        """Keeps the error if it is the first, adds a note of its stage and action, and wakes the waiting workers."""
         with self._lock:
             if self.happened:
                 return
@@ -54,7 +54,7 @@ class Failure:
         self._stop()
 
     def explain(self, explained: Callable[[BaseException], BaseException]) -> None:
-        """Lets somebody who knows more put another exception in the place of the first one."""
+        """Replaces the first exception by one that a function makes from it."""
         if self.error is not None:
             self.error = explained(self.error)
 
@@ -65,6 +65,6 @@ class Failure:
         try:
             raise error
         finally:
-            # Its traceback refers to this frame, and a frame that refers back would keep every tensor of the step
-            # alive.
+            # The traceback refers to this frame. If the frame referred to the error, the cycle would keep the tensors
+            # of the step alive.
             del error

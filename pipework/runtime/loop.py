@@ -1,4 +1,4 @@
-"""The one loop: every schedule is a list of actions per worker, and this is what executes it."""
+"""The loop of a worker, which executes its list of actions; every schedule is such a list per worker."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def run_actions(
     """Executes a worker's actions in order. Never raises: the first exception of all workers is kept in `failure`.
 
     Args:
-        actions: what to do, in this order.
-        handlers: what an action of a (kind, stage) does. A handler waits for what it needs.
+        actions: in the order of execution.
+        handlers: by (kind, stage), the function that executes an action; it waits for the values that it needs.
         failure: shared by all workers of a run; a worker stops before its next action when another has failed.
-        finished: called after each action; None: nobody wants to know.
-        starting: called before each action, likewise.
+        finished: called after each action, if given.
+        starting: called before each action, if given.
     """
     action = None
     try:
@@ -41,7 +41,5 @@ def run_actions(
                 finished(action)
     except Stopped:
         return
-    except (
-        BaseException
-    ) as error:  # SystemExit and KeyboardInterrupt, too: a thread that swallowed them would hang the caller
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt: without them the caller would wait forever
         failure.report(error, action)

@@ -1,4 +1,4 @@
-"""What an error says when memory runs out: how much each stage holds, which is what another balance would change."""
+"""The note on an out-of-memory error: how much memory each stage holds, which another balance would change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory has run out, on an accelerator or on the CPU, whose allocator has no exception of its own.
+    """Whether an error says that memory has run out, on an accelerator or on the CPU.
+
+    The allocator of the CPU has no exception class of its own.
 
     Example:
         >>> is_out_of_memory(torch.OutOfMemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
@@ -34,20 +36,20 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def note_memory(error: BaseException | None, stages: Sequence[Stage], runs: Sequence[StageRun]) -> None:
-    """If the error says that memory has run out, adds a note with a table of what every stage holds.
+    """If the error says that memory has run out, adds a note with a table of the memory of every stage.
 
     Args:
-        error: what was raised first.
+        error: the first one of the mini-batch.
         stages: all of this process.
-        runs: what the mini-batch has left on them; not yet cleared.
+        runs: of the mini-batch on these stages, not yet cleared.
     """
     if error is not None and is_out_of_memory(error):
-        with contextlib.suppress(RuntimeError, MemoryError):  # what explains an error must not take its place
+        with contextlib.suppress(RuntimeError, MemoryError):  # an error of the table must not replace the first one
             add_note(error, "\n".join(["memory of the stages, without activations", *table(stages, runs)]))
 
 
 def table(stages: Sequence[Stage], runs: Sequence[StageRun]) -> list[str]:
-    """A line for each stage, and one for each accelerator. What stages share is counted for each of them."""
+    """A line for each stage, and one for each accelerator. Shared memory is counted for each stage that has it."""
     rows: list[tuple[str, ...]] = [("stage", "device", "parameters", "gradients", "buffers")]
     for stage, run in zip(stages, runs, strict=True):
         parameters = [parameter for module in stage.modules for parameter in module.parameters()]

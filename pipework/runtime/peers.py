@@ -1,77 +1,102 @@
-"""What a mini-batch asks of the other processes, if the workers are processes: the ranks that hold a pipe together."""
+"""What a mini-batch asks of the processes that hold a pipe; and the answers where one process holds all of it."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from pipework.runtime.transport import LocalTransport
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
 
+    from pipework.runtime.device import Link
     from pipework.runtime.failure import Failure
     from pipework.runtime.skips.connections import Skip
     from pipework.runtime.stage.stage_run import StageRun
-    from pipework.runtime.transport import LocalTransport, Transport
-    from pipework.runtime.worker_threads import WorkerThreads
+    from pipework.runtime.transport import Transport
     from pipework.schedule import Action, Interval
 
 
 class RunSpec(NamedTuple):
-    """One run of the workers, as the ranks must know it.
+    """One run of the workers: a forward, a backward, or a whole training step.
 
     Attributes:
-        runs: the stages of this rank.
+        runs: the stages of this process, by number.
         placement: the worker of each stage.
+        links: between the devices of this process's workers, see `LocalTransport`.
         skips: the skip connections between all layers.
         micro_batches: their number.
-        shares: how many of the tensors that leave the last stage for each micro-batch are wanted on every rank; None:
-            all of them.
+        results_for_all: how many of the tensors that leave the last stage for each micro-batch every process gets;
+            None: all of them.
         differentiates: whether gradients are complete afterwards.
-        scaler: looks for infinities in them; None: nobody does.
+        scaler: looks for infinities in the gradients; None: there is no scaler.
     """
 
     runs: Mapping[int, StageRun]
     placement: tuple[int, ...]
+    links: Mapping[tuple[int, int], Link | None]
     skips: Sequence[Skip]
     micro_batches: int
-    shares: int | None
+    results_for_all: int | None
     differentiates: bool
     scaler: torch.amp.GradScaler | None
 
 
 class Peers(Protocol):
-    """The other ranks."""
+    """The processes that hold a pipe, as a step sees them.
+
+    Attributes:
+        starting: called before each action of this process's workers; None: nothing is to be called.
+    """
+
+    @property
+    def starting(self) -> Callable[[Action], None] | None:
+        """See the class."""
 
     def calling(self, what: str) -> AbstractContextManager[None]:
-        """Around a call that all ranks make: whatever goes wrong in it on one of them, all learn.
+        """Entered around a call that all processes make: an error in one of them becomes an error in all.
 
         Args:
-            what: a noun, such as "backward".
+            what: the name of the call, such as "backward".
         """
 
-    def starting(self, action: Action) -> None:
-        """An action of this rank's worker is about to begin."""
-
-    def transport(self, local: LocalTransport, run: RunSpec) -> Transport:
-        """Connects this rank's worker with the others for one run.
-
-        Args:
-            local: what stays in this process goes this way.
-            run: the run.
-        """
+    def transport(self, spec: RunSpec) -> Transport:
+        """Connects the workers for one run."""
 
     def during(self, failure: Failure) -> None:
-        """From now on what goes wrong elsewhere is reported here."""
+        """From now on failures of other processes are reported to this failure."""
 
-    def shared(self, workers: WorkerThreads, intervals: Sequence[Interval]) -> list[Interval]:
-        """What the workers of all ranks did, by this rank's clock, from what this rank's did.
-
-        Args:
-            workers: of this process.
-            intervals: in seconds of its clock.
-        """
+    def all_intervals(self, intervals: Sequence[Interval]) -> list[Interval]:
+        """The recorded actions of all workers, by this process's clock, from those of this process's workers."""
 
     def explained(self, error: BaseException) -> BaseException:
-        """After a run that has failed: what is to be raised, which may be what has happened elsewhere."""
+        """The error to raise after a failed run: it may have its cause in another process."""
+
+
+class LocalPeers:
+    """The `Peers` of a pipe that one process holds: there are no others."""
+
+    starting = None
+
+    def calling(self, what: str) -> AbstractContextManager[None]:
+        """See `Peers.calling`."""
+        return contextlib.nullcontext()
+
+    def transport(self, spec: RunSpec) -> Transport:
+        """See `Peers.transport`."""
+        return LocalTransport(spec.placement, spec.links)
+
+    def during(self, failure: Failure) -> None:
+        """See `Peers.during`."""
+
+    def all_intervals(self, intervals: Sequence[Interval]) -> list[Interval]:
+        """See `Peers.all_intervals`."""
+        return list(intervals)
+
+    def explained(self, error: BaseException) -> BaseException:
+        """See `Peers.explained`."""
+        return error

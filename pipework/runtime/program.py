@@ -1,4 +1,4 @@
-"""A schedule made ready for the runtime: what runs if the loss is inside, outside, or nobody wants gradients."""
+"""A checked schedule, and the actions that run with the loss inside, with the loss outside, and without gradients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pipework.schedule import KINDS, split_at_loss, with_communication, with_gradient_reduction, with_skips
+from pipework.schedule import KINDS, split_at_loss, validate, with_communication, with_gradient_reduction, with_skips
 from pipework.schedule.edges import recomputed
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ class Program:
     """A checked schedule.
 
     Attributes:
-        schedule: what is computed.
-        lowered: the same with what goes from rank to rank; None: nothing does.
+        schedule: the computation.
+        lowered: the same with communication between ranks; None: all workers are in this process.
     """
 
     schedule: Schedule
@@ -37,15 +37,15 @@ class Program:
 
         Raises:
             ScheduleError: it cannot run.
-            ValueError: it has no backwards, forms gradients out of order, or says what the runtime does by itself.
+            ValueError: it has no backwards, computes gradients out of order, or has communication actions.
         """
-        validation = schedule.validate()
+        validation = validate(schedule)
         validation.raise_if_invalid()
         lowered = (action for order in schedule.orders for action in order if action.kind not in KINDS)
         if (action := next(lowered, None)) is not None:
             raise ValueError(
-                f"schedule {schedule.name!r} says what is transferred or reduced ({action}), which a pipe does by "
-                "itself: give it as it was before with_communication() and with_gradient_reduction()"
+                f"schedule {schedule.name!r} has communication or reduction actions ({action}), which a pipe adds by "
+                "itself: give the schedule from before with_communication() and with_gradient_reduction()"
             )
         if schedule.inference:
             raise ValueError(
@@ -60,7 +60,7 @@ class Program:
         return cls(schedule)
 
     def across(self, skips: Iterable[tuple[int, int]], *, reduces: bool) -> Program:
-        """The same for workers that are processes: says when what is sent, received and reduced.
+        """The program for workers that are processes, with actions that send, receive and reduce.
 
         Args:
             skips: the pairs of stages between which skip connections go.
@@ -72,7 +72,7 @@ class Program:
 
     @cached_property
     def checkpointed(self) -> tuple[frozenset[int], ...]:
-        """For each stage the micro-batches that are recomputed."""
+        """For each stage, the micro-batches that are recomputed."""
         pairs = recomputed(self.schedule)
         return tuple(
             frozenset(micro_batch for where, micro_batch in pairs if where == stage)
@@ -91,12 +91,12 @@ class Program:
 
     @cached_property
     def others(self) -> Orders:
-        """Everything else. Any valid schedule may be cut like this, but more activations wait in between."""
+        """All other actions. Every valid schedule can be cut like this, but it holds more activations in between."""
         return tuple(tuple(action for action in order if action.kind not in _FORWARD) for order in self.whole)
 
     @cached_property
     def loss_may_be_outside(self) -> bool:
-        """Whether all forwards come first anyway."""
+        """Whether all forwards of the schedule come before all backwards."""
         try:
             split_at_loss(self.schedule)
         except ValueError:

@@ -1,8 +1,7 @@
-"""One mini-batch on its way through the workers."""
+"""A step: one mini-batch, run by the workers in the order of its schedule."""
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import threading
@@ -17,7 +16,6 @@ from pipework.runtime.random import kernels
 from pipework.runtime.random.streams import RandomStream
 from pipework.runtime.stage.memory_meter import MemoryMeter
 from pipework.runtime.stage.stage_run import StageRun
-from pipework.runtime.transport import LocalTransport
 from pipework.runtime.worker import RunConditions, WorkerRun
 
 if TYPE_CHECKING:
@@ -37,24 +35,24 @@ if TYPE_CHECKING:
 
 
 class Recorder(Protocol):
-    """Who is told what the workers did and when."""
+    """Receives the recorded actions of a step."""
 
     def begin(self, step: int, schedule: Schedule, *, loss_outside: bool) -> None:
         """A mini-batch begins."""
 
     def add(self, step: int, intervals: Sequence[Interval]) -> None:
-        """A worker did these actions, in seconds of a clock that all share, and bytes."""
+        """Adds the actions of one run, in seconds of a clock that all workers share, and bytes."""
 
 
 class StepOptions(NamedTuple):
-    """What somebody asks of a mini-batch, beside its result.
+    """Options of a mini-batch.
 
     Attributes:
         check_finite: NaN and infinities are errors.
-        recorder: told about every action; None: nobody asks.
+        recorder: receives the actions; None: nothing is recorded.
         number: of this mini-batch, for the recorder.
-        everywhere: whether the outputs are wanted in the processes of all workers, not only in that of the last stage.
-        scaler: looks for infinities among gradients, in which all processes must agree; None: nobody does.
+        everywhere: whether every process gets the outputs, not only that of the last stage.
+        scaler: looks for infinities among gradients; None: there is no scaler.
     """
 
     check_finite: bool = False
@@ -67,15 +65,15 @@ class StepOptions(NamedTuple):
 class Step:
     """A mini-batch.
 
-    If its loss is outside, the schedule runs up to the outputs in `forward`, and from their gradients on in `backward`.
-    If it is inside, `run` does both.
+    If the loss is computed outside, `forward` runs the schedule up to the outputs, and `backward` runs the rest, from
+    the gradients of the outputs. If the loss is computed inside, `run` runs the whole schedule.
 
     Args:
         engine: the pipe's stages and workers.
-        program: the order of everything.
-        context: what the calling thread has set.
-        key: names the random numbers.
-        wanted: what somebody asks for.
+        program: the schedule.
+        context: the settings of the calling thread, such as autocast.
+        key: selects the random numbers.
+        options: see `StepOptions`.
         loss: computed by the last stage; None: the loss is outside.
         own_leaves: which of the caller's input tensors are leaves that require a gradient; they refuse in-place
             operations.
@@ -88,7 +86,7 @@ class Step:
         program: Program,
         context: CallerContext,
         key: Key,
-        wanted: StepOptions,
+        options: StepOptions,
         *,
         loss: InnerLoss | None = None,
         own_leaves: frozenset[int] = frozenset(),
@@ -98,7 +96,7 @@ class Step:
         self._program = program
         self._context = context
         self._key = key
-        self._wanted = wanted
+        self._options = options
         self._loss = loss
         self._failed = False
         # Most models' inputs need no gradient, and a message for each micro-batch that says so is not free.
@@ -113,13 +111,13 @@ class Step:
                     program.checkpointed[stage.index],
                     own_leaves=own_leaves,
                     sends_gradients=stage.index > 0 or input_gradients,
-                    check_finite=wanted.check_finite,
+                    check_finite=options.check_finite,
                     splits=stage.index in program.schedule.split_stages,
                     loss=loss if stage.index == last else None,
                 )
                 for stage in engine.stages.values()
             }
-        if wanted.recorder is not None:
+        if options.recorder is not None:
             for worker in engine.devices:
                 runs = self._runs_of(worker)
                 modules = [module for stage in runs for module in engine.stages[stage].modules]
@@ -149,10 +147,10 @@ class Step:
         Returns:
             For each micro-batch, what the last stage gave; nothing if that is in another process and not wanted here.
         """
-        shares = None if self._wanted.everywhere else 0
+        shared = None if self._options.everywhere else 0
         stages = len(self._engine.placement)
-        awaited = [("F", stages)] if self._wanted.everywhere or self._engine.has(stages) else []
-        received = self._run(self._program.forwards, [("F", 0, inputs)], awaited, begins=True, shares=shares)
+        awaited = [("F", stages)] if self._options.everywhere or self._engine.has(stages) else []
+        received = self._run(self._program.forwards, [("F", 0, inputs)], awaited, begins=True, results_for_all=shared)
         return received[0] if received else []
 
     def backward(self, gradients: Sequence[tuple[Tensor | None, ...]], *, retain_graph: bool) -> list[Message]:
@@ -173,8 +171,7 @@ class Step:
         for run in self._runs.values():
             run.aliases.take_gradients()  # a backward that wanted some parameters only left the others' gradients lying
         sent = [("B", len(self._engine.placement) - 1, [(tensors, None) for tensors in gradients])]
-        peers = self._engine.peers
-        with contextlib.nullcontext() if peers is None else peers.calling("backward"):
+        with self._engine.peers.calling("backward"):
             received = self._run(self._program.others, sent, self._returned, begins=False, retain_graph=retain_graph)
         return received[0] if received else []
 
@@ -192,11 +189,11 @@ class Step:
         """
         stages = len(self._engine.placement)
         sent = [("F", 0, inputs), ("target", stages - 1, targets)]
-        shares = None if self._wanted.everywhere else 1
+        shared = None if self._options.everywhere else 1
         if not self._context.grad:
-            return self._run(self._program.forwards, sent, [("F", stages)], begins=True, shares=shares)[0], []
+            return self._run(self._program.forwards, sent, [("F", stages)], begins=True, results_for_all=shared)[0], []
         awaited = [("F", stages), *self._returned]
-        outputs, *returned = self._run(self._program.whole, sent, awaited, begins=True, shares=shares)
+        outputs, *returned = self._run(self._program.whole, sent, awaited, begins=True, results_for_all=shared)
         return outputs, returned[0] if returned else []
 
     def take_gradients(self, stage: int, *, keep: bool = False) -> list[Tensor | None]:
@@ -222,7 +219,7 @@ class Step:
         *,
         begins: bool,
         retain_graph: bool = False,
-        shares: int | None = 0,
+        results_for_all: int | None = 0,
     ) -> list[list[Message]]:
         """Runs the workers once.
 
@@ -232,12 +229,12 @@ class Step:
             awaited: what comes out, addressed as if to an action of that kind and stage.
             begins: this is the mini-batch's first run, in which layers go forward.
             retain_graph: whether the graphs are needed once more.
-            shares: how many of the tensors that leave the last stage are wanted in all processes; None: all.
+            results_for_all: see `RunSpec`.
 
         Returns:
             For each of `awaited`, the messages of all micro-batches.
         """
-        engine, recorder = self._engine, self._wanted.recorder
+        engine, recorder = self._engine, self._options.recorder
         if not engine.workers.alive:
             raise RuntimeError(
                 "this mini-batch went forward before the process was forked, and its workers' threads stayed behind; "
@@ -245,16 +242,20 @@ class Step:
             )
         engine.workers.refuse_own_thread()
         micro_batches = self._program.schedule.micro_batches
-        local = LocalTransport(engine.placement, engine.links)
-        transport: Transport = local
-        if engine.peers is not None:
-            differentiates = orders is not self._program.forwards
-            scaler = self._wanted.scaler if differentiates else None
-            spec = RunSpec(self._runs, engine.placement, engine.skips, micro_batches, shares, differentiates, scaler)
-            transport = engine.peers.transport(local, spec)
+        differentiates = orders is not self._program.forwards
+        spec = RunSpec(
+            self._runs,
+            engine.placement,
+            engine.links,
+            engine.skips,
+            micro_batches,
+            results_for_all,
+            differentiates,
+            self._options.scaler if differentiates else None,
+        )
+        transport = engine.peers.transport(spec)
         failure = Failure(transport.stop)
-        if engine.peers is not None:
-            engine.peers.during(failure)
+        engine.peers.during(failure)
         jobs = self._jobs(orders, transport, failure, begins=begins, retain_graph=retain_graph)
         # A context can be entered once at a time only, and each worker needs the caller's variables: copies.
         calls = [functools.partial(contextvars.copy_context().run, job) for job in jobs]
@@ -280,16 +281,13 @@ class Step:
             note_memory(failure.error, list(engine.stages.values()), list(self._runs.values()))
             for run in self._runs.values():
                 run.clear()
-            if engine.peers is not None:
-                failure.explain(engine.peers.explained)
+            failure.explain(engine.peers.explained)
             failure.raise_first()
         if recorder is not None:
             if begins:  # not before: a mini-batch that failed is no measurement
-                recorder.begin(self._wanted.number, self._program.schedule, loss_outside=self._loss is None)
+                recorder.begin(self._options.number, self._program.schedule, loss_outside=self._loss is None)
             intervals = [interval for job in jobs for interval in job.recorded()]
-            if engine.peers is not None:
-                intervals = engine.peers.shared(engine.workers, intervals)
-            recorder.add(self._wanted.number, intervals)
+            recorder.add(self._options.number, engine.peers.all_intervals(intervals))
         for device in engine.devices.values():
             device.hand_over(())
         received = []
@@ -310,16 +308,17 @@ class Step:
             context=self._context if begins and not self._context.is_usual else None,
             modes=modes,
             turn=threading.Lock() if modes else None,
-            starting=None if engine.peers is None else engine.peers.starting,
+            starting=engine.peers.starting,
         )
         jobs = []
+        recorded = self._options.recorder is not None
         for worker, device in engine.devices.items():
             runs, order, endpoint = self._runs_of(worker), orders[worker], transport.endpoints[worker]
             stream = None
             if any(run.draws for run in runs.values()):
                 seeder = device.random_seeder() if self._key.drawn else None
                 stream = RandomStream(self._key, seeder, engine.random_guards.get(device.device))
-            job = WorkerRun(worker, runs, order, device, conditions, stream, recorded=self._wanted.recorder is not None)
+            job = WorkerRun(worker, runs, order, device, conditions, stream, recorded=recorded)
             turn = conditions.turn
             job.connect(endpoint if turn is None else TakingTurns(endpoint, turn), retain_graph=retain_graph)
             jobs.append(job)

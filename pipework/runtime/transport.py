@@ -1,9 +1,9 @@
-"""How a value goes from the action that makes it to the action that needs it.
+"""Transports: they carry values from the action that computes them to the action that needs them.
 
-A message is addressed to the action that consumes it: `("F", 2, 5)` is what the forward of stage 2 on micro-batch 5
-waits for. The outside, the thread that called the pipe, takes part under the stage numbers -1 and `stages`: it sends
-the inputs to stage 0 and receives the outputs behind the last stage. Nothing here knows a schedule, and the loop
-knows nothing of queues: a transport between processes has the same two calls.
+A message is addressed to the action that consumes it: the forward of stage 2 on micro-batch 5 waits for the message to
+`("F", 2, 5)`. The thread that called the pipe has the stage numbers -1 and `stages`: it sends the inputs to stage 0 and
+receives the outputs of the last stage. A transport knows no schedule, and the loop knows no queues. A transport between
+processes has the same interface.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from pipework.runtime.device import Link
     from pipework.schedule import Action
 
-    # Tensors, and what the receiver must know of them: mostly the structure around them (None: a single tensor).
+    # Tensors, and mostly their structure (None: a single tensor).
     Message: TypeAlias = tuple[tuple[Any, ...], Any]
     Inbox: TypeAlias = SimpleQueue[Any]
     # send(micro_batch, tensors, structure)
     Send: TypeAlias = Callable[[int, tuple[Tensor | None, ...], Any], None]
 
 
-# Put into an inbox it wakes a worker that waits for a value which will never come.
+# Put into an inbox to wake a worker that waits for a value that will not come.
 WAKE_UP = None
 
 Address = tuple[str, int, int]  # an action's kind, stage and micro-batch
@@ -39,17 +39,17 @@ class Endpoint(Protocol):
     """One worker's side of a transport."""
 
     def sender(self, kind: str, stage: int) -> Send:
-        """A function that sends to the actions of that kind and stage. It never waits for the receiver."""
+        """Returns a function that sends to the actions of that kind and stage. It never waits for the receiver."""
 
     def receive(self, address: Address) -> Message:
         """Waits for the value addressed to this action. Raises `Stopped` when another worker has failed."""
 
     @property
     def handlers(self) -> Mapping[str, Callable[[Action], None]]:
-        """What the worker is to do at actions of these kinds, if its schedule says what is transferred when."""
+        """By kind, the functions for communication actions, if the schedule has any."""
 
     def finish(self) -> None:
-        """Called on the worker's thread after its last action, unless something has failed."""
+        """Called on the worker's thread after its last action, unless an action has failed."""
 
 
 class Transport(Protocol):
@@ -57,26 +57,26 @@ class Transport(Protocol):
 
     @property
     def endpoints(self) -> Mapping[int, Endpoint]:
-        """One for each worker of this process, by its number."""
+        """The endpoints of this process, by the number of the worker."""
 
     @property
     def outside(self) -> Endpoint:
-        """That of the thread that called the pipe."""
+        """The endpoint of the thread that called the pipe."""
 
     def stop(self) -> None:
         """Wakes every worker that waits: it raises `Stopped`."""
 
     def close(self) -> None:
-        """After the run: lets go of the mini-batch."""
+        """After the run: drops everything of the mini-batch."""
 
 
 class LocalEndpoint:
     """An endpoint within one process: messages are handed over by reference through one queue per worker.
 
     Args:
-        inbox: what is sent to this worker.
-        inboxes: for each stage the queue of its worker, and the outside's queue behind the last.
-        links: for each stage how a tensor gets there; None: it can simply be passed on.
+        inbox: the queue of this worker.
+        inboxes: for each stage the queue of its worker, and last the queue of the calling thread.
+        links: for each stage the link that copies to its device; None: tensors are passed by reference.
     """
 
     __slots__ = ("_inboxes", "_links", "_pending", "inbox")
@@ -88,7 +88,7 @@ class LocalEndpoint:
         self._pending: dict[Address, tuple[Message, Callable[[], None] | None]] = {}
 
     def sender(self, kind: str, stage: int) -> Send:
-        """See `Endpoint.sender`; a copy to another device starts at once and overlaps with what the receiver does."""
+        """See `Endpoint.sender`; a copy to another device starts at once and overlaps with computation."""
         outside = len(self._inboxes) - 1
         place = stage if 0 <= stage < outside else outside
         put, link = self._inboxes[place].put, self._links[place]
@@ -97,7 +97,7 @@ class LocalEndpoint:
             put(((kind, stage, micro_batch), (tensors, structure), None))
 
         if place < outside and self._inboxes[place] is self.inbox:
-            # To another stage of the same worker, which takes it from where early messages lie.
+            # To another stage of the same worker, which looks among the early messages first.
             pending = self._pending
 
             def keep(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Any) -> None:
@@ -114,7 +114,7 @@ class LocalEndpoint:
         return send_through_link
 
     def receive(self, address: Address) -> Message:
-        """See `Endpoint.receive`. What arrives for later actions meanwhile is kept."""
+        """See `Endpoint.receive`. Messages to later actions are kept."""
         pending = self._pending
         early = pending.pop(address, None)
         if early is not None:
@@ -134,7 +134,7 @@ class LocalEndpoint:
 
     @property
     def handlers(self) -> Mapping[str, Callable[[Action], None]]:
-        """See `Endpoint.handlers`: values are sent as they are made."""
+        """See `Endpoint.handlers`: values are sent when they are computed, so there are none."""
         return {}
 
     def finish(self) -> None:
@@ -144,13 +144,13 @@ class LocalEndpoint:
 class LocalTransport:
     """The endpoints of one run in one process, connected.
 
-    Made anew for each run, so that nothing stale can ever be received. Endpoints know each other's queues only: a cycle
-    would keep a failed run's tensors alive.
+    A new one is made for each run, so that no message of an earlier run is received. Endpoints refer only to queues and
+    not to each other: a reference cycle would keep a failed run's tensors alive.
 
     Args:
         placement: the worker of each stage.
-        links: how a tensor gets from one worker's device to another's (None or missing: it can simply be passed on);
-            from `(w, w)` for what the caller sends to worker w.
+        links: by pair of workers, the link between their devices (None or missing: tensors are passed by reference);
+            `(w, w)` has the link from the caller to worker w.
     """
 
     def __init__(self, placement: tuple[int, ...], links: Mapping[tuple[int, int], Link | None]) -> None:
@@ -175,4 +175,4 @@ class LocalTransport:
             inbox.put(WAKE_UP)
 
     def close(self) -> None:
-        """See `Transport.close`: nothing of it is known here."""
+        """See `Transport.close`: there is nothing to drop."""

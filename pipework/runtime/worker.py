@@ -1,4 +1,4 @@
-"""What one worker does in one run: its list of actions, under the conditions of whoever called."""
+"""A worker in one run: executes its list of actions, under the modes and settings of the caller."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunConditions:
-    """What holds for all workers of a run.
+    """Conditions that all workers of a run share.
 
     Attributes:
-        failure: where the first exception is kept.
-        context: the caller's settings for the layers; None: the usual ones, or the run begins after the forward.
+        failure: keeps the first exception.
+        context: the caller's settings for the layers; None: the default ones, or the run begins after the forward.
         modes: the caller's modes.
-        turn: held by the one worker that computes, if there are modes; None: workers need not take turns.
-        starting: told of each action that is about to begin; None: nobody wants to know.
+        turn: held by the one worker that computes, if there are modes; None: workers compute at the same time.
+        starting: called before each action; None: not needed.
     """
 
     failure: Failure
@@ -45,16 +45,16 @@ class RunConditions:
 
 
 class WorkerRun:
-    """One worker's list of actions, ready to be called on its thread.
+    """One worker's list of actions, ready to be executed on its thread.
 
     Args:
         worker: its number.
         runs: the worker's stages.
         order: the actions.
         device: the worker's.
-        conditions: what holds for all workers.
-        stream: where the worker's random numbers come from; None: its layers draw none.
-        recorded: whether somebody wants to know when what was done.
+        conditions: those of all workers.
+        stream: the source of the worker's random numbers; None: its layers draw none.
+        recorded: whether actions are recorded with their times.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class WorkerRun:
             )
 
     def __call__(self) -> None:
-        """Executes the actions; what goes wrong is kept in the failure."""
+        """Executes the actions; the failure keeps an exception."""
         try:
             with contextlib.ExitStack() as stack:
                 conditions = self._conditions
@@ -133,7 +133,7 @@ class WorkerRun:
             run.disconnect()
 
     def recorded(self) -> list[Interval]:
-        """What was done and when, in seconds and bytes."""
+        """The recorded actions, in seconds and bytes."""
         seconds = self._clock.seconds
         return [
             Interval(self._worker, action, seconds(start), seconds(end), most, held=held, sent=sent)

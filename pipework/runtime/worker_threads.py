@@ -1,4 +1,4 @@
-"""The threads that execute actions in one process: one per worker, idle between mini-batches, gone with their pipe."""
+"""The threads that execute actions in one process: one per worker, idle between mini-batches, ended with their pipe."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
     from pipework.runtime.device import WorkerDevice
 
-# Seconds for which the caller waits at a stretch. The system may hand a signal to any thread; what Python does about it
-# is done by the main thread, which a signal to another one does not wake.
+# Seconds after which the waiting caller wakes up. The system may deliver a signal to any thread. Python handles it in
+# the main thread, which a signal to another thread does not wake.
 _PULSE = 0.2
 
 
 class WorkerThreads:
     """A thread for each device of a pipe.
 
-    The threads know their queue and their device, never the pipe, so that dropping the pipe ends them.
+    The threads refer to their queue and their device but not to the pipe, so they end when the pipe is dropped.
 
     Args:
         devices: one for each worker.
@@ -45,11 +45,11 @@ class WorkerThreads:
 
     @property
     def alive(self) -> bool:
-        """False in a process that was forked off after the threads had been started: threads are not copied."""
+        """False in a process that was forked after the threads were started: a fork copies no threads."""
         return self._process == os.getpid()
 
     def refuse_own_thread(self) -> None:
-        """Raises a RuntimeError on one of these threads, which would wait for itself for ever."""
+        """Raises a RuntimeError if the caller is one of these threads, which would wait for itself forever."""
         if threading.current_thread() in self._threads:
             raise RuntimeError(
                 "a layer of a pipe has called that pipe, or a backward of it, from inside: its workers are busy with "
@@ -59,8 +59,8 @@ class WorkerThreads:
     def run(self, jobs: Sequence[Callable[[], None]], interrupted: Callable[[BaseException], None]) -> None:
         """Runs one job on each worker and waits until all have ended. Jobs must not raise.
 
-        The caller may be interrupted (Ctrl-C) between any two instructions. So what has happened is kept as state that
-        can be looked at again, never as a message that is lost if the interruption comes just after it was taken.
+        The caller may be interrupted (Ctrl-C) between any two instructions. So progress is kept as state that can be
+        read again: a message would be lost if the interruption came just after it was taken.
 
         Args:
             jobs: one for each worker.
@@ -85,7 +85,8 @@ class WorkerThreads:
             except BaseException as error:
                 interruption = error
         if self._share != share:
-            # Intra-op threads are each thread's own, but what a worker sets is also what threads born later start with.
+            # The number of intra-op threads is set for each thread, but threads that are started later take the number
+            # that a worker has set.
             torch.set_num_threads(threads)
             self._share = share
         if interruption is not None:
@@ -93,7 +94,7 @@ class WorkerThreads:
 
 
 class _Task:
-    """A job on its way through a worker's queue, in which it may be put twice."""
+    """A job in a worker's queue, into which it may be put twice."""
 
     __slots__ = ("_job", "_wake", "ended", "queued", "share")
 
@@ -105,12 +106,12 @@ class _Task:
         self.ended = False
 
     def run(self) -> None:
-        """Runs the job, the first time that it is called."""
+        """Runs the job at the first call, and does nothing at later ones."""
         job, self._job = self._job, None
         if job is None:
             return
         job()
-        # Whoever waits may drop the mini-batch and expect its memory back at once: no reference may linger here.
+        # The caller may drop the mini-batch and need its memory at once, so no reference may stay here.
         del job
         self.ended = True
         self._wake.put(None)
@@ -120,12 +121,12 @@ def _serve(queue: SimpleQueue[Any], device: WorkerDevice) -> None:
     device.enter_thread()
     share = 0
     with torch.autograd.set_multithreading_enabled(False):
-        # A backward must run on the worker that calls it: the engine's thread of a device is one for all, and
-        # workers would wait for each other.
+        # A backward must run on the worker that calls it. The engine has one thread per device, for which workers would
+        # wait.
         while (task := queue.get()) is not None:
             if task.share != share:
                 share = task.share
-                torch.get_num_threads()  # a thread's first question would overwrite what was set before it
+                torch.get_num_threads()  # the first call on a thread resets the number, so it comes before the set
                 torch.set_num_threads(share)
             task.run()
             del task

@@ -1,4 +1,4 @@
-"""One plain file of the un-partitioned model, from a checkpoint of any number of stages."""
+"""Converts a checkpoint of any number of stages to one file of the un-partitioned model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipework.saving import steps
-from pipework.saving.files import check_sealed, sync_directory
+from pipework.saving.files import sync_directory, verify_file
 from pipework.saving.manifest import model_file, read_manifest
 from pipework.saving.tensor_files import open_tensors, write_by_name
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Converted(NamedTuple):
-    """What was written: how many tensors, how many bytes, and of which step."""
+    """The number of tensors and bytes written, and the step that they are of."""
 
     tensors: int
     bytes: int
@@ -33,12 +33,12 @@ def convert(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, 
     Args:
         checkpoint: the directory of a step.
         out: the file.
-        force: replace a file that is there, once all is written.
+        force: replace an existing file, once the new one is complete.
 
     Raises:
         ImportError: safetensors is not installed.
-        ValueError: it is not the directory of a step.
-        FileExistsError: the file is there already; nothing was changed.
+        ValueError: `checkpoint` is not the directory of a step.
+        FileExistsError: the file exists; nothing was changed.
         OSError: the checkpoint is damaged, or the file cannot be written.
 
     Example:
@@ -67,7 +67,7 @@ def convert(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, 
         raise ValueError(f"{source} is not the directory of a complete checkpoint: {which}")
     manifest = read_manifest(source)
     for stage in manifest.stages:
-        check_sealed(source / model_file(stage.stage), manifest.seal(model_file(stage.stage)))
+        verify_file(source / model_file(stage.stage), manifest.checksum(model_file(stage.stage)))
     partial = target.with_name(target.name + ".tmp")
     with contextlib.ExitStack() as files:
         stage_of = {name: stage for stage in manifest.stages for name in stage.tensors}

@@ -1,4 +1,4 @@
-"""Files that are on the disk when a call returns, and that are known again by their checksum."""
+"""Files that are on the disk when a call returns, and their checksums."""
 
 from __future__ import annotations
 
@@ -14,45 +14,48 @@ if TYPE_CHECKING:
 _PIECE = 1 << 24  # bytes that are hashed and written at a time
 
 
-class Seal(NamedTuple):
-    """By what a file is known again."""
+class Checksum(NamedTuple):
+    """Size and SHA-256 of a file."""
 
     bytes: int
     sha256: str
 
 
 class DamagedError(OSError):
-    """A file of a checkpoint is not what was written; the message names the file and says why."""
+    """A file of a checkpoint differs from what was written; the message names the file and the reason."""
+
+    __module__ = "pipework.saving"  # the public name, for tracebacks
 
 
 class UnfitError(ValueError):
-    """A checkpoint is whole, and of something else than what it is to be loaded into."""
+    """An intact checkpoint does not fit the pipe or the optimizer."""
+
+    __module__ = "pipework.saving"
 
 
 @contextlib.contextmanager
-def making_sense(file: str) -> Iterator[None]:
-    """Where the content of a file is taken apart: its checksum may be right, and it may still make no sense.
+def parsing(file: str) -> Iterator[None]:
+    """A context in which the content of a file is parsed. A file with the right checksum may still be invalid.
 
     Raises:
-        DamagedError: it does not.
+        DamagedError: the content is invalid.
 
     Example:
-        >>> with making_sense("training.json"):
+        >>> with parsing("training.json"):
         ...     {}["random"]
         Traceback (most recent call last):
-        pipework.saving.files.DamagedError: training.json: it makes no sense (KeyError: 'random')
+        pipework.saving.DamagedError: training.json: its content is invalid (KeyError: 'random')
     """
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{file}: it makes no sense ({type(error).__name__}: {error})") from error
+        raise DamagedError(f"{file}: its content is invalid ({type(error).__name__}: {error})") from error
 
 
-def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Seal:
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Checksum:
     """Writes a file and waits until it is on the disk.
 
-    Not through a file object: what `os.write` takes is all that there is, so that nothing is left in a buffer that
-    could fail when it is closed.
+    It calls `os.write` instead of a file object, whose buffer could fail to be written when it is closed.
     """
     digest, size = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
@@ -68,11 +71,11 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Seal:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return Seal(size, digest.hexdigest())
+    return Checksum(size, digest.hexdigest())
 
 
 def sync_directory(path: Path) -> None:
-    """Waits until the names in a directory are on the disk, without which a renamed file may be gone after a crash."""
+    """Waits until the names in a directory are on the disk. Otherwise a crash may undo a rename."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -81,39 +84,39 @@ def sync_directory(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes a small file that is there with its whole content, or not at all."""
+    """Writes a small file atomically: a crash leaves the old content or the new one."""
     partial = path.with_name(path.name + ".tmp")
     write_file(partial, [content])
     os.rename(partial, path)
     sync_directory(path.parent)
 
 
-def seal_of(content: bytes) -> Seal:
-    """The seal of what was read or is to be written.
+def checksum_of(content: bytes) -> Checksum:
+    """The checksum of a content.
 
     Example:
-        >>> seal_of(b"").bytes, seal_of(b"").sha256[:8]
+        >>> checksum_of(b"").bytes, checksum_of(b"").sha256[:8]
         (0, 'e3b0c442')
     """
-    return Seal(len(content), hashlib.sha256(content).hexdigest())
+    return Checksum(len(content), hashlib.sha256(content).hexdigest())
 
 
-def read_sealed(path: Path, seal: Seal) -> bytes:
-    """The content of a small file.
+def read_verified(path: Path, wanted: Checksum) -> bytes:
+    """The content of a small file with this checksum.
 
     Raises:
-        DamagedError: it is not there, or not what was sealed.
+        DamagedError: the file is missing or has another checksum.
     """
     content = read_small(path)
-    _compare(path, seal_of(content), seal)
+    _compare(path, checksum_of(content), wanted)
     return content
 
 
 def read_small(path: Path) -> bytes:
-    """The content of a small file, whatever it is.
+    """The content of a small file.
 
     Raises:
-        DamagedError: it cannot be read.
+        DamagedError: the file cannot be read.
     """
     try:
         return path.read_bytes()
@@ -121,34 +124,34 @@ def read_small(path: Path) -> bytes:
         raise unreadable(path, error) from error
 
 
-def check_sealed(path: Path, seal: Seal) -> None:
-    """Looks through a large file, a piece at a time.
+def verify_file(path: Path, wanted: Checksum) -> None:
+    """Compares a large file with its checksum, without having it in memory.
 
     Raises:
-        DamagedError: it is not there, or not what was sealed.
+        DamagedError: the file is missing or has another checksum.
     """
     try:
         size = path.stat().st_size
-        if size != seal.bytes:
-            _compare(path, Seal(size, ""), seal)
+        if size != wanted.bytes:
+            _compare(path, Checksum(size, ""), wanted)
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except DamagedError:
         raise
     except OSError as error:
         raise unreadable(path, error) from error
-    _compare(path, Seal(size, found), seal)
+    _compare(path, Checksum(size, found), wanted)
 
 
 def unreadable(path: Path, error: BaseException) -> DamagedError:
-    """What to raise where a file cannot be read."""
+    """The error for a file that cannot be read."""
     if isinstance(error, FileNotFoundError):
         return DamagedError(f"{path.name}: it is missing")
     reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
     return DamagedError(f"{path.name}: it cannot be read ({reason})")
 
 
-def _compare(path: Path, found: Seal, wanted: Seal) -> None:
+def _compare(path: Path, found: Checksum, wanted: Checksum) -> None:
     if found.bytes != wanted.bytes:
         raise DamagedError(f"{path.name}: it has {found.bytes} bytes, and {wanted.bytes} were written")
     if found.sha256 != wanted.sha256:

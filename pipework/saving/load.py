@@ -1,4 +1,4 @@
-"""Loading: the newest checkpoint that is whole on every rank, read and compared before anything is changed."""
+"""Loads the newest checkpoint that every rank can read. Nothing changes before all of it was read and checked."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipework.saving import steps
+from pipework.saving.collective import MeshCoordinate, process_group_of, run_on_all_ranks
 from pipework.saving.files import DamagedError
 from pipework.saving.manifest import COMPLETE
 from pipework.saving.optimizer import check_optimizer
 from pipework.saving.random_states import random_states, set_random_states
-from pipework.saving.ranks import Seat, ranks_of, together
-from pipework.saving.reading import Content, Others, Target, read_content
+from pipework.saving.reading import GatheredInfo, LoadedState, Target, read_checkpoint
 from pipework.saving.stages import stages_of
 from pipework.saving.tensor_files import require_safetensors
-from pipework.saving.training import POSITION, RANDOM, Packed
+from pipework.saving.training import POSITION, RANDOM, TrainingState
 
 if TYPE_CHECKING:
     import os
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     import pipework
-    from pipework.saving.ranks import Ranks
+    from pipework.backend import ProcessGroupView
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was loaded.
+    """A checkpoint that was loaded.
 
     Attributes:
         path: the directory of the checkpoint.
-        step: how many steps were done.
-        data_position: what was given when it was saved, by this process or else in its replica.
+        step: the number of steps that were done.
+        data_position: the value that was saved by this process, or else by the first process of its replica.
     """
 
     path: Path
@@ -56,29 +56,28 @@ def load_checkpoint(
     scheduler: Any = None,
     scaler: Any = None,
 ) -> Checkpoint | None:
-    """Goes on from the newest checkpoint in a directory, which any number of stages may have written.
+    """Resumes from the newest checkpoint in a directory. It may be of another number of stages.
 
-    All files that are needed are read and compared with their checksums first. If one is damaged, that is logged as a
-    warning to "pipework", and the checkpoint before is taken. Nothing changes unless everything is there and fits.
-    The random generators of PyTorch, Python and numpy go on where they were, too.
+    All files that are needed are read and compared with their checksums first. If one is damaged, a warning is logged
+    to "pipework", and the previous checkpoint is loaded. Nothing changes unless everything is there and fits. The
+    states of the random generators of PyTorch, Python and numpy are restored, too.
 
     If workers are processes, all of them call this. Each gets the random states, the `data_position` and the states of
-    `scheduler` and `scaler` that it saved itself; those of its replica's first process if the replica has another
-    number of processes now. If there are more replicas than there were, the further ones get all this of replica 0, but
-    for the random states if the script has seeded replicas differently: then they keep their own. With fewer replicas,
-    the last ones' is left out. Another number of replicas is logged as a warning.
+    `scheduler` and `scaler` that it saved; if the number of processes in a replica has changed, each gets those of its
+    replica's first process. If there are more replicas than before, the additional ones get those of replica 0; but
+    if the script has seeded replicas differently, they keep their own random states. If there are fewer, the states of
+    the last ones are not used. A warning is logged if the number of replicas has changed.
 
     Args:
-        directory: of the run's checkpoints; or that of one of them, which is then the only one to be taken.
-        pipe: gets the parameters and buffers. Layers on the meta device get memory with them: they need not be
-            initialised.
-        optimizer: gets its state, with the options of its groups such as the learning rate. None: what the checkpoint
-            has of one is left alone, as are `scheduler` and `scaler` if they are None.
+        directory: of the run's checkpoints; or the directory of one checkpoint, which is then the only candidate.
+        pipe: gets the parameters and buffers. Layers on the meta device get memory, and need not be initialised.
+        optimizer: gets its state, and the options of its groups such as the learning rate. None: the optimizer's state
+            in the checkpoint is not read. The same holds for `scheduler` and `scaler`.
         scheduler: gets its state by `load_state_dict()`.
         scaler: likewise.
 
     Returns:
-        What was loaded; None if the directory has no checkpoint, so that a script can call this whenever it starts.
+        The checkpoint that was loaded; None if the directory has none, so that a script can call this at every start.
 
     Raises:
         ImportError: safetensors is not installed; the extra `checkpoint` brings it.
@@ -99,35 +98,38 @@ def load_checkpoint(
         None
         12
     """
-    ranks = ranks_of(pipe)
+    group = process_group_of(pipe)
     place = Path(directory)
-    target, said = together(
-        ranks,
+    target, gathered = run_on_all_ranks(
+        group,
         "prepare to load",
         lambda: _target(pipe, optimizer, {"scheduler": scheduler, "scaler": scaler}),
-        say=lambda target: {"names": list(target.kinds), "random": Packed.of({RANDOM: random_states()}).digests},
+        share=lambda target: {
+            "names": list(target.kinds),
+            "random": TrainingState.of({RANDOM: random_states()}).digests,
+        },
     )
-    seat = Seat.of(ranks)
-    others = Others(
-        seat,
-        {name for each in said for name in each["names"]},
-        alike=all(each["random"] == said[0]["random"] for each in said[:: seat.workers]),
+    coordinate = MeshCoordinate.of(group)
+    info = GatheredInfo(
+        coordinate,
+        {name for each in gathered for name in each["names"]},
+        same_random=all(each["random"] == gathered[0]["random"] for each in gathered[:: coordinate.workers]),
     )
-    candidates = together(
-        ranks, "list the checkpoints", lambda: _candidates(place) if ranks.rank == 0 else [], say=lambda found: found
-    ).said[0]
+    candidates = run_on_all_ranks(
+        group, "list the checkpoints", lambda: _candidates(place) if group.rank == 0 else [], share=lambda found: found
+    ).shared[0]
     damaged: list[str] = []
     for name in candidates:
         path = place / name
-        content = _read(ranks, path, target, others, damaged)
+        content = _read(group, path, target, info, damaged)
         if content is not None:
-            _take_over(ranks, pipe, target, content)
-            logging.getLogger("pipework").info("going on from %s", path)
-            for level, note in content.notes if ranks.rank == 0 else []:
+            _take_over(group, pipe, target, content)
+            logging.getLogger("pipework").info("resuming from %s", path)
+            for level, note in content.notes if group.rank == 0 else []:
                 logging.getLogger("pipework").log(level, "%s: %s", path, note)
             return Checkpoint(path, content.step, content.training[POSITION])
     if damaged:
-        raise OSError("\n".join([f"no checkpoint in {place} is whole; restore one of", *damaged]))
+        raise OSError("\n".join([f"no checkpoint in {place} is intact; restore one of", *damaged]))
     return None
 
 
@@ -159,18 +161,20 @@ def _candidates(place: Path) -> list[str]:
     return [path.name for path in found if steps.is_complete(path)]
 
 
-def _read(ranks: Ranks, path: Path, target: Target, others: Others, damaged: list[str]) -> Content | None:
-    """Reads what this rank needs; None if what one of the ranks needs is damaged, which is noted."""
+def _read(
+    group: ProcessGroupView, path: Path, target: Target, info: GatheredInfo, damaged: list[str]
+) -> LoadedState | None:
+    """Reads what this rank needs. None: a file that some rank needs is damaged, which is appended to `damaged`."""
 
-    def read() -> tuple[Content | None, str]:
+    def read() -> tuple[LoadedState | None, str]:
         try:
-            return read_content(path, target, others), ""
+            return read_checkpoint(path, target, info), ""
         except DamagedError as error:
             return None, str(error)
 
-    (content, _), faults = together(ranks, f"load {path}", read, say=lambda result: result[1])
+    (content, _), faults = run_on_all_ranks(group, f"load {path}", read, share=lambda result: result[1])
     seen = [
-        f"{each} (seen by rank {ranks.everyone[rank]})" if ranks.size > 1 else each
+        f"{each} (seen by rank {group.everyone[rank]})" if group.size > 1 else each
         for rank, each in enumerate(faults)
         if each
     ]
@@ -181,20 +185,20 @@ def _read(ranks: Ranks, path: Path, target: Target, others: Others, damaged: lis
     return None
 
 
-def _copy(target: Target, content: Content) -> None:
+def _copy(target: Target, content: LoadedState) -> None:
     with torch.no_grad():
         for tensors in target.stages.values():
             for name, tensor in tensors.items():
                 tensor.copy_(content.tensors[name])
 
 
-def _take_over(ranks: Ranks, pipe: pipework.Pipe, target: Target, content: Content) -> None:
-    """Changes everything, or nothing: first what may refuse its state and can be undone, then the plain copies."""
+def _take_over(group: ProcessGroupView, pipe: pipework.Pipe, target: Target, content: LoadedState) -> None:
+    """Changes everything or nothing: first the steps that may fail and can be undone, then the plain copies."""
     undo: list[Callable[[], None]] = []
     with contextlib.ExitStack() as memory:
 
-        def what_may_refuse() -> None:
-            # First of all, as an optimizer puts its state where its parameters lie.
+        def load_states() -> None:
+            # This comes first: an optimizer puts its state on the device of its parameters.
             memory.enter_context(pipe._filling())
             undo.append(functools.partial(set_random_states, random_states()))
             if RANDOM in content.training:
@@ -206,12 +210,12 @@ def _take_over(ranks: Ranks, pipe: pipework.Pipe, target: Target, content: Conte
                 each.load_state_dict(content.training[name])
 
         try:
-            together(ranks, "take over the state", what_may_refuse)
+            run_on_all_ranks(group, "take over the state", load_states)
         except BaseException:
             for step in reversed(undo):
                 step()
             raise
-        together(ranks, "copy what was saved into the layers", functools.partial(_copy, target, content))
-        together(ranks, "initialise what no checkpoint has", memory.close)
+        run_on_all_ranks(group, "copy what was saved into the layers", functools.partial(_copy, target, content))
+        run_on_all_ranks(group, "initialise what no checkpoint has", memory.close)
     if RANDOM in content.training:
-        set_random_states(content.training[RANDOM])  # again, as what was initialised may have drawn
+        set_random_states(content.training[RANDOM])  # again: initialisation may have drawn random numbers

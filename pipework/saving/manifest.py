@@ -1,4 +1,4 @@
-"""The table of contents of a checkpoint: which stage has which tensors, and the seal of every file."""
+"""The table of contents of a checkpoint: the tensors of each stage, and the checksum of every file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 import pipework
-from pipework.saving.files import DamagedError, Seal, UnfitError, read_sealed, read_small, seal_of
+from pipework.saving.files import Checksum, DamagedError, UnfitError, checksum_of, read_small, read_verified
 from pipework.saving.stages import plain_name
 from pipework.saving.tensor_files import Kind
 
@@ -23,11 +23,11 @@ FORMAT: Final = "pipework checkpoint"
 VERSION: Final = 1
 MANIFEST: Final = "manifest.json"
 COMPLETE: Final = "COMPLETE"
-TRAINING: Final = "training"  # of the whole run: the scheduler, random numbers
+TRAINING: Final = "training"  # the states of the scheduler and the scaler, random states, the data position
 
 
 def model_file(stage: int) -> str:
-    """Where a stage's parameters and buffers are.
+    """The file of a stage's parameters and buffers.
 
     Example:
         >>> model_file(3)
@@ -37,12 +37,12 @@ def model_file(stage: int) -> str:
 
 
 def optimizer_files(stage: int) -> tuple[str, str]:
-    """Where the state of a stage's optimizer is: its tensors, and all else."""
+    """The files of the optimizer's state of a stage: for tensors and for JSON."""
     return f"optimizer-stage-{stage:05d}.safetensors", f"optimizer-stage-{stage:05d}.json"
 
 
 def training_files(rank: int) -> tuple[str, str]:
-    """Where the state of the run is that a rank wrote: its tensors, and all else.
+    """The files of the training state of a rank: for tensors and for JSON.
 
     Example:
         >>> training_files(0), training_files(2)[1]
@@ -54,14 +54,14 @@ def training_files(rank: int) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class SavedStage:
-    """What was saved of a stage.
+    """The contents of a saved stage.
 
     Attributes:
         stage: its number.
-        rank: which process wrote it.
-        tensors: all names and what is under them.
-        aliases: from the further names of a tensor to the one that it has in the file.
-        optimizer: whether there is a state of an optimizer.
+        rank: the process that wrote it.
+        tensors: dtype and shape by name.
+        aliases: maps additional names of a tensor to its name in the file.
+        optimizer: whether the optimizer's state was saved.
     """
 
     stage: int
@@ -82,7 +82,7 @@ class SavedStage:
 
     @classmethod
     def from_json(cls, value: Any) -> SavedStage:
-        """The same from a JSON value; what was compiled where it was written has its plain name, too."""
+        """From a JSON value. Names that `torch.compile` made become plain names."""
         kinds = {
             str(name): Kind(str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in value["tensors"].items()
         }
@@ -102,18 +102,18 @@ class Manifest:
     """The table of contents.
 
     Attributes:
-        step: when it was saved.
+        step: the number of steps that were done.
         ranks: how many processes wrote it.
-        replicas: how many equal pipes they were.
+        replicas: how many replicas of the pipe they held.
         stages: in order.
-        files: the seals by name.
+        files: the checksums by name.
     """
 
     step: int
     ranks: int
     replicas: int
     stages: tuple[SavedStage, ...]
-    files: Mapping[str, Seal]
+    files: Mapping[str, Checksum]
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
@@ -125,17 +125,17 @@ class Manifest:
             "ranks": self.ranks,
             "replicas": self.replicas,
             "stages": [stage.to_json() for stage in self.stages],
-            "files": {name: seal._asdict() for name, seal in sorted(self.files.items())},
+            "files": {name: checksum._asdict() for name, checksum in sorted(self.files.items())},
         }
         return json.dumps(value, indent=1).encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
-        """The same from the content of a file.
+        """From the content of the file.
 
         Raises:
-            DamagedError: it is no manifest.
-            UnfitError: its format is newer than this version of pipework.
+            DamagedError: the content is no manifest.
+            UnfitError: the format is newer than this version of pipework.
         """
         try:
             value = json.loads(content)
@@ -159,21 +159,21 @@ class Manifest:
                 ranks,
                 replicas,
                 tuple(SavedStage.from_json(stage) for stage in value["stages"]),
-                {name: Seal(int(seal["bytes"]), str(seal["sha256"])) for name, seal in value["files"].items()},
+                {name: Checksum(int(each["bytes"]), str(each["sha256"])) for name, each in value["files"].items()},
             )
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise _no_manifest(error) from error
 
     @property
     def tensors(self) -> dict[str, Kind]:
-        """What is under each name, of all stages."""
+        """Dtype and shape by name, of all stages."""
         return {name: kind for stage in self.stages for name, kind in stage.tensors.items()}
 
-    def seal(self, file: str) -> Seal:
-        """The seal of a file that should be there.
+    def checksum(self, file: str) -> Checksum:
+        """The checksum of a file.
 
         Raises:
-            DamagedError: the manifest does not know it.
+            DamagedError: the manifest does not list the file.
         """
         if file not in self.files:
             raise DamagedError(f"{MANIFEST}: it does not list {file}")
@@ -186,38 +186,38 @@ class Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint that was completed.
+    """The manifest of a complete checkpoint.
 
     Raises:
-        DamagedError: it is not what was completed.
+        DamagedError: its checksum is not the one in the file COMPLETE.
         UnfitError: its format is newer than this version of pipework.
     """
     mark, content = read_small(directory / COMPLETE), read_small(directory / MANIFEST)
     if mark != completion(content):
-        raise DamagedError(f"{MANIFEST}: it is not the one that {COMPLETE} stands for (another SHA-256)")
+        raise DamagedError(f"{MANIFEST}: its SHA-256 is not the one in {COMPLETE}")
     return Manifest.from_bytes(content)
 
 
 def completion(manifest: bytes) -> bytes:
     """The content of the file that marks a checkpoint as complete."""
-    return seal_of(manifest).sha256.encode() + b"\n"
+    return checksum_of(manifest).sha256.encode() + b"\n"
 
 
 def read_json(directory: Path, manifest: Manifest, file: str) -> Any:
     """The value in a JSON file.
 
     Raises:
-        DamagedError: it is not what was written.
+        DamagedError: the file is missing, has another checksum or is no JSON.
     """
-    content = read_sealed(directory / file, manifest.seal(file))
+    content = read_verified(directory / file, manifest.checksum(file))
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{file}: this is no JSON ({error})") from error
+        raise DamagedError(f"{file}: its content is no JSON ({error})") from error
 
 
 def _no_manifest(error: Exception) -> DamagedError:
-    return DamagedError(f"{MANIFEST}: this is no manifest of a checkpoint ({type(error).__name__}: {error})")
+    return DamagedError(f"{MANIFEST}: its content is no manifest of a checkpoint ({type(error).__name__}: {error})")
 
 
 def _libraries() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The state of an optimizer by names of parameters, which mean the same however the layers are cut into stages."""
+"""The state of an optimizer by names of parameters, which do not depend on how the layers are cut into stages."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipework.saving.files import UnfitError, making_sense
+from pipework.saving.files import UnfitError, parsing
 from pipework.saving.stages import listed, plain_name
-from pipework.values.packing import pack, unpack
+from pipework.saving.tensor_files import NamedTensors
+from pipework.values.json_codec import JsonCodec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -21,29 +22,29 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Part:
-    """What belongs to one stage: for a file of JSON and for one of tensors."""
+class OptimizerShard:
+    """The optimizer's state of one stage, to be written as a JSON file and a file of tensors."""
 
     kind: str
     groups: list[dict[str, Any]] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: NamedTensors = field(default_factory=NamedTensors)
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON."""
+        """As a JSON value."""
         return {"optimizer": self.kind, "groups": self.groups, "state": self.state}
 
 
 @dataclass(frozen=True)
-class SavedPart:
-    """The same as it was read.
+class SavedOptimizerShard:
+    """The optimizer's state of one stage, as it was read.
 
     Attributes:
-        file: where the JSON is from.
+        file: the name of the JSON file.
         kind: the class of the optimizer.
-        groups: names of parameters and options of each group.
-        state: what is remembered of each parameter.
-        tensor: reads a tensor.
+        groups: the parameters' names and the encoded options of each group.
+        state: the encoded state of each parameter.
+        tensor: reads a tensor by name.
     """
 
     file: str
@@ -53,36 +54,36 @@ class SavedPart:
     tensor: Callable[[str], Tensor]
 
     @staticmethod
-    def of(file: str, value: Any, tensor: Callable[[str], Tensor]) -> SavedPart:
+    def of(file: str, value: Any, tensor: Callable[[str], Tensor]) -> SavedOptimizerShard:
         """From JSON.
 
         Raises:
-            DamagedError: it is something else.
+            DamagedError: the value has another form.
         """
-        with making_sense(file):
+        with parsing(file):
             groups = [
                 ([plain_name(str(name)) for name in each["parameters"]], dict(each["options"]))
                 for each in value["groups"]
             ]
             state = {plain_name(str(name)): dict(remembered) for name, remembered in value["state"].items()}
-            return SavedPart(file, str(value["optimizer"]), groups, state, tensor)
+            return SavedOptimizerShard(file, str(value["optimizer"]), groups, state, tensor)
 
-    def unpacked(self, packed: Any) -> dict[str, Any]:
-        """What some of it stands for.
+    def decoded(self, form: Any) -> dict[str, Any]:
+        """The value of encoded options, or of a parameter's encoded state.
 
         Raises:
-            DamagedError: nothing.
+            DamagedError: the form is malformed.
         """
-        with making_sense(self.file):
-            return dict(unpack(packed, self.tensor))
+        with parsing(self.file):
+            return dict(JsonCodec(get=self.tensor).decode(form))
 
 
-def take_apart(optimizer: Optimizer, stages: Stages) -> dict[int, Part]:
-    """The optimizer's state by stage. A parameter of several stages is in each of them.
+def split_by_stage(optimizer: Optimizer, stages: Stages) -> dict[int, OptimizerShard]:
+    """The optimizer's state by stage. The state of a parameter that several stages share is in each of them.
 
     Raises:
-        TypeError: it is no optimizer of PyTorch's, or remembers something that cannot be saved.
-        UnfitError: it has parameters that are not the pipe's.
+        TypeError: the object is no optimizer of PyTorch's, or its state cannot be saved.
+        UnfitError: the optimizer has parameters that are not the pipe's.
     """
     check_optimizer(optimizer)
     names = {number: _first_names(tensors) for number, tensors in stages.items()}
@@ -92,21 +93,22 @@ def take_apart(optimizer: Optimizer, stages: Stages) -> dict[int, Part]:
     _refuse_unowned(state, parameters)
     parts = {}
     for number, known in names.items():
-        part = parts[number] = Part(type(optimizer).__name__)
+        part = parts[number] = OptimizerShard(type(optimizer).__name__)
+        codec = JsonCodec(put=part.tensors.put)
         for index, group in enumerate(state["param_groups"]):
             members = [known[id(parameters[i])] for i in group["params"] if id(parameters[i]) in known]
-            options = pack(_options(group), f"group {index}", part.tensors)
+            options = codec.encode(_options(group), f"group {index}")
             part.groups.append({"parameters": members, "options": options})
         for index, remembered in state["state"].items():
             name = known.get(id(parameters[index]))
             if name is not None:
-                part.state[name] = pack(remembered, name, part.tensors)
+                part.state[name] = codec.encode(remembered, name)
     return parts
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A state that fits the optimizer, in memory, and not yet taken over."""
+    """A state in memory that fits the optimizer and was not applied yet."""
 
     optimizer: Optimizer
     state: dict[str, Any]
@@ -115,7 +117,7 @@ class Restored:
         """Gives the optimizer its state.
 
         Returns:
-            What takes it back.
+            A function that undoes this.
         """
         optimizer = self.optimizer
         before = optimizer.state, optimizer.param_groups
@@ -132,7 +134,7 @@ class Restored:
         return undo
 
     def _put_dtypes_back(self) -> None:
-        """PyTorch casts all that is remembered to the parameter's dtype, which for some of it is not what it was."""
+        """Restores dtypes: `load_state_dict` casts state tensors to their parameter's dtype."""
         parameters = _by_index(self.optimizer, self.state)
         for index, remembered in self.state["state"].items():
             now = self.optimizer.state[parameters[index]]
@@ -141,11 +143,11 @@ class Restored:
                     now[key] = now[key] if now[key].dtype == value.dtype else value.to(now[key].device)
 
 
-def restore(optimizer: Optimizer, stages: Stages, parts: Iterable[SavedPart]) -> Restored:
-    """Puts the state together for an optimizer, which stays as it is until it is applied.
+def restore(optimizer: Optimizer, stages: Stages, parts: Iterable[SavedOptimizerShard]) -> Restored:
+    """Assembles the state for an optimizer, which stays unchanged until the state is applied.
 
     Raises:
-        UnfitError: it does not fit.
+        UnfitError: the state does not fit the optimizer.
     """
     names: dict[int, list[str]] = {}
     for tensors in stages.values():
@@ -158,7 +160,7 @@ def restore(optimizer: Optimizer, stages: Stages, parts: Iterable[SavedPart]) ->
             f"the checkpoint has the state of {' and '.join(sorted(saved.kinds))}, and the optimizer is "
             f"{type(optimizer).__name__}: make the same, or load without an optimizer. Nothing was changed"
         )
-    # A name of each parameter under which there is something; a parameter of several stages is under several.
+    # A parameter of several stages has several names; take one that the checkpoint has.
     key = {which: next((name for name in each if name in saved.group), each[0]) for which, each in names.items()}
     present = optimizer.state_dict()
     parameters = _by_index(optimizer, present)
@@ -179,23 +181,23 @@ def restore(optimizer: Optimizer, stages: Stages, parts: Iterable[SavedPart]) ->
         groups.append({**group, **saved.options(number, members)})
         for index, name in zip(group["params"], members, strict=True):
             if name in saved.state:
-                part, packed = saved.state[name]
-                remembered = part.unpacked(packed)
+                shard, form = saved.state[name]
+                remembered = shard.decoded(form)
                 state[index] = {each: _laid_out(value, parameters[index]) for each, value in remembered.items()}
     return Restored(optimizer, {**present, "state": state, "param_groups": groups})
 
 
 @dataclass
 class _Saved:
-    """All parts, by names of parameters."""
+    """The state of all stages, by names of parameters."""
 
     kinds: set[str]
-    groups: list[list[tuple[SavedPart, Any]]]
+    groups: list[list[tuple[SavedOptimizerShard, Any]]]
     group: dict[str, int]
-    state: dict[str, tuple[SavedPart, Any]]
+    state: dict[str, tuple[SavedOptimizerShard, Any]]
 
     @staticmethod
-    def of(parts: list[SavedPart]) -> _Saved:
+    def of(parts: list[SavedOptimizerShard]) -> _Saved:
         saved = _Saved({part.kind for part in parts}, [], {}, {})
         for part in parts:
             for number, (members, options) in enumerate(part.groups):
@@ -209,7 +211,7 @@ class _Saved:
         return saved
 
     def options(self, number: int, members: list[str]) -> dict[str, Any]:
-        """What a group of these parameters was told, such as its learning rate."""
+        """The options of a group of these parameters, such as its learning rate."""
         numbers = sorted({self.group[name] for name in members}) or [number]
         found = [(each, *self.groups[each][0]) for each in numbers if each < len(self.groups)]
         for other, _, options in found[1:]:
@@ -218,21 +220,21 @@ class _Saved:
                     f"group {number} of the optimizer has parameters of groups {numbers[0]} and {other} of the "
                     "checkpoint, whose options differ: make the groups as they were. Nothing was changed"
                 )
-        return found[0][1].unpacked(found[0][2]) if found else {}
+        return found[0][1].decoded(found[0][2]) if found else {}
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuses what is no optimizer of PyTorch's.
+    """Refuses an object that is no optimizer of PyTorch's.
 
     Raises:
-        TypeError: it is none.
+        TypeError: the object is of another class.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"wanted a torch.optim.Optimizer, got a {type(optimizer).__name__}")
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    # Names that the optimizer was told are of the parameters that are there, not a setting.
+    # `param_names` describes the parameters that are there. It is no setting.
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -244,7 +246,7 @@ def _first_names(tensors: Mapping[str, Tensor]) -> dict[int, str]:
 
 
 def _by_index(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, Tensor]:
-    """What the numbers in a state dict stand for."""
+    """The parameters by their numbers in a state dict."""
     return {
         index: parameter
         for packed, group in zip(state["param_groups"], optimizer.param_groups, strict=True)
@@ -263,7 +265,7 @@ def _refuse_foreign(optimizer: Optimizer, known: Iterable[int]) -> None:
     if foreign:
         raise UnfitError(
             f"the optimizer has parameters that are not the pipe's; {listed('their shapes', foreign)}. Make it of "
-            "pipe.parameters() alone, and save what else is trained by itself"
+            "pipe.parameters() alone, and give other parameters an optimizer of their own"
         )
 
 
@@ -271,13 +273,13 @@ def _refuse_unowned(state: Mapping[str, Any], parameters: Mapping[int, Tensor]) 
     unowned = [key for key in state["state"] if key not in parameters]
     if unowned:
         raise TypeError(
-            f"the optimizer remembers things that belong to no parameter, under {unowned[0]!r}: such a state cannot be "
-            "divided among stages"
+            f"the optimizer has state that belongs to no parameter, under {unowned[0]!r}: it cannot be divided among "
+            "stages"
         )
 
 
 def _laid_out(value: Any, parameter: Tensor) -> Any:
-    """What has the shape of a parameter gets its memory layout, too, as when the optimizer made it."""
+    """Gives a tensor with the shape of its parameter the parameter's memory layout, which the optimizer gave it."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or parameter.is_contiguous():
         return value
     return torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False).copy_(value)

@@ -1,4 +1,4 @@
-"""The states of all random generators that a training draws from, as plain values and tensors."""
+"""The states of all random generators that a training uses, as plain values and tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def random_states() -> dict[str, Any]:
-    """Of PyTorch's CPU generator and those of accelerators, of Python's and, if it is in use, of numpy's.
+    """The states of PyTorch's generators (CPU and accelerators), Python's and, if numpy was imported, numpy's.
 
     Example:
         >>> before = random_states()
@@ -34,7 +34,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Sets them again, as far as there are such generators here."""
+    """Restores the states of the generators that exist here."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     module, saved = _accelerator(), states.get("accelerator", [])
@@ -43,7 +43,7 @@ def set_random_states(states: dict[str, Any]) -> None:
         module.set_rng_state(state, *place)
     if len(saved) != len(places):
         logging.getLogger("pipework").info(
-            "the checkpoint has random states of %d accelerators, here are %d: as many as there are of both were set",
+            "the checkpoint has random states of %d accelerators, here are %d: those that both have were set",
             len(saved),
             len(places),
         )
@@ -53,13 +53,13 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def _places() -> list[tuple[int, ...]]:
-    """The last argument for each accelerator's generator; not every kind takes one where there is but one device."""
+    """The device argument for each accelerator's generator. Some kinds take none if there is one device."""
     count = torch.accelerator.device_count()
     return [()] if count == 1 else [(index,) for index in range(count)]
 
 
 def _accelerator() -> Any:
-    """PyTorch's module for the accelerator that is here."""
+    """PyTorch's module for the available accelerator."""
     if not torch.accelerator.is_available():
         return None
     accelerator = torch.accelerator.current_accelerator()

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: the files that hold what this rank needs, each of them compared before it is opened."""
+"""Reads the files of a checkpoint that this rank needs. Each is compared with its checksum before it is opened."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipework.saving import steps
-from pipework.saving.files import DamagedError, UnfitError, check_sealed
+from pipework.saving.files import DamagedError, UnfitError, verify_file
 from pipework.saving.manifest import MANIFEST, model_file, optimizer_files, read_json, read_manifest
-from pipework.saving.optimizer import SavedPart, restore
+from pipework.saving.optimizer import SavedOptimizerShard, restore
 from pipework.saving.stages import check_fits
 from pipework.saving.tensor_files import Kind, open_tensors
-from pipework.saving.training import read_training, what_differs
+from pipework.saving.training import notes_on_ranks, read_training
 
 if TYPE_CHECKING:
     from collections.abc import Set
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from pipework.saving.collective import MeshCoordinate
     from pipework.saving.manifest import Manifest, SavedStage
     from pipework.saving.optimizer import Restored
-    from pipework.saving.ranks import Seat
     from pipework.saving.stages import Stages
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be loaded into: the stages of this rank, and what else was given."""
+    """The objects to load into: the stages of this rank, the optimizer, and the scheduler and scaler by name."""
 
     stages: Stages
     optimizer: Optimizer | None
@@ -39,20 +39,20 @@ class Target:
 
     @property
     def kinds(self) -> dict[str, Kind]:
-        """What is under each name."""
+        """Dtype and shape by name."""
         return {name: Kind.of(tensor) for tensors in self.stages.values() for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
-class Content:
-    """What was read, is in memory, and fits.
+class LoadedState:
+    """The contents of a checkpoint that were read into memory and fit.
 
     Attributes:
-        step: how many steps were done.
+        step: the number of steps that were done.
         tensors: parameters and buffers.
         optimizer: the optimizer's state, if there is an optimizer to load into.
-        training: what belongs to no stage; no random states if this rank is to keep its own.
-        notes: what to log, each with its level.
+        training: the state that belongs to no stage; without random states if this rank is to keep its own.
+        notes: messages to log, each with its level.
     """
 
     step: int
@@ -63,37 +63,37 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Others:
-    """What a rank knows of all others.
+class GatheredInfo:
+    """Facts about all ranks, which each of them has gathered.
 
     Attributes:
-        seat: its own place among them.
-        names: of what they hold together.
-        alike: the random generators of all replicas are in the same state.
+        coordinate: the position of this rank.
+        names: the names of the tensors of all ranks.
+        same_random: whether the random generators of all replicas are in the same state.
     """
 
-    seat: Seat
+    coordinate: MeshCoordinate
     names: Set[str]
-    alike: bool
+    same_random: bool
 
 
-def read_content(path: Path, target: Target, others: Others) -> Content:
-    """Reads all that a rank needs of a checkpoint.
+def read_checkpoint(path: Path, target: Target, info: GatheredInfo) -> LoadedState:
+    """Reads everything that a rank needs of a checkpoint.
 
     Args:
         path: the checkpoint.
-        target: what is to be loaded into.
-        others: the other ranks.
+        target: the objects to load into.
+        info: facts about all ranks.
 
     Raises:
-        DamagedError: a file is not what was written.
-        UnfitError: the checkpoint is of something else.
+        DamagedError: a file differs from what was written.
+        UnfitError: the checkpoint is of another model or optimizer.
     """
     manifest = read_manifest(path)
     step = steps.step_of(path.name)
     if step is not None and step != manifest.step:
         raise DamagedError(f"{MANIFEST}: it is of step {manifest.step}")
-    check_fits(target.kinds, manifest.tensors, others.names)
+    check_fits(target.kinds, manifest.tensors, info.names)
     stages = manifest.holders(target.kinds)
     kept = stages if target.optimizer is not None else []
     parts = [stage for stage in kept if stage.optimizer]
@@ -101,8 +101,8 @@ def read_content(path: Path, target: Target, others: Others) -> Content:
         raise UnfitError(f"{path} was saved without an optimizer: leave the optimizer out. Nothing was changed")
     files = [model_file(stage.stage) for stage in stages]
     for file in (*files, *(optimizer_files(stage.stage)[0] for stage in parts)):
-        check_sealed(path / file, manifest.seal(file))
-    training = read_training(path, manifest, others.seat, alike=others.alike)
+        verify_file(path / file, manifest.checksum(file))
+    training = read_training(path, manifest, info.coordinate, same_random=info.same_random)
     for name in target.others:
         if name not in training:
             raise UnfitError(f"{path} was saved without a {name}: leave {name}= out. Nothing was changed")
@@ -113,8 +113,8 @@ def read_content(path: Path, target: Target, others: Others) -> Content:
     restored = None
     if target.optimizer is not None:
         restored = _optimizer(path, manifest, parts, target.optimizer, target.stages)
-    notes = what_differs(manifest, others.seat, alike=others.alike)
-    return Content(manifest.step, tensors, restored, training, notes)
+    notes = notes_on_ranks(manifest, info.coordinate, same_random=info.same_random)
+    return LoadedState(manifest.step, tensors, restored, training, notes)
 
 
 def read_model(path: Path, stage: SavedStage, names: Set[str] | dict[str, Kind]) -> dict[str, Tensor]:
@@ -136,12 +136,12 @@ def _optimizer(
         for stage in stages:
             tensors, values = optimizer_files(stage.stage)
             opened = files.enter_context(open_tensors(path / tensors))
-            parts.append(SavedPart.of(values, read_json(path, manifest, values), opened.read))
+            parts.append(SavedOptimizerShard.of(values, read_json(path, manifest, values), opened.read))
         return restore(optimizer, here, parts)
 
 
 def _check_shared(stages: Stages, tensors: dict[str, Tensor]) -> None:
-    """One tensor under several names cannot have several contents."""
+    """Refuses different contents for one tensor that has several names."""
     first: dict[int, str] = {}
     for name, tensor in ((name, tensor) for held in stages.values() for name, tensor in held.items()):
         known = first.setdefault(id(tensor), name)
@@ -153,4 +153,6 @@ def _check_shared(stages: Stages, tensors: dict[str, Tensor]) -> None:
 
 
 def _same_bytes(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))  # NaN is like NaN
+    return torch.equal(
+        left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)
+    )  # so that NaN equals NaN

@@ -1,4 +1,4 @@
-"""Saving: every rank writes what it holds, then rank 0 seals it all and gives the directory its name."""
+"""Saves a checkpoint: every rank writes its stages, then rank 0 writes the manifest and renames the directory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipework.saving import steps
-from pipework.saving.files import Seal, write_file
+from pipework.saving.collective import MeshCoordinate, process_group_of, run_on_all_ranks
+from pipework.saving.files import Checksum, write_file
 from pipework.saving.manifest import (
     COMPLETE,
     MANIFEST,
@@ -19,12 +20,11 @@ from pipework.saving.manifest import (
     optimizer_files,
     training_files,
 )
-from pipework.saving.optimizer import Part, take_apart
+from pipework.saving.optimizer import OptimizerShard, split_by_stage
 from pipework.saving.random_states import random_states
-from pipework.saving.ranks import Seat, ranks_of, together
 from pipework.saving.stages import Stages, aliases, stages_of
 from pipework.saving.tensor_files import Kind, require_safetensors, write_tensors
-from pipework.saving.training import POSITION, RANDOM, Packed
+from pipework.saving.training import POSITION, RANDOM, TrainingState
 
 if TYPE_CHECKING:
     import os
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     import pipework
-    from pipework.saving.ranks import Ranks
+    from pipework.backend import ProcessGroupView
 
 
 def save_checkpoint(
@@ -47,29 +47,28 @@ def save_checkpoint(
     data_position: Any = None,
     keep: int | None = None,
 ) -> Path:
-    """Saves all that a training needs to go on as if it had never stopped, between two steps of the optimizer.
+    """Saves the state of a training between two steps of the optimizer, so that it can resume exactly.
 
-    Parameters and buffers, the optimizer's state, the states of the random generators, and what else is given. The
-    files say which parameter each number belongs to, so that any number of stages and any schedule can go on with them.
-    A checkpoint is there as a whole or not at all: a crash or a full disk while saving leaves the earlier ones as they
-    are.
+    It saves the parameters and buffers, the optimizer's state, the states of the random generators, and the other
+    arguments. States are stored by names of parameters, so that any number of stages and any schedule can load them. A
+    checkpoint is complete or absent: a crash or a full disk while saving leaves the earlier ones unchanged.
 
-    If workers are processes, each of them calls this and gives its own. The parameters, buffers and the optimizer's
-    state are those of the first replica, as all replicas have the same (but for statistics such as batch norm's, of
-    which the first replica's are saved). The random states, `scheduler`, `scaler` and `data_position` are saved of each
-    process; those that have none of one of the latter get their replica's when they load.
+    If workers are processes, all of them call this with their own arguments. The parameters, buffers and the
+    optimizer's state are those of the first replica: all replicas have the same, except for statistics such as batch
+    norm's. The random states, `scheduler`, `scaler` and `data_position` are saved for each process. A process that gave
+    no `scheduler`, `scaler` or `data_position` gets the one of its replica's first process when it loads.
 
     Args:
-        directory: of the run's checkpoints; this one becomes a directory in it.
-        pipe: what is trained.
-        optimizer: of the pipe's parameters, all or some, in any groups.
-        step: how many steps were done. If there is a checkpoint of this step, it is replaced.
-        scheduler: of the learning rate, or anything else with a `state_dict()` of numbers, strings, lists, tuples,
+        directory: of the run's checkpoints; the new checkpoint becomes a directory in it.
+        pipe: the pipe that is trained.
+        optimizer: of all or some of the pipe's parameters, in any groups.
+        step: the number of steps that were done. A checkpoint of the same step is replaced.
+        scheduler: of the learning rate, or another object with a `state_dict()` of numbers, strings, lists, tuples,
             dicts and tensors.
         scaler: a `torch.amp.GradScaler`, or likewise.
-        data_position: how far the data were read, to begin there again: any JSON value, and tuples and tensors in it.
-            Each replica has its own.
-        keep: how many checkpoints there may be: older ones are removed once this one is complete. None: all stay.
+        data_position: how far the data were read: any JSON value, which may contain tuples and tensors. Each replica
+            has its own.
+        keep: the number of checkpoints to keep: older ones are removed once this one is complete. None: keep all.
 
     Returns:
         The new directory, such as `directory/step-00000012`.
@@ -77,8 +76,8 @@ def save_checkpoint(
     Raises:
         ImportError: safetensors is not installed; the extra `checkpoint` brings it.
         TypeError: something cannot be saved; nothing was written.
-        ValueError: an argument makes no sense, or the optimizer has parameters that are not the pipe's.
-        OSError: it cannot be written; nothing is left of it.
+        ValueError: an argument is invalid, or the optimizer has parameters that are not the pipe's.
+        OSError: the checkpoint cannot be written; its files were removed.
 
     Example:
         >>> import tempfile, torch
@@ -91,54 +90,54 @@ def save_checkpoint(
         ...     print(path.name, load_checkpoint(directory, pipe, optimizer).data_position)
         step-00000012 {'epoch': 1}
     """
-    ranks = ranks_of(pipe)
-    ready = together(
-        ranks,
+    group = process_group_of(pipe)
+    ready = run_on_all_ranks(
+        group,
         "prepare to save",
-        lambda: _gather(pipe, optimizer, step, keep, _extras(scheduler, scaler, data_position)),
-        say=lambda gathered: {"step": step, "training": gathered.training.digests},
+        lambda: _prepare(pipe, optimizer, step, keep, _extras(scheduler, scaler, data_position)),
+        share=lambda prepared: {"step": step, "training": prepared.training.digests},
     )
-    said_steps = [each["step"] for each in ready.said]
-    if len(set(said_steps)) > 1:
-        raise ValueError(f"the ranks save different steps, {said_steps}: all must call save_checkpoint at the same")
-    seat = Seat.of(ranks)
-    training = ready.mine.training
-    if seat.worker:  # the replica's first rank writes what they have in common
-        training = training.beside(ready.said[ranks.rank - seat.worker]["training"])
+    gathered_steps = [each["step"] for each in ready.shared]
+    if len(set(gathered_steps)) > 1:
+        raise ValueError(f"the ranks save different steps, {gathered_steps}: all must call save_checkpoint at the same")
+    coordinate = MeshCoordinate.of(group)
+    training = ready.own.training
+    if coordinate.worker:  # the replica's first rank writes the states that all of its ranks have
+        training = training.different_from(ready.shared[group.rank - coordinate.worker]["training"])
     place = Path(directory)
     partial = place / f"{steps.step_name(step)}.tmp"
     try:
-        together(ranks, "make a directory", lambda: steps.begin(place, step) if ranks.rank == 0 else None)
-        written = together(
-            ranks, "write its stages", lambda: _write(partial, ready.mine, training, ranks), say=_Written.to_json
+        run_on_all_ranks(group, "make a directory", lambda: steps.begin(place, step) if group.rank == 0 else None)
+        written = run_on_all_ranks(
+            group, "write its stages", lambda: _write(partial, ready.own, training, group), share=_Written.to_json
         )
-        together(ranks, "complete the checkpoint", lambda: _seal(partial, step, written.said, ranks))
+        run_on_all_ranks(group, "complete the checkpoint", lambda: _complete(partial, step, written.shared, group))
     except Exception:
-        if ranks.rank == 0:  # no other rank writes any more: all are told of the failure
+        if group.rank == 0:  # no rank writes any more: all have got the failure
             steps.discard(partial)
         raise
     final = place / steps.step_name(step)
-    together(ranks, "see the checkpoint", lambda: steps.wait_for(final / COMPLETE))
-    if ranks.rank == 0:
+    run_on_all_ranks(group, "see the checkpoint", lambda: steps.wait_for(final / COMPLETE))
+    if group.rank == 0:
         steps.clear(final, keep)
     return final
 
 
 @dataclass(frozen=True)
-class _Gathered:
-    """All that this rank will write, checked."""
+class _Prepared:
+    """Everything that this rank will write, checked."""
 
     stages: Stages
-    optimizer: dict[int, Part]
-    training: Packed
+    optimizer: dict[int, OptimizerShard]
+    training: TrainingState
 
 
 @dataclass(frozen=True)
 class _Written:
-    """What this rank wrote."""
+    """The stages and files that this rank wrote."""
 
     stages: list[SavedStage]
-    files: dict[str, Seal]
+    files: dict[str, Checksum]
 
     def to_json(self) -> dict[str, Any]:
         return {"stages": [stage.to_json() for stage in self.stages], "files": self.files}
@@ -149,21 +148,21 @@ def _extras(scheduler: Any, scaler: Any, data_position: Any) -> dict[str, Any]:
     return {**{name: each for name, each in extras.items() if each is not None}, POSITION: data_position}
 
 
-def _gather(
+def _prepare(
     pipe: pipework.Pipe,
     optimizer: Optimizer | None,
     step: int,
     keep: int | None,
     extras: dict[str, Any],
-) -> _Gathered:
+) -> _Prepared:
     require_safetensors()
     for name, number, least in (("step", step, 0), ("keep", 1 if keep is None else keep, 1)):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}")
     stages = stages_of(pipe)
-    parts = {} if optimizer is None else take_apart(optimizer, stages)
+    parts = {} if optimizer is None else split_by_stage(optimizer, stages)
     states = {name: each if name == POSITION else _state_of(name, each) for name, each in extras.items()}
-    return _Gathered(stages, parts, Packed.of({**states, RANDOM: random_states()}))
+    return _Prepared(stages, parts, TrainingState.of({**states, RANDOM: random_states()}))
 
 
 def _state_of(name: str, thing: Any) -> Any:
@@ -172,29 +171,29 @@ def _state_of(name: str, thing: Any) -> Any:
     return thing.state_dict()
 
 
-def _write(partial: Path, gathered: _Gathered, training: Packed, ranks: Ranks) -> _Written:
+def _write(partial: Path, prepared: _Prepared, training: TrainingState, group: ProcessGroupView) -> _Written:
     """Writes this rank's files."""
     steps.wait_for(partial)
     written = _Written([], {})
-    if ranks.replica == 0:
-        for number, tensors in gathered.stages.items():
+    if group.replica == 0:
+        for number, tensors in prepared.stages.items():
             same = aliases(tensors)
             own = {name: tensor for name, tensor in tensors.items() if name not in same}
             written.files[model_file(number)] = write_tensors(partial / model_file(number), own)
-            part = gathered.optimizer.get(number)
+            part = prepared.optimizer.get(number)
             if part is not None:
                 pair = optimizer_files(number)
                 written.files.update(_write_pair(partial, pair, part.to_json(), part.tensors))
             kinds = {name: Kind.of(tensor) for name, tensor in tensors.items()}
-            written.stages.append(SavedStage(number, ranks.rank, kinds, same, optimizer=part is not None))
+            written.stages.append(SavedStage(number, group.rank, kinds, same, optimizer=part is not None))
     if training.values:
-        pair = training_files(ranks.rank)
+        pair = training_files(group.rank)
         written.files.update(_write_pair(partial, pair, training.values, training.all_tensors))
     return written
 
 
-def _write_pair(directory: Path, names: tuple[str, str], value: Any, tensors: dict[str, Tensor]) -> dict[str, Seal]:
-    """Writes plain values and the tensors that belong to them."""
+def _write_pair(directory: Path, names: tuple[str, str], value: Any, tensors: dict[str, Tensor]) -> dict[str, Checksum]:
+    """Writes a file of plain values and a file of the tensors that belong to them."""
     content = json.dumps(value, indent=1, allow_nan=False).encode()
     return {
         names[0]: write_tensors(directory / names[0], tensors),
@@ -202,17 +201,18 @@ def _write_pair(directory: Path, names: tuple[str, str], value: Any, tensors: di
     }
 
 
-def _seal(partial: Path, step: int, said: list[Any], ranks: Ranks) -> None:
-    """Makes a checkpoint of what all ranks wrote."""
-    if ranks.rank != 0:
+def _complete(partial: Path, step: int, gathered: list[Any], group: ProcessGroupView) -> None:
+    """Writes the manifest of the files of all ranks, on rank 0."""
+    if group.rank != 0:
         return
     stages = sorted(
-        (SavedStage.from_json(each) for word in said for each in word["stages"]), key=lambda stage: stage.stage
+        (SavedStage.from_json(each) for written in gathered for each in written["stages"]),
+        key=lambda stage: stage.stage,
     )
     if [stage.stage for stage in stages] != list(range(len(stages))):
         found = [f"{stage.stage} (rank {stage.rank})" for stage in stages]
         raise ValueError(f"wanted each stage from one rank, got stages {', '.join(found)}")
-    files = {name: Seal(*seal) for word in said for name, seal in word["files"].items()}
-    content = Manifest(step, ranks.size, ranks.replicas, tuple(stages), files).to_bytes()
+    files = {name: Checksum(*each) for written in gathered for name, each in written["files"].items()}
+    content = Manifest(step, group.size, group.replicas, tuple(stages), files).to_bytes()
     write_file(partial / MANIFEST, [content])
     steps.finish(partial, completion(content))

@@ -1,4 +1,4 @@
-"""Which tensors of a pipe this process holds, by stage and by their names in the un-partitioned module."""
+"""The tensors of a pipe that this process holds, by stage and by their names in the un-partitioned module."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import nn
 
 from pipework.saving.files import UnfitError
 from pipework.saving.tensor_files import Kind, check_savable
+from pipework.torch_private import COMPILED_MODULE, persistent_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence, Set
@@ -18,18 +19,16 @@ if TYPE_CHECKING:
 
 Stages = dict[int, dict[str, "Tensor"]]
 
-_WRAPPER = "_orig_mod"  # under which what `torch.compile(module)` returns has the module
-
 
 def stages_of(pipe: Pipe, *, to_load: bool = False) -> Stages:
     """The parameters and persistent buffers of each stage that this process holds, the tensors themselves.
 
     Args:
-        pipe: whose they are.
-        to_load: values are to be read for them, so that layers which lie on the meta device until then will do.
+        pipe: the pipe.
+        to_load: accept layers on the meta device, as their values are to be read.
 
     Raises:
-        TypeError: it is no pipe, or a tensor cannot be saved.
+        TypeError: `pipe` is no pipe, or a tensor cannot be saved.
         ValueError: two tensors have one name.
 
     Example:
@@ -50,23 +49,23 @@ def stages_of(pipe: Pipe, *, to_load: bool = False) -> Stages:
             if tensors.setdefault(plain_name(name), tensor) is not tensor:
                 raise ValueError(
                     f"{name} would be saved as {plain_name(name)}, which is the name of another tensor: "
-                    f"call the module {_WRAPPER!r} otherwise, which is how torch.compile names what it wraps"
+                    f"call the module {COMPILED_MODULE!r} otherwise, which is how torch.compile names what it wraps"
                 )
     return stages
 
 
 def plain_name(name: str) -> str:
-    """The name that a tensor has where no module is wrapped by `torch.compile`.
+    """The name of a tensor in the module without wrappers of `torch.compile`.
 
     Example:
         >>> plain_name("2._orig_mod.0.weight")
         '2.0.weight'
     """
-    return ".".join(part for part in name.split(".") if part != _WRAPPER)
+    return ".".join(part for part in name.split(".") if part != COMPILED_MODULE)
 
 
 def aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """From the further names of tensors that have several to the first ones.
+    """Maps the additional names of a tensor to its first name.
 
     Example:
         >>> layer = nn.Linear(2, 2, bias=False)
@@ -81,9 +80,9 @@ def check_fits(wanted: Mapping[str, Kind], saved: Mapping[str, Kind], everywhere
     """Refuses a checkpoint of another model.
 
     Args:
-        wanted: what this process holds.
-        saved: what the checkpoint has.
-        everywhere: the names that all processes hold.
+        wanted: the tensors of this process.
+        saved: the tensors of the checkpoint.
+        everywhere: the names of the tensors of all processes.
 
     Raises:
         UnfitError: names are missing or unexpected, or a shape or dtype differs.
@@ -102,7 +101,7 @@ def check_fits(wanted: Mapping[str, Kind], saved: Mapping[str, Kind], everywhere
 
 
 def listed(what: str, names: Sequence[str], most: int = 8) -> str:
-    """The beginning of a long list, in words; nothing for an empty one.
+    """A heading and the first names of a list; an empty text for an empty list.
 
     Example:
         >>> listed("missing", ["0.weight", "0.bias", "1.weight"], most=2)
@@ -115,14 +114,13 @@ def listed(what: str, names: Sequence[str], most: int = 8) -> str:
 
 
 def _tensors(partition: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    # Not state_dict(): hooks may put other tensors there than those that are trained.
+    # Hooks may change the tensors in state_dict(), so it is not used.
     for prefix, module in partition.named_modules(remove_duplicate=False):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise TypeError(
                 f"layer {prefix!r} ({type(module).__name__}) has extra state, from get_extra_state(), which a "
                 "checkpoint does not hold: keep it in buffers, which may be tensors of bytes"
             )
-        kept = {n: t for n, t in module._buffers.items() if n not in module._non_persistent_buffers_set}
-        for name, tensor in (*module._parameters.items(), *kept.items()):
+        for name, tensor in (*module._parameters.items(), *persistent_buffers(module).items()):
             if tensor is not None:
                 yield f"{prefix}.{name}" if prefix else name, tensor

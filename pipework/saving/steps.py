@@ -1,8 +1,8 @@
-"""The directories of a run's checkpoints: one for each step, under a name that says how far it has come.
+"""The directories of a run's checkpoints, one for each step.
 
 step-00000012.tmp        is being written
-step-00000012            is there; the file COMPLETE in it says that it is whole
-step-00000012.replaced   was whole, and is kept until what replaces it is
+step-00000012            was written; it is complete if it has the file COMPLETE
+step-00000012.replaced   was complete; it is kept until its replacement is complete
 """  # fmt: skip
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _NAME: Final = re.compile(r"step-(\d{8,})(\.replaced|\.tmp)?")
-_PATIENCE: Final = 10.0  # seconds until another machine must see a file; network file systems remember old directories
+_PATIENCE: Final = 10.0  # seconds until another machine must see a file; network file systems cache directories
 
 
 def step_name(step: int) -> str:
@@ -35,7 +35,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step that a name of a directory stands for, also of one that is to be replaced; None: for none.
+    """The step of a directory, also of a replaced one; None if it is not the directory of a step.
 
     Example:
         >>> step_of("step-00000012"), step_of("step-00000012.replaced"), step_of("step-00000012.tmp"), step_of("best")
@@ -54,12 +54,12 @@ def saved_steps(directory: Path) -> list[Path]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a checkpoint was completed; what is in it may be damaged."""
+    """Whether a checkpoint was completed. Its files may still be damaged."""
     return (path / COMPLETE).is_file()
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Makes an empty directory to write into, and clears away what interrupted savings left."""
+    """Makes an empty directory to write into, and removes the remains of interrupted saves."""
     directory.mkdir(parents=True, exist_ok=True)
     for path in list(directory.iterdir()):
         match = _NAME.fullmatch(path.name)
@@ -69,7 +69,7 @@ def begin(directory: Path, step: int) -> Path:
         if match[2] == ".tmp" or (match[2] == ".replaced" and is_complete(whole)):
             shutil.rmtree(path)
         elif match[2] == ".replaced":
-            # What was to replace it never came to be complete.
+            # Its replacement was never completed.
             if whole.exists():
                 shutil.rmtree(whole)
             os.rename(path, whole)
@@ -79,7 +79,7 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def finish(partial: Path, completion: bytes) -> Path:
-    """Gives a directory whose files are all there its name, and marks it as complete."""
+    """Gives a directory with all its files its final name, and marks it as complete."""
     sync_directory(partial)
     final = partial.with_name(partial.name.removesuffix(".tmp"))
     if final.exists():
@@ -91,7 +91,7 @@ def finish(partial: Path, completion: bytes) -> Path:
 
 
 def clear(final: Path, keep: int | None) -> None:
-    """Removes what a checkpoint replaces, and of the older ones all but the newest. Failing to is no error."""
+    """Removes the checkpoint that was replaced, and older ones than the newest `keep`. A failure is only logged."""
     paths = [path for path in saved_steps(final.parent) if (step_of(path.name) or 0) <= (step_of(final.name) or 0)]
     whole = [path for path in paths if not path.suffix and is_complete(path)]
     kept = set(paths if keep is None else whole[:keep]) - {final.with_name(final.name + ".replaced")}
@@ -100,7 +100,7 @@ def clear(final: Path, keep: int | None) -> None:
             continue
         gone = path.with_name(path.name.removesuffix(".replaced") + ".tmp")
         try:
-            # First under another name, so that never a part of it is taken for the whole.
+            # It is renamed first, so that a partly removed directory is not taken for a checkpoint.
             os.rename(path, gone)
             shutil.rmtree(gone)
         except OSError as error:
@@ -108,7 +108,7 @@ def clear(final: Path, keep: int | None) -> None:
 
 
 def discard(partial: Path) -> None:
-    """Removes what is there of a checkpoint whose writing failed, as far as that is possible."""
+    """Removes the files of a checkpoint that could not be written, as far as possible."""
     shutil.rmtree(partial, ignore_errors=True)
     final = partial.with_name(partial.name.removesuffix(".tmp"))
     if not is_complete(final):
@@ -116,10 +116,10 @@ def discard(partial: Path) -> None:
 
 
 def wait_for(path: Path) -> None:
-    """Waits until a file that another rank made is seen here.
+    """Waits until this process sees a file that another rank made.
 
     Raises:
-        FileNotFoundError: it is not.
+        FileNotFoundError: the file did not appear.
     """
     until = time.monotonic() + _PATIENCE
     while not path.exists():

@@ -1,7 +1,7 @@
-"""Tensors in a safetensors file: written one by one, so that no second copy of a model is ever in memory.
+"""Tensors in a safetensors file, written one by one, so that memory never holds a second copy of a model.
 
-The format is a length, a header in JSON and the bytes; what it cannot hold is refused before anything is written.
-Reading is left to the safetensors library, which checks a header that anybody may have made.
+The format is a length, a header in JSON and the bytes. A tensor that it cannot hold is refused before anything is
+written. The safetensors library reads the files and validates their headers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipework.saving.files import Seal
+    from pipework.saving.files import Checksum
 
 _CODES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
     {
@@ -64,7 +64,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        """Of a tensor."""
+        """The dtype and the shape of this tensor."""
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ def require_safetensors() -> Any:
     """The module safetensors.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: safetensors is not installed.
     """
     try:
         return import_module("safetensors")
@@ -87,12 +87,12 @@ def require_safetensors() -> Any:
 
 
 def check_savable(name: str, tensor: Tensor, *, waits: bool = False) -> None:
-    """Refuses what a safetensors file cannot hold.
+    """Refuses a tensor that a safetensors file cannot hold.
 
     Args:
-        name: said in the error.
-        tensor: what is to be written.
-        waits: it is to be read instead, and on the meta device it waits for what is read.
+        name: for the error.
+        tensor: the tensor.
+        waits: accept a tensor on the meta device, whose values are to be read.
 
     Raises:
         TypeError: the tensor is sparse, has no data, or is of a dtype that the format does not have.
@@ -110,15 +110,39 @@ def check_savable(name: str, tensor: Tensor, *, waits: bool = False) -> None:
         raise TypeError(f"{name!r} cannot be saved in a safetensors file: {reason}")
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Seal:
-    """Writes tensors under their names. All of them passed `check_savable`."""
+class NamedTensors(dict[str, "Tensor"]):
+    """Tensors to be written, by name."""
+
+    def put(self, name: str, tensor: Tensor) -> str:
+        """Adds a tensor.
+
+        Returns:
+            The name that it has got, which no other tensor has.
+
+        Raises:
+            TypeError: a safetensors file cannot hold it.
+
+        Example:
+            >>> tensors = NamedTensors()
+            >>> tensors.put("a/b", torch.zeros(1)), tensors.put("a/b", torch.ones(1))
+            ('a/b', "a/b'")
+        """
+        while name in self:
+            name += "'"
+        check_savable(name, tensor)
+        self[name] = tensor
+        return name
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Checksum:
+    """Writes tensors by name. All of them have passed `check_savable`."""
     return write_by_name(path, {name: Kind.of(tensor) for name, tensor in tensors.items()}, tensors.__getitem__)
 
 
-def write_by_name(path: Path, kinds: Mapping[str, Kind], get: Callable[[str], Tensor]) -> Seal:
-    """The same for tensors that need not be in memory together: each is asked for when its turn comes."""
+def write_by_name(path: Path, kinds: Mapping[str, Kind], get: Callable[[str], Tensor]) -> Checksum:
+    """Writes tensors by name, and gets each when its turn comes, so that one at a time is in memory."""
     sizes = {name: _DTYPES[kind.dtype].itemsize * math.prod(kind.shape) for name, kind in kinds.items()}
-    # The widest elements first: then each tensor begins at a multiple of the size of its elements.
+    # The widest elements come first: then each tensor begins at a multiple of its element size.
     order = sorted(kinds, key=lambda name: (-_DTYPES[kinds[name].dtype].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -139,7 +163,7 @@ def write_by_name(path: Path, kinds: Mapping[str, Kind], get: Callable[[str], Te
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The content of a tensor, as it is in a file."""
+    """The bytes of a tensor in a file."""
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().data
 
@@ -148,8 +172,8 @@ class TensorFile:
     """A safetensors file that is read tensor by tensor.
 
     Args:
-        path: only its name is said in errors.
-        file: what safetensors opened.
+        path: of the file; errors have its name.
+        file: the open file of the safetensors library.
     """
 
     def __init__(self, path: Path, file: Any) -> None:
@@ -161,7 +185,7 @@ class TensorFile:
         """A tensor, in memory of its own.
 
         Raises:
-            DamagedError: it is not there or cannot be read.
+            DamagedError: the file has no such tensor, or it cannot be read.
         """
         if name not in self._names:
             raise DamagedError(f"{self._path.name}: it holds no tensor {name!r}")
@@ -177,7 +201,7 @@ def open_tensors(path: Path) -> Iterator[TensorFile]:
     """Opens a safetensors file.
 
     Raises:
-        DamagedError: it is none.
+        DamagedError: the file is missing, or is no safetensors file.
     """
     safetensors = require_safetensors()
     try:

@@ -1,15 +1,15 @@
-"""What belongs to no stage: where the data are, random states, a scheduler, a scaler. Every rank has its own.
+"""The training state that belongs to no stage: data position, random states, scheduler, scaler. Every rank has its own.
 
-Replicas differ, since each reads other data. The ranks of one replica mostly agree, as they run the same script. So the
-first rank of each replica writes all that it was given, and the others only what is something else there. Of two
-replicas of three ranks, the last of which draws random numbers of its own:
+Replicas differ, as each reads other data. The ranks of one replica are mostly equal, as they run the same script. So
+the first rank of each replica writes everything, and the others write what differs from it. An example with two
+replicas of three ranks, the last of which uses random numbers of its own:
 
     replica 0                 replica 1
     rank 0  1  2              rank 3  4  5
          all   random              all   random
 
-A rank goes on with what it wrote itself, and with its replica's for the rest. As with stages, there may be another
-number of ranks and of replicas by then.
+A rank resumes with the state that it wrote, and with that of its replica's first rank for the rest. The number of ranks
+and of replicas may have changed by then.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from pipework.saving.files import DamagedError, check_sealed, making_sense
+from pipework.saving.files import DamagedError, parsing, verify_file
 from pipework.saving.manifest import read_json, training_files
-from pipework.saving.tensor_files import Kind, bytes_of, open_tensors
-from pipework.values.packing import pack, unpack
+from pipework.saving.tensor_files import Kind, NamedTensors, bytes_of, open_tensors
+from pipework.values.json_codec import JsonCodec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -31,115 +31,119 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pipework.saving.collective import MeshCoordinate
     from pipework.saving.manifest import Manifest
-    from pipework.saving.ranks import Seat
 
 POSITION: Final = "data_position"
 RANDOM: Final = "random"
 
 
 @dataclass(frozen=True)
-class Packed:
-    """What a rank was given, ready to be written.
+class TrainingState:
+    """The training state of a rank, ready to be written.
 
     Attributes:
-        values: JSON, by what it is of.
-        tensors: which belong to it.
-        digests: by what each is known again; of a data position that was not given, none.
+        values: the JSON of each state, by its name.
+        tensors: the tensors of each state.
+        digests: the digest of each state; none of a data position that was not given.
     """
 
     values: Mapping[str, Any]
-    tensors: Mapping[str, dict[str, Tensor]]
+    tensors: Mapping[str, NamedTensors]
     digests: Mapping[str, str]
 
     @staticmethod
-    def of(given: Mapping[str, Any]) -> Packed:
-        """From plain values.
+    def of(given: Mapping[str, Any]) -> TrainingState:
+        """Encodes states.
 
         Raises:
-            TypeError: something cannot be saved.
+            TypeError: a state cannot be saved.
 
         Example:
-            >>> packed = Packed.of({"data_position": (1, 2)})
-            >>> packed.values
+            >>> state = TrainingState.of({"data_position": (1, 2)})
+            >>> state.values
             {'data_position': {'$': 'tuple', 'items': [1, 2]}}
-            >>> packed.beside(packed.digests).values
+            >>> state.different_from(state.digests).values
             {}
         """
-        tensors: dict[str, dict[str, Tensor]] = {name: {} for name in given}
-        values = {name: pack(value, name, tensors[name]) for name, value in given.items()}
+        tensors = {name: NamedTensors() for name in given}
+        values = {name: JsonCodec(put=tensors[name].put).encode(value, name) for name, value in given.items()}
         digests = {name: _digest(value, tensors[name]) for name, value in values.items() if value is not None}
-        return Packed(values, tensors, digests)
+        return TrainingState(values, tensors, digests)
 
-    def beside(self, others: Mapping[str, str]) -> Packed:
-        """What is something else than what another rank has, by its digests."""
+    def different_from(self, others: Mapping[str, str]) -> TrainingState:
+        """The states that differ from those of another rank, by their digests."""
         own = {name: digest for name, digest in self.digests.items() if others.get(name) != digest}
-        return Packed({name: self.values[name] for name in own}, {name: self.tensors[name] for name in own}, own)
+        return TrainingState({name: self.values[name] for name in own}, {name: self.tensors[name] for name in own}, own)
 
     @property
     def all_tensors(self) -> dict[str, Tensor]:
-        """Those of all values: their names begin with that of the value."""
+        """The tensors of all states. Their names begin with the name of the state."""
         return {name: tensor for each in self.tensors.values() for name, tensor in each.items()}
 
 
-def sources(manifest: Manifest, seat: Seat) -> list[int]:
-    """The ranks that may have written what a rank goes on with, the best first.
+def sources(manifest: Manifest, coordinate: MeshCoordinate) -> list[int]:
+    """The ranks whose files a rank resumes from, the preferred one first.
 
     Args:
         manifest: of the checkpoint.
-        seat: of the rank, now.
+        coordinate: the position of the rank, now.
 
     Example:
-        >>> from pipework.saving.ranks import Seat
+        >>> from pipework.saving.collective import MeshCoordinate
         >>> from pipework.saving.manifest import Manifest
         >>> written = {file: None for rank in (0, 3, 5) for file in training_files(rank)}
         >>> manifest = Manifest(step=1, ranks=6, replicas=2, stages=(), files=written)
-        >>> sources(manifest, Seat(worker=2, workers=3, replica=1, replicas=2))
+        >>> sources(manifest, MeshCoordinate(worker=2, workers=3, replica=1, replicas=2))
         [5, 3]
-        >>> sources(manifest, Seat(worker=0, workers=1, replica=1, replicas=2))
+        >>> sources(manifest, MeshCoordinate(worker=0, workers=1, replica=1, replicas=2))
         [3, 5]
     """
     workers = manifest.ranks // manifest.replicas
-    first = workers * (seat.replica if seat.replica < manifest.replicas else 0)
-    own = [first + seat.worker] if seat.workers == workers else []
+    first = workers * (coordinate.replica if coordinate.replica < manifest.replicas else 0)
+    own = [first + coordinate.worker] if coordinate.workers == workers else []
     every = dict.fromkeys([*own, *range(first, first + workers)])
     return [rank for rank in every if rank == first or training_files(rank)[1] in manifest.files]
 
 
-def read_training(path: Path, manifest: Manifest, seat: Seat, *, alike: bool) -> dict[str, Any]:
-    """What a rank goes on with; without random states if it is to keep its own.
+def read_training(path: Path, manifest: Manifest, coordinate: MeshCoordinate, *, same_random: bool) -> dict[str, Any]:
+    """The training state that a rank resumes with; without random states if it is to keep its own.
 
     Args:
         path: the checkpoint.
         manifest: its table of contents.
-        seat: of the rank.
-        alike: the generators of all replicas are in the same state now, so that replicas are meant to draw the same.
+        coordinate: the position of the rank.
+        same_random: whether the generators of all replicas are in the same state now: then all replicas are meant to
+            draw the same numbers.
 
     Raises:
-        DamagedError: a file is not what was written.
+        DamagedError: a file differs from what was written.
     """
     found: dict[str, Any] = {}
-    ranks = sources(manifest, seat)
+    ranks = sources(manifest, coordinate)
     for rank in ranks:
         tensors, values = training_files(rank)
-        check_sealed(path / tensors, manifest.seal(tensors))
-        packed = read_json(path, manifest, values)
-        with open_tensors(path / tensors) as opened, making_sense(values):
-            read = {str(name): unpack(value, opened.read) for name, value in packed.items()}
+        verify_file(path / tensors, manifest.checksum(tensors))
+        forms = read_json(path, manifest, values)
+        with open_tensors(path / tensors) as opened, parsing(values):
+            read = {str(name): JsonCodec(get=opened.read).decode(value) for name, value in forms.items()}
         found = {**read, **{name: value for name, value in found.items() if value is not None or name != POSITION}}
     if RANDOM not in found:
         raise DamagedError(f"{training_files(ranks[0])[1]}: it has no random states")
-    if seat.replica >= manifest.replicas and not alike:
+    if coordinate.replica >= manifest.replicas and not same_random:
         del found[RANDOM]
     return {POSITION: None, **found}
 
 
-def what_differs(manifest: Manifest, seat: Seat, *, alike: bool) -> list[tuple[int, str]]:
-    """What one should know who goes on with another number of ranks, each with its level of logging."""
-    return [*_other_replicas(manifest.replicas, seat.replicas, alike=alike), *_other_workers(manifest, seat.workers)]
+def notes_on_ranks(manifest: Manifest, coordinate: MeshCoordinate, *, same_random: bool) -> list[tuple[int, str]]:
+    """Messages for a resumption with another number of ranks, each with its level of logging."""
+    return [
+        *_other_replicas(manifest.replicas, coordinate.replicas, same_random=same_random),
+        *_other_workers(manifest, coordinate.workers),
+    ]
 
 
-def _other_replicas(saved: int, here: int, *, alike: bool) -> Iterator[tuple[int, str]]:
+def _other_replicas(saved: int, here: int, *, same_random: bool) -> Iterator[tuple[int, str]]:
     begin = (
         f"it is of {_counted(saved, 'replica')}, and here {'is' if here == 1 else 'are'} {_counted(here, 'replica')}"
     )
@@ -148,7 +152,7 @@ def _other_replicas(saved: int, here: int, *, alike: bool) -> Iterator[tuple[int
         yield logging.WARNING, f"{begin}: the data position and the random states of {left_out} are left out"
     elif here > saved:
         random = "whose random states stay what they are, since the script has seeded replicas differently"
-        if alike:
+        if same_random:
             random = "as do its random states, since the script has seeded all alike"
         further = _numbers(saved, here)
         yield logging.WARNING, f"{begin}: the data position of replica 0 goes to {further}, too, {random}"

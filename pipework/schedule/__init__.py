@@ -1,4 +1,4 @@
-"""Schedules: what every worker does in which order, as data; checked, simulated and drawn. Needs no torch."""
+"""Schedules: the order of actions of each worker, as data, which can be checked, simulated and drawn without torch."""
 
 from pipework.schedule.action import KINDS, OF_STAGES, TRANSFERS, Action
 from pipework.schedule.analysis.bounds import Bounds, lower_bounds
@@ -6,51 +6,51 @@ from pipework.schedule.analysis.channels import Channel
 from pipework.schedule.analysis.compare import Comparison, compare
 from pipework.schedule.analysis.rules import Violation
 from pipework.schedule.analysis.simulate import Simulation, simulate
-from pipework.schedule.analysis.validate import Conditions, ScheduleError, Validation, check, validate
+from pipework.schedule.analysis.validate import ScheduleError, Validation, ValidationOptions, check, validate
 from pipework.schedule.costs import Costs
 from pipework.schedule.draw.grid import grid
 from pipework.schedule.draw.svg import svg
+from pipework.schedule.formats.csv_form import from_csv, to_csv
+from pipework.schedule.formats.json_form import from_json, to_json
+from pipework.schedule.formats.orders_text import from_orders_text, to_orders_text
+from pipework.schedule.generators.controllable_memory import v_half, v_min
 from pipework.schedule.generators.dualpipe_v import dualpipe_v
-from pipework.schedule.generators.eager_1f1b import eager_1f1b
 from pipework.schedule.generators.fill_drain import fill_drain
 from pipework.schedule.generators.forward_only import forward_only
 from pipework.schedule.generators.hanayo import hanayo
 from pipework.schedule.generators.interleaved_1f1b import interleaved_1f1b
 from pipework.schedule.generators.interleaved_zb import interleaved_zb
 from pipework.schedule.generators.looped_bfs import looped_bfs
-from pipework.schedule.generators.one_forward_one_backward import one_forward_one_backward
-from pipework.schedule.generators.v_half import v_half
-from pipework.schedule.generators.v_min import v_min
-from pipework.schedule.generators.zb_h1 import zb_h1
-from pipework.schedule.generators.zb_h2 import zb_h2
+from pipework.schedule.generators.one_forward_one_backward import eager_1f1b, one_forward_one_backward
+from pipework.schedule.generators.zb_h import zb_h1, zb_h2
 from pipework.schedule.generators.zb_v import zb_v
 from pipework.schedule.list_schedule import list_schedule
 from pipework.schedule.passes.communication import with_communication, with_gradient_reduction, with_skips
 from pipework.schedule.passes.recompute import with_recompute
 from pipework.schedule.passes.restrict import restricted
 from pipework.schedule.phases import split_at_loss
-from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build, recipe
+from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build, schedule_spec
 from pipework.schedule.schedule import Schedule
 from pipework.schedule.timeline import Interval, Timeline
 
 __all__ = [
-    "KINDS",
-    "OF_STAGES",
-    "SCHEDULES",
-    "TRANSFERS",
     "Action",
     "Bounds",
     "Channel",
     "Comparison",
-    "Conditions",
     "Costs",
     "Interval",
-    "ScheduleSpec",
+    "KINDS",
+    "OF_STAGES",
+    "SCHEDULES",
     "Schedule",
     "ScheduleError",
+    "ScheduleSpec",
     "Simulation",
+    "TRANSFERS",
     "Timeline",
     "Validation",
+    "ValidationOptions",
     "Violation",
     "build",
     "check",
@@ -59,6 +59,9 @@ __all__ = [
     "eager_1f1b",
     "fill_drain",
     "forward_only",
+    "from_csv",
+    "from_json",
+    "from_orders_text",
     "grid",
     "hanayo",
     "interleaved_1f1b",
@@ -67,11 +70,14 @@ __all__ = [
     "looped_bfs",
     "lower_bounds",
     "one_forward_one_backward",
-    "recipe",
     "restricted",
+    "schedule_spec",
     "simulate",
     "split_at_loss",
     "svg",
+    "to_csv",
+    "to_json",
+    "to_orders_text",
     "v_half",
     "v_min",
     "validate",

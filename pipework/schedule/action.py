@@ -11,16 +11,16 @@ KINDS: Final = ("F", "B", "I", "W", "R")
 """Forward, full backward, input-gradient half, weight-gradient half, recompute."""
 
 TRANSFERS: Final = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-"""What goes between workers: values of forwards, and gradients of backwards."""
+"""Transfers between workers: of the values of forwards, and of the gradients of backwards."""
 
 OF_STAGES: Final = ("REDUCE_GRAD", "UNSHARD", "RESHARD")
-"""What is done once for a stage and not for a micro-batch: the names, and their meaning, are PyTorch's."""
+"""Actions on a whole stage instead of a micro-batch; names and meanings are those of PyTorch."""
 
 NONE: Final = -1
-"""In place of a micro-batch or a peer, for actions that have none."""
+"""The micro-batch or peer of an action that has none."""
 
 _TEXT: Final = re.compile(rf"([0-9]+)({'|'.join((*TRANSFERS, *OF_STAGES, *KINDS))})([0-9]*)(?:@([0-9]+))?")
-# How far away the other end of a transfer is, if not said otherwise.
+# The distance in stages to the other end of a transfer, unless the action names a peer.
 _NEIGHBOUR: Final[Mapping[str, int]] = MappingProxyType({"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1})
 
 
@@ -31,12 +31,12 @@ class Action(NamedTuple):
 
     Attributes:
         kind: ``"F"`` forward, ``"B"`` full backward, ``"I"`` input-gradient half of a backward, ``"W"``
-            weight-gradient half, ``"R"`` recompute the forward of a checkpointed micro-batch. A schedule that has been
-            lowered has ``"SEND_F"``, ``"RECV_F"`` (values), ``"SEND_B"``, ``"RECV_B"`` (gradients) and
-            ``"REDUCE_GRAD"`` as well, and one that was made for sharded weights ``"UNSHARD"`` and ``"RESHARD"``.
-        stage: which stage, from 0.
-        micro_batch: which piece of the mini-batch, from 0; -1 if the action is for all of them.
-        peer: the stage at the other end of a transfer; -1 if the action is none.
+            weight-gradient half, ``"R"`` recompute the forward of a checkpointed micro-batch. A lowered
+            schedule also has ``"SEND_F"``, ``"RECV_F"`` (values), ``"SEND_B"``, ``"RECV_B"`` (gradients) and
+            ``"REDUCE_GRAD"``; one for sharded weights has ``"UNSHARD"`` and ``"RESHARD"``.
+        stage: number of the stage, from 0.
+        micro_batch: number of the micro-batch, from 0; -1 if the action is for all of them.
+        peer: the stage at the other end of a transfer; -1 if the action is no transfer.
 
     Example:
         >>> str(Action("F", 2, 3))
@@ -53,19 +53,19 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         kind, stage, micro_batch, peer = self
         number = "" if micro_batch == NONE else micro_batch
-        # PyTorch's form knows the next stage only; what goes further, says whither.
+        # PyTorch's form has transfers to the next stage only; those to others name the peer.
         far = "" if peer == NONE or peer == neighbour(kind, stage) else f"@{peer}"
         return f"{stage}{kind}{number}{far}"
 
     def __repr__(self) -> str:
-        there = zip(self._fields, self, strict=True)
-        return f"Action({', '.join(f'{name}={value!r}' for name, value in there if value != NONE)})"
+        fields = zip(self._fields, self, strict=True)
+        return f"Action({', '.join(f'{name}={value!r}' for name, value in fields if value != NONE)})"
 
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read the text form ``{stage}{kind}{micro_batch}``.
 
-        A transfer goes to, or comes from, the next stage in its direction unless its text ends in ``@{peer}``.
+        The peer of a transfer is the next stage in its direction unless the text ends in ``@{peer}``.
 
         Args:
             text: such as ``"2F3"``, ``"2SEND_F3"``, ``"0SEND_F3@4"`` or ``"2REDUCE_GRAD"``; white space around it is
@@ -75,7 +75,7 @@ class Action(NamedTuple):
             The action; ``str`` of it is the text again.
 
         Raises:
-            ValueError: the text is not of that form.
+            ValueError: the text does not have that form.
 
         Example:
             >>> Action.parse("0B12").micro_batch
@@ -98,7 +98,7 @@ class Action(NamedTuple):
 
 
 def neighbour(kind: str, stage: int) -> int:
-    """The stage at the other end of a transfer between adjacent stages; -1 for what is no transfer.
+    """The stage at the other end of a transfer between adjacent stages; -1 for other actions.
 
     Example:
         >>> neighbour("SEND_F", 2), neighbour("SEND_B", 2), neighbour("F", 2)

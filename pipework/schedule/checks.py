@@ -1,4 +1,4 @@
-"""What a schedule is refused for: when it is made, types and numbers out of range; by a pass, what is there already."""
+"""Checks of the arguments that generators, schedules and passes take."""
 
 from __future__ import annotations
 
@@ -14,11 +14,29 @@ _FORWARD_ONLY = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 _EVERY_KIND = (*KINDS, *TRANSFERS, *OF_STAGES)
 
 
-def checked_tuple(name: str, value: Any, example: str) -> tuple[Any, ...]:
-    """A sequence as a tuple.
+def positive_integer(name: str, value: object) -> None:
+    """Refuse everything but an int that is at least 1.
 
     Raises:
-        TypeError: it is none.
+        TypeError: not an int, or a bool.
+        ValueError: less than 1.
+
+    Example:
+        >>> positive_integer("workers", 0)
+        Traceback (most recent call last):
+        ValueError: workers is 0: wanted an integer of at least 1
+    """
+    if type(value) is not int:
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}: wanted an integer of at least 1")
+    if value < 1:
+        raise ValueError(f"{name} is {value}: wanted an integer of at least 1")
+
+
+def checked_tuple(name: str, value: Any, example: str) -> tuple[Any, ...]:
+    """Make a tuple of a sequence.
+
+    Raises:
+        TypeError: the value is no sequence.
 
     Example:
         >>> checked_tuple("placement", 3, "(0, 1)")
@@ -33,15 +51,15 @@ def checked_tuple(name: str, value: Any, example: str) -> tuple[Any, ...]:
 
 
 def check_placement(placement: Sequence[int], workers: int | None = None) -> None:
-    """Refuse a placement that places a stage nowhere, or leaves a worker without one.
+    """Refuse a placement with a worker out of range or without a stage.
 
     Args:
         placement: the worker of each stage.
-        workers: how many there are; None: as many as it names.
+        workers: number of workers; None: one more than the highest in the placement.
 
     Raises:
-        TypeError: a worker that is not an int.
-        ValueError: an empty one, a worker out of range, or an idle one.
+        TypeError: a worker is not an int.
+        ValueError: the placement is empty, a worker is out of range, or a worker has no stage.
     """
     if not placement:
         raise ValueError("placement is empty: give the worker of each stage, such as (0, 1) for two stages")
@@ -61,10 +79,10 @@ def check_placement(placement: Sequence[int], workers: int | None = None) -> Non
 
 
 def checked_skips(skips: Any) -> tuple[tuple[int, int], ...]:
-    """Skips as pairs of stages.
+    """Make pairs of stages of skips.
 
     Raises:
-        TypeError: one that is no pair of ints.
+        TypeError: a skip is no pair of ints.
 
     Example:
         >>> checked_skips([[0, 2]])
@@ -80,27 +98,27 @@ def checked_skips(skips: Any) -> tuple[tuple[int, int], ...]:
 
 
 def check_skips(skips: Sequence[tuple[int, int]], stages: int) -> None:
-    """Refuse skips that pass over no stage, and those that stand twice.
+    """Refuse skips that pass over no stage, and duplicates.
 
     Raises:
-        ValueError: such a one.
+        ValueError: a skip passes over no stage, or is there twice.
     """
     for source, target in skips:
         if not 0 <= source < target - 1 < stages - 1:
             raise ValueError(
-                f"a skip goes from stage {source} to stage {target}: wanted one that passes over a stage between, "
-                f"among the stages 0 to {stages - 1}; with_skips() leaves the others out"
+                f"a skip goes from stage {source} to stage {target}: wanted one that passes over a stage, within "
+                f"the stages 0 to {stages - 1}; with_skips() leaves the others out"
             )
     if len(set(skips)) < len(skips):
-        raise ValueError(f"skips is {skips!r}: wanted each pair once; values between the same stages go together")
+        raise ValueError(f"skips is {skips!r}: wanted each pair once; all values between two stages share it")
 
 
 def check_order(worker: int, order: Sequence[Action], stages: int, *, inference: bool) -> None:
-    """Refuse what is no action, or one of a stage or kind that there is not.
+    """Refuse items that are no actions, and actions whose kind, stage, micro-batch or peer is out of range.
 
     Raises:
-        TypeError: something else than an action of numbers.
-        ValueError: a kind or number out of range.
+        TypeError: an item is no action, or its numbers are not ints.
+        ValueError: a kind or number is out of range.
     """
     kinds = _FORWARD_ONLY if inference else _EVERY_KIND
     for position, action in enumerate(order):
@@ -116,7 +134,7 @@ def check_order(worker: int, order: Sequence[Action], stages: int, *, inference:
                 f"{action!r} in worker {worker}'s order: wanted an int for stage, micro_batch and peer, got {got}"
             )
         if kind not in kinds:
-            which = f"{', '.join(kinds)}, since the schedule is one of inference" if inference else ", ".join(kinds)
+            which = f"{', '.join(kinds)}, since the schedule is for inference" if inference else ", ".join(kinds)
             raise ValueError(f"{action!r} in worker {worker}'s order: kind must be one of {which}")
         if not 0 <= stage < stages:
             raise ValueError(f"{action} in worker {worker}'s order: placement has the stages 0 to {stages - 1}")
@@ -129,15 +147,15 @@ def check_order(worker: int, order: Sequence[Action], stages: int, *, inference:
 
 
 def refuse_kind(schedule: Schedule, kind: str, does: str) -> None:
-    """Refuse a schedule that has what a pass is to add.
+    """Refuse a schedule that already has the actions that a pass adds.
 
     Args:
-        schedule: what the pass was given.
-        kind: of the actions that it adds.
-        does: what a worker with such an action does, for the message.
+        schedule: the argument of the pass.
+        kind: the kind of these actions.
+        does: a verb for the message, such as ``"recomputes"``.
 
     Raises:
-        ValueError: there is one.
+        ValueError: the schedule has such an action.
     """
     for worker, order in enumerate(schedule.orders):
         for action in order:

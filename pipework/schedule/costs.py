@@ -1,4 +1,4 @@
-"""Costs: how long each action of each stage takes, and how much memory a micro-batch holds."""
+"""Costs: the time of each action on each stage, and the memory that a micro-batch holds."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from pipework.schedule.arguments import positive_integer
+from pipework.schedule.checks import positive_integer
 
 Cost = float | Sequence[float]
-"""A number that holds for all stages, or one number for each."""
+"""One number for all stages, or a number for each stage."""
 
-# What a sequence has one number for, where it is not a stage.
+# The costs whose sequences do not have a number for each stage, but for each of these.
 _PLACES: Final[Mapping[str, str]] = MappingProxyType(
     {"transfer": "boundary", "message": "boundary", "skip_transfer": "skip"}
 )
 
 
 class StageCosts(NamedTuple):
-    """Costs spelt out for a number of stages, as :meth:`Costs.spread` returns them.
+    """Costs of each stage, as :meth:`Costs.spread` returns them.
 
     Attributes:
-        duration: action kind to the time of each stage.
+        duration: action kind to its time on each stage.
         transfer: time of each boundary, between stage s and s + 1.
         activation: memory of a micro-batch on each stage.
         checkpoint_activation: memory of a checkpointed micro-batch on each stage, before it is recomputed.
         waiting: memory of a micro-batch on each stage, between the halves of its backward.
-        message: memory of what crosses each boundary.
-        skip: time of each skip, in the order of the schedule's.
+        message: memory of the value that crosses each boundary.
+        skip: time of each skip connection of the schedule.
     """
 
     duration: Mapping[str, tuple[float, ...]]
@@ -45,31 +45,31 @@ class StageCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Time and memory of the actions, each a number for all stages or a sequence with one number for each stage.
+    """Time and memory of the actions, each as one number for all stages or a sequence with a number for each stage.
 
-    Units are free, as long as all times and all memories have one each; predictions have the same.
+    All times have one unit, all memories have one unit; both are free, and predictions have the same.
 
     Attributes:
         forward: time of ``F``.
-        backward: time of ``B``; None: of both halves together.
-        recompute: time of ``R``; None: as ``forward``.
-        input_gradient: time of ``I``; None: half of ``backward``, 1 if that is None, too.
-        weight_gradient: time of ``W``; None: likewise.
-        reduce_gradient: time of ``REDUCE_GRAD``, in which a stage's gradients are added up over a model's replicas.
+        backward: time of ``B``; None: that of both halves.
+        recompute: time of ``R``; None: that of ``forward``.
+        input_gradient: time of ``I``; None: half of ``backward``, or 1 if that is None, too.
+        weight_gradient: time of ``W``; None: half of ``backward``, or 1 if that is None, too.
+        reduce_gradient: time of ``REDUCE_GRAD``, which adds up a stage's gradients over replicas of the model.
         transfer: time for a value, or its gradient, to cross a boundary between two workers; a sequence has one number
-            for each boundary, one less than stages. Nothing crosses between stages of one worker.
-        skip_transfer: the same for a skip connection; a sequence has one number for each of the schedule's skips.
+            for each boundary, one fewer than stages. Between stages of one worker there is no transfer.
+        skip_transfer: the same for a skip connection; a sequence has a number for each skip of the schedule.
         activation: memory that a micro-batch holds on a stage from the start of ``F`` (if checkpointed, of ``R``) to
             the end of ``B`` (or ``W``); if checkpointed, also during ``F``, which is computed with its graph.
         checkpoint_activation: memory that a checkpointed micro-batch holds from the end of ``F`` to the start of
             ``R``.
-        waiting: memory that a micro-batch holds from the end of ``I`` to the end of ``W``; None: as ``activation``.
-        message: memory of what crosses a boundary for one micro-batch; a sequence has one number for each boundary. It
-            informs, and decides no time: that is ``transfer``.
+        waiting: memory that a micro-batch holds from the end of ``I`` to the end of ``W``; None: ``activation``.
+        message: memory of a micro-batch's value that crosses a boundary; a sequence has a number for each boundary. It
+            is for information only: the time of a transfer is ``transfer``.
 
     Raises:
-        TypeError: not a number.
-        ValueError: negative, infinite or NaN, or a sequence without a number for any stage.
+        TypeError: a cost is no number.
+        ValueError: a number is negative, infinite or NaN, or a sequence is empty.
 
     Example:
         >>> Costs(forward=[1, 2]).spread(stages=2).duration["F"]
@@ -109,16 +109,16 @@ class Costs:
                 object.__setattr__(self, field.name, _number(field.name, value))
 
     def divided(self, parts: int | Sequence[int]) -> Costs:
-        """Costs of a stage, if these are of a worker's whole share and the worker holds so many equal stages.
+        """Costs of a stage, if these are those of a worker's whole share of the model and it has several equal stages.
 
-        Numbers are divided; sequences, which have a number for each stage, stay, and so does what crosses a boundary.
+        Numbers are divided; sequences, which have a number for each stage, stay, as do transfers and messages.
 
         Args:
-            parts: stages per worker; or for each stage, how many there are on its worker.
+            parts: stages per worker; or for each stage, the number of stages on its worker.
 
         Raises:
-            TypeError: not an int.
-            ValueError: less than 1, or no stage.
+            TypeError: a number is not an int.
+            ValueError: a number is less than 1, or a sequence is empty.
 
         Example:
             >>> from pipework.schedule import build, simulate
@@ -143,7 +143,7 @@ class Costs:
 
         whole = self
         if self.backward is None:
-            # Halves of which nobody speaks take 1, of whatever.
+            # Unset halves would take 1 on each stage, however small; the division must reach them.
             inputs = 1.0 if self.input_gradient is None else self.input_gradient
             weights = 1.0 if self.weight_gradient is None else self.weight_gradient
             whole = replace(self, input_gradient=inputs, weight_gradient=weights)
@@ -152,13 +152,12 @@ class Costs:
         return replace(whole, **{name: cut(value) for name, value in values if isinstance(value, float)})
 
     def placed(self, placement: Sequence[int]) -> Costs:
-        """Costs of stages, if these are of workers' whole shares and the stages of a worker are equal.
+        """Costs of stages, if these are those of workers' whole shares and the stages of a worker are equal.
 
-        Numbers are divided, see :meth:`divided`. A sequence that has one number for each worker is spread: a stage gets
-        the number of its worker, divided by how many stages that has. Of a transfer and a message such a sequence has
-        one for each two neighbours among the workers; on the way from the last worker back to the first, or past
-        others, it costs the largest of them. Sequences of another length stay as they are, so one with a number for
-        each stage still has that.
+        Numbers are divided, see :meth:`divided`. A sequence with a number for each worker is spread: each stage gets
+        the number of its worker, divided by the stages of that worker. For transfers and messages such a sequence has a
+        number for each pair of adjacent workers; a boundary between other workers, such as from the last to the first,
+        gets the largest of them. Sequences of other lengths, such as those with a number for each stage, stay.
 
         Args:
             placement: the worker of each stage.
@@ -184,14 +183,14 @@ class Costs:
         return replace(self, **spread).divided([count[worker] for worker in placement])
 
     def spread(self, stages: int, skips: int = 0) -> StageCosts:
-        """Spell the costs out for a number of stages.
+        """Give each stage its costs.
 
         Args:
-            stages: how many.
-            skips: how many skip connections the schedule has.
+            stages: number of stages.
+            skips: number of skip connections of the schedule.
 
         Raises:
-            ValueError: a sequence of another length.
+            ValueError: a sequence has another length.
 
         Example:
             >>> Costs(transfer=0.5).spread(stages=3).transfer
@@ -236,10 +235,10 @@ class Costs:
 
 
 def checked(costs: Costs | None) -> Costs:
-    """The costs; unit costs if there are none.
+    """The costs; unit costs for None.
 
     Raises:
-        TypeError: they are something else.
+        TypeError: the argument is something else.
 
     Example:
         >>> checked(3)
@@ -254,7 +253,7 @@ def checked(costs: Costs | None) -> Costs:
 
 
 def _crossing(values: Sequence[float], source: int, target: int) -> float:
-    """What a boundary costs, from numbers for each two neighbours among the workers."""
+    """The cost of a boundary between two workers, from numbers for each pair of adjacent workers."""
     if source == target:
         return 0.0
     return values[min(source, target)] if abs(source - target) == 1 else max(values)

@@ -1,4 +1,4 @@
-"""What an action needs of other actions: the data edges of the schedule graph, defined once for all.
+"""Data dependencies between actions: the edges of the schedule graph.
 
 ::
 
@@ -7,8 +7,8 @@
                  v                     |          F to B: the activations of the own forward,
     stage 1      F ----------> (R) --> B                  through R if the micro-batch is checkpointed
 
-With a split backward, ``I`` stands for ``B`` and ``W`` follows its ``I``. A skip connection from stage s to stage t is
-an edge from F to F of the two, and one from B to B back again.
+In a split backward, ``I`` takes the place of ``B``, and ``W`` depends on its ``I``. A skip connection from stage s to
+stage t is an edge from the F of s to the F of t, and one from the B of t to the B of s.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipework.schedule.schedule import Schedule
 
 
 def counterpart(transfer: Action) -> Action:
-    """The other side of a transfer: of a ``SEND`` the ``RECV``, and the other way round.
+    """The other side of a transfer: the ``RECV`` of a ``SEND``, the ``SEND`` of a ``RECV``.
 
     Example:
         >>> str(counterpart(Action.parse("0SEND_F3"))), str(counterpart(Action.parse("0RECV_B3@2")))
@@ -38,13 +38,13 @@ _RECEIVE: Final[Mapping[str, str]] = MappingProxyType({"F": "RECV_F", "B": "RECV
 
 
 class Route(NamedTuple):
-    """A way on which one stage's values, or gradients, reach another.
+    """A connection on which values, or gradients, go from one stage to another.
 
     Attributes:
         kind: ``"F"`` values, ``"B"`` gradients.
         source: the stage that makes them.
         target: the stage that needs them.
-        skip: which of the schedule's skips it is; -1 for a boundary.
+        skip: index among the schedule's skips; -1 for a boundary.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Route(NamedTuple):
     skip: int
 
     def send(self, micro_batch: int) -> Action:
-        """The action that sends what goes this way for a micro-batch."""
+        """The action that sends a micro-batch's value, or gradient, on this route."""
         return Action(_SEND[self.kind], self.source, micro_batch, self.target)
 
     def receive(self, micro_batch: int) -> Action:
@@ -62,14 +62,14 @@ class Route(NamedTuple):
 
 
 def routes(schedule: Schedule) -> tuple[Route, ...]:
-    """All ways between stages, of one worker or of two.
+    """All routes between stages, whether on one worker or on two.
 
     Example:
         >>> from pipework.schedule import fill_drain
         >>> routes(fill_drain(2, 1))
         (Route(kind='F', source=0, target=1, skip=-1), Route(kind='B', source=1, target=0, skip=-1))
     """
-    pairs = [*((stage, stage + 1, -1) for stage in range(schedule.stages - 1))]
+    pairs = [(stage, stage + 1, -1) for stage in range(schedule.stages - 1)]
     pairs += [(source, target, number) for number, (source, target) in enumerate(schedule.skips)]
     there = [Route("F", source, target, skip) for source, target, skip in pairs]
     back = [] if schedule.inference else [Route("B", target, source, skip) for source, target, skip in pairs]
@@ -77,14 +77,14 @@ def routes(schedule: Schedule) -> tuple[Route, ...]:
 
 
 def crossings(schedule: Schedule) -> Iterator[Route]:
-    """The ways that lead from one worker to another."""
+    """The routes from one worker to another."""
     for route in routes(schedule):
         if schedule.placement[route.source] != schedule.placement[route.target]:
             yield route
 
 
 def recomputed(schedule: Schedule) -> frozenset[tuple[int, int]]:
-    """The (stage, micro-batch) pairs that have a recompute action: those that are checkpointed.
+    """The (stage, micro-batch) pairs with a recompute action, which are the checkpointed ones.
 
     Example:
         >>> from pipework.schedule import fill_drain, with_recompute
@@ -95,7 +95,7 @@ def recomputed(schedule: Schedule) -> frozenset[tuple[int, int]]:
 
 
 def product(action: Action) -> Action:
-    """The name under which others need what an action makes; a ``B`` gives what an ``I`` gives.
+    """The action that names a result: a ``B`` has the result of an ``I``, other actions have their own.
 
     Example:
         >>> str(product(Action("B", 1, 0)))

@@ -10,19 +10,18 @@ Orders = tuple[tuple[Action, ...], ...]
 
 
 def split_at_loss(schedule: Schedule) -> tuple[Orders, Orders]:
-    """Cut every worker's order before its first action that is no forward.
+    """Split every worker's order before its first action that is no forward.
 
-    A loss outside of the pipe needs all outputs, and every backward needs the loss: the pipe runs the first phase,
-    the caller computes the loss, the pipe runs the second.
+    The pipe runs the first phase, the caller computes the loss of all outputs, and the pipe runs the second phase.
 
     Args:
-        schedule: one in which no worker has a forward after its first backward (or recompute).
+        schedule: no worker may have a forward after its first backward (or recompute).
 
     Returns:
         The orders before the loss, and the orders after it.
 
     Raises:
-        ValueError: a forward stands after another action, so that the loss must be inside the pipe.
+        ValueError: a forward comes after another action, so the loss must be computed inside the pipe.
 
     Example:
         >>> from pipework.schedule import fill_drain

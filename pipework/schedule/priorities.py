@@ -1,4 +1,4 @@
-"""Two ways to write down what workers wish to do in which order, for list scheduling."""
+"""Priorities of workers, for list scheduling: from a list of steps, or from one pattern for all micro-batches."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pipework.schedule.action import Action
 
 
 def numbered(steps: Iterable[tuple[str, int]], micro_batches: int) -> list[Action]:
-    """Give the actions of each kind and stage the micro-batches 0, 1, 2, .., and leave out what is too many.
+    """Number the steps of each kind and stage with the micro-batches 0, 1, 2, .., and drop the surplus.
 
     Args:
         steps: kind and stage of each action; ``B`` and ``I`` of a stage are counted together.
-        micro_batches: how many there are.
+        micro_batches: number of micro-batches.
 
     Example:
         >>> [str(action) for action in numbered([("F", 0), ("F", 1)] + 2 * [("F", 0), ("I", 0), ("B", 0)], 2)]
@@ -31,7 +31,7 @@ def numbered(steps: Iterable[tuple[str, int]], micro_batches: int) -> list[Actio
 
 
 class Hops(NamedTuple):
-    r"""By how much each action of a micro-batch on its way through a V placement starts later than the one before.
+    r"""The time from the start of one action of a micro-batch to the start of the next, in a V placement.
 
     ::
 
@@ -40,13 +40,13 @@ class Hops(NamedTuple):
         worker p - 1     F - turn - F          I - again - I
 
     Attributes:
-        down: from one forward to the next, on the way from worker 0 to the last one.
-        turn: from the forward of one stage to that of the other on the last worker.
-        up: from one forward to the next, on the way back to worker 0.
+        down: between forwards, from worker 0 to the last one.
+        turn: between the two forwards on the last worker.
+        up: between forwards, from the last worker to worker 0.
         loss: from the last forward to the first backward, both on worker 0.
-        back: from one backward to the next, on the way to the last worker.
-        again: from the backward of one stage to that of the other on the last worker.
-        home: from one backward to the next, on the way to worker 0.
+        back: between backwards, from worker 0 to the last one.
+        again: between the two backwards on the last worker.
+        home: between backwards, from the last worker to worker 0.
     """
 
     down: int = 1
@@ -58,19 +58,19 @@ class Hops(NamedTuple):
     home: int = 1
 
 
-def repeated(workers: int, micro_batches: int, hops: Hops, *, backward: Literal["B", "I"] = "I") -> list[list[Action]]:
-    """The priorities of each worker if every micro-batch goes the same way, six units after the one before it.
+def v_pattern(workers: int, micro_batches: int, hops: Hops, *, backward: Literal["B", "I"] = "I") -> list[list[Action]]:
+    """The priorities of each worker if all micro-batches follow one pattern, six units apart.
 
-    Six is what a worker needs for a micro-batch: a forward and a backward of two forwards' time, on two stages.
+    Six units are the work of a worker on a micro-batch: on each of two stages, a forward of one and a backward of two.
 
     Args:
         workers: number of workers, each with two stages in V placement.
         micro_batches: number of micro-batches.
-        hops: the way.
-        backward: the kind of backwards: whole, or in halves.
+        hops: the pattern.
+        backward: ``"B"`` for whole backwards, ``"I"`` for split ones.
 
     Example:
-        >>> [str(action) for action in repeated(2, 2, Hops())[1]]
+        >>> [str(action) for action in v_pattern(2, 2, Hops())[1]]
         ['1F0', '2F0', '2I0', '1I0', '1F1', '2F1', '2I1', '1I1']
     """
     last = 2 * workers - 1

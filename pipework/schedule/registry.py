@@ -1,4 +1,4 @@
-"""Schedules by name, as `Pipe(..., schedule="1f1b")` and the command line ask for them."""
+"""Schedules by name, as in `Pipe(..., schedule="1f1b")` and on the command line."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from pipework.schedule.arguments import positive_integer
+from pipework.schedule.checks import positive_integer
 from pipework.schedule.costs import Costs, checked
+from pipework.schedule.generators.controllable_memory import v_half, v_min
 from pipework.schedule.generators.dualpipe_v import dualpipe_v
-from pipework.schedule.generators.eager_1f1b import eager_1f1b
 from pipework.schedule.generators.fill_drain import fill_drain
 from pipework.schedule.generators.forward_only import forward_only
 from pipework.schedule.generators.hanayo import hanayo
 from pipework.schedule.generators.interleaved_1f1b import interleaved_1f1b
 from pipework.schedule.generators.interleaved_zb import interleaved_zb
 from pipework.schedule.generators.looped_bfs import looped_bfs
-from pipework.schedule.generators.one_forward_one_backward import one_forward_one_backward
-from pipework.schedule.generators.v_half import v_half
-from pipework.schedule.generators.v_min import v_min
-from pipework.schedule.generators.zb_h1 import zb_h1
-from pipework.schedule.generators.zb_h2 import zb_h2
+from pipework.schedule.generators.one_forward_one_backward import eager_1f1b, one_forward_one_backward
+from pipework.schedule.generators.zb_h import zb_h1, zb_h2
 from pipework.schedule.generators.zb_v import zb_v
 from pipework.schedule.placement import loop_placement, wave_placement
 from pipework.schedule.schedule import Schedule
@@ -29,15 +26,15 @@ from pipework.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """How a schedule is made.
+    """How to make a schedule of any size.
 
     Attributes:
-        generator: a function of the numbers of workers and of micro-batches, if `several` of stages per worker too, and
-            if `timed` of costs, by keyword.
-        stages_per_worker: how many stages a worker has unless told otherwise.
-        several: whether one may tell otherwise.
-        placement: the worker of each stage, from the numbers of workers and of stages per worker.
-        timed: whether costs decide about the orders.
+        generator: a function of the numbers of workers and micro-batches; if `several`, also of stages per worker; if
+            `timed`, also of the keyword argument `costs`.
+        stages_per_worker: the default number of stages per worker.
+        several: whether the caller may choose the number of stages per worker.
+        placement: a function from the numbers of workers and of stages per worker to the worker of each stage.
+        timed: whether the orders depend on costs.
 
     Raises:
         TypeError: `generator` cannot be called.
@@ -75,32 +72,32 @@ SCHEDULES: Final[Mapping[str, ScheduleSpec]] = MappingProxyType(
         "forward-only": ScheduleSpec(forward_only, several=True),
     }
 )
-"""Name to recipe. To add one's own, give :func:`build` a larger mapping."""
+"""Name to spec. To add schedules, pass a larger mapping to :func:`build`."""
 
-# What is left of a class's name in torch.distributed.pipelining, where it is not the name above.
-_OTHERWISE: Final[Mapping[str, str]] = MappingProxyType(
+# Classes of torch.distributed.pipelining whose names are not those above.
+_OF_TORCH: Final[Mapping[str, str]] = MappingProxyType(
     {"interleavedzerobubble": "interleaved-zb", "zbvzerobubble": "zb-v"}
 )
 
 
-def recipe(name: str, schedules: Mapping[str, ScheduleSpec] = SCHEDULES) -> ScheduleSpec:
-    """Look a schedule up by its name, or by that of its class in `torch.distributed.pipelining`, in any case.
+def schedule_spec(name: str, schedules: Mapping[str, ScheduleSpec] = SCHEDULES) -> ScheduleSpec:
+    """Look up a schedule by its name, or by that of its class in `torch.distributed.pipelining`, ignoring case.
 
     Args:
         name: a key of ``schedules``, or the name of a class.
-        schedules: name to recipe.
+        schedules: name to spec.
 
     Raises:
-        ValueError: no such schedule.
+        ValueError: no schedule has this name.
 
     Example:
-        >>> recipe("ScheduleInterleaved1F1B") is SCHEDULES["interleaved-1f1b"]
+        >>> schedule_spec("ScheduleInterleaved1F1B") is SCHEDULES["interleaved-1f1b"]
         True
     """
     found = None
     if isinstance(name, str):
         plain = {_plain(known): known for known in schedules}
-        found = plain.get(_plain(name), _OTHERWISE.get(_plain(name)))
+        found = plain.get(_plain(name), _OF_TORCH.get(_plain(name)))
     if found is None or found not in schedules:
         raise ValueError(f"no schedule is called {name!r}: choose one of {', '.join(map(repr, schedules))}")
     return schedules[found]
@@ -118,17 +115,17 @@ def build(
     """Make a schedule by its name.
 
     Args:
-        name: a key of ``schedules``, or a name that :func:`recipe` understands.
+        name: a key of ``schedules``, or a name that :func:`schedule_spec` understands.
         workers: number of workers.
         chunks: number of micro-batches.
-        stages_per_worker: None: as many as the recipe says.
-        costs: of stages; what to make the orders for, in those schedules that look at costs. None: unit costs.
-        schedules: name to recipe; ``SCHEDULES | {"mine": ScheduleSpec(my_generator)}`` has one's own as well.
+        stages_per_worker: None: the default of the spec.
+        costs: of each stage; the orders of `timed` specs are made for them. None: unit costs.
+        schedules: name to spec; ``SCHEDULES | {"mine": ScheduleSpec(my_generator)}`` adds a schedule.
 
     Raises:
-        TypeError: a number is not an int, `costs` are no costs, or the recipe makes something else than a schedule.
-        ValueError: no such schedule, a number less than 1, a number of stages per worker that the schedule cannot have,
-            or costs for another number of stages.
+        TypeError: a number is not an int, `costs` is no :class:`Costs`, or the generator returns no schedule.
+        ValueError: no schedule has this name, a number is less than 1, the schedule does not support this number of
+            stages per worker, or the costs are for another number of stages.
 
     Example:
         >>> build("fill-drain", workers=4, chunks=8).name
@@ -138,8 +135,8 @@ def build(
         ValueError: schedule 'zb-v' has two stages per worker, got stages_per_worker=3: choose one of \
 'interleaved-1f1b', 'looped-bfs', 'hanayo', 'interleaved-zb', 'forward-only'
     """
-    known, count = _chosen(name, workers, chunks, stages_per_worker, schedules)
-    return _made(known, workers, chunks, count, checked(costs))
+    spec, count = _spec_and_stages(name, workers, chunks, stages_per_worker, schedules)
+    return _generated(spec, workers, chunks, count, checked(costs))
 
 
 def build_for_shares(
@@ -151,15 +148,15 @@ def build_for_shares(
     costs: Costs | None = None,
     schedules: Mapping[str, ScheduleSpec] = SCHEDULES,
 ) -> tuple[Schedule, Costs]:
-    """Make a schedule by its name, for costs of workers' whole shares of a model.
+    """Make a schedule by its name, for costs of the whole share of the model that each worker has.
 
     Args:
         name: as for :func:`build`, and so are the other arguments.
         workers: number of workers.
         chunks: number of micro-batches.
-        stages_per_worker: None: as many as the recipe says.
+        stages_per_worker: None: the default of the spec.
         costs: of whole shares; see :meth:`Costs.placed`.
-        schedules: name to recipe.
+        schedules: name to spec.
 
     Returns:
         The schedule, and the costs of its stages.
@@ -168,52 +165,53 @@ def build_for_shares(
         TypeError, ValueError: as :func:`build`.
 
     Example:
+        >>> from pipework.schedule import simulate
         >>> schedule, costs = build_for_shares("zb-v", workers=4, chunks=8)
-        >>> costs.forward, schedule.simulate(costs).makespan
+        >>> costs.forward, simulate(schedule, costs).makespan
         (0.5, 25.5)
     """
-    known, count = _chosen(name, workers, chunks, stages_per_worker, schedules)
+    spec, count = _spec_and_stages(name, workers, chunks, stages_per_worker, schedules)
     whole = checked(costs)
-    made_for = whole.placed(known.placement(workers, count)) if known.timed else Costs()
-    schedule = _made(known, workers, chunks, count, made_for)
+    made_for = whole.placed(spec.placement(workers, count)) if spec.timed else Costs()
+    schedule = _generated(spec, workers, chunks, count, made_for)
     share = whole.placed(schedule.placement)
     _check_stages(share, schedule)
     return schedule, share
 
 
-def _chosen(
+def _spec_and_stages(
     name: str, workers: int, chunks: int, stages_per_worker: int | None, schedules: Mapping[str, ScheduleSpec]
 ) -> tuple[ScheduleSpec, int]:
-    """The recipe, and the number of stages per worker."""
-    known = recipe(name, schedules)
-    count = known.stages_per_worker if stages_per_worker is None else stages_per_worker
+    """The spec, and the number of stages per worker."""
+    spec = schedule_spec(name, schedules)
+    count = spec.stages_per_worker if stages_per_worker is None else stages_per_worker
     for what, value in (("workers", workers), ("chunks", chunks), ("stages_per_worker", count)):
         positive_integer(what, value)
-    if not known.several and count != known.stages_per_worker:
+    if not spec.several and count != spec.stages_per_worker:
         several = ", ".join(repr(other) for other, its in schedules.items() if its.several)
-        wanted = {1: "one stage", 2: "two stages"}.get(known.stages_per_worker, f"{known.stages_per_worker} stages")
+        wanted = {1: "one stage", 2: "two stages"}.get(spec.stages_per_worker, f"{spec.stages_per_worker} stages")
         raise ValueError(
             f"schedule {name!r} has {wanted} per worker, got stages_per_worker={count}: choose one of {several}"
         )
-    return known, count
+    return spec, count
 
 
-def _made(known: ScheduleSpec, workers: int, chunks: int, count: int, costs: Costs) -> Schedule:
-    sizes = (workers, chunks, count) if known.several else (workers, chunks)
-    # Skips come later, if there are any; they are no matter of the orders.
+def _generated(spec: ScheduleSpec, workers: int, chunks: int, count: int, costs: Costs) -> Schedule:
+    sizes = (workers, chunks, count) if spec.several else (workers, chunks)
+    # Skips are added to the finished schedule; orders do not depend on them.
     costs = replace(costs, skip_transfer=0.0)
-    schedule = known.generator(*sizes, costs=costs) if known.timed else known.generator(*sizes)
+    schedule = spec.generator(*sizes, costs=costs) if spec.timed else spec.generator(*sizes)
     if not isinstance(schedule, Schedule):
-        raise TypeError(f"the generator {known.generator!r} of a recipe made {schedule!r}: wanted a Schedule")
+        raise TypeError(f"the generator {spec.generator!r} of a spec made {schedule!r}: wanted a Schedule")
     _check_stages(costs, schedule)
     return schedule
 
 
 def _check_stages(costs: Costs, schedule: Schedule) -> None:
-    """Refuse sequences of costs that are not as long as there are stages."""
+    """Refuse sequences of costs for another number of stages."""
     replace(costs, skip_transfer=0.0).spread(schedule.stages)
 
 
 def _plain(name: str) -> str:
-    """The name without what people write differently."""
+    """The name in lower case, without hyphens, underscores and the prefix of PyTorch's classes."""
     return name.lower().replace("-", "").replace("_", "").removeprefix("schedule")

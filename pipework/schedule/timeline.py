@@ -1,4 +1,4 @@
-"""A timeline: which worker did what, when. Predicted and measured ones are the same class."""
+"""A timeline: the times of all actions, whether predicted or measured."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pipework.schedule.action import Action
 class Interval(NamedTuple):
     """One action on one worker.
 
-    A plain tuple, since a timeline may have some hundred thousand of them.
+    A plain tuple, because a timeline may have hundreds of thousands of them.
 
     Attributes:
-        worker: who.
-        action: what.
-        start: when it began, in the timeline's unit.
-        end: when it ended.
-        memory: the most that the worker's activations hold during the action, in the timeline's memory unit. A worker
-            is taken to allocate when an action starts and to free when one ends.
-        step: the training step, for timelines over several.
-        held: what the action's micro-batch holds on its stage from the action's end on, in the timeline's memory unit.
-        sent: what the action sends to other stages, in the same unit; 0 if that is not known.
+        worker: number of the worker.
+        action: the action.
+        start: its start, in the timeline's unit of time.
+        end: its end.
+        memory: the peak memory of the worker's activations during the action, in the timeline's memory unit. By
+            convention a worker allocates at the start of an action and frees at its end.
+        step: the training step, for timelines of several steps.
+        held: the memory of the action's micro-batch on its stage after the action, in the timeline's memory unit.
+        sent: the size of the values that the action sends to other stages, in the same unit; 0 if unknown.
     """
 
     worker: int
@@ -39,21 +39,20 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Intervals of several workers, and what follows from them.
+    """Intervals of all workers, and measures of them.
 
     Attributes:
         intervals: in any order; those of one worker do not overlap.
-        workers: how many workers there are, also those without an interval.
+        workers: number of workers, including those without an interval.
         unit: of time: ``""`` for units of cost, ``"s"`` for seconds.
-        memory_unit: ``""`` for units of cost, ``"bytes"`` for bytes, or a word in the plural such as
-            ``"micro-batches"``.
+        memory_unit: ``""`` for units of cost, ``"bytes"`` for bytes, or a plural noun such as ``"micro-batches"``.
         title: for pictures.
-        communication: what the workers' channels do meanwhile, if that is known: an interval for each ``SEND`` on the
-            worker that sends, for each ``RECV`` on the one that receives, and for each ``REDUCE_GRAD``. They overlap
-            with the computation, and with each other.
+        communication: the intervals of communication, if known: one for each ``SEND`` on the sending worker, for each
+            ``RECV`` on the receiving worker, and for each ``REDUCE_GRAD``. They overlap with the computation and with
+            each other.
 
     Raises:
-        ValueError: no worker, an interval of a worker that does not exist, or one that ends before it starts.
+        ValueError: there is no worker, the worker of an interval does not exist, or an interval ends before it starts.
 
     Example:
         >>> line = Timeline((Interval(0, Action("F", 0, 0), 0, 3), Interval(1, Action("F", 1, 0), 3, 4)), workers=2)
@@ -78,7 +77,7 @@ class Timeline:
             if interval[0] not in workers:
                 raise ValueError(f"{interval}: the timeline has the workers 0 to {self.workers - 1}")
             if not interval[2] <= interval[3]:
-                raise ValueError(f"{interval}: it ends before it starts, or a time is no number")
+                raise ValueError(f"{interval}: it ends before it starts, or a time is NaN")
 
     @cached_property
     def by_worker(self) -> tuple[tuple[Interval, ...], ...]:
@@ -90,26 +89,26 @@ class Timeline:
 
     @cached_property
     def start(self) -> float:
-        """When the first interval starts; 0 if there is none."""
+        """The start of the first interval; 0 if there is none."""
         return min((interval.start for interval in self.intervals), default=0.0)
 
     @cached_property
     def end(self) -> float:
-        """When the last interval ends, of computation or communication; 0 if there is none."""
+        """The end of the last interval, of computation or communication; 0 if there is none."""
         return max((interval.end for interval in chain(self.intervals, self.communication)), default=0.0)
 
     @property
     def makespan(self) -> float:
-        """From the start of the first interval to the end of the last (or of a reduction), over all workers."""
+        """The time from the first start to the last end, over all workers and their communication."""
         return self.end - self.start
 
     @property
     def span(self) -> float:
-        """The longest busy window of a worker, from its own first start to its own last end."""
+        """The longest busy window of a worker, from its first start to its last end."""
         return max((row[-1].end - row[0].start for row in self.by_worker if row), default=0.0)
 
     def busy(self, worker: int) -> float:
-        """The time in which a worker works."""
+        """The total time of a worker's intervals."""
         return sum(interval.end - interval.start for interval in self.by_worker[worker])
 
     @property
@@ -125,28 +124,28 @@ class Timeline:
     def _idle_share(self, window: float) -> float:
         if window <= 0:
             return 0.0
-        # Rounding must not make a full timeline emptier than empty.
+        # Rounding must not make the share negative.
         return max(0.0, 1.0 - sum(map(self.busy, range(self.workers))) / (self.workers * window))
 
     def peak_memory(self, worker: int) -> float:
-        """The most memory that a worker held; 0 if memory is not known."""
+        """The peak memory of a worker; 0 if memory is not known."""
         return max((interval.memory for interval in self.by_worker[worker]), default=0.0)
 
     def idle_memory(self, worker: int) -> tuple[float, ...]:
-        """What a worker holds behind each of its intervals, until the next starts; nothing behind the last.
+        """The memory of a worker between each of its intervals and the next; 0 after the last.
 
-        What was freed at the end of one interval or allocated at the start of the next is in neither's idle time, so it
-        is the smaller of the two.
+        Memory that one interval frees at its end or that the next allocates at its start is not held in between, so
+        the smaller amount of the two remains.
         """
         row = self.by_worker[worker]
         between = (min(before.memory, after.memory) for before, after in pairwise(row))
         return (*between, 0.0) if row else ()
 
     def memory_steps(self, worker: int) -> tuple[tuple[float, float], ...]:
-        """What a worker holds over time.
+        """The memory of a worker over time.
 
         Returns:
-            (time, amount) in order of time: from that time on it holds that amount.
+            Pairs (time, amount) in order of time: the worker holds the amount from this time to the next.
 
         Raises:
             ValueError: there is no such worker.
@@ -169,11 +168,11 @@ class Timeline:
 
     @property
     def knows_memory(self) -> bool:
-        """Whether any interval tells its memory."""
+        """Whether any interval has an amount of memory."""
         return any(interval.memory for interval in self.intervals)
 
     def shifted(self, by: float) -> Timeline:
-        """The same timeline, later by some time.
+        """The same timeline, with all times later by an amount.
 
         Example:
             >>> Timeline((Interval(0, Action("F", 0, 0), 1, 2),), workers=1).shifted(2).start

@@ -1,6 +1,6 @@
-"""Faults on purpose: what happens to a training when a rank dies, hangs or fails at a certain point can be rehearsed.
+"""Fault injection: has a rank die, hang or fail at a certain point of a training, to rehearse such failures.
 
-A fault is made in code by `fail_at`, or by the environment variable ``PIPEWORK_FAULT`` without any change of code::
+A fault is made in code by `fail_at`, or without a change of code by the environment variable ``PIPEWORK_FAULT``::
 
     PIPEWORK_FAULT="rank=1,step=3,action=B,kind=kill" torchrun --nproc-per-node 2 train.py
 """
@@ -34,7 +34,7 @@ ACTIONS: Final = (*COMPUTATIONS, *TRANSFERS, "optimizer", "save")
 """Where a fault can strike: before an action of a schedule, an optimizer's step, or the writing of a checkpoint."""
 
 KINDS: Final = ("raise", "exit", "kill", "stop", "hang", "hold_gil", "sleep", "terminate")
-"""What can happen; see `fail_at`."""
+"""The kinds of faults; see `fail_at`."""
 
 _DEFAULT_SECONDS: Final = 20.0
 
@@ -42,20 +42,22 @@ _DEFAULT_SECONDS: Final = 20.0
 class InjectedFault(RuntimeError):
     """Raised by a fault of kind ``"raise"``."""
 
+    __module__ = "pipework.testing"  # the public name, for tracebacks
+
 
 @dataclass(frozen=True)
 class Fault:
-    """What shall go wrong, and where; made by `fail_at` or `Fault.parse`.
+    """A fault and its place; made by `fail_at` or `Fault.parse`.
 
     Attributes:
-        kind: what happens.
-        rank: which process; None: any.
-        step: which training step; None: any.
-        action: which kind of action; None: any.
-        stage: of which stage; None: any.
-        micro_batch: which piece of the mini-batch; None: any.
-        seconds: how long it lasts; None: as long as such faults do.
-        attempt: in which start of a job that is restarted after failures; None: in any.
+        kind: of fault, one of `KINDS`.
+        rank: of the process; None: any.
+        step: the training step; None: any.
+        action: the kind of action, one of `ACTIONS`; None: any.
+        stage: of the action; None: any.
+        micro_batch: of the action; None: any.
+        seconds: that the fault lasts; None: the default of its kind.
+        attempt: the start of a job that is restarted after failures; None: any.
 
     Example:
         >>> fault = Fault.parse("rank=1,step=3,action=B,kind=kill")
@@ -79,26 +81,26 @@ class Fault:
     def __post_init__(self) -> None:
         for name, value, known in (("action", self.action, ACTIONS), ("kind", self.kind, KINDS)):
             if value not in known and not (name == "action" and value is None):
-                raise ValueError(f"{name}={value!r} of a fault is not known: it is one of {', '.join(known)}")
+                raise ValueError(f"{name}={value!r} of a fault is not known: wanted one of {', '.join(known)}")
         for name in ("rank", "step", "stage", "micro_batch", "attempt"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise ValueError(f"{name} of a fault is a number from 0 on, or None for any: got {value!r}")
+                raise ValueError(f"{name} of a fault must be an integer from 0, or None for any: got {value!r}")
         if self.seconds is not None and not self.seconds > 0:
-            raise ValueError(f"seconds of a fault are a positive number, got {self.seconds!r}")
+            raise ValueError(f"seconds of a fault must be a positive number, got {self.seconds!r}")
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Reads the text form: ``name=value`` for each attribute that is not left open, separated by commas.
+        """Reads the text form: ``name=value`` for each attribute that is not None, separated by commas.
 
         Args:
             text: such as ``"rank=1,step=3,action=B,kind=kill"``; white space around each part is ignored.
 
         Returns:
-            The fault; ``str`` of it is such a text again.
+            The fault; its ``str`` is such a text again.
 
         Raises:
-            ValueError: the text is not of that form; the message lists what is known.
+            ValueError: the text has another form; the message lists the known names.
 
         Example:
             >>> Fault.parse("stage=2, kind=sleep, seconds=1.5")
@@ -119,14 +121,14 @@ class Fault:
                     "name=value, separated by commas, as in 'rank=1,step=3,action=B,kind=kill'"
                 )
             if name in values:
-                raise ValueError(f"the fault {text!r} has two values of {name}: write one, and a fault for each other")
+                raise ValueError(f"the fault {text!r} has two values of {name}: write one fault for each value")
             wanted = next((kind for kind in (int, float) if kind in get_args(types[name])), str)
             try:
                 values[name] = wanted(value)
             except ValueError:
                 raise ValueError(f"{name} of the fault {text!r} must be a number, got {value!r}") from None
         if "kind" not in values:
-            raise ValueError(f"the fault {text!r} does not say what happens: add kind= and one of {', '.join(KINDS)}")
+            raise ValueError(f"the fault {text!r} has no kind: add kind= and one of {', '.join(KINDS)}")
         return cls(**values)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -142,14 +144,14 @@ class Fault:
         stage: int | None = None,
         micro_batch: int | None = None,
     ) -> bool:
-        """Whether this is the place; it may be so several times, where the fault leaves things open.
+        """Whether the fault belongs to this place; one with open attributes matches several places.
 
         Args:
             rank: of this process.
             step: the number of the training step.
-            action: what is about to begin.
-            stage: of which stage; None: it belongs to none.
-            micro_batch: for which piece of the mini-batch; None: for all or none of them.
+            action: that is about to begin.
+            stage: of the action; None: it belongs to none.
+            micro_batch: of the action; None: all or none of them.
         """
         here = {"rank": rank, "step": step, "action": action, "stage": stage, "micro_batch": micro_batch}
         if any(getattr(self, name) not in (None, value) for name, value in here.items()):
@@ -157,7 +159,7 @@ class Fault:
         return self.attempt is None or self.attempt == current_attempt()
 
     def strike(self) -> None:
-        """Does it, in the thread that calls.
+        """Executes the fault, in the calling thread.
 
         Raises:
             InjectedFault: the kind is ``"raise"``.
@@ -184,7 +186,7 @@ class Fault:
                     pass
 
     def _stop(self) -> None:
-        if self.seconds is not None:  # who is stopped cannot wake up by itself
+        if self.seconds is not None:  # a stopped process cannot continue itself
             subprocess.Popen(["sh", "-c", f"sleep {self.seconds}; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -200,31 +202,32 @@ def fail_at(
     seconds: float | None = None,
     attempt: int | None = None,
 ) -> Fault:
-    """A fault that strikes just before an action. What is left open matches everything.
+    """A fault that strikes just before an action. An argument that is left out matches everything.
 
     Args:
-        rank: which process.
-        step: which training step, from 0.
+        rank: of the process.
+        step: the training step, from 0.
         action: ``"F"``, ``"B"``, ``"I"``, ``"W"`` or ``"R"`` of a schedule, ``"SEND_F"``, ``"RECV_F"``, ``"SEND_B"`` or
             ``"RECV_B"`` between ranks, ``"optimizer"`` or ``"save"``.
-        stage: of which stage.
-        micro_batch: which piece of the mini-batch, from 0.
-        kind: what happens:
+        stage: of the action.
+        micro_batch: of the action, from 0.
+        kind: of fault:
 
             * ``"raise"``: an `InjectedFault` is raised, as by a bug in a layer;
             * ``"exit"``: ``SystemExit(1)`` is raised, as by a program that ends early;
-            * ``"kill"``: the process gets SIGKILL, as when memory runs out;
-            * ``"stop"``: it gets SIGSTOP: alive, but nothing in it runs any more, as on a machine that hangs;
+            * ``"kill"``: the process gets SIGKILL, as when the machine has no memory left;
+            * ``"stop"``: the process gets SIGSTOP: it is alive, but none of its code runs, as on a machine that hangs;
             * ``"hang"``: an endless loop in Python, while other threads run;
-            * ``"hold_gil"``: no Python code of the process runs at all, as in a library that forgot to let others run;
-            * ``"sleep"``: it is slow, and nothing is wrong;
-            * ``"terminate"``: it gets SIGTERM, as from a cluster that wants its machine back.
-        seconds: how long ``"sleep"`` and ``"hold_gil"`` (20 if left open), ``"stop"`` and ``"hang"`` (for ever) last.
-        attempt: only in this start of a job that a launcher restarts after failures, from 0; it stands in the
-            environment variable ``TORCHELASTIC_RESTART_COUNT``.
+            * ``"hold_gil"``: no Python code of the process runs, as in a library that does not release the GIL;
+            * ``"sleep"``: the process is slow, which is no failure;
+            * ``"terminate"``: the process gets SIGTERM, as from a cluster that preempts the job.
+        seconds: that the fault lasts; by default 20 for ``"sleep"`` and ``"hold_gil"``, no end for ``"stop"`` and
+            ``"hang"``.
+        attempt: only in this start of a job that a launcher restarts after failures, from 0; the environment variable
+            ``TORCHELASTIC_RESTART_COUNT`` has its number.
 
     Returns:
-        The fault; it does nothing by itself.
+        The fault, which does nothing until its `strike` is called.
 
     Raises:
         ValueError: there is no such action or kind, or a number is negative.
@@ -234,16 +237,16 @@ def fail_at(
         >>> if fault.matches(rank=0, step=2, action="F", stage=0, micro_batch=0):
         ...     fault.strike()
         Traceback (most recent call last):
-        pipework.testing.faults.InjectedFault: injected on purpose: rank=0,step=2,action=F,kind=raise
+        pipework.testing.InjectedFault: injected on purpose: rank=0,step=2,action=F,kind=raise
     """
     return Fault(rank, step, action, stage, micro_batch, kind, seconds, attempt)
 
 
 def faults_from_environment() -> tuple[Fault, ...]:
-    """The faults that the environment variable ``PIPEWORK_FAULT`` asks for, separated by semicolons; mostly none.
+    """The faults in the environment variable ``PIPEWORK_FAULT``, separated by semicolons; mostly none.
 
     Raises:
-        ValueError: it cannot be read; the message shows it, and lists what is known.
+        ValueError: the variable cannot be read; the message shows it, and lists the known names.
 
     Example:
         >>> faults_from_environment()
@@ -257,7 +260,7 @@ def faults_from_environment() -> tuple[Fault, ...]:
 
 
 def current_attempt() -> int:
-    """How often the launcher has restarted this job; 0 in the first start, and without a launcher.
+    """How often the launcher has restarted this job; 0 in the first start and without a launcher.
 
     Example:
         >>> current_attempt()
@@ -268,8 +271,8 @@ def current_attempt() -> int:
 
 
 def _hold_gil(seconds: float) -> None:
-    """Waits inside a C function that keeps the interpreter's lock."""
-    poll = ctypes.PyDLL(None).poll  # unlike CDLL, it does not let other threads run meanwhile
+    """Waits inside a C function that holds the interpreter's lock."""
+    poll = ctypes.PyDLL(None).poll  # unlike CDLL, it does not release the lock
     poll.argtypes = [ctypes.c_void_p, ctypes.c_ulong, ctypes.c_int]
     poll(None, 0, int(seconds * 1000))
 
@@ -282,7 +285,7 @@ class Faults:
         rank: of this process.
 
     Attributes:
-        step: the number of the present training step; -1 before the first.
+        step: the number of the current training step; -1 before the first.
     """
 
     def __init__(self, faults: Iterable[Fault], rank: int) -> None:
@@ -294,15 +297,15 @@ class Faults:
 
     @classmethod
     def of_environment(cls, rank: int, ranks: Collection[int], stages: int) -> Faults:
-        """Those that the environment variable asks for.
+        """The faults in the environment variable.
 
         Args:
             rank: of this process.
-            ranks: of all.
-            stages: how many the pipe has.
+            ranks: of all processes.
+            stages: the number of stages of the pipe.
 
         Raises:
-            ValueError: it cannot be read, or is about a rank or a stage that is not there.
+            ValueError: the variable cannot be read, or names a rank or a stage that does not exist.
         """
         faults = faults_from_environment()
         for fault in faults:
@@ -317,12 +320,12 @@ class Faults:
         return bool(self._faults)
 
     def strike(self, action: str, stage: int | None = None, micro_batch: int | None = None) -> None:
-        """What is about to begin; a fault that is meant strikes.
+        """Executes the faults of this place; called before each action.
 
         Args:
-            action: its kind.
-            stage: of which stage; None: it belongs to none.
-            micro_batch: for which piece of the mini-batch.
+            action: the kind of the action that is about to begin.
+            stage: of the action; None: it belongs to none.
+            micro_batch: of the action; None: it belongs to none.
         """
         for fault in self._faults:
             if fault.matches(rank=self._rank, step=self.step, action=action, stage=stage, micro_batch=micro_batch):
@@ -330,8 +333,8 @@ class Faults:
                 fault.strike()
 
     def _log(self, fault: Fault, action: str, stage: int | None, micro_batch: int | None) -> None:
-        """Before it strikes: afterwards nobody may be there any more."""
+        """Logs a fault before it strikes: afterwards the process may be gone."""
         place = [f"rank {self._rank}", f"step {self.step}", f"action {action}"]
         place += [] if stage is None else [f"stage {stage}"]
         place += [] if micro_batch in (None, -1) else [f"micro-batch {micro_batch}"]
-        _LOG.warning("a fault on purpose strikes at %s: %s (%s=%s)", ", ".join(place), fault.kind, VARIABLE, fault)
+        _LOG.warning("an injected fault strikes at %s: %s (%s=%s)", ", ".join(place), fault.kind, VARIABLE, fault)

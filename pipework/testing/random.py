@@ -1,4 +1,4 @@
-"""Gives the un-pipelined model the random numbers that a pipe would give it."""
+"""Random numbers for the un-pipelined model: the same ones that its layers draw in a pipe."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iterator[None]:
-    """For one run of the model on one micro-batch, its layers draw what they would draw in a pipe.
+    """A context for one run of the model on one micro-batch, in which its layers draw the same numbers as in a pipe.
 
-    What is drawn behind the last layer, such as by a loss function, comes from a stream as of one layer more.
+    Numbers that are drawn behind the last layer, such as by a loss function, come from the stream of one more layer.
 
     Args:
         model: the un-pipelined model; all on one device.
-        key: what the pipe drew at its call; `draw_key()` draws the same from the same state of the caller's generator.
+        key: drawn by the pipe at its call; `draw_key()` draws the same one from the same state of the generator.
         micro_batch: the number of the micro-batch.
 
     Example:
@@ -53,10 +53,10 @@ def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iter
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         running.pop()
-        if not running:  # a layer may also be a part of another one
+        if not running:  # a layer may also be part of another layer
             stream.enter(next(behind), micro_batch)
 
-    # A layer that stands at two places is hooked once and called twice: the count knows which place it is.
+    # A layer at two places has one hook and is called twice: the count tells the places apart.
     handles = []
     for layer in {id(layer): layer for layer in model}.values():
         handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave, always_call=True)]

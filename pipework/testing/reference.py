@@ -31,19 +31,19 @@ def reference_backward(
     chunks: int,
     key: int,
 ) -> Reference:
-    """Runs forward and backward as a pipe whose loss is outside must do it, to the last bit.
+    """Runs forward and backward like a pipe with the loss outside, to the last bit.
 
     The model runs on each micro-batch; the loss is that of the concatenated outputs; the loss's gradient is cut into
-    micro-batches again, and these are differentiated in ascending order. Gradients of parameters are formed for the
-    whole mini-batch first, then added to what `.grad` held before.
+    micro-batches again, and their backwards run in ascending order. Gradients of parameters are summed over the
+    whole mini-batch first, and then added to the former `.grad`.
 
     Args:
         model: the un-pipelined model.
         inputs: the mini-batch, rows along dimension 0; several are given to the model as positional arguments. Leaves
             that require a gradient get one.
         loss_fn: from the output of the mini-batch to a scalar.
-        chunks: the pipe's.
-        key: names the random numbers; see `micro_batch_random`.
+        chunks: of the pipe.
+        key: of the random numbers; see `micro_batch_random`.
 
     Example:
         >>> from torch import nn
@@ -80,7 +80,7 @@ def micro_batches(inputs: Tensor | tuple[Tensor, ...], chunks: int) -> list[tupl
 
 @contextlib.contextmanager
 def gradients_added(model: nn.Module) -> Iterator[None]:
-    """Gradients that gather inside are added to those of before when the context ends, in one addition."""
+    """A context; at its end the gradients that were computed in it are added to the former ones, in one addition."""
     before = [parameter.grad for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""The reference for a loss inside: one mini-batch on the un-pipelined model, one micro-batch after the other."""
+"""The reference for a loss inside: one mini-batch on the un-pipelined model, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipework.model.sequential import tuple_rule
 from pipework.testing.random import micro_batch_random
 from pipework.testing.reference import Reference, gradients_added, micro_batches
+from pipework.torch_private import pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,25 +27,25 @@ def reference_step(
     loss_reduction: str = "mean",
     loss_weight: Callable[[Any], Any] | None = None,
 ) -> Reference:
-    """Runs forward and backward as `pipe(*inputs, target=target)` must do it under any schedule, to the last bit.
+    """Runs forward and backward like `pipe(*inputs, target=target)` with any schedule, to the last bit.
 
     For each micro-batch in turn: the model, the loss, `(loss * (rows / all rows)).backward()`. The loss of the
-    mini-batch is the sum of these products, in that order. Gradients of parameters are formed for the whole mini-batch
-    first, then added to what `.grad` held before.
+    mini-batch is the sum of these products, in that order. Gradients of parameters are summed over the whole
+    mini-batch first, and then added to the former `.grad`.
 
     Args:
         model: the un-pipelined model.
         inputs: the mini-batch, rows along dimension 0; several are given to the model as positional arguments. Leaves
             that require a gradient get one.
         target: any nested structure, whose tensors are split like the inputs.
-        loss_fn: the pipe's; None: the model's last layer takes the target, too, and returns the loss.
-        chunks: the pipe's.
-        key: names the random numbers; see `micro_batch_random`.
-        loss_reduction: the pipe's.
-        loss_weight: the pipe's.
+        loss_fn: of the pipe; None: the model's last layer takes the target, too, and returns the loss.
+        chunks: of the pipe.
+        key: of the random numbers; see `micro_batch_random`.
+        loss_reduction: of the pipe.
+        loss_weight: of the pipe.
 
     Returns:
-        The loss, and the concatenated outputs (without a `loss_fn` there are none).
+        The loss and the concatenated outputs; without a `loss_fn` there are no outputs.
 
     Example:
         >>> from torch import nn
@@ -70,11 +70,11 @@ def reference_step(
     parts, outputs = [], []
     with gradients_added(model):
         for number, (rows, its_target, factor) in enumerate(zip(pieces, targets, factors, strict=True)):
-            # A loss that draws does so as a layer behind the last one would.
+            # A loss function draws from the stream of one more layer.
             with micro_batch_random(model, key, number):
                 loss, output = _loss(model, rows, its_target, loss_fn)
             part = loss if loss_reduction == "sum" else loss * factor
-            if factor == 0.0:  # not NaN times nothing, as of a mean over no element
+            if factor == 0.0:  # a mean over no element is NaN, and 0 * NaN is NaN, too
                 part = loss.new_zeros(())
             if part.requires_grad:
                 torch.autograd.backward(part)

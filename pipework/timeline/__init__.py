@@ -1,4 +1,4 @@
-"""Timelines of real steps: recorded by the pipe, drawn above what the schedule predicts, or traced."""
+"""Measured timelines of real steps: recordings, pictures below the prediction, and traces."""
 
 from pipework.schedule.draw.png import png
 from pipework.timeline.recording import Recording

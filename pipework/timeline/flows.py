@@ -1,4 +1,4 @@
-"""Flows: the ways of values and gradients from stage to stage, from slice to slice of a trace."""
+"""Flows: the arrows of a trace, along which values and gradients go from stage to stage."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pipework.timeline.tracks import Track
 
 
 class Stop(NamedTuple):
-    """A moment within an interval on a worker's track.
+    """A point of a flow: a time within an interval on a worker's track.
 
     Attributes:
-        worker: whose.
-        track: its number.
+        worker: number of the worker.
+        track: number of the track.
         time: in the timeline's unit.
     """
 
@@ -26,7 +26,7 @@ class Stop(NamedTuple):
 
 
 class _Edge(NamedTuple):
-    """What is sent from one stage (`source`) to another: values if `direction` is "F", gradients if it is "B"."""
+    """A value (direction "F") or gradient ("B") that goes from one stage (`source`) to another."""
 
     step: int
     direction: str
@@ -35,19 +35,19 @@ class _Edge(NamedTuple):
     micro_batch: int
 
 
-_Place = tuple[Interval, int]  # with the number of its track
+_Place = tuple[Interval, int]  # an interval, and the number of its track
 
 
 def flows(timeline: Timeline, tracks: Sequence[Track]) -> Iterator[tuple[str, list[Stop]]]:
-    """The flows of a timeline: between neighbours, and across any stages where something was sent.
+    """The flows of a timeline, between adjacent stages and between all stages with a transfer.
 
     Args:
-        timeline: what happened.
-        tracks: of that timeline.
+        timeline: the timeline.
+        tracks: the tracks of the timeline.
 
     Yields:
-        ``"value"`` or ``"gradient"``, and at least two stops in order of time: from the action that made it, by way of
-        the channels that are known, to the action that needs it.
+        ``"value"`` or ``"gradient"``, and at least two stops in order of time: the action that makes it, the send and
+        the receive if they are known, and the action that needs it.
 
     Example:
         >>> from pipework.schedule import fill_drain, simulate
@@ -76,22 +76,22 @@ def flows(timeline: Timeline, tracks: Sequence[Track]) -> Iterator[tuple[str, li
     )
     for edge in dict.fromkeys(chain(near, sent, received)):
         step, direction, source, target, micro_batch = edge
-        way = (
+        places = (
             made.get((step, direction, source, micro_batch)),
             sent.get(edge),
             received.get(edge),
             made.get((step, direction, target, micro_batch)),
         )
-        known = [place for place in way if place is not None]
+        known = [place for place in places if place is not None]
         if len(known) > 1:
             yield "value" if direction == "F" else "gradient", list(_stops(known))
 
 
 def _stops(places: Sequence[_Place]) -> Iterator[Stop]:
-    """A stop in each interval: in its middle, so that it is in no doubt whose it is, even if the next follows at once.
+    """A stop in the middle of each interval, so that viewers attach it to this interval and not to an adjacent one.
 
-    A viewer follows a flow in order of time, but a send and its receive may happen at the same time. Then the stop in
-    a channel is in the middle of what is left of its interval; where nothing is left, the flow passes by.
+    The stops of a flow must be in order of time, but a send and its receive may overlap. Then the stop in a channel is
+    in the middle of the part of its interval after the stop before it; if no part remains, the stop is left out.
     """
     last = -math.inf
     for index, (interval, track) in enumerate(places):

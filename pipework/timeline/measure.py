@@ -1,4 +1,4 @@
-"""Costs out of measured timelines."""
+"""Costs from measured timelines."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _Samples = dict[tuple[str, int], list[float]]
 
 
 def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
-    """The median time of each kind of action on each stage, of each transfer, and the memory of a micro-batch.
+    """The median times of each kind of action on each stage and of each transfer, and the memory of a micro-batch.
 
-    A transfer can be seen only where a worker waits for it: it is the time from the end of the action that sends to the
-    start of the one that receives. Where nobody ever waited it costs 0, and nobody notices.
+    A transfer is measured only if a worker waits for it: from the end of the action that makes the value to the start
+    of the action that needs it. Transfers that no worker waits for cost 0; they do not affect the timeline.
 
     Args:
-        lines: measured, one step each, all of the same stages.
-        stages: how many there are.
+        lines: measured timelines of one step each, all with the same stages.
+        stages: number of stages.
 
     Returns:
-        Costs in the units of the timelines. What was never recorded on any stage is None, and so follows from the rest:
-        halves of a backward are half of it, a backward is both halves, a recompute costs as much as a forward; the same
-        goes for single stages. If nothing went backward, backwards cost 0.
+        Costs in the units of the timelines. Kinds that were not recorded on any stage are None, and :class:`Costs`
+        derives them: half a backward for each half, both halves for a backward, a forward for a recompute. Single
+        stages without a record get the same values. Without any backward, backwards cost 0.
 
     Example:
         >>> from pipework.schedule import Action, Interval
@@ -61,7 +61,7 @@ def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
     split = bool(recorded & {"I", "W"})
     return Costs(
         forward=forward,
-        # Nothing went backward at all: then it costs nothing, and not what nobody has said.
+        # Without any recorded backward the cost is 0, and not the default of Costs.
         backward=_typical(times, "B", stages, halves) if "B" in recorded or not split else None,
         recompute=_typical(times, "R", stages, forward) if "R" in recorded else None,
         input_gradient=inputs if split else None,
@@ -75,13 +75,13 @@ def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
 
 
 def _typical(samples: _Samples, kind: str, stages: int, otherwise: Sequence[float] = ()) -> tuple[float, ...]:
-    """The medians; where there is no sample, what is given otherwise, or 0."""
+    """The medians; for stages without a sample, the values of `otherwise`, or 0."""
     missing = otherwise or (0.0,) * stages
     return tuple(median(samples.get((kind, stage), [missing[stage]])) for stage in range(stages))
 
 
 def _delays(line: Timeline, stages: int) -> Iterator[tuple[int, float]]:
-    """Each boundary with the time that a value needed to cross it, wherever a worker had nothing else to do."""
+    """Boundaries with the time of a transfer, for each transfer that an idle worker waited for."""
     made: dict[Action, Interval] = {product(each.action): each for each in line.intervals}
     for row in line.by_worker:
         free = line.start

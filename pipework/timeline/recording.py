@@ -1,6 +1,6 @@
-"""A recording: what `with pipe.record() as timeline:` yields, one measured timeline for each step.
+"""A recording of measured steps, which `with pipe.record() as timeline:` returns.
 
-The runtime writes (:meth:`Recording.begin`, :meth:`Recording.add`), users read (everything else).
+The runtime calls :meth:`Recording.begin` and :meth:`Recording.add`; the other methods are for users.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Recording:
     """Measured steps of a pipe.
 
     Args:
-        schedule: what the steps execute, unless :meth:`begin` says otherwise.
-        loss_outside: whether the loss is computed outside of the pipe, unless :meth:`begin` says otherwise.
+        schedule: the schedule of the steps, unless :meth:`begin` changes it.
+        loss_outside: whether the loss is computed outside of the pipe, unless :meth:`begin` changes it.
 
     Example:
         >>> from pipework.schedule import Action, fill_drain
@@ -47,20 +47,20 @@ class Recording:
         return f"Recording({len(self._steps)} steps)"
 
     def begin(self, step: int, schedule: Schedule | None = None, *, loss_outside: bool | None = None) -> None:
-        """Open a step.
+        """Begin a step.
 
         Args:
             step: its number, from 0.
-            schedule: what it executes; a last batch may have fewer micro-batches. None: as the step before.
-            loss_outside: whether its loss is computed outside of the pipe. None: as the step before.
+            schedule: its schedule; a last batch may have fewer micro-batches. None: that of the step before.
+            loss_outside: whether its loss is computed outside of the pipe. None: as in the step before.
 
         Raises:
-            ValueError: the number is negative or has been recorded, or no schedule is known.
+            ValueError: the number is negative or was recorded before, or no schedule is known.
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"step is {step!r}: wanted an integer of at least 0")
         if step in self._steps:
-            raise ValueError(f"step {step} has been recorded already: number each step differently")
+            raise ValueError(f"step {step} has been recorded already: give each step its own number")
         self.schedule = schedule if schedule is not None else self.schedule
         self.loss_outside = loss_outside if loss_outside is not None else self.loss_outside
         if self.schedule is None:
@@ -68,14 +68,14 @@ class Recording:
         self._steps[step] = _Step(self.schedule, self.loss_outside)
 
     def add(self, step: int, intervals: Iterable[Interval]) -> None:
-        """Hand over what workers did in a phase of a step; several phases add up.
+        """Add intervals to a step; it may be called several times for a step.
 
         Args:
-            step: its number; opened if it was not.
-            intervals: in seconds of a clock that all workers share, and bytes.
+            step: its number; the step begins if it has not.
+            intervals: in seconds of a clock that all workers share, and in bytes.
 
         Raises:
-            ValueError: no such worker, or no schedule is known.
+            ValueError: a worker does not exist, or no schedule is known.
         """
         if step not in self._steps:
             self.begin(step)
@@ -90,7 +90,7 @@ class Recording:
 
     @property
     def workers(self) -> int:
-        """How many workers the last schedule has; 0 if none is known."""
+        """Number of workers of the last schedule; 0 if none is known."""
         return self.schedule.workers if self.schedule is not None else 0
 
     @property
@@ -99,26 +99,29 @@ class Recording:
         return list(self._steps)
 
     def timeline(self, step: int = -1) -> Timeline:
-        """What was measured in a step.
+        """The measured timeline of a step.
 
         Args:
-            step: its number; -1 the last recorded, -2 the one before, ..
+            step: its number; -1 is the last recorded, -2 the one before it, ..
 
         Returns:
             A timeline in seconds that starts at 0, with memory in bytes.
 
         Raises:
-            ValueError: no such step.
+            ValueError: the step was not recorded.
         """
         number, record = self._find(step)
         title = f"measured: {record.schedule.title}, step {number}"
         return _timeline(record.intervals, record.schedule.workers, title)
 
     def bubble(self, step: int | None = None) -> float:
-        """The measured idle share of workers x makespan, from 0 to 1, of a step, or None for the median of all.
+        """The measured idle share of workers x makespan, from 0 to 1.
+
+        Args:
+            step: of this step; None: the median of all steps.
 
         Raises:
-            ValueError: no such step.
+            ValueError: the step was not recorded.
         """
         if step is not None:
             return self.timeline(step).bubble
@@ -128,34 +131,34 @@ class Recording:
     def costs(self, step: int | None = None) -> Costs:
         """Measured costs: for each stage the median time of each kind of action, and the memory of a micro-batch.
 
-        Times are in seconds, memory in bytes. What was never recorded is None, and so follows from what was: halves of
-        a backward cost half of it, a backward both halves, a recompute as much as a forward. Waiting for a value is in
-        no action's time; a transfer is measured where a worker waited for it.
+        Times are in seconds, memory in bytes. Kinds that were not recorded are None, and :class:`Costs` derives them:
+        half a backward for each half, both halves for a backward, a forward for a recompute. Times of actions do not
+        include waiting; a transfer is measured if a worker waited for it.
 
         Args:
-            step: of that step only; None: of all.
+            step: of this step only; None: of all steps.
 
         Raises:
-            ValueError: no such step, or steps of different numbers of stages.
+            ValueError: the step was not recorded, or steps have different stages.
         """
         number, record = self._find(-1 if step is None else step)
         records = list(self._steps.values()) if step is None else [record]
         for other in records:
             if other.schedule.placement != record.schedule.placement:
-                raise ValueError(f"the recorded steps have different stages: ask for one, such as costs(step={number})")
+                raise ValueError(f"the recorded steps have different stages: choose one, such as costs(step={number})")
         lines = [_timeline(each.intervals, each.schedule.workers, "") for each in records]
         return measured_costs(lines, record.schedule.stages)
 
     def predicted(self, step: int = -1) -> Simulation:
-        """What the schedule of a step predicts with the measured :meth:`costs`.
+        """Simulate the schedule of a step with the measured :meth:`costs`.
 
         Raises:
-            ValueError: no such step, or one that did not go backward.
+            ValueError: the step was not recorded, or it ran forwards only.
         """
         number, record = self._find(step)
         if record.intervals and all(interval.action.kind == "F" for interval in record.intervals):
             raise ValueError(
-                f"only forwards were recorded in step {number}, and the schedule goes backward, too: record a training "
+                f"only forwards were recorded in step {number}, but the schedule has backwards: record a training "
                 "step, with its backward inside `with pipe.record() as timeline:`"
             )
         return simulate(record.schedule, self.costs(), loss_outside=record.loss_outside)
@@ -164,12 +167,12 @@ class Recording:
         """Write a picture or a trace.
 
         Args:
-            path: ``*.svg`` or ``*.png``: the predicted above the measured timeline of the last step; ``*.json``: all
-                steps as a trace, for https://ui.perfetto.dev or chrome://tracing.
+            path: ``*.svg`` or ``*.png``: the predicted and, below it, the measured timeline of the last step;
+                ``*.json``: all steps as a trace, for https://ui.perfetto.dev or chrome://tracing.
 
         Raises:
-            ValueError: another ending, or nothing was recorded.
-            ImportError: ``*.png``, and matplotlib is not installed.
+            ValueError: the name has another ending, or nothing was recorded.
+            ImportError: the name ends in ``.png``, and matplotlib is not installed.
             OSError: the file cannot be written.
         """
         path = Path(path)
@@ -192,11 +195,11 @@ class Recording:
         _, record = self._find(-1)
         measured = self.timeline()
         if all(interval.action.kind == "F" for interval in measured.intervals):
-            return [measured]  # Evaluation: there is no backward to predict.
+            return [measured]  # Evaluation has no backwards, so the schedule predicts nothing.
         predicted = replace(
             self.predicted().timeline,
             title=f"predicted: {record.schedule.title}",
-            # Of measured costs, hence in their units.
+            # The prediction uses measured costs, so it has their units.
             unit=measured.unit,
             memory_unit=measured.memory_unit,
         )
@@ -215,7 +218,7 @@ class Recording:
         else:
             number = step if step in self._steps else None
         if number is None:
-            raise ValueError(f"no step {step} was recorded: there are {_listed(self.steps)}, and -1 means the last")
+            raise ValueError(f"step {step} was not recorded: choose one of {_listed(self.steps)}, or -1 for the last")
         return number, self._steps[number]
 
 

@@ -1,7 +1,7 @@
-"""A timeline as a trace, in the JSON that Perfetto and chrome://tracing read.
+"""A timeline as a trace, in the JSON format of Perfetto and chrome://tracing.
 
-One process for each worker with a track "compute" and, where communication is known, "send", "receive" and "reduce";
-arrows along which values and gradients go from stage to stage; and a counter of memory.
+Each worker is a process with a track "compute" and, if communication is known, "send", "receive" and "reduce". Arrows
+show the values and gradients that go from stage to stage, and a counter shows memory.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _KINDS: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """The trace of a timeline, as the object that its JSON describes.
+    """The trace of a timeline, as a dictionary for JSON.
 
     Args:
-        timeline: in seconds, or in units of cost, of which one is then shown as a millisecond.
+        timeline: in seconds, or in units of cost, each of which is shown as a millisecond.
 
     Returns:
         ``{"traceEvents": [...], "displayTimeUnit": "ms"}``, times in microseconds.
@@ -87,7 +87,7 @@ def _slices(rows: Sequence[Track], scale: float) -> Iterator[Event]:
 def _flows(timeline: Timeline, rows: Sequence[Track], scale: float) -> Iterator[Event]:
     for number, (name, stops) in enumerate(flows(timeline, rows)):
         for phase, (worker, track, time) in zip(["s", *"t" * (len(stops) - 2), "f"], stops, strict=True):
-            bound = {} if phase == "s" else {"bp": "e"}  # to the slice around it, not to the one that follows
+            bound = {} if phase == "s" else {"bp": "e"}  # bind to the enclosing slice, not to the next one
             yield _event(phase, name, worker, track, cat="transfer", id=number, ts=time * scale, **bound)
 
 

@@ -1,4 +1,4 @@
-"""Tracks: what a worker does and what its channels do, in rows in which nothing overlaps."""
+"""Tracks: rows of computation and communication of each worker, without overlaps."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Track(NamedTuple):
     """A row of a worker.
 
     Attributes:
-        worker: whose.
-        number: from 0, which is the computation's.
-        name: ``"compute"``, ``"send"``, ``"receive"`` or ``"reduce"``; a second row for the same is ``"send 2"``.
+        worker: number of the worker.
+        number: of the row; 0 is the computation.
+        name: ``"compute"``, ``"send"``, ``"receive"`` or ``"reduce"``; a second row is ``"send 2"``.
         intervals: in order of time.
     """
 
@@ -30,7 +30,7 @@ class Track(NamedTuple):
 
 
 def tracks(timeline: Timeline) -> list[Track]:
-    """The rows of all workers; of their channels those in which something happens.
+    """The rows of all workers; rows of communication only if they have intervals.
 
     Example:
         >>> from pipework.schedule import Action
@@ -56,7 +56,7 @@ def tracks(timeline: Timeline) -> list[Track]:
 
 
 def _lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
-    """As few rows as possible in which no interval overlaps another."""
+    """As few rows as possible without overlaps."""
     lanes: list[list[Interval]] = []
     for interval in sorted(intervals, key=lambda interval: (interval.start, interval.end)):
         lane = next((lane for lane in lanes if lane[-1].end <= interval.start), None)

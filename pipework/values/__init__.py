@@ -1,1 +1,1 @@
-"""Values that leave a process or cross a stage boundary: taken apart, written as JSON, put together again."""
+"""Values that cross a stage boundary or leave a process: flattened to tensors, encoded as JSON, and rebuilt."""

@@ -1,4 +1,4 @@
-"""Classes by name, as one process tells another of them. A name never imports or runs anything."""
+"""Classes by name, for messages between processes. Looking up a name imports nothing and runs nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def name(kind: type) -> str:
     """A class as `module:qualified.name`.
 
     Raises:
-        TypeError: the class cannot be found by that name, as one defined in a function.
+        TypeError: the class cannot be found by that name, for example because it was defined in a function.
 
     Example:
         >>> from collections import OrderedDict
@@ -28,7 +28,7 @@ def name(kind: type) -> str:
 
 
 def named(full: Any) -> type:
-    """The class of a name, among the modules that are imported already.
+    """The class of a name. Only modules that are imported already are searched.
 
     Raises:
         ValueError: this process does not know the class.
@@ -47,7 +47,7 @@ def named(full: Any) -> type:
 
 
 def _find(full: str) -> type | None:
-    """Reads dictionaries only: an attribute of a module or a class may be computed, or imported, by someone's code."""
+    """Reads dictionaries only: reading an attribute of a module or a class may run code, or import a module."""
     module_name, _, path = full.partition(":")
     module = sys.modules.get(module_name)
     if not issubclass(type(module), ModuleType):

@@ -1,7 +1,7 @@
 """Whether two values are the same, exactly: 1 is not True, 0.0 is not -0.0, NaN is NaN.
 
-Nobody's `__eq__` is asked, which may raise, or answer with an array. PyTorch's own comparison of nestings takes the key
-1 for the key True.
+It calls no `__eq__` of other classes, which may raise an error or return an array. PyTorch's own comparison of tree
+specs treats the keys 1 and True as equal.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
-from pipework.values import nested, plain_json
+from pipework.torch_private import pytree
+from pipework.values import nested, structure_json
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two values, structures or nestings are the same. What cannot travel is the same only as itself.
+    """Whether two values, structures or tree specs are the same. Any other object is the same only as itself.
 
     Example:
         >>> same([float("nan")], [float("nan")]), same((1,), (1.0,))
@@ -27,8 +26,8 @@ def same(left: Any, right: Any) -> bool:
     if kind is not type(right):
         return False
     if kind is float or kind is complex:
-        return repr(left) == repr(right)  # which tells every two floats apart
-    if kind in plain_json.KINDS:
+        return repr(left) == repr(right)  # distinguishes 0.0 from -0.0, and equals for NaN
+    if kind in structure_json.KEY_TYPES:
         return bool(left == right)
     if issubclass(kind, (tuple, list)):
         return len(left) == len(right) and all(map(same, left, right))
@@ -36,10 +35,10 @@ def same(left: Any, right: Any) -> bool:
         return _same_nesting(left, right)
     if kind is slice or kind is range:
         return same((left.start, left.stop, left.step), (right.start, right.stop, right.step))
-    if kind in pytree.SUPPORTED_NODES:  # inside of a dataclass, or of what a registered class remembers
+    if kind in pytree.SUPPORTED_NODES:  # in a dataclass, or in the context of a registered class
         return same(pytree.tree_flatten(left), pytree.tree_flatten(right))
     if dataclasses.is_dataclass(kind):
-        one, two = nested._fields(left), nested._fields(right)
+        one, two = nested.fields_of(left), nested.fields_of(right)
         return [*one] == [*two] and same([*one.values()], [*two.values()])
     return False
 

@@ -1,61 +1,69 @@
-"""A value that crosses a boundary, taken apart into its tensors and a recipe that puts it together again.
+"""A value that crosses a stage boundary, flattened to a tuple of tensors and the structure that rebuilds it.
 
-Layers exchange nested structures: tuples, lists, dicts, dataclasses, None, plain values. What travels between workers
-is a flat tuple of tensors; what stays the same for every micro-batch is the structure around them.
+Layers exchange nested values: tuples, lists, dicts, dataclasses, None, plain values. Workers send each other the flat
+tuple of tensors. The structure is mostly the same for every micro-batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from torch import Tensor
-from torch.utils import _pytree as pytree  # PyTorch's own nested-structure library: it knows what users registered
+
+from pipework.torch_private import pytree, register_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
 class Place(NamedTuple):
-    """Stands for a tensor among the leaves: its position in the flat tuple. A tensor that occurs twice travels once."""
+    """Stands for a tensor among the leaves: its position in the flat tuple. A tensor that occurs twice is sent once."""
 
     position: int
 
 
 class Structure(NamedTuple):
-    """What remains of a value without its tensors: the nesting, and the leaves with a `Place` for each tensor."""
+    """A value without its tensors: its nesting, and its leaves with a `Place` for each tensor."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
 
 
-class _Fields:
-    """A dataclass that holds tensors, as a node of the tree. PyTorch would have to be told of every user's class."""
+class DataclassNode:
+    """A dataclass that holds tensors, as a node of PyTorch's pytree, where users' classes are not registered."""
 
     def __init__(self, kind: type, names: tuple[str, ...], values: list[Any]) -> None:
         self.kind = kind
         self.names = names
         self.values = values
 
+    @classmethod
+    def of(cls, instance: Any) -> Self:
+        """A dataclass, opened."""
+        fields = fields_of(instance)
+        return cls(type(instance), tuple(fields), list(fields.values()))
+
     def rebuilt(self) -> Any:
+        """An instance with these values. No `__init__` runs."""
         instance: Any = object.__new__(self.kind)
         for name, value in zip(self.names, self.values, strict=True):
             object.__setattr__(instance, name, value)  # also where the class is frozen
         return instance
 
 
-pytree.register_pytree_node(
-    _Fields,
+register_node(
+    DataclassNode,
     lambda node: (node.values, (node.kind, node.names)),
-    lambda values, context: _Fields(context[0], context[1], list(values)).rebuilt(),
+    lambda values, context: DataclassNode(context[0], context[1], list(values)).rebuilt(),
 )
 
 
 def flatten(value: Any) -> tuple[tuple[Tensor, ...], Structure | None]:
-    """Takes the tensors out of a value. The structure of a single tensor is None, the fast and common case.
+    """Separates the tensors from a value. The structure of a single tensor is None, the fast and common case.
 
-    Tuples, named tuples, lists, dicts and dataclasses are taken apart, and what was registered with PyTorch's pytree
-    (as transformers does with its `ModelOutput`); anything else is a plain value.
+    It flattens tuples, named tuples, lists, dicts, dataclasses, and classes that are registered with PyTorch's pytree,
+    such as `ModelOutput` of transformers. Any other object is a plain value.
 
     Raises:
         TypeError: a plain value holds a tensor that requires a gradient, which would be lost.
@@ -70,7 +78,7 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Structure | None]:
         return (value,), None
     leaves, spec = pytree.tree_flatten(value)
     if any(_holds_tensors(leaf) for leaf in leaves if _is_dataclass(leaf)):
-        return flatten(pytree.tree_unflatten([_taken_apart(leaf) for leaf in leaves], spec))
+        return flatten(pytree.tree_unflatten([_opened(leaf) for leaf in leaves], spec))
     places: dict[int, Place] = {}
     tensors: list[Tensor] = []
     marked: list[Any] = []
@@ -87,7 +95,7 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Structure | None]:
 
 
 def unflatten(tensors: tuple[Tensor, ...], structure: Structure | None) -> Any:
-    """Puts a value together from tensors in the order in which `flatten` gave them."""
+    """Rebuilds a value from tensors in the order in which `flatten` returned them."""
     if structure is None:
         return tensors[0]
     leaves = [tensors[leaf.position] if isinstance(leaf, Place) else leaf for leaf in structure.leaves]
@@ -100,7 +108,7 @@ def replaced(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
 
 
 def same_nesting(left: Structure | None, right: Structure | None) -> bool:
-    """Whether two values have their tensors and plain values at the same places."""
+    """Whether two values have tensors and plain values at the same positions."""
     if left is None or right is None:
         return left is right
     return left.spec == right.spec and all(
@@ -110,7 +118,7 @@ def same_nesting(left: Structure | None, right: Structure | None) -> bool:
 
 
 def collect(structures: Sequence[Structure | None]) -> Structure | None:
-    """One structure for equally nested values: each plain value becomes the list of all of them.
+    """One structure for values of the same nesting: each plain value becomes the list of the values of all.
 
     Example:
         >>> import torch
@@ -128,7 +136,7 @@ def collect(structures: Sequence[Structure | None]) -> Structure | None:
 
 
 def describe(structure: Structure | None) -> str:
-    """The nesting in words for an error message, such as `(tensor, int)`."""
+    """The nesting as text for an error message, such as `(tensor, int)`."""
     if structure is None:
         return "tensor"
     leaves = ["tensor" if isinstance(leaf, Place) else type(leaf).__name__ for leaf in structure.leaves]
@@ -139,7 +147,8 @@ def _is_dataclass(leaf: Any) -> bool:
     return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
 
 
-def _fields(instance: Any) -> dict[str, Any]:
+def fields_of(instance: Any) -> dict[str, Any]:
+    """The fields of a dataclass that have a value."""
     names = [field.name for field in dataclasses.fields(instance)]
     return {name: getattr(instance, name) for name in names if hasattr(instance, name)}
 
@@ -147,19 +156,18 @@ def _fields(instance: Any) -> dict[str, Any]:
 def _holds_tensors(instance: Any) -> bool:
     return any(
         isinstance(leaf, Tensor) or (_is_dataclass(leaf) and _holds_tensors(leaf))
-        for leaf in pytree.tree_leaves(list(_fields(instance).values()))
+        for leaf in pytree.tree_leaves(list(fields_of(instance).values()))
     )
 
 
-def _taken_apart(leaf: Any) -> Any:
+def _opened(leaf: Any) -> Any:
     if not (_is_dataclass(leaf) and _holds_tensors(leaf)):
         return leaf
-    fields = _fields(leaf)
-    return _Fields(type(leaf), tuple(fields), list(fields.values()))
+    return DataclassNode.of(leaf)
 
 
 def _refuse_hidden_gradients(leaf: Any) -> None:
-    """A tensor inside of an object that nobody can take apart would cross the boundary with its graph."""
+    """Refuses a tensor inside an object that pytree cannot flatten: it would cross the boundary with its graph."""
     if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes)):
         return
     for name, found in _attributes(leaf):
@@ -168,7 +176,7 @@ def _refuse_hidden_gradients(leaf: Any) -> None:
             raise TypeError(
                 f"a value of type {kind} holds a tensor that requires a gradient (.{name}), which would be lost where "
                 "the value leaves its partition or the pipe. Return the tensors themselves, in a tuple, dict or "
-                "dataclass, or tell PyTorch how to take the type apart with torch.utils._pytree.register_pytree_node"
+                "dataclass, or register the type with torch.utils._pytree.register_pytree_node"
             )
 
 

@@ -1,8 +1,7 @@
 """Every benchmark runs, at a size too small to say anything about speed."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,12 @@ from benchmarks.memory import v_half
 from benchmarks.memory.live import CALLER, ON_ITS_WAY, LiveStorages
 from benchmarks.unet import UNet
 from pipework import skip
+from tests.programs import RunPython
 
 ROOT = Path(__file__).resolve().parents[2]
 
 TINY = {
+    "receive_order": ["--workers", "2", "--chunks", "4"],  # the first one is what `make test` runs
     "two_stage_speed": ["--rounds", "1", "--recorded", "1", "--predict", "0", "--width", "16", "--tokens", "4"],
     "overhead": ["--seconds", "0.01", "--workers", "1", "2", "--stages", "2", "--chunks", "2", "64"],
     "p2p_overhead": ["--rounds", "1", "--sizes", "tiny", "--chunks", "4"],
@@ -33,23 +34,19 @@ TINY = {
         *("--channels", "4", "--size", "16", "--balance", "28", "27"),
     ],
     "schedule_speed": ["--quick", "--rounds", "1", "--largest", "16"],
-    "receive_order": ["--workers", "2", "--chunks", "4"],
     "detection": ["--rounds", "1", "--detect", "2.5", "--kinds", "exception"],
     "grain": ["--seconds", "0.01", "--milliseconds", "0.1", "1", "--micro-batches", "2"],
 }
 
 
-def run(name: str, *arguments: str, module: str = "run") -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}.{module}", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(run_python: RunPython) -> Callable[..., str]:
+    def run(name: str, *arguments: str, module: str = "run") -> str:
+        done = run_python(["-m", f"benchmarks.{name}.{module}", *arguments], cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
 def test_all_benchmarks_are_here() -> None:
@@ -57,20 +54,21 @@ def test_all_benchmarks_are_here() -> None:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_benchmark_prints_its_table_and_a_verdict(name: str) -> None:
+def test_benchmark_prints_its_table_and_a_verdict(run: Callable[..., str], name: str) -> None:
     output = run(name, *TINY[name])
     assert "| " in output
     assert "load average" in output
     assert "REACHED: " in output or "MISSED: " in output
 
 
-def test_what_schedules_hold_beside_1f1b_is_printed() -> None:
+def test_what_schedules_hold_beside_1f1b_is_printed(run: Callable[..., str]) -> None:
     output = run("memory", "--workers", "2", "--width", "8", "--rows", "2", module="v_half")
     rows = [line.split(",")[0] for line in output.splitlines() if line.startswith("| ") and "2 workers" in line]
     assert rows == [f"| {name}" for name in v_half.NAMES]
     assert "of 1F1B's: " in output
 
 
+@pytest.mark.thorough
 def test_v_half_holds_three_quarters_of_1f1b_with_four_workers_whatever_the_clock_says() -> None:
     whole, half = (v_half.measure(name, workers=4, width=16, rows=8) for name in ("1f1b", "v-half"))
     assert max(half.measured) / max(whole.measured) == pytest.approx(3 / 4, rel=0.05)

@@ -51,6 +51,7 @@ def test_picture_has_a_panel_for_each_schedule_and_dashes_where_a_pipe_does_not_
     assert {"gpipe", "1f1b", "a < b", "0.1", "1", "100 %"} <= set(words)
 
 
+@pytest.mark.thorough
 def test_picture_is_drawn_where_asked(tmp_path: Path) -> None:
     path = tmp_path / "curves.svg"
     run.main(["--seconds", "0.01", "--milliseconds", "0.2", "1", "--micro-batches", "2", "--plot", str(path)])

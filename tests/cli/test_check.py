@@ -1,7 +1,7 @@
 import pytest
 
 from pipework.cli import main
-from pipework.schedule import build, fill_drain, with_communication, zb_v
+from pipework.schedule import build, fill_drain, to_csv, to_json, with_communication, zb_v
 
 
 def check(*words):
@@ -10,7 +10,7 @@ def check(*words):
 
 def test_a_schedule_that_can_be_executed(tmp_path, capsys):
     file = tmp_path / "zb.csv"
-    file.write_text(zb_v(4, 8).to_csv())
+    file.write_text(to_csv(zb_v(4, 8)))
     assert check(file) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{file}: can be executed (4 workers, 8 stages, 8 micro-batches, 192 actions)",
@@ -60,26 +60,26 @@ def test_one_that_cannot(tmp_path, capsys):
     assert err == ""
     assert out.splitlines() == [
         f"{file}: cannot be executed (2 workers, 2 stages, 2 micro-batches, 8 actions)",
-        "  worker 0 waits for ever at 0B0: it needs 1B0, which worker 1 never comes to",
+        "  worker 0 waits forever at 0B0: it needs 1B0, which worker 1 never reaches",
         "  and 1 more: --all lists them",
     ]
     assert check(file, "--all") == 1
-    assert "worker 1 waits for ever at 1F1" in capsys.readouterr().out
+    assert "worker 1 waits forever at 1F1" in capsys.readouterr().out
 
 
 def test_memory_and_channels(tmp_path, capsys):
     file = tmp_path / "gpipe.json"
-    file.write_text(fill_drain(2, 8).to_json())
+    file.write_text(to_json(fill_drain(2, 8)))
     assert check(file, "--memory", "8") == 0
     assert check(file, "--memory", "7.5") == 1
     assert "worker 0 holds 8 at 0F7, more than its limit of 7.5" in capsys.readouterr().out
     file = tmp_path / "1f1b.csv"
-    text = with_communication(build("1f1b", workers=2, chunks=4)).to_csv(form="compute_comms")
+    text = to_csv(with_communication(build("1f1b", workers=2, chunks=4)), form="compute_comms")
     file.write_text(text)
     assert check(file, "--channel", "pair") == 0
     capsys.readouterr()
     assert check(file, "--channel", "worker") == 1
-    assert capsys.readouterr().out.splitlines()[1].startswith("  worker 0 waits for ever at 0B0: it needs 0RECV_B0, ")
+    assert capsys.readouterr().out.splitlines()[1].startswith("  worker 0 waits forever at 0B0: it needs 0RECV_B0, ")
     file.write_text(
         "0F0,0F1,0SEND_F1,0SEND_F0,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1"
     )
@@ -88,7 +88,8 @@ def test_memory_and_channels(tmp_path, capsys):
     assert check(file, "--channel", "pair") == 1
     said = capsys.readouterr().out
     assert (
-        "it needs 1RECV_F0, but in the channel between them worker 0 is first to do 0SEND_F1, worker 1 1RECV_F0" in said
+        "it needs 1RECV_F0, but the next transfer between them is 0SEND_F1 for worker 0 and 1RECV_F0 for worker 1"
+        in said
     )
 
 
@@ -96,7 +97,7 @@ def test_gradients_out_of_order_are_told(tmp_path, capsys):
     file = tmp_path / "descending.csv"
     file.write_text("0F0,0F1,0B1,0B0")
     assert check(file) == 0
-    assert "forms gradients in another order" in capsys.readouterr().out
+    assert "gradients are not formed in the order of micro-batches" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -104,14 +105,14 @@ def test_gradients_out_of_order_are_told(tmp_path, capsys):
     [
         ("a.csv", "0F0,0Q0", "row 1, column 2 of the CSV: '0Q0' is not an action"),
         ("a.csv", "0F0\n2F0", "stage 1 has no action in the CSV"),
-        ("a.json", "{}", "no schedule of pipework"),
+        ("a.json", "{}", "not a schedule of pipework"),
         ("a.txt", "placement 0", "no line that begins with 'schedule'"),
-        ("a.xml", "", "no file of a schedule: the name must end in one of .csv, .json, .txt"),
+        ("a.xml", "", "not a file of a schedule: the name must end in one of .csv, .json, .txt"),
         ("b.csv", None, "No such file"),
-        ("c.csv", b"\xff\xfe0\x00", "c.csv: this is no text; wanted a schedule as text in UTF-8"),
-        ("a.csv", f"0F0,{'x' * 200_000}", "a.csv: the text is no CSV: field larger than field limit"),
+        ("c.csv", b"\xff\xfe0\x00", "c.csv is not text: wanted a schedule in UTF-8"),
+        ("a.csv", f"0F0,{'x' * 200_000}", "a.csv: the text is not CSV: field larger than field limit"),
         ("a.csv", "0F0,0SEND_F0,0B0", "a.csv: the CSV makes no schedule: "),
-        ("a.json", fill_drain(1, 1).to_json().replace("[0]", '["0"]'), "a.json: the JSON makes no schedule: placement"),
+        ("a.json", to_json(fill_drain(1, 1)).replace("[0]", '["0"]'), "a.json: the JSON makes no schedule: placement"),
     ],
 )
 def test_what_holds_no_schedule(tmp_path, capsys, name, text, message):

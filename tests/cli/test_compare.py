@@ -65,7 +65,7 @@ def test_numbers_for_stages(tmp_path, capsys):
 def test_mistakes(capsys):
     for pairs in ("F=1,F=2", "forward=1,F=2"):
         assert run("--workers", "2", "--chunks", "2", "--costs", pairs) == 2
-        assert "forward is given twice: say it once" in capsys.readouterr().err
+        assert "forward is given twice: give it once" in capsys.readouterr().err
     assert run("--workers", "8") == 2
     assert run("--workers", "8", "--chunks", "2", "--memory", "-1") == 2
-    assert "'-1' is no amount of memory" in capsys.readouterr().err
+    assert "'-1' is not an amount of memory" in capsys.readouterr().err

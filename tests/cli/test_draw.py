@@ -5,7 +5,18 @@ from dataclasses import replace
 import pytest
 
 from pipework.cli import main
-from pipework.schedule import Costs, Schedule, build, fill_drain, simulate, svg, with_recompute
+from pipework.schedule import (
+    Costs,
+    build,
+    fill_drain,
+    from_csv,
+    from_json,
+    from_orders_text,
+    simulate,
+    svg,
+    validate,
+    with_recompute,
+)
 
 
 def draw(*words):
@@ -78,24 +89,30 @@ def test_svg_by_worker_unless_told_otherwise(tmp_path, capsys):
             ("gpip", "--workers", "2", "--chunks", "2"),
             "no schedule is called 'gpip': choose one of 'gpipe', 'fill-drain'",
         ),
-        (("gpipe", "--workers", "0", "--chunks", "2"), "argument --workers: '0' is no count"),
-        (("gpipe", "--workers", "2", "--chunks", "-1"), "argument --chunks: '-1' is no count"),
-        (("gpipe", "--workers", "2", "--chunks", "1.5"), "argument --chunks: '1.5' is no count"),
-        (("gpipe", "--chunks", "2"), "--workers missing: say how many, such as --workers 4"),
+        (("gpipe", "--workers", "0", "--chunks", "2"), "argument --workers: '0' is not a count"),
+        (("gpipe", "--workers", "2", "--chunks", "-1"), "argument --chunks: '-1' is not a count"),
+        (("gpipe", "--workers", "2", "--chunks", "1.5"), "argument --chunks: '1.5' is not a count"),
+        (("gpipe", "--chunks", "2"), "--workers missing: give a number, such as --workers 4"),
         (("gpip",), "no schedule is called 'gpip'"),
         (("gpipe", "--workers", "2", "--chunks", "2", "--costs", "F=-1"), "forward is -1.0: wanted a finite number"),
         (("gpipe", "--workers", "2", "--chunks", "2", "--costs", "F=1,c=nan"), "transfer is nan"),
-        (("gpipe", "--workers", "2", "--chunks", "2", "--costs", "B=x"), "'B=x' is no cost: wanted name=number"),
-        (("gpipe", "--workers", "2", "--chunks", "2", "--costs", "G=1"), "no cost is called 'G': choose of F, B, I"),
+        (("gpipe", "--workers", "2", "--chunks", "2", "--costs", "B=x"), "'B=x' is not a cost: wanted name=number"),
+        (
+            ("gpipe", "--workers", "2", "--chunks", "2", "--costs", "G=1"),
+            "no cost is called 'G': choose one of F, B, I",
+        ),
         (("gpipe", "--workers", "2", "--chunks", "2", "--costs", "no.json"), "No such file"),
         (("gpipe", "--workers", "2", "--chunks", "2", "--out", "pipe.gif"), "the name must end in one of .trace.json"),
-        (("pipe.csv", "--workers", "2"), "pipe.csv says itself how many workers"),
+        (("pipe.csv", "--workers", "2"), "the file pipe.csv sets the numbers of workers"),
         (("pipe.csv",), "No such file"),
         (
             ("forward-only", "--workers", "2", "--chunks", "2", "--checkpoint", "always"),
-            "--checkpoint is 'always', but forward-only has no backwards to recompute for: leave it out",
+            "--checkpoint is 'always', but forward-only has no backwards to recompute: leave it out",
         ),
-        (("gpipe", "--workers", "2", "--chunks", "2", "--out", "nowhere/pipe.svg"), "there is no folder 'nowhere'"),
+        (
+            ("gpipe", "--workers", "2", "--chunks", "2", "--out", "nowhere/pipe.svg"),
+            "the folder 'nowhere' does not exist",
+        ),
     ],
 )
 def test_refuses_with_one_line(words, message, capsys, monkeypatch, tmp_path):
@@ -119,9 +136,9 @@ def test_the_schedule_for_other_programs(tmp_path, capsys):
     words = ("zb-v", "--workers", "2", "--chunks", "4")
     schedule = build("zb-v", workers=2, chunks=4)
     for name, read in (
-        ("a.csv", Schedule.from_csv),
-        ("a.json", Schedule.from_json),
-        ("a.txt", Schedule.from_orders_text),
+        ("a.csv", from_csv),
+        ("a.json", from_json),
+        ("a.txt", from_orders_text),
     ):
         assert draw(*words, "--out", str(tmp_path / name)) == 0
         assert read((tmp_path / name).read_text()).orders == schedule.orders
@@ -129,9 +146,9 @@ def test_the_schedule_for_other_programs(tmp_path, capsys):
         assert draw(str(tmp_path / name)) == 0  # and back again
         assert "makespan 12.5, peak memory 2 (" in capsys.readouterr().out
     assert draw(*words, "--channel", "pair", "--out", str(tmp_path / "b.csv")) == 0
-    lowered = Schedule.from_csv((tmp_path / "b.csv").read_text())
+    lowered = from_csv((tmp_path / "b.csv").read_text())
     assert lowered.communicates
-    assert lowered.validate(channel="pair").ok
+    assert validate(lowered, channel="pair").ok
 
 
 def test_a_trace_has_the_transfers_that_are_asked_for(tmp_path):
@@ -172,7 +189,7 @@ def test_costs_from_a_file_have_numbers_for_stages(tmp_path, capsys):
     assert "holds a list: wanted an object" in capsys.readouterr().err
     (tmp_path / "costs.json").write_bytes(b"\xff\xfe")
     assert draw("gpipe", "--workers", "2", "--chunks", "2", "--costs", str(tmp_path / "costs.json")) == 2
-    assert "costs.json: this is no text; wanted JSON in UTF-8" in capsys.readouterr().err
+    assert "costs.json is not text: wanted JSON in UTF-8" in capsys.readouterr().err
     (tmp_path / "costs.json").write_text('{"forward": "1"}')
     assert draw("gpipe", "--workers", "2", "--chunks", "2", "--costs", str(tmp_path / "costs.json")) == 2
     assert "forward is '1': wanted a number" in capsys.readouterr().err

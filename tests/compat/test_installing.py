@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pipework.compat import install
+from tests.programs import RunPython
 
+Python = Callable[[str, Path], str]
 ROOT = Path(__file__).parents[2]
 
 HIDE = """
@@ -34,15 +37,21 @@ FAIRSCALE = {
 """What fairscale is like, in few words."""
 
 
-def python(code: str, folder: Path) -> str:
+@pytest.fixture
+def python(run_python: RunPython) -> Python:
     """What some code prints; warnings are errors."""
+
+    def run(code: str, folder: Path) -> str:
+        ended = run_python(["-c", code], env=environment(folder))
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    return run
+
+
+def environment(folder: Path) -> dict[str, str]:
     path = os.pathsep.join([str(folder), str(ROOT), *filter(None, sys.path)])
-    command = [sys.executable, "-W", "error", "-c", code]
-    ended = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    return {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "error"}
 
 
 @pytest.fixture
@@ -65,7 +74,9 @@ new = set(sys.modules) - before[0]
 print([name for name in new if "pipeline.sync" in name or name.startswith(("fairscale", "torchgpipe"))])
 print("pipeline" in set(dir(torch.distributed)) - before[1], list(sys.meta_path) == before[2])
 """
-    assert python(HIDE + code, tmp_path) == "[]\nFalse True\n"
+    command = [sys.executable, "-c", HIDE + code]  # imports pipework itself, which others find imported
+    ended = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=100, check=True)
+    assert ended.stdout == "[]\nFalse True\n"
 
 
 OLD_IMPORTS = """
@@ -103,7 +114,7 @@ print(fairscale.nn.Pipe.__module__, fairscale.nn.pipe.Pipe is Pipe)
 """
 
 
-def test_every_old_import_line_works(tmp_path: Path) -> None:
+def test_every_old_import_line_works(python: Python, tmp_path: Path) -> None:
     told = python(f"{HIDE}\nfrom pipework.compat import install\ninstall()\n{OLD_IMPORTS}", tmp_path)
     assert told.splitlines() == [
         "pipework.compat.sync.pipe True",
@@ -112,7 +123,7 @@ def test_every_old_import_line_works(tmp_path: Path) -> None:
     ]
 
 
-def test_installing_twice_changes_nothing(tmp_path: Path) -> None:
+def test_installing_twice_changes_nothing(python: Python, tmp_path: Path) -> None:
     code = """
 import importlib.util, pickle, sys
 from pipework.compat import install, sync
@@ -129,7 +140,7 @@ print(importlib.util.find_spec("torch.distributed.pipeline").name, importlib.uti
     assert python(HIDE + code, tmp_path).splitlines() == ["True", "True True", "torch.distributed.pipeline True"]
 
 
-def test_one_library_alone(fairscale: Path) -> None:
+def test_one_library_alone(python: Python, fairscale: Path) -> None:
     code = """
 from pipework.compat import install
 install("torchgpipe")
@@ -157,7 +168,7 @@ def test_an_unknown_library_is_refused_before_anything_is_done(libraries: tuple[
     assert (dict(sys.modules), list(sys.meta_path)) == before
 
 
-def test_a_library_that_was_imported_before_is_replaced(tmp_path: Path) -> None:
+def test_a_library_that_was_imported_before_is_replaced(python: Python, tmp_path: Path) -> None:
     (tmp_path / "torchgpipe.py").write_text("GPipe = 'the old one'")
     code = """
 import warnings
@@ -175,7 +186,7 @@ print(earlier, GPipe.__module__, *(warning.message for warning in caught), sep="
 
 
 @pytest.mark.parametrize("library", ["torch.distributed.pipeline.sync", "fairscale.nn", "torchgpipe.skip"])
-def test_a_library_may_be_called_as_in_import_lines(library: str, tmp_path: Path) -> None:
+def test_a_library_may_be_called_as_in_import_lines(python: Python, library: str, tmp_path: Path) -> None:
     code = f"""
 from pipework.compat import install
 install({library!r})
@@ -194,7 +205,7 @@ def test_a_list_of_libraries_is_refused() -> None:
 
 
 @pytest.mark.parametrize("earlier", ["", "import fairscale", "import fairscale.nn.pipe.pipe"])
-def test_of_a_real_fairscale_only_the_pipe_is_replaced(earlier: str, fairscale: Path) -> None:
+def test_of_a_real_fairscale_only_the_pipe_is_replaced(python: Python, earlier: str, fairscale: Path) -> None:
     code = f"""
 {earlier}
 import sys
@@ -219,7 +230,7 @@ print(len([finder for finder in sys.meta_path if type(finder).__module__.startsw
     ]
 
 
-def test_a_folder_called_fairscale_is_not_fairscale(tmp_path: Path) -> None:
+def test_a_folder_called_fairscale_is_not_fairscale(python: Python, tmp_path: Path) -> None:
     (tmp_path / "fairscale").mkdir()
     code = """
 from pipework.compat import install

@@ -10,24 +10,26 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.programs import RunPython
+
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
 
 
-def run(
-    script: Path, *arguments: str, python: list[str] | None = None, cwd: Path = ROOT
-) -> subprocess.CompletedProcess[str]:
-    """Runs a script in the folder of this checkout, which is not on the import path otherwise."""
+def environment() -> dict[str, str]:
+    """In which this checkout is not on the import path."""
     path = [folder for folder in sys.path if folder and Path(folder).resolve() != ROOT]
-    return subprocess.run(
-        [*(python or [sys.executable]), "-m", "pipework.compat", str(script), *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONWARNINGS": "error"},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONWARNINGS": "error"}
+
+
+@pytest.fixture
+def run(run_python: RunPython) -> RunPython:
+    """Runs a script in the folder of this checkout."""
+
+    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        return run_python(["-m", "pipework.compat", *arguments], env=environment(), cwd=ROOT)
+
+    return run
 
 
 def write(path: Path, code: str) -> Path:
@@ -36,7 +38,7 @@ def write(path: Path, code: str) -> Path:
     return path
 
 
-def test_a_script_finds_itself_as_usual(tmp_path: Path) -> None:
+def test_a_script_finds_itself_as_usual(run: RunPython, tmp_path: Path) -> None:
     write(tmp_path / "real" / "neighbour.py", "NAME = 'next door'")
     code = '''
         """What it is."""
@@ -81,6 +83,7 @@ def test_a_script_finds_itself_as_usual(tmp_path: Path) -> None:
     assert ended.returncode == 0
 
 
+@pytest.mark.thorough
 def test_a_safe_path_stays_safe(tmp_path: Path) -> None:
     script = write(tmp_path / "script.py", "import sys; print(sys.path)")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
@@ -96,12 +99,12 @@ def test_a_safe_path_stays_safe(tmp_path: Path) -> None:
     ("ending", "status", "told"),
     [("", 0, ""), ("sys.exit(3)", 3, ""), ("sys.exit('no data')", 1, "no data\n")],
 )
-def test_the_status_is_that_of_the_script(tmp_path: Path, ending: str, status: int, told: str) -> None:
+def test_the_status_is_that_of_the_script(run: RunPython, tmp_path: Path, ending: str, status: int, told: str) -> None:
     ended = run(write(tmp_path / "script.py", f"import sys\n{ending}\n"))
     assert (ended.returncode, ended.stderr, ended.stdout) == (status, told, "")
 
 
-def test_a_traceback_leads_to_the_line_of_the_script(tmp_path: Path) -> None:
+def test_a_traceback_leads_to_the_line_of_the_script(run: RunPython, tmp_path: Path) -> None:
     code = """
         def train(epochs):
             return 1 / epochs
@@ -120,7 +123,7 @@ def test_a_traceback_leads_to_the_line_of_the_script(tmp_path: Path) -> None:
     assert error == "ZeroDivisionError: division by zero"
 
 
-def test_a_syntax_error_is_one_of_the_script(tmp_path: Path) -> None:
+def test_a_syntax_error_is_one_of_the_script(run: RunPython, tmp_path: Path) -> None:
     script = write(tmp_path / "script.py", "x = 1\nprint(x\n")
     ended = run(script)
     assert ended.returncode == 1
@@ -129,10 +132,8 @@ def test_a_syntax_error_is_one_of_the_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["missing.py"], ["."]])
-def test_without_a_script_there_is_a_usage(arguments: list[str]) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "pipework.compat", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+def test_without_a_script_there_is_a_usage(run: RunPython, arguments: list[str]) -> None:
+    ended = run(*arguments)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("usage: python -m pipework.compat [-h] script ...")
 
@@ -161,7 +162,7 @@ SPAWNING = """
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no distributed")
-def test_spawned_processes_find_the_old_modules_too(tmp_path: Path) -> None:
+def test_spawned_processes_find_the_old_modules_too(run: RunPython, tmp_path: Path) -> None:
     write(tmp_path / "neighbour.py", "NAME = 'next door'")
     script = write(tmp_path / "script.py", SPAWNING)
     ended = run(Path(os.path.relpath(script, ROOT)))
@@ -174,6 +175,7 @@ def test_spawned_processes_find_the_old_modules_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no distributed")
+@pytest.mark.thorough
 def test_torchrun(tmp_path: Path) -> None:
     code = """
         import os, sys
@@ -187,6 +189,14 @@ def test_torchrun(tmp_path: Path) -> None:
     """
     script = write(tmp_path / "script.py", code)
     for arguments, status in ((["--epochs=2"], 0), (["--epochs", "2"], 1)):
-        ended = run(script, *arguments, python=TORCHRUN)
+        ended = subprocess.run(
+            [*TORCHRUN, "-m", "pipework.compat", script, *arguments],
+            env=environment(),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
         assert ended.stdout == f"{arguments} 1 0 pipework.compat.torchgpipe.gpipe\n"
         assert ended.returncode == status

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no distributed")
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no distributed"),
+    pytest.mark.thorough,
+]
 
 SCRIPT = Path(__file__).with_name("replica.py")
 OPTIONS = ("plain", "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "no_sync", "return_output")

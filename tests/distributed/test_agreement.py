@@ -1,9 +1,12 @@
 """All ranks compare what they were started with."""
 
-import json
+import base64
+import hashlib
+import random
 import re
 import threading
 import time
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,8 +115,8 @@ LIST = [f"layer {n}" for n in range(3000)]
         (LIST, [*LIST, 5], ", first difference at 3000: nothing on rank 0, 2; 5 on rank 1"),
         (LIST[:256], LIST[:512], ', first difference at 256: nothing on rank 0, 2; "layer 256" on rank 1'),
         (LIST, [], ', first difference at 0: "layer 0" on rank 0, 2; nothing on rank 1'),
-        (LIST, MANY, ', first difference at 0: "layer 0" on rank 0, 2; nothing on rank 1'),
-        (LIST, 5, ': {"0": "layer 0", "1": "layer 1"'),
+        (LIST, MANY, ': ["layer 0", "layer 1"'),
+        (LIST, 5, ': ["layer 0", "layer 1"'),
         (
             [{"a": LIST}, *LIST],
             [{"a": LIST[1:]}, *LIST],
@@ -136,25 +139,58 @@ def test_of_long_lists_and_dicts_the_first_difference_is_shown(
                 assert text.startswith(f"key{line}")
 
 
-def test_long_values_that_agree_travel_as_digests(store: TCPStore) -> None:
-    entries = {"parameters": {f"layer.{n}.weight": "torch.float32 (1024, 1024)" for n in range(100_000)}}
+def test_ranks_that_agree_exchange_one_digest(store: TCPStore) -> None:
+    parameters = {f"layer.{n}.weight": "torch.float32 (1024, 1024)" for n in range(100_000)}
+    entries = {"parameters": parameters, "weights": "x" * 5_000_000}
     assert all_agree(store, dict.fromkeys(range(2), entries), 2) == {0: None, 1: None}
-    assert len(store.get("call 1/entries/0")) < 10_000
+    assert len(store.get("call 1/digest/0")) == 64
+    assert store.num_keys() == 2
 
 
-def test_who_does_not_tell_what_differs_has_something_else(store: TCPStore) -> None:
+def test_of_huge_contracts_the_difference_is_shown(store: TCPStore) -> None:
+    many = {f"layer.{n}.weight": "torch.float32 (1024, 1024)" for n in range(20_000)}
+    outcomes = all_agree(store, {0: {"parameters": many}, 1: {"parameters": {**many, "layer.5.weight": 1}}}, 2)
+    line = 'parameters, first difference at layer.5.weight: "torch.float32 (1024, 1024)" on rank 0; 1 on rank 1'
+    for error in outcomes.values():
+        assert str(error).endswith(line)
+    digest = store.get("call 1/digest/0").decode()
+    assert len(store.get(f"call 1/contract/{digest}")) < 200_000  # of 960,000
+
+
+def test_a_contract_that_is_too_long_to_be_sent_is_named_as_different(store: TCPStore) -> None:
+    noise = random.Random(0).randbytes(3_000_000).hex()  # cannot be compressed into what the store takes
+    outcomes = all_agree(store, {0: {"key": noise}, 1: {"key": 5}}, 2)
+    assert re.search(r"the same:\n  key: \"[0-9a-f]*\.\.\. on rank 0; 5 on rank 1$", str(outcomes[0]))
+    assert str(outcomes[1]).endswith("the same:\n  something else, which could not be read, on rank 0")
+
+
+def test_many_different_contracts_are_compared_up_to_a_bound(store: TCPStore) -> None:
+    outcomes = all_agree(store, {rank: {"key": rank} for rank in range(20)}, 20)
+    for rank, error in outcomes.items():
+        text = str(error)
+        assert "0 on rank 0; 1 on rank 1;" in text
+        assert f"{rank} on rank {rank}" in text
+        assert "something else, which could not be read, on rank 1" in text
+
+
+def published(text: str) -> str:
+    return base64.b64encode(zlib.compress(text.encode())).decode()
+
+
+@pytest.mark.parametrize("text", ["5", "[" * 100_000, "{", "", '{"key": 5}'])
+def test_a_contract_that_cannot_be_read_is_named_as_different(store: TCPStore, text: str) -> None:
+    text_digest = hashlib.sha256(text.encode()).hexdigest()
+    content = published(text if text != '{"key": 5}' else '{"key": 6}')  # whose digest is another one
     other = PrefixStore("call 1", store.clone())
     outcomes: Outcomes = {}
     thread = threading.Thread(target=lambda: outcomes.update(all_agree(store, {0: {"key": LIST}}, 2)))
     thread.start()
-    while not other.check(["entries/0"]):
+    while not other.check(["digest/0"]):
         time.sleep(0.01)
-    told = json.loads(other.get("entries/0"))
-    told["parts"]["key"][3] = "0123456789abcdef"
-    other.set("entries/1", json.dumps(told))
-    other.set("parts/1", json.dumps({"key": [[768, "x"]]}))  # of which the digest is another one
+    other.set(f"contract/{text_digest}", content)
+    other.set("digest/1", text_digest)
     thread.join(HARD)
-    assert re.search(r'key: {"768": "layer 768".*\.\.\. on rank 0; something else on rank 1', str(outcomes[0]))
+    assert str(outcomes[0]).endswith("the same:\n  something else, which could not be read, on rank 1")
 
 
 def test_who_does_not_come_is_named(store: TCPStore) -> None:
@@ -176,10 +212,10 @@ def test_a_difference_does_not_wait_for_who_does_not_come(store: TCPStore) -> No
 
 def test_garbage_is_not_taken_for_a_rank(store: TCPStore) -> None:
     other = PrefixStore("call 1", store)
-    garbage = (b"\x80\x04cos\nsystem", b"[1]", b"[" * 100_000, b'{"short": {}, "parts": {"a": 1}}', b'{"short": {}}')
+    garbage = (b"\x80\x04cos\nsystem", b"[1]", b"[" * 100_000, b"x" * 64, b"a" * 65, b"")
     ranks = range(len(garbage))
     for rank, each in zip(ranks, garbage, strict=True):
-        other.set(f"entries/{rank}", each)
+        other.set(f"digest/{rank}", each)
     assert all_agree(store, dict.fromkeys(ranks, SAME), len(ranks)) == dict.fromkeys(ranks)
 
 
@@ -187,9 +223,9 @@ def test_who_is_overwritten_before_the_others_come_writes_again(store: TCPStore)
     other = PrefixStore("call 1", store.clone())
     early = threading.Thread(target=agree, args=(PrefixStore("call 1", store.clone()), 0, 2, SAME, HARD))
     early.start()
-    while not other.check(["entries/0"]):
+    while not other.check(["digest/0"]):
         time.sleep(0.01)
-    other.set("entries/0", "garbage")
+    other.set("digest/0", "garbage")
     agree(other, 1, 2, SAME, HARD)
     early.join(HARD)
     assert not early.is_alive()
@@ -198,5 +234,3 @@ def test_who_is_overwritten_before_the_others_come_writes_again(store: TCPStore)
 def test_errors_before_work(store: TCPStore) -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
         agree(store, 0, 2, {"lock": threading.Lock()}, 1)
-    with pytest.raises(ValueError, match="send a digest of what is long"):
-        agree(store, 0, 2, {"weights": "x" * 5_000_000}, 1)

@@ -13,8 +13,6 @@ import doctest
 import io
 import re
 import shlex
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 
@@ -23,6 +21,8 @@ import torch
 from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser
 
+from tests.programs import RunPython
+
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
@@ -30,6 +30,7 @@ PAGES = [
     *sorted((ROOT / "examples").glob("**/*.md")),
     *sorted((ROOT / "benchmarks").glob("**/*.md")),
 ]
+QUICK = {ROOT / "README.md", ROOT / "docs" / "quickstart.md"}
 OUTPUT = re.compile(r"\s*(?P<varies><!-- numbers vary -->\s*)?```text\n(?P<text>.*?)^```", re.DOTALL | re.MULTILINE)
 SCRIPT = re.compile(r"# (?P<file>\w+\.py)\n")
 NUMBER = re.compile(r"\d+([.,]\d+)*")
@@ -70,18 +71,27 @@ class Python(CodeBlockParser):
         compare(printed.getvalue(), shown)
 
 
-def output_of(command: list[str]) -> str:
-    """What a command of Python's prints, or torchrun's."""
-    arguments = command[1:]
-    if command[0] == "torchrun":
-        arguments = ["-m", "torch.distributed.run", "--standalone", *arguments]  # on a port that is free
-    ran = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, f"{shlex.join(command)}\n{ran.stderr}"
-    return ran.stdout
-
-
 class Shell(CodeBlockParser):
+    """Runs commands.
+
+    Args:
+        run_python: as the fixture does.
+    """
+
     language = "sh"
+
+    def __init__(self, run_python: RunPython) -> None:
+        super().__init__()
+        self._run_python = run_python
+
+    def output_of(self, command: list[str]) -> str:
+        """What a command of Python's prints, or torchrun's."""
+        arguments = command[1:]
+        if command[0] == "torchrun":
+            arguments = ["-m", "torch.distributed.run", "--standalone", *arguments]  # on a port that is free
+        ran = self._run_python(arguments, timeout=120)
+        assert ran.returncode == 0, f"{shlex.join(command)}\n{ran.stderr}"
+        return ran.stdout
 
     def evaluate(self, example: Example) -> None:
         printed = ""
@@ -92,13 +102,13 @@ class Shell(CodeBlockParser):
                 case ["make", target, *_]:
                     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
                 case ["python", "-m", "pipework" | "pipework.compat", *_] as command:
-                    printed += output_of(command)
+                    printed += self.output_of(command)
                 case ["python", "-m", module, *_] if module.startswith("benchmarks."):
                     assert (ROOT / module.replace(".", "/")).with_suffix(".py").is_file(), line
                 case ["python", script, *_] as command if Path(script).is_file():  # the page has it
-                    printed += output_of(command)
+                    printed += self.output_of(command)
                 case ["torchrun", "--nproc-per-node", _, script, *_] as command if Path(script).is_file():
-                    printed += output_of(command)
+                    printed += self.output_of(command)
                 case ["python", script, *_] | ["torchrun", "--nproc-per-node", _, script, *_]:
                     assert (ROOT / script).is_file(), line
                 case _:
@@ -108,11 +118,17 @@ class Shell(CodeBlockParser):
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")  # PyTorch's tracer, about itself
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_blocks_run_and_print_what_is_shown(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=() if page in QUICK else pytest.mark.thorough) for page in PAGES],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_blocks_run_and_print_what_is_shown(
+    run_python: RunPython, page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    document = Sybil([Python(), Shell()]).parse(page)
+    document = Sybil([Python(), Shell(run_python)]).parse(page)
     threads = torch.get_num_threads()
     try:
         for example in document.examples():
@@ -121,9 +137,9 @@ def test_blocks_run_and_print_what_is_shown(page: Path, tmp_path: Path, monkeypa
         torch.set_num_threads(threads)  # a page may have set them
 
 
-def test_readme_shows_how_it_is_used() -> None:
+def test_readme_shows_how_it_is_used(run_python: RunPython) -> None:
     """The pattern that finds the blocks would pass an empty page, too."""
-    examples = list(Sybil([Python(), Shell()]).parse(ROOT / "README.md").examples())
+    examples = list(Sybil([Python(), Shell(run_python)]).parse(ROOT / "README.md").examples())
     assert [example.region.parsed.count("Pipe(") > 0 for example in examples].count(True) >= 4
     assert sum(shown_below(example) is not None for example in examples) >= 1
 

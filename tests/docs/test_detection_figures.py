@@ -55,9 +55,9 @@ def test_what_is_taken_if_nothing_is_said(name: str, shown: str) -> None:
 def test_other_times() -> None:
     defaults = inspect.signature(HealthMonitor).parameters
     assert (defaults["beat"].default, defaults["poll"].default) == (0.5, 0.1)
-    assert "sign of\nlife every half second, and tell what happens within a tenth of a second" in PAGE
+    assert "heartbeat every half second, and report a failure within a tenth of a second" in PAGE
     assert process_exit.GRACE == 5.0
     assert inspect.signature(pipework.init).parameters["grace"].default == 5.0
     assert "return within 5 seconds after another one has failed (`pipework.init(grace=5)`)" in PAGE
-    assert preemption._HASTE == 2.0
+    assert preemption._EXIT_WAIT == 2.0
     assert "has two seconds to print what happened" in PAGE.replace("\n", " ")

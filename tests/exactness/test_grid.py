@@ -211,14 +211,18 @@ BALANCES = ([5], [2, 3], [1, 3, 1], [1, 1, 1, 2], [1, 1, 1, 1, 1])
 
 
 def sampled(*axes: Any, each: int, whole: int = 2) -> list[Any]:
-    """All combinations. Of those that agree in the first `whole` axes, a seeded choice of `each` is not slow."""
+    """All combinations. Of those that agree in the first `whole` axes, a seeded choice of `each` is not slow.
+
+    Of that choice, `make test` runs one.
+    """
     chooser = random.Random(0)
     cases = []
     for first in itertools.product(*axes[:whole]):
         others = list(itertools.product(*axes[whole:]))
-        chosen = set(chooser.sample(range(len(others)), each))
+        quick, *chosen = chooser.sample(range(len(others)), each)
+        marks = {quick: (), **dict.fromkeys(chosen, pytest.mark.thorough)}
         cases += [
-            pytest.param(*first, *other, marks=() if number in chosen else pytest.mark.slow)
+            pytest.param(*first, *other, marks=marks.get(number, pytest.mark.slow))
             for number, other in enumerate(others)
         ]
     return cases

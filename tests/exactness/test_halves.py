@@ -107,6 +107,7 @@ class CompiledMethod(Compiled):
 @pytest.mark.parametrize("way", ["1f1b", "zb-h1", "zb-v"], indirect=True)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.thorough
 def test_a_compiled_method_may_use_parameters(
     way: Any, backend: str, assert_trained_alike: Callable[..., None]
 ) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.receive_order import theirs
 from pipework import Namespace, Pipe
-from pipework.schedule import SCHEDULES, Schedule, build
+from pipework.schedule import SCHEDULES, Schedule, build, from_csv, to_csv
 from pipework.skip.layout import skip_edges
 from tests.conftest import WAYS, Way, distance
 from tests.exactness.test_skips import CHECKPOINT_MODES, WIDTH, Down, Up
@@ -60,8 +60,8 @@ def assert_trains(schedule: Schedule, checkpoint: str, assert_trained_alike: Cal
 
 def again(name: str, workers: int) -> Schedule:
     """The schedule of that name, written and read."""
-    text = build(name, workers=workers, chunks=CHUNKS).to_csv()
-    return Schedule.from_csv(text, name=f"{name} from a file")
+    text = to_csv(build(name, workers=workers, chunks=CHUNKS))
+    return from_csv(text, name=f"{name} from a file")
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
@@ -85,9 +85,9 @@ def test_on_one_worker_and_on_four(name: str, assert_trained_alike: Callable[...
 def test_what_says_its_transfers_runs_without_them(name: str, assert_trained_alike: Callable[..., None]) -> None:
     """The other form of CSV: a pipe transfers by itself, and refuses what says how."""
     workers = 2 if SCHEDULES[name].stages_per_worker == 2 else 4
-    text = build(name, workers=workers, chunks=CHUNKS).to_csv(form="compute_comms")
-    lowered = Schedule.from_csv(text)
-    with pytest.raises(ValueError, match=r"says what is transferred or reduced .*, which a pipe does by itself"):
+    text = to_csv(build(name, workers=workers, chunks=CHUNKS), form="compute_comms")
+    lowered = from_csv(text)
+    with pytest.raises(ValueError, match=r"has communication or reduction actions .*, which a pipe adds by itself"):
         pipe_of(with_long_skips(), lowered, "never")
     assert_trains(computing(lowered), "except_last", assert_trained_alike)
 
@@ -101,7 +101,7 @@ def computing(schedule: Schedule) -> Schedule:
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("kind", THAT_ASCEND)
 def test_each_list_of_pytorchs(kind: str, checkpoint: str, assert_trained_alike: Callable[..., None]) -> None:
-    schedule = Schedule.from_csv(theirs.compute_only(kind, workers=2, chunks=CHUNKS), name=kind)
+    schedule = from_csv(theirs.compute_only(kind, workers=2, chunks=CHUNKS), name=kind)
     assert (schedule.workers, schedule.stages) == (2, 4)
     split = any(action.kind == "I" for order in schedule.orders for action in order)
     assert split == (kind in ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"))
@@ -116,7 +116,7 @@ def test_each_list_of_pytorchs(kind: str, checkpoint: str, assert_trained_alike:
 def test_each_list_of_pytorchs_with_its_transfers_left_out(
     kind: str, assert_trained_alike: Callable[..., None]
 ) -> None:
-    lowered = Schedule.from_csv(theirs.compute_comms(kind, workers=2, chunks=CHUNKS), name=kind)
+    lowered = from_csv(theirs.compute_comms(kind, workers=2, chunks=CHUNKS), name=kind)
     assert lowered.communicates
     assert_trains(computing(lowered), "always", assert_trained_alike)
 
@@ -125,7 +125,7 @@ def test_each_list_of_pytorchs_with_its_transfers_left_out(
 def test_pytorchs_looped_bfs_goes_back_from_the_last_micro_batch_and_is_to_be_ordered(
     checkpoint: str, assert_trained_alike: Callable[..., None]
 ) -> None:
-    descending = Schedule.from_csv(theirs.compute_only("ScheduleLoopedBFS", workers=2, chunks=CHUNKS), name="looped")
+    descending = from_csv(theirs.compute_only("ScheduleLoopedBFS", workers=2, chunks=CHUNKS), name="looped")
     with pytest.raises(ValueError, match=r"in another order than 0, 1, 2, .*Order them"):
         pipe_of(with_long_skips(), descending, checkpoint)
     orders = [

@@ -140,6 +140,7 @@ def test_evaluation_between_steps_changes_nothing(way: Any) -> None:
     assert all(map(torch.equal, train(evaluate=False), train(evaluate=True)))
 
 
+@pytest.mark.thorough
 def test_two_runs_with_one_seed_end_alike(way: Any) -> None:
     def train() -> list[Tensor]:
         torch.manual_seed(7)

@@ -2,12 +2,13 @@
 
 import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.programs import RunPython
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no distributed")
 
@@ -15,44 +16,43 @@ OLD = Path(__file__).parents[2] / "examples" / "old"
 TINY = ["--width", "8", "--context", "16", "--words", "100", "--batch-size", "8", "--steps", "12"]
 
 
-def run(name: str, *options: str, environment: dict[str, str]) -> str:
+@pytest.fixture
+def run(run_python: RunPython, environment: dict[str, str]) -> Callable[..., str]:
     """What a script prints. It must not warn; PyTorch may, of its own RPC."""
     warnings = "error,ignore:You are using a Backend:UserWarning"
-    ended = subprocess.run(
-        [sys.executable, "-m", "pipework.compat", str(OLD / name), *options],
-        env={**environment, "PYTHONWARNINGS": warnings},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
-    return ended.stdout
+
+    def run(name: str, *options: str) -> str:
+        command = ["-m", "pipework.compat", OLD / name, *options]
+        ended = run_python(command, env={**environment, "PYTHONWARNINGS": warnings})
+        assert (ended.returncode, ended.stderr) == (0, "")
+        return ended.stdout
+
+    return run
 
 
 def perplexities(told: str) -> list[float]:
     return [float(found) for found in re.findall(r"perplexity ([\d.]+)", told)]
 
 
-def test_a_transformer_of_2021_learns(environment: dict[str, str]) -> None:
-    told = run("transformer_sync.py", *TINY, "--layers", "2", environment=environment)
+def test_a_transformer_of_2021_learns(run: Callable[..., str]) -> None:
+    told = run("transformer_sync.py", *TINY, "--layers", "2")
     assert "4 layers in 2 partitions on" in told
     first, second, test = perplexities(told)
     assert second < first < 100  # which is what equally likely words have
     assert test < 100
 
 
-def test_two_replicas_of_2021_learn_the_same(environment: dict[str, str]) -> None:
-    told = run("transformer_ddp_sync.py", *TINY, environment=environment)
+def test_two_replicas_of_2021_learn_the_same(run: Callable[..., str]) -> None:
+    told = run("transformer_ddp_sync.py", *TINY)
     first, second, test = perplexities(told)
     assert second < first < 100
     assert test < 100
     assert "parameters of both processes: equal, to the last bit" in told
 
 
-def test_a_resnet_of_2019_learns(environment: dict[str, str]) -> None:
+def test_a_resnet_of_2019_learns(run: Callable[..., str]) -> None:
     sizes = ["--width", "4", "--size", "12", "--batch-size", "32", "--steps", "60"]
-    told = run("resnet_skips.py", *sizes, environment=environment)
+    told = run("resnet_skips.py", *sizes)
     assert "30 layers, of which" in told
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", told)]
     assert losses[-1] < losses[0]
@@ -67,8 +67,7 @@ def test_none_of_them_knows_pipework(script: Path) -> None:
     assert script.name in (OLD / "README.md").read_text()
 
 
-def test_without_pipework_they_find_nothing(environment: dict[str, str]) -> None:
-    command = [sys.executable, str(OLD / "transformer_sync.py")]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+def test_without_pipework_they_find_nothing(run_python: RunPython, environment: dict[str, str]) -> None:
+    ended = run_python([OLD / "transformer_sync.py"], env=environment)
     assert ended.returncode == 1
     assert ended.stderr.endswith("ModuleNotFoundError: No module named 'torch.distributed.pipeline'" + os.linesep)

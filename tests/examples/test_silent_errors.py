@@ -12,6 +12,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.programs import RunPython
+
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no distributed"),
     pytest.mark.timeout(400),
@@ -36,9 +38,9 @@ def script(load: Callable[[str], ModuleType]) -> ModuleType:
     return load("silent_errors")
 
 
-def rows_of(script: ModuleType, told: str) -> list[list[Row]]:
+def rows_of(script: ModuleType, printed: str) -> list[list[Row]]:
     """The rows of each case, which are between its name and what is said about it."""
-    lines, cases = told.splitlines(), []
+    lines, cases = printed.splitlines(), []
     widths = [len(script.line("x", "x", "x", "x").split("x")[n]) + 1 for n in (1, 2, 3)]
     first, second, third = widths[0], sum(widths[:2]), sum(widths)
     for number, case in enumerate(script.CASES, 1):
@@ -88,12 +90,17 @@ def alike(one: str, other: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param([], id="by itself"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow)]
+    "command",
+    [
+        pytest.param([], id="by itself", marks=pytest.mark.thorough),
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow),
+    ],
 )
-def test_pipework_is_right_in_every_row(script: ModuleType, environment: dict[str, str], command: list[str]) -> None:
+def test_pipework_is_right_in_every_row(
+    run_python: RunPython, script: ModuleType, environment: dict[str, str], command: list[str]
+) -> None:
     surroundings = {**environment, "PYTHONWARNINGS": "default"}  # of what PyTorch warns is not for us to say
-    whole = [sys.executable, *command, str(SCRIPT)]
-    check(script, subprocess.run(whole, env=surroundings, capture_output=True, text=True, timeout=300))
+    check(script, run_python([*command, SCRIPT], env=surroundings, timeout=300))
 
 
 def test_a_wrong_figure_is_seen(script: ModuleType) -> None:

@@ -1,7 +1,5 @@
 """examples/skip_connections.py: it runs as a user runs it, says what is wrong, and its comparison can fail."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +7,8 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor, nn
+
+from tests.programs import RunPython
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "skip_connections.py"
 
@@ -18,8 +18,10 @@ def script(load: Callable[[str], ModuleType]) -> ModuleType:
     return load("skip_connections")
 
 
-def test_a_user_sees_equality_and_what_is_said_about_mistakes(environment: dict[str, str]) -> None:
-    ended = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=100)
+def test_a_user_sees_equality_and_what_is_said_about_mistakes(
+    run_python: RunPython, environment: dict[str, str]
+) -> None:
+    ended = run_python([SCRIPT], env=environment)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.count("output and gradients equal, to the last bit") == 2
     assert [line.strip() for line in ended.stdout.splitlines() if line.startswith("    *")] == [

@@ -134,6 +134,7 @@ def test_the_report_tells_what_was_promised(
         assert name in told
 
 
+@pytest.mark.thorough
 def test_one_seed_gives_one_loss_curve(script: ModuleType, tiny: list[str], run: Path, tmp_path: Path) -> None:
     assert script.main([*tiny, "--out", str(tmp_path / "same")]) == 0
     assert losses(tmp_path / "same") == losses(run)
@@ -152,6 +153,7 @@ def test_one_seed_gives_one_loss_curve(script: ModuleType, tiny: list[str], run:
         ("zb-v", "4"),
     ],
 )
+@pytest.mark.thorough
 def test_every_schedule_gives_the_same_loss_curve(
     script: ModuleType,
     tiny: list[str],
@@ -193,6 +195,7 @@ def test_resuming_goes_on_as_if_nothing_had_happened(
     assert all(torch.equal(first[name], value) for name, value in second.items())
 
 
+@pytest.mark.thorough
 def test_a_finished_run_can_be_given_more_steps_other_stages_and_another_schedule(
     script: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,6 +233,7 @@ def running(arguments: list[str], folder: Path) -> Iterator[subprocess.Popen[str
         process.kill()
 
 
+@pytest.mark.thorough
 def test_ctrl_c_leaves_a_checkpoint_that_resumes(script: ModuleType, tiny: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with running([*tiny, "--steps", "100000"], folder) as process:
@@ -243,6 +247,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes(script: ModuleType, tiny: list[
     assert len(losses(folder)) == done + 2
 
 
+@pytest.mark.thorough
 def test_a_second_ctrl_c_ends_it_at_once_and_quietly(tiny: list[str], tmp_path: Path) -> None:
     with running([*tiny, "--batch-size", "512", "--steps", "100000"], tmp_path / "run") as process:
         process.send_signal(signal.SIGINT)
@@ -253,6 +258,7 @@ def test_a_second_ctrl_c_ends_it_at_once_and_quietly(tiny: list[str], tmp_path: 
     assert process.returncode in (-signal.SIGINT, 130)  # 130 if the step happened to end in between
 
 
+@pytest.mark.thorough
 def test_ctrl_c_during_the_report_ends_it_quietly(tiny: list[str], tmp_path: Path) -> None:
     with running([*tiny, "--steps", "3", "--compare"], tmp_path / "run") as process:
         while process.poll() is None and not list(tmp_path.glob("run/checkpoints/step-*/COMPLETE")):
@@ -264,6 +270,7 @@ def test_ctrl_c_during_the_report_ends_it_quietly(tiny: list[str], tmp_path: Pat
     assert (tmp_path / "run" / "checkpoints" / "step-00000003" / "COMPLETE").exists()
 
 
+@pytest.mark.thorough
 def test_without_out_each_run_has_a_fresh_folder(
     script: ModuleType,
     tiny: list[str],
@@ -336,7 +343,7 @@ def test_a_run_is_neither_overwritten_nor_resumed_as_another(
 
     before = losses(run)
     assert "File exists" in complaint(*tiny, "--out", str(run))
-    assert f"has {STEPS} steps behind it" in complaint("--resume", str(run))
+    assert f"has finished {STEPS} steps" in complaint("--resume", str(run))
     assert "--width is 16" in complaint("--resume", str(run), "--steps", "99", "--width", "32")
     assert losses(run) == before
 
@@ -406,6 +413,7 @@ def all_output(process: subprocess.Popen[bytes], master: int, seconds: float = 1
     raise AssertionError(f"it has not ended:\n{told.decode(errors='replace')}")
 
 
+@pytest.mark.thorough
 def test_a_run_of_one_process_goes_on_in_two(
     script: ModuleType, tiny: list[str], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -426,6 +434,7 @@ def test_a_run_of_one_process_goes_on_in_two(
     assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
 
 
+@pytest.mark.thorough
 def test_one_ctrl_c_ends_both_processes_and_one_goes_on(
     script: ModuleType, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,6 +459,7 @@ def test_one_ctrl_c_ends_both_processes_and_one_goes_on(
     assert len(losses(folder)) == done + 2
 
 
+@pytest.mark.thorough
 def test_a_mistake_of_two_processes_is_told_once(tiny: list[str], tmp_path: Path) -> None:
     with torchrun([*tiny, "--out", str(tmp_path / "run"), "--stages", "3"]) as (process, terminal):
         told = all_output(process, terminal)

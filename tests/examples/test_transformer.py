@@ -3,8 +3,6 @@
 import argparse
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +11,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from torch import nn
+
+from tests.programs import RunPython
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "transformer.py"
 TINY = ["--width", "8", "--layers", "2", "--context", "16", "--vocabulary", "100", "--batch-size", "8", "--chunks", "4"]
@@ -36,11 +36,10 @@ def figures(told: str) -> list[float]:
 
 
 def test_a_user_sees_it_learn_without_any_warning(
-    environment: dict[str, str], script: ModuleType, tiny: list[str], tmp_path: Path
+    run_python: RunPython, environment: dict[str, str], script: ModuleType, tiny: list[str], tmp_path: Path
 ) -> None:
     picture, file = tmp_path / "step.svg", tmp_path / "best.pt"
-    command = [sys.executable, SCRIPT, *tiny, "--timeline", picture, "--save", file]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    ended = run_python([SCRIPT, *tiny, "--timeline", picture, "--save", file], env=environment)
     assert (ended.returncode, ended.stderr) == (0, "")
     first, second = (float(found) for found in re.findall(r"validation loss \S+  perplexity (\S+)", ended.stdout))
     assert second < first < 100  # which is what equally likely words have

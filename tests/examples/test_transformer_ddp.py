@@ -52,6 +52,7 @@ def figures(told: str) -> list[float]:
     return [float(figure) for figure in re.findall(r"(?:loss|perplexity) ([\d.]+)", told)]
 
 
+@pytest.mark.thorough
 def test_torchrun_trains_as_one_process_would(
     load: Callable[[str], ModuleType],
     environment: dict[str, str],
@@ -72,6 +73,7 @@ def test_torchrun_trains_as_one_process_would(
     assert figures(out) == pytest.approx(figures(alone), rel=0.003)  # printed to three digits
 
 
+@pytest.mark.thorough
 def test_it_starts_its_processes_itself(environment: dict[str, str], tiny: list[str], tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), *tiny, "--checkpoint", "always", "--timeline", str(tmp_path / "step.json")]
     with running(command, environment) as process:
@@ -82,6 +84,7 @@ def test_it_starts_its_processes_itself(environment: dict[str, str], tiny: list[
     assert (tmp_path / "step.json").exists()
 
 
+@pytest.mark.thorough
 def test_processes_that_differ_are_seen(environment: dict[str, str], tiny: list[str], tmp_path: Path) -> None:
     sabotaged = tmp_path / "sabotaged.py"
     sabotaged.write_text(SABOTAGED.format(folder=str(SCRIPT.parent)))
@@ -91,6 +94,7 @@ def test_processes_that_differ_are_seen(environment: dict[str, str], tiny: list[
     assert process.returncode == 1
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_both_after_the_same_step(environment: dict[str, str], tiny: list[str]) -> None:
     endless = [*tiny, "--epochs", "10000", "--steps", "10000"]
     with running([sys.executable, str(SCRIPT), *endless], environment) as process:

@@ -1,13 +1,13 @@
 """examples/two_layers.py: it runs as a user runs it, and its comparison with the plain module can fail."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+
+from tests.programs import RunPython
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "two_layers.py"
 
@@ -17,8 +17,10 @@ def script(load: Callable[[str], ModuleType]) -> ModuleType:
     return load("two_layers")
 
 
-def test_a_user_sees_shape_loss_and_equality_without_any_warning(environment: dict[str, str]) -> None:
-    ended = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=100)
+def test_a_user_sees_shape_loss_and_equality_without_any_warning(
+    run_python: RunPython, environment: dict[str, str]
+) -> None:
+    ended = run_python([SCRIPT], env=environment)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "2 layers in 2 partitions" in ended.stdout
     assert "output    (16, 4) on" in ended.stdout

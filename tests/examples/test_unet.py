@@ -3,8 +3,6 @@
 import itertools
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework.skip.layout import skip_edges
+from tests.programs import RunPython
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "unet.py"
 TINY = ["--size", "16", "--width", "4", "--levels", "2", "--batch-size", "16", "--chunks", "4"]
@@ -26,9 +25,11 @@ def script(load: Callable[[str], ModuleType]) -> ModuleType:
     return load("unet")
 
 
-def test_a_user_sees_it_learn_without_any_warning(environment: dict[str, str], tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPT, *TINY, "--steps", "60", "--timeline", tmp_path / "unet.svg"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+def test_a_user_sees_it_learn_without_any_warning(
+    run_python: RunPython, environment: dict[str, str], tmp_path: Path
+) -> None:
+    command = [SCRIPT, *TINY, "--steps", "60", "--timeline", tmp_path / "unet.svg"]
+    ended = run_python(command, env=environment)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "21 layers in 2 partitions" in ended.stdout
     assert ended.stdout.count(" s left\n") == 10

@@ -3,8 +3,6 @@
 import copy
 import gc
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
@@ -14,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from pipework import Pipe
 from pipework.testing import draw_key, reference_backward
+from tests.programs import RunPython
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -93,7 +92,7 @@ def assert_epochs_alike(loader: DataLoader[Tensor]) -> tuple[list[Tensor], Excep
     return outputs, error
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.thorough)])  # these take long to end
 def test_a_row_that_cannot_be_read(workers: int) -> None:
     outputs, error = assert_epochs_alike(DataLoader(Rows(broken, at=7), batch_size=3, num_workers=workers))
     assert isinstance(error, LookupError)
@@ -146,9 +145,9 @@ os._exit(0)  # what is left of the loader complains at exit
 
 
 @pytest.mark.parametrize("place", ["inside", "elsewhere"])
-def test_a_worker_process_that_is_killed(place: str) -> None:
+def test_a_worker_process_that_is_killed(run_python: RunPython, place: str) -> None:
     """PyTorch raises its error from a signal handler, wherever the caller is: waiting for the pipe, too."""
-    result = subprocess.run([sys.executable, "-c", KILLED, place], timeout=50, capture_output=True, text=True)
+    result = run_python(["-c", KILLED, place], timeout=50)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(place)
     assert "is killed by signal: Killed" in result.stdout

@@ -1,9 +1,10 @@
 """Ctrl-C at any moment: the caller gets the KeyboardInterrupt, the pipe goes on working, and nothing hangs."""
 
-import subprocess
 import sys
 
 import pytest
+
+from tests.programs import RunPython
 
 SCRIPT = """
 import faulthandler, random, signal, sys, time
@@ -72,7 +73,6 @@ assert inside or set(moments) == {"forward", "backward"}, moments
         pytest.param("never", "interleaved-1f1b", marks=pytest.mark.slow),
     ],
 )
-def test_interrupts_at_random_moments(checkpoint: str, schedule: str) -> None:
-    command = [sys.executable, "-c", SCRIPT, checkpoint, schedule]
-    result = subprocess.run(command, timeout=100, capture_output=True, text=True)
+def test_interrupts_at_random_moments(run_python: RunPython, checkpoint: str, schedule: str) -> None:
+    result = run_python(["-c", SCRIPT, checkpoint, schedule])
     assert result.returncode == 0, result.stderr

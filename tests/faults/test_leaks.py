@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pipework import Pipe
+from tests.conftest import USUAL
 
 
 class Sometimes(nn.Module):
@@ -45,14 +46,17 @@ def pipe_of(way: Any, checkpoint: str = "except_last") -> Pipe:
 
 
 slow = pytest.mark.slow
+first_way = pytest.mark.parametrize(
+    "way", [USUAL[0], *(pytest.param(way, marks=pytest.mark.thorough) for way in USUAL[1:])], indirect=True
+)
 
 
 @pytest.mark.parametrize(
     ("way", "checkpoint"),
     [
-        ("outside", "never"),
-        ("outside", "except_last"),
-        ("interleaved-1f1b", "except_last"),
+        pytest.param("outside", "never", marks=pytest.mark.thorough),
+        pytest.param("outside", "except_last", marks=pytest.mark.thorough),
+        pytest.param("interleaved-1f1b", "except_last", marks=pytest.mark.thorough),
         pytest.param("interleaved-1f1b", "never", marks=slow),
         *(pytest.param(way, "except_last", marks=slow) for way in ("gpipe", "1f1b", "looped-bfs")),
     ],
@@ -73,6 +77,7 @@ def test_a_thousand_steps_leave_nothing(way: Any, checkpoint: str) -> None:
     assert resident_bytes() < resident * 1.02
 
 
+@first_way
 def test_a_hundred_failed_steps_leave_nothing(way: Any) -> None:
     pipe, x, y = pipe_of(way), torch.randn(64, 64), torch.randn(64)
 
@@ -91,6 +96,7 @@ def test_a_hundred_failed_steps_leave_nothing(way: Any) -> None:
     assert resident_bytes() < resident * 1.02
 
 
+@first_way
 def test_pipes_that_come_and_go_leave_no_thread(way: Any) -> None:
     def use_one() -> None:
         pipe = pipe_of(way)

@@ -3,8 +3,6 @@
 import copy
 import functools
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 from torch import nn
 
 from pipework import Pipe
+from tests.programs import RunPython
 
 Result = tuple[torch.Tensor, ...]
 
@@ -117,7 +116,7 @@ def test_two_pipes_and_four_calling_threads(way: Any, checkpoint: str) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_backward_in_a_forked_child_is_refused(checkpoint: str) -> None:
+def test_backward_in_a_forked_child_is_refused(run_python: RunPython, checkpoint: str) -> None:
     script = (
         "import os, signal, sys, torch\n"
         "from torch import nn\n"
@@ -139,9 +138,8 @@ def test_backward_in_a_forked_child_is_refused(checkpoint: str) -> None:
         "loss.backward()\n"
         "assert pipe[0].weight.grad is not None\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script, checkpoint], timeout=60, capture_output=True, text=True, check=True
-    )
+    result = run_python(["-c", script, checkpoint], timeout=60)
+    assert result.returncode == 0, result.stderr
     assert "fork" in result.stdout
 
 
@@ -222,8 +220,9 @@ assert threading.active_count() == threads
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.parametrize(("threads", "checkpoint"), [(1, "never"), (2, "always")])
-def test_a_forked_child_and_its_parent_go_on_with_a_used_pipe(threads: int, checkpoint: str) -> None:
+def test_a_forked_child_and_its_parent_go_on_with_a_used_pipe(
+    run_python: RunPython, threads: int, checkpoint: str
+) -> None:
     """One that is forked while a mini-batch is under way finds parts of it, and is told so if it calls the pipe."""
-    command = [sys.executable, "-c", FORKS, checkpoint, str(threads)]
-    result = subprocess.run(command, timeout=60, capture_output=True, text=True)
+    result = run_python(["-c", FORKS, checkpoint, threads], timeout=60)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -54,7 +54,7 @@ def test_where_the_loss_may_be(each: Schedule, outside: bool) -> None:
         (forward_only(2, 3), "'forward-only' has no backwards: give one that trains"),
         (schedule("0F0 0I0"), "0W0 is missing in the order of worker 0"),
         (schedule("0F0 0F1 0I0 0I1 0W1 0W0"), "in another order than 0, 1, 2"),
-        (schedule("0F0 0B0 0REDUCE_GRAD"), r"says what is transferred or reduced \(0REDUCE_GRAD\)"),
+        (schedule("0F0 0B0 0REDUCE_GRAD"), r"has communication or reduction actions \(0REDUCE_GRAD\)"),
         (schedule("0F0 0F1 0B1 0B0"), "in another order than 0, 1, 2"),
     ],
 )

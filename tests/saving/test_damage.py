@@ -14,7 +14,7 @@ import torch
 
 import pipework
 from pipework import load_checkpoint, save_checkpoint
-from pipework.saving.files import seal_of
+from pipework.saving.files import checksum_of
 from tests.saving.harness import OPTIMIZERS, assert_same, files_of, make_pipe, remembered, snapshot, stir
 
 # What each file is of: the COMPLETE mark is compared with the manifest, so that an error may name either.
@@ -121,7 +121,7 @@ def test_files_of_another_step(saved, caplog, name):
 
 
 def test_all_of_another_step(saved, caplog):
-    """Also where everything is whole: a directory under another's name."""
+    """Also where every file is intact: a directory under another's name."""
     shutil.rmtree(saved.paths[1])
     shutil.copytree(saved.paths[0], saved.paths[1])
     assert_falls_back(saved, caplog, "manifest.json: it is of step 1")
@@ -135,7 +135,7 @@ def test_all_are_damaged(saved, caplog):
         (path / name).write_bytes(b"")
     before = snapshot(saved.pipe), remembered(saved.optimizer), torch.get_rng_state()
     with pytest.raises(
-        OSError, match=r"no checkpoint in .* is whole(?s:.)*step-00000002: training.json: it has 0 bytes"
+        OSError, match=r"no checkpoint in .* is intact(?s:.)*step-00000002: training.json: it has 0 bytes"
     ):
         saved.load()
     with pytest.raises(OSError, match=r"step-00000001: model-stage-00001.safetensors: it has 0 bytes, and \d+ were"):
@@ -170,13 +170,13 @@ def sealed_again(path: Path) -> None:
     """Makes the checksums right, as whoever changes files on purpose can."""
     manifest = json.loads((path / "manifest.json").read_bytes())
     for name in manifest["files"]:
-        manifest["files"][name] = seal_of((path / name).read_bytes())._asdict()
+        manifest["files"][name] = checksum_of((path / name).read_bytes())._asdict()
     (path / "manifest.json").write_bytes(json.dumps(manifest).encode())
     mark(path)
 
 
 def mark(path: Path) -> None:
-    (path / "COMPLETE").write_bytes(seal_of((path / "manifest.json").read_bytes()).sha256.encode() + b"\n")
+    (path / "COMPLETE").write_bytes(checksum_of((path / "manifest.json").read_bytes()).sha256.encode() + b"\n")
 
 
 @pytest.mark.parametrize("sealed", [False, True])

@@ -30,7 +30,7 @@ def test_the_newest_is_loaded_and_said(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "pipework"):
         found = load_checkpoint(tmp_path, pipe)
     assert (found.step, found.data_position, found.path) == (10**8, "100000000", tmp_path / "step-100000000")
-    assert f"going on from {found.path}" in caplog.text
+    assert f"resuming from {found.path}" in caplog.text
 
 
 def test_one_that_is_named(tmp_path):

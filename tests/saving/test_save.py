@@ -123,7 +123,7 @@ def test_an_optimizer_that_remembers_what_belongs_to_no_parameter(tmp_path):
     pipe = make_pipe()
     optimizer = torch.optim.SGD(pipe.parameters())
     optimizer.state["global"] = {"count": 1}
-    with pytest.raises(TypeError, match="things that belong to no parameter, under 'global'"):
+    with pytest.raises(TypeError, match="state that belongs to no parameter, under 'global'"):
         save_checkpoint(tmp_path, pipe, optimizer, step=1)
 
 

@@ -42,7 +42,7 @@ class Rank:
         self.optimizer = torch.optim.Adam(own, lr=0.5)
         self.done: Any = None
 
-    def all_words(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         self.meeting.words[self.rank] = text
         self.meeting.barrier.wait()
         words = list(self.meeting.words)
@@ -68,7 +68,7 @@ class Ranks:
         ]
         by_pipe = {rank.pipe: rank for rank in self.ranks}
         for module in (save, load):
-            monkeypatch.setattr(module, "ranks_of", by_pipe.__getitem__)
+            monkeypatch.setattr(module, "process_group_of", by_pipe.__getitem__)
             monkeypatch.setattr(module, "stages_of", lambda pipe, **_: by_pipe[pipe].stages)
 
     def __iter__(self):
@@ -165,13 +165,13 @@ def test_each_reads_only_what_it_needs(monkeypatch, tmp_path):
     one_process(tmp_path)
     ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
     seen: dict[str, set[str]] = {}
-    check = reading.check_sealed
+    check = reading.verify_file
 
-    def watched(path, seal):
+    def watched(path, wanted):
         seen.setdefault(threading.current_thread().name, set()).add(path.name)
-        check(path, seal)
+        check(path, wanted)
 
-    monkeypatch.setattr(reading, "check_sealed", watched)
+    monkeypatch.setattr(reading, "verify_file", watched)
     ranks.load(tmp_path)
     numbers = {name: {file[-17:-12] for file in files if "stage" in file} for name, files in seen.items()}
     assert numbers == {"rank 0": {"00000"}, "rank 1": {"00002", "00003"}}, "stage 1 has no parameters"

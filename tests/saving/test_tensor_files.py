@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipework.saving.files import DamagedError, seal_of
+from pipework.saving.files import DamagedError, checksum_of
 from pipework.saving.tensor_files import _CODES, Kind, open_tensors, write_tensors
 
 
@@ -19,8 +19,8 @@ def tensors():
 def test_the_library_reads_what_was_written(tmp_path):
     file = tmp_path / "x.safetensors"
     made = tensors()
-    seal = write_tensors(file, made)
-    assert seal == seal_of(file.read_bytes())
+    checksum = write_tensors(file, made)
+    assert checksum == checksum_of(file.read_bytes())
     read = load_file(file)
     assert read.keys() == made.keys()
     for name, tensor in made.items():

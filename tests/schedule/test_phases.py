@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.schedule import Action, Schedule, fill_drain, split_at_loss, with_recompute
+from pipework.schedule import Action, Schedule, fill_drain, split_at_loss, validate, with_recompute
 
 
 def orders(text):
@@ -26,6 +26,6 @@ def test_phases_together_are_the_schedule(workers, micro_batches):
 
 def test_refuses_a_forward_after_a_backward():
     one_f_one_b = Schedule("1f1b", (0, 1), orders("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"))
-    assert one_f_one_b.validate().ok
+    assert validate(one_f_one_b).ok
     with pytest.raises(ValueError, match=r"'1f1b' runs the forward 1F1 on worker 1 after 1B0.*loss inside"):
         split_at_loss(one_f_one_b)

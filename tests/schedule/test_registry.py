@@ -11,6 +11,7 @@ from pipework.schedule import (
     interleaved_zb,
     looped_bfs,
     one_forward_one_backward,
+    simulate,
     zb_v,
 )
 from pipework.schedule.registry import build_for_shares
@@ -74,7 +75,7 @@ def test_costs_decide_about_orders():
     sizes = {"workers": 4, "chunks": 8}
     plain, made = build("zb-v", **sizes), build("zb-v", **sizes, costs=heavy)
     assert plain != made
-    assert made.simulate(heavy).makespan <= plain.simulate(heavy).makespan
+    assert simulate(made, heavy).makespan <= simulate(plain, heavy).makespan
     assert build("zb-h1", **sizes, costs=heavy) == build("zb-h1", **sizes)
     with pytest.raises(ValueError, match="forward has 2 numbers: wanted 8"):
         build("zb-v", **sizes, costs=Costs(forward=[1, 2]))
@@ -97,7 +98,7 @@ def test_what_is_no_costs(name):
 def test_recipes_that_make_no_schedule():
     with pytest.raises(TypeError, match="generator of a ScheduleSpec is 3: wanted a function that returns a Schedule"):
         ScheduleSpec(3)
-    with pytest.raises(TypeError, match=r"of a recipe made \(2, 3\): wanted a Schedule"):
+    with pytest.raises(TypeError, match=r"of a spec made \(2, 3\): wanted a Schedule"):
         build("mine", workers=2, chunks=3, schedules={"mine": ScheduleSpec(lambda *sizes: sizes)})
 
 

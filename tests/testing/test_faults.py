@@ -1,4 +1,4 @@
-"""Faults on purpose."""
+"""Injected faults."""
 
 import signal
 import subprocess
@@ -51,13 +51,13 @@ def test_text_and_back(fault: Fault) -> None:
         ("kind", "'kind' of the fault 'kind' is not known"),
         ("rnak=1,kind=kill", "'rnak=1' of the fault .* is not known: a fault has rank, step, action"),
         ("rank=one,kind=kill", "rank of the fault .* must be a number, got 'one'"),
-        ("rank=1", "does not say what happens: add kind= and one of raise, exit, kill"),
+        ("rank=1", "has no kind: add kind= and one of raise, exit, kill"),
         ("rank=1,rank=2,kind=kill", "has two values of rank"),
-        ("rank=-1,kind=kill", "rank of a fault is a number from 0 on, or None for any: got -1"),
-        ("kind=explode", "kind='explode' of a fault is not known: it is one of raise, exit, kill"),
-        ("kind=kill,action=forward", "action='forward' of a fault is not known: it is one of F, B, I, W, R, SEND_F"),
-        ("kind=sleep,seconds=0", "seconds of a fault are a positive number, got 0.0"),
-        ("kind=sleep,seconds=nan", "seconds of a fault are a positive number, got nan"),
+        ("rank=-1,kind=kill", "rank of a fault must be an integer from 0, or None for any: got -1"),
+        ("kind=explode", "kind='explode' of a fault is not known: wanted one of raise, exit, kill"),
+        ("kind=kill,action=forward", "action='forward' of a fault is not known: wanted one of F, B, I, W, R, SEND_F"),
+        ("kind=sleep,seconds=0", "seconds of a fault must be a positive number, got 0.0"),
+        ("kind=sleep,seconds=nan", "seconds of a fault must be a positive number, got nan"),
     ],
 )
 def test_typing_errors_are_explained(text: str, message: str) -> None:
@@ -83,7 +83,7 @@ def test_a_typing_error_in_the_environment_names_the_variable(monkeypatch: pytes
     assert str(caught.value).startswith(begin)
 
 
-def test_what_strikes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     faults = Faults([fail_at(rank=1, action="B", kind="sleep", seconds=0.01), fail_at(rank=0)], rank=1)
     faults.strike("F", 1, 2)
     assert not caplog.records
@@ -92,7 +92,7 @@ def test_what_strikes_is_told(caplog: pytest.LogCaptureFixture) -> None:
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("pipework", "WARNING")
     assert record.getMessage() == (
-        "a fault on purpose strikes at rank 1, step 3, action B, stage 1, micro-batch 2: sleep "
+        "an injected fault strikes at rank 1, step 3, action B, stage 1, micro-batch 2: sleep "
         "(PIPEWORK_FAULT=rank=1,action=B,kind=sleep,seconds=0.01)"
     )
 

@@ -188,7 +188,7 @@ def test_unknown_step():
     for step in (1, 2, 5):
         play(recording, step, fill_drain(1, 1), Costs())
     for step in (0, 3, -4):
-        with pytest.raises(ValueError, match=f"no step {step} was recorded: there are 1, 2, 5"):
+        with pytest.raises(ValueError, match=f"step {step} was not recorded: choose one of 1, 2, 5"):
             recording.timeline(step)
     assert "step 1" in recording.timeline(-3).title
 
@@ -210,7 +210,7 @@ def test_costs_over_steps_of_other_stages():
     recording = Recording()
     play(recording, 0, fill_drain(1, 1), Costs())
     play(recording, 1, fill_drain(2, 1), Costs())
-    with pytest.raises(ValueError, match=r"different stages: ask for one, such as costs\(step=1\)"):
+    with pytest.raises(ValueError, match=r"different stages: choose one, such as costs\(step=1\)"):
         recording.costs()
     assert recording.costs(0).forward == (1,)
 

@@ -1,7 +1,7 @@
-"""The operators that can put the gradients of their parameters off, each with autograd's own formula.
+"""The operators that can defer the gradients of their parameters, each with autograd's own formula.
 
-Each is tested to give the bits that autograd gives, for every type. Where the conditions are not met under which it
-does, autograd itself is asked twice (see `split_islands`), or the operator is run as always.
+The tests compare each with autograd, to the last bit and for every dtype. For arguments with which a formula would give
+other bits, the operator runs in a detached graph (see `detached_graph`), or as always.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipework.autograd.weight_split.operation import Operation, OperationWithBias, Parts, Postponing
+from pipework import torch_private
+from pipework.autograd.weight_split.operation import DeferrableAlias, Operation, OperationWithBias, Parts
 
 
 def _rows(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """As a matrix: all dimensions but the last are one."""
+    """A matrix with all dimensions but the last made one."""
     rows = tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
     return rows if dtype is None or rows.dtype is dtype else rows.to(dtype)
 
 
-def _is_factor(tensor: Any) -> TypeGuard[Postponing]:
-    """Whether something is a parameter that is the second factor of a product with rows."""
-    return isinstance(tensor, Postponing) and tensor.is_factor
+def _is_factor(tensor: Any) -> TypeGuard[DeferrableAlias]:
+    """Whether the value is a parameter that can be the second factor of a product."""
+    return isinstance(tensor, DeferrableAlias) and tensor.is_factor
 
 
 def _is_bias(tensor: Tensor | None, width: int) -> bool:
-    """Whether something is added to each row as it is, if it is a parameter."""
-    return not isinstance(tensor, Postponing) or tensor.sizes == (width,)
+    """Whether the value is no parameter, or one with a number for each column."""
+    return not isinstance(tensor, DeferrableAlias) or tensor.sizes == (width,)
 
 
 def _times(rows: Tensor, matrix: Tensor) -> Tensor:
-    """The product as PyTorch forms it with a matrix that requires a gradient: of the rows of a copy, if need be."""
+    """The product as PyTorch computes it with a matrix that requires a gradient: the input is made a matrix first."""
     product = _rows(rows).mm(matrix)
-    return product if rows.dim() == 2 else torch.ops.aten._unsafe_view(product, (*rows.shape[:-1], matrix.shape[1]))
+    return product if rows.dim() == 2 else torch_private.unsafe_view(product, (*rows.shape[:-1], matrix.shape[1]))
 
 
 class _Linear(OperationWithBias):
@@ -47,7 +48,7 @@ class _Linear(OperationWithBias):
 
     @classmethod
     def of(cls, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Operation | None:
-        if not _is_factor(weight) or isinstance(input, Postponing) or input.dim() < 2:
+        if not _is_factor(weight) or isinstance(input, DeferrableAlias) or input.dim() < 2:
             return None
         return cls(input, weight, bias) if _is_bias(bias, weight.sizes[0]) else None
 
@@ -57,7 +58,7 @@ class _Linear(OperationWithBias):
         self._at_once = kept.dim() == 2 or (bias is not None and kept.is_contiguous())
         self._shape = None
         if self._at_once:
-            if kept.dim() > 2:  # it returns a view of what it computes
+            if kept.dim() > 2:  # the operator returns a view of what it computes
                 self._shape = (*kept.shape[:-1], weight.shape[0])
                 kept = _rows(kept)
             return F.linear(kept, weight, bias)
@@ -73,7 +74,7 @@ class _Linear(OperationWithBias):
     def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
         rows = _rows(gradient)
         of_weight = self._weight, rows.t().mm(_rows(kept, rows.dtype))
-        if not self.bias_waits:
+        if not self.bias_is_deferred:
             return (of_weight,)
         bias = self.parameters[1]
         return of_weight, (bias, rows.sum(0) if self._at_once else gradient.sum_to_size(bias.sizes))
@@ -90,14 +91,14 @@ class _MatrixProduct(OperationWithBias):
         if options or len(factors) != 2 or not _is_factor(factors[1]):
             return None
         first, second = factors
-        return None if isinstance(first, Postponing) or first.dim() < 2 else cls(first, second)
+        return None if isinstance(first, DeferrableAlias) or first.dim() < 2 else cls(first, second)
 
     @classmethod
     def with_bias(cls, *terms: Any, **options: Any) -> Operation | None:
         if options or len(terms) != 3 or not _is_factor(terms[2]):
             return None
         bias, first, second = terms
-        if isinstance(first, Postponing) or not _is_bias(bias, second.sizes[1]):
+        if isinstance(first, DeferrableAlias) or not _is_bias(bias, second.sizes[1]):
             return None
         return cls(first, second, bias)
 
@@ -113,10 +114,10 @@ class _MatrixProduct(OperationWithBias):
     def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
         gradient = _rows(gradient)
         kept = _rows(kept, gradient.dtype)
-        # A matrix of one column is stored as its transpose is, and autograd takes it for that.
+        # A matrix of one column has the strides of its transpose, and autograd takes it for that.
         by_columns = self._weight.sizes[1] == 1
         of_weight = self._weight, gradient.t().mm(kept).t() if by_columns else kept.t().mm(gradient)
-        return (of_weight, (self.parameters[1], gradient.sum(0))) if self.bias_waits else (of_weight,)
+        return (of_weight, (self.parameters[1], gradient.sum(0))) if self.bias_is_deferred else (of_weight,)
 
 
 class _Convolution(OperationWithBias):
@@ -129,7 +130,7 @@ class _Convolution(OperationWithBias):
         self,
         function: Callable[..., Tensor],
         kept: Tensor,
-        weight: Postponing,
+        weight: DeferrableAlias,
         bias: Tensor | None,
         geometry: tuple[Any, ...],
     ) -> None:
@@ -157,7 +158,7 @@ class _Convolution(OperationWithBias):
             weight.casts.get(kept.dtype, weight.plain),
             list(self._bias.shape) if self._bias is not None else None,
             *self._geometry,
-            [False, True, self.bias_waits],
+            [False, True, self.bias_is_deferred],
         )
         return tuple(zip(self.parameters, parts, strict=False))
 
@@ -175,7 +176,11 @@ def _convolution(function: Callable[..., Tensor], dimensions: int, *, transposed
         *rest: Any,
         **options: Any,
     ) -> Operation | None:
-        if not isinstance(weight, Postponing) or isinstance(input, Postponing) or input.dim() != dimensions + 2:
+        if (
+            not isinstance(weight, DeferrableAlias)
+            or isinstance(input, DeferrableAlias)
+            or input.dim() != dimensions + 2
+        ):
             return None
         if isinstance(padding, str):
             return None
@@ -200,7 +205,9 @@ class _Embedding(Operation):
     __slots__ = ("_options", "_weight")
     name = "embedding"
 
-    def __init__(self, kept: Tensor, weight: Postponing, padding_idx: int | None, scale_grad_by_freq: bool) -> None:
+    def __init__(
+        self, kept: Tensor, weight: DeferrableAlias, padding_idx: int | None, scale_grad_by_freq: bool
+    ) -> None:
         self.kept, self._weight = kept, weight
         self.parameters = (weight,)
         self._options = padding_idx, scale_grad_by_freq
@@ -216,7 +223,7 @@ class _Embedding(Operation):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Operation | None:
-        if not isinstance(weight, Postponing) or max_norm is not None or sparse:
+        if not isinstance(weight, DeferrableAlias) or max_norm is not None or sparse:
             return None
         return cls(input, weight, padding_idx, scale_grad_by_freq)
 
@@ -252,16 +259,16 @@ EXPLICIT: Final[Mapping[Any, Callable[..., Operation | None]]] = MappingProxyTyp
         F.embedding: _Embedding.of,
     }
 )
-"""PyTorch's function to what makes an operation of its arguments, or None if that call cannot be split."""
+"""PyTorch's function to what makes an operation of its arguments, or None if this call cannot be deferred."""
 
 
-def _looked_into(function: Any) -> Any:
-    """The function, without asking whether an argument wants to run it otherwise: it is run, and its parts ask."""
+def _decomposed(function: Any) -> Any:
+    """The function without its own `__torch_function__` call, so that each operator inside makes one."""
     names = {**function.__globals__, "has_torch_function": lambda arguments: False}
     return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
 
 
-LOOKED_INTO: Final[Mapping[Any, Callable[..., Any]]] = MappingProxyType(
-    {F.multi_head_attention_forward: _looked_into(F.multi_head_attention_forward)}
+DECOMPOSED: Final[Mapping[Any, Callable[..., Any]]] = MappingProxyType(
+    {F.multi_head_attention_forward: _decomposed(F.multi_head_attention_forward)}
 )
-"""Functions that are made of operators, of which each can be split."""
+"""Functions made of operators, each of which can be deferred."""

@@ -75,9 +75,11 @@ class Pipe(Adapter):
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
     ) -> None:
-        # There is no public way to ask. Some builds of PyTorch have no RPC at all.
-        if not (rpc.is_available() and rpc.api._is_current_rpc_agent_set()):  # type: ignore[attr-defined]
-            raise RuntimeError("Please initialize RPC framework for Pipe using torch.distributed.rpc.init_rpc")
+        try:
+            rpc.get_worker_info()
+        except (AttributeError, RuntimeError):  # some builds of PyTorch have no RPC at all
+            message = "Please initialize RPC framework for Pipe using torch.distributed.rpc.init_rpc"
+            raise RuntimeError(message) from None
         chunks, checkpoint = checked_chunks(chunks), checked_mode(checkpoint)
         refuse_unfit(module)
         verify_skippables(module, exclusive=True)

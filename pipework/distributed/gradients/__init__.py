@@ -1,1 +1,1 @@
-"""What ranks do to gradients together: data parallelism, tied parameters, the norm, infinities."""
+"""Gradients that several ranks share: data parallelism, tied parameters, the norm for clipping, overflows."""

@@ -1,15 +1,15 @@
 """Data parallelism: the mean of the replicas' gradients, stage by stage, while other stages still compute.
 
-A stage's gradients are put into buckets of one memory each as soon as the last of them is there, and the buckets are
-summed over the replicas in the background. A parameter without a gradient takes part with zeros, since another
-replica's may have one; one that got none on any replica has none in the end.
+As soon as all gradients of a stage exist they are copied into buckets, contiguous pieces of memory, which are summed
+over the replicas in the background. A parameter without a gradient takes part with zeros, since it may have one on
+another replica; a parameter that has none on any replica has none in the end.
 
 Gradients are divided by the number of replicas and then added up in their own dtype, as DistributedDataParallel does:
 with bfloat16 or float16, every addition rounds to that. Values of parameters and buffers travel as bytes, so that
 every dtype arrives bit by bit.
 
-Buckets of replicas that train different parameters would not fit each other: gloo would end the process, or add up
-what does not belong together. Hence each step begins with a comparison, which is done long before the first bucket.
+Buckets of replicas that train different parameters have different contents: gloo would end the process, or add
+gradients of different parameters. So each step begins with a comparison, which ends long before the first bucket.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from pipework.distributed.transport.channel import Group
 
 BUCKET = 25 * 1024 * 1024  # bytes
-_COMPARES = 1  # the first number of the first words of a training step; 0 of other calls
+_COMPARES = 1  # the first number that a training step exchanges; 0 for other calls
 
 
-class _Begun(NamedTuple):
-    """Gradients on their way.
+class _Reduction(NamedTuple):
+    """Gradients that are being averaged.
 
     Attributes:
-        works: end when they are there.
-        leaves: whose gradients they are.
-        present: at last, on how many replicas each has one.
+        works: end when that is done.
+        leaves: the tensors with these gradients.
+        present: in the end, on how many replicas each has one.
     """
 
     works: list[Any]
@@ -49,13 +49,13 @@ class _Begun(NamedTuple):
     present: Tensor
 
 
-class _Compared(NamedTuple):
-    """What the replicas train, on its way.
+class _Comparison(NamedTuple):
+    """A comparison of the trained parameters that is under way.
 
     Attributes:
-        work: ends when the sum of all is there.
-        mine: of this replica.
-        total: at last, how many replicas are in a training step, and the sum of their digests.
+        work: ends when the sum over all replicas is computed.
+        mine: the fingerprint of this replica.
+        total: in the end, how many replicas are in a training step, and the sum of their digests.
     """
 
     work: Any
@@ -64,65 +64,65 @@ class _Compared(NamedTuple):
 
 
 class DataParallel:
-    """The ranks that hold the same stages as this one, each trained on other data.
+    """Averages gradients over the ranks that hold the same stages as this one.
 
     Args:
         group: of these ranks.
         ranks: their numbers in the job.
-        device_channel: a group of the same ranks for what lies on accelerators; None: the first one takes that, too.
+        device_group: of the same ranks, for tensors on accelerators; None: the first group takes these, too.
     """
 
-    def __init__(self, group: Group, ranks: Sequence[int], device_channel: Group | None = None) -> None:
+    def __init__(self, group: Group, ranks: Sequence[int], device_group: Group | None = None) -> None:
         self._group: Any = group
-        self._device_channel: Any = device_channel
+        self._device_group: Any = device_group
         self._ranks = ranks
         self._lock = threading.Lock()
         self._aborted = False
-        self._begun: list[_Begun] = []
-        self._compared: _Compared | None = None
+        self._reductions: list[_Reduction] = []
+        self._comparison: _Comparison | None = None
         self._trained = TrainedParameters(())
 
     def share_values(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Gives all replicas the values of the first.
+        """Gives all replicas the values of the first one.
 
         Args:
             tensors: parameters and buffers by their names, the same ones in the same order on all replicas.
 
         Raises:
-            TypeError: the memory of one cannot be sent, or its gradient could not be added up.
+            TypeError: a tensor cannot be sent as bytes, or its gradient could not be summed.
             LostConnectionError: a replica is gone.
         """
         named = list(tensors)
         self._trained = TrainedParameters(named)
         for name, tensor in named:
             if tensor.is_meta:
-                continue  # on all replicas alike: it waits for a state dict
+                continue  # on all replicas: a state dict will fill it
             data = as_bytes(name, tensor)
             if data.numel():
                 self._wait(self._start("broadcast", data, 0))
                 write_bytes(data, tensor)
 
     def compare(self, parameters: Sequence[Tensor]) -> None:
-        """At the beginning of a step: begins to compare what the replicas train. Any of them may have frozen a layer.
+        """At the beginning of a step: begins to compare the trained parameters. Any replica may have frozen a layer.
 
         Args:
             parameters: that get a gradient in this step.
 
         Raises:
-            TypeError: the gradient of one cannot be added up.
+            TypeError: a gradient cannot be summed.
         """
-        mine = self._trained.told(parameters)
+        mine = self._trained.fingerprint(parameters)
         total = torch.tensor([_COMPARES, int(mine[-1]), 0])
-        compared = _Compared(self._start("allreduce", total), mine, total)
+        comparison = _Comparison(self._start("allreduce", total), mine, total)
         with self._lock:
             if not self._aborted:
-                self._compared = compared
+                self._comparison = comparison
 
     def begin(self, leaves: Sequence[Tensor]) -> None:
-        """Begins to average gradients, which nobody may touch before `finish`.
+        """Begins to average gradients, which must not be used before `finish`.
 
         Args:
-            leaves: in whose `.grad` they are.
+            leaves: the tensors with these gradients in `.grad`.
 
         Raises:
             ValueError: the replicas train different parameters.
@@ -155,10 +155,10 @@ class DataParallel:
             works.append(self._start("allreduce", present))
         with self._lock:
             if not self._aborted:
-                self._begun.append(_Begun(works, leaves, present))
+                self._reductions.append(_Reduction(works, leaves, present))
 
     def finish(self) -> None:
-        """Waits until all that was begun is there.
+        """Waits until all gradients are averaged.
 
         Raises:
             ValueError: the replicas train different parameters.
@@ -169,15 +169,15 @@ class DataParallel:
             with self._lock:
                 if self._aborted:
                     raise LostConnectionError(None)
-                if not self._begun:
+                if not self._reductions:
                     return
-                begun = self._begun.pop(0)
+                reduction = self._reductions.pop(0)
             try:
-                while begun.works:
-                    self._wait(begun.works.pop())
+                while reduction.works:
+                    self._wait(reduction.works.pop())
             finally:
-                begun.works.clear()  # an error may be kept for long, and with it this frame and what that holds
-            for leaf, count in zip(begun.leaves, begun.present.tolist(), strict=True):
+                reduction.works.clear()  # an error may be kept for long, and keeps this frame alive
+            for leaf, count in zip(reduction.leaves, reduction.present.tolist(), strict=True):
                 if not count:
                     leaf.grad = None
 
@@ -189,35 +189,35 @@ class DataParallel:
         return bool(total[2])
 
     def abort(self) -> None:
-        """Ends all transfers for good, and lets go of what was begun; from any thread."""
+        """Ends all transfers for good, and drops their tensors; from any thread."""
         with self._lock:
             self._aborted = True
-            self._begun.clear()
-            self._compared = None
+            self._reductions.clear()
+            self._comparison = None
         break_group(self._group)
-        if self._device_channel is not None:
-            self._device_channel.abort()
+        if self._device_group is not None:
+            self._device_group.abort()
 
     def _end_comparison(self) -> None:
         with self._lock:
-            compared, self._compared = self._compared, None
-        if compared is None:
+            comparison, self._comparison = self._comparison, None
+        if comparison is None:
             return
-        self._wait(compared.work)
-        self._refuse_another_call(compared.total, _COMPARES)
-        if compared.total[1] != compared.mine[-1] * len(self._ranks):  # all replicas see it, and say more
-            total = compared.mine.clone()
+        self._wait(comparison.work)
+        self._refuse_another_call(comparison.total, _COMPARES)
+        if comparison.total[1] != comparison.mine[-1] * len(self._ranks):  # all replicas see this, and exchange more
+            total = comparison.mine.clone()
             self._wait(self._start("allreduce", total))
-            self._trained.refuse_differences(compared.mine, total, len(self._ranks))
+            self._trained.refuse_differences(comparison.mine, total, len(self._ranks))
 
     def _refuse_another_call(self, total: Tensor, mine: int) -> None:
-        """The first words of every call have one form: gloo ends a process that gets more than it has asked for."""
+        """Every call first sums a tensor of one form, since gloo ends a process that receives more than it expects."""
         if total[0] != mine * len(self._ranks):
-            raise LostConnectionError(None)  # the monitor knows who is where
+            raise LostConnectionError(None)  # the monitor knows in which call each rank is
 
     def _start(self, collective: str, tensor: Tensor, *options: Any) -> Any:
-        """Starts something that all replicas do. What is wrong with the tensor itself is no lost connection."""
-        group = self._group if tensor.is_cpu or self._device_channel is None else self._device_channel
+        """Starts a collective of all replicas. An error about the tensor itself is no lost connection."""
+        group = self._group if tensor.is_cpu or self._device_group is None else self._device_group
         try:
             return getattr(group, collective)(tensor, *options)
         except DistError as error:
@@ -239,8 +239,8 @@ def _buckets(leaves: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     size = 0
     for leaf in leaves:
-        alike = not bucket or (bucket[0].dtype, bucket[0].device) == (leaf.dtype, leaf.device)
-        if bucket and (not alike or size + leaf.nbytes > BUCKET):
+        fits = not bucket or (bucket[0].dtype, bucket[0].device) == (leaf.dtype, leaf.device)
+        if bucket and (not fits or size + leaf.nbytes > BUCKET):
             yield bucket
             bucket, size = [], 0
         bucket.append(leaf)

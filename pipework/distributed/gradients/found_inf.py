@@ -1,7 +1,7 @@
-"""Gradients that have overflowed on one rank are made to look so on all: a gradient scaler skips steps by its own ones.
+"""An overflow on one rank is copied to all, since a gradient scaler decides by the gradients of its own process.
 
-If one process skipped its step and another did not, the stages would drift apart, and so would the scales. A rank
-without gradients has nothing to look at, but its scale is one of them: its scaler is shown a gradient of no concern.
+If one process skipped its step and another did not, the stages would drift apart, and so would their scales. A rank
+without gradients has a scale, too: its scaler is given a gradient that belongs to no parameter.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipework import torch_private
 from pipework.distributed.transport.channel import LostConnectionError
 
 if TYPE_CHECKING:
@@ -22,24 +23,24 @@ if TYPE_CHECKING:
 
 
 class FoundInf:
-    """What the ranks tell each other for their gradient scalers.
+    """Shares overflows between the gradient scalers of all ranks.
 
     Args:
         group: of all ranks.
-        device: of this one.
+        device: of this rank.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group: Any = group
         self._device = device
-        self._shown: dict[bool, torch.optim.Optimizer] = {}
+        self._optimizers: dict[bool, torch.optim.Optimizer] = {}
 
     def share(self, scaler: Any, leaves: Sequence[Tensor]) -> None:
-        """Puts an infinity among this rank's gradients if there is one, or NaN, on any rank.
+        """Puts an infinity into this rank's gradients if there is an infinity or NaN in those of any rank.
 
         Args:
-            scaler: that looks for it, a `torch.amp.GradScaler` or another.
-            leaves: in whose `.grad` the gradients are.
+            scaler: a `torch.amp.GradScaler` or another one.
+            leaves: the tensors with gradients in `.grad`.
 
         Raises:
             LostConnectionError: one of the ranks is gone.
@@ -55,7 +56,7 @@ class FoundInf:
         numbers = next((values for values in map(_values, gradients) if values.numel()), None)
         if numbers is None:
             self._show(scaler, happened)
-            # Perhaps an earlier backward has left gradients here, and the step that they are for is skipped.
+            # An earlier backward may have left gradients here, and the step that uses them is skipped on all ranks.
             leaf = next((leaf for leaf in leaves if leaf.numel()), None) if happened else None
             if leaf is not None:
                 leaf.grad = numbers = torch.zeros_like(leaf)
@@ -63,27 +64,27 @@ class FoundInf:
             numbers[(0,) * numbers.dim()] = math.inf
 
     def _show(self, scaler: Any, happened: bool) -> None:
-        """Lets the scaler look at a gradient that belongs to nobody, as at those of an optimizer."""
+        """Has the scaler inspect a gradient that belongs to no parameter, as those of an optimizer."""
         if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
             return
-        if happened not in self._shown:
-            self._shown[happened] = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device=self._device))])
-        optimizer = self._shown[happened]
+        if happened not in self._optimizers:
+            self._optimizers[happened] = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device=self._device))])
+        optimizer = self._optimizers[happened]
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.grad = torch.full_like(parameter, math.inf if happened else 0.0)
-        scaler.scale(torch.zeros(1, device=self._device))  # before the first time, it has no scale
+        scaler.scale(torch.zeros(1, device=self._device))  # it has no scale before the first call
         try:
             scaler.unscale_(optimizer)
         except RuntimeError as error:
-            if "already been called" not in str(error):  # the same was shown before, and no update came since
+            if "already been called" not in str(error):  # in the same step, before its update
                 raise
 
 
 def _numbers(gradient: Tensor) -> Tensor:
-    """All numbers of a gradient, once what belongs to the same place is added up."""
+    """The values of a gradient, after a sparse one has added its values of the same index."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """The same as they lie in memory."""
-    return gradient._values() if gradient.is_sparse else gradient
+    """The values of a gradient in its own memory."""
+    return torch_private.sparse_values(gradient) if gradient.is_sparse else gradient

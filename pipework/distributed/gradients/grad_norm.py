@@ -1,8 +1,8 @@
 """The norm of the gradients of a model whose layers are in several processes.
 
-It is that of `torch.nn.utils.get_total_norm` of the un-partitioned model on one device, to the last bit: the norm of
-each gradient in its own dtype, then the norm of these, in the order in which PyTorch takes them. That is dtype by
-dtype, so the dtypes travel with the norms.
+It equals `torch.nn.utils.get_total_norm` of the un-partitioned model on one device, to the last bit: the norm of each
+gradient in its own dtype, then the norm of these norms, in PyTorch's order. This goes dtype by dtype, so the ranks
+exchange dtypes along with the norms.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
+
+from pipework import torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -18,16 +19,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Norms = dict[str, list[tuple[str, float]]]
-"""For each stage, by its number as JSON has keys, the dtype and the norm of each gradient."""
+"""For each stage (its number as text, since these are keys of JSON) the dtype and the norm of each gradient."""
 
 
 def norms_of_stages(stages: Mapping[int, Sequence[Tensor]], elsewhere: Collection[int], norm_type: float) -> Norms:
-    """The norms of one process.
+    """The norms of the gradients of one process.
 
     Args:
         stages: the parameters of each of its stages.
         elsewhere: the ids of parameters that another process counts.
-        norm_type: which norm.
+        norm_type: the order of the norm, such as 2.0.
 
     Raises:
         TypeError: a gradient is sparse.
@@ -54,11 +55,11 @@ def norms_of_stages(stages: Mapping[int, Sequence[Tensor]], elsewhere: Collectio
 
 
 def norm_of_all(processes: Sequence[Norms], norm_type: float) -> Tensor:
-    """The norm of the whole, on the CPU.
+    """The norm of all gradients, on the CPU.
 
     Args:
-        processes: the norms of each.
-        norm_type: which norm.
+        processes: the norms of each process.
+        norm_type: the order of the norm, such as 2.0.
 
     Example:
         >>> norm_of_all([{"0": [["float32", 3.0]]}, {"1": [["float32", 4.0]]}], 2.0)
@@ -72,34 +73,23 @@ def norm_of_all(processes: Sequence[Norms], norm_type: float) -> Tensor:
     if not by_dtype:
         return torch.tensor(0.0)
     every = [(getattr(torch, name), norms) for name, norms in by_dtype.items()]
-    places = [place for _, _, (place,) in _grouped([torch.empty(0, dtype=dtype) for dtype, _ in every])]
+    places = [place for _, _, (place,) in torch_private.grouped([torch.empty(0, dtype=dtype) for dtype, _ in every])]
     ordered = [torch.tensor(every[place][1], dtype=every[place][0].to_real()) for place in places]
     total: Tensor = torch.linalg.vector_norm(torch.cat(ordered), float(norm_type))
     return total
 
 
 def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[tuple[str, float]]:
-    """The dtype and the norm of each, by the operators that PyTorch takes; each device is waited for once."""
+    """The dtype and the norm of each gradient, by PyTorch's own operators, with one wait for each device."""
     devices: dict[torch.device, list[tuple[int, str, Tensor]]] = {}
-    for device, dtype, places in _grouped(gradients):
+    for device, dtype, places in torch_private.grouped(gradients):
         group = [gradients[place] for place in places]
-        if _has_foreach_support(group, device):
-            norms = list(torch._foreach_norm(group, norm_type))
-        else:
-            norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in group]
+        norms = torch_private.norms(group, norm_type)
         name = str(dtype).removeprefix("torch.")
         devices.setdefault(device, []).extend([(place, name, norm) for place, norm in zip(places, norms, strict=True)])
     found: dict[int, tuple[str, float]] = {}
     for rows in devices.values():
-        values = torch.stack([norm for _, _, norm in rows]).tolist()  # in the widest dtype, which holds the others
+        values = torch.stack([norm for _, _, norm in rows]).tolist()  # in the widest dtype, which represents all others
         for (place, name, _), value in zip(rows, values, strict=True):
             found[place] = (name, value)
     return [found[place] for place in range(len(gradients))]
-
-
-def _grouped(tensors: Sequence[Tensor]) -> list[tuple[torch.device, torch.dtype, list[int]]]:
-    """The places of the tensors of each device and dtype, in PyTorch's order of these."""
-    if not tensors:
-        return []
-    groups = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
-    return [(device, dtype, [int(place) for place in places]) for (device, dtype), (_, places) in groups.items()]

@@ -1,7 +1,7 @@
-"""Parameters that stages of several ranks use: each rank has a copy, with the same values and the same gradient.
+"""Tied parameters, which stages of several ranks use: each rank has a copy with the same values and the same gradient.
 
-After the last backward every rank that holds such a parameter sends what its stages have gathered to the others, and
-all add it up in the same order, the last stage's first, as autograd does in one process.
+After the last backward every rank that holds such a parameter sends the gradients of its stages to the others, and all
+add them in the same order, the last stage's first, as autograd does in one process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Tied(NamedTuple):
 
     Attributes:
         parameter: this rank's copy of it.
-        stages: which use it, in ascending order.
+        stages: that use it, in ascending order.
     """
 
     parameter: nn.Parameter
@@ -56,7 +56,7 @@ class TiedParameters:
     """All tied parameters of a pipe, as one rank sees them.
 
     Args:
-        tied: those that this rank has a copy of, and those that it has not, in the same order on every rank.
+        tied: all of the pipe, also those without a copy on this rank, in the same order on every rank.
         placement: the worker of each stage.
         worker: of this rank.
         channels: to the other workers.
@@ -73,15 +73,15 @@ class TiedParameters:
 
     @property
     def counted_elsewhere(self) -> set[int]:
-        """The ids of those that another rank counts, so that each is counted once: the first stage's."""
+        """The ids of those that another rank counts: each parameter is counted once, by the rank of its first stage."""
         return {id(each.parameter) for _, each in self._tied if self._placement[each.stages[0]] != self._worker}
 
     def share_values(self) -> None:
-        """Gives all copies the values of the first stage's."""
+        """Gives all copies the values of the first stage's copy."""
         for n, each in self._tied:
             first = self._placement[each.stages[0]]
             if each.parameter.is_meta:
-                continue  # on all ranks alike: it waits for a state dict
+                continue  # on all ranks: a state dict will fill it
             if first == self._worker:
                 for channel in self._others(each):
                     channel.send(("value", each.stages[0], n), (each.parameter.detach(),), None)
@@ -92,7 +92,7 @@ class TiedParameters:
                     each.parameter.copy_(value)
 
     def add_up(self, runs: Mapping[int, StageRun]) -> None:
-        """Gives every copy the sum of the gradients of all stages, in the last of this rank's stages.
+        """Gives every copy the sum of the gradients of all stages; on each rank, its last stage has it.
 
         Args:
             runs: this rank's stages.
@@ -115,16 +115,16 @@ class TiedParameters:
             for stage in each.stages:
                 if stage in runs:
                     parts[stage] = next((alias.grad for alias in aliases[n, stage]), None)
-                    told: object = len(aliases[n, stage])
+                    trained: object = len(aliases[n, stage])
                 else:
-                    (parts[stage],), told = _received(self._channels[self._placement[stage]], ("tied", stage, n))
-                learning |= {stage} if told else set()
+                    (parts[stage],), trained = _received(self._channels[self._placement[stage]], ("tied", stage, n))
+                learning |= {stage} if trained else set()
             if learning and len(learning) < len(each.stages):
                 frozen = sorted({*each.stages} - learning)
                 raise ValueError(
                     f"a parameter of shape {tuple(each.parameter.shape)} that stages {_listed(each.stages)} share "
-                    f"learns in {_listed(sorted(learning))} and does not in {_listed(frozen)}: each process has a copy "
-                    "of its own, so freeze, thaw or replace it on all of them"
+                    f"is trained in {_listed(sorted(learning))} and not in {_listed(frozen)}: each process has a copy "
+                    "of its own, so freeze, unfreeze or replace it on all of them"
                 )
             total: Tensor | None = None
             for stage in reversed(each.stages):
@@ -135,13 +135,13 @@ class TiedParameters:
                     alias.grad, total = total, None
 
     def _others(self, tied: Tied) -> Iterator[Channel]:
-        """To the other ranks that have a copy."""
+        """The channels to the other ranks that have a copy."""
         for worker in sorted({self._placement[stage] for stage in tied.stages} - {self._worker}):
             yield self._channels[worker]
 
 
 def _alias(run: StageRun, tied: Tied) -> list[Tensor]:
-    """Where a stage gathers the gradient of the parameter; nothing if it is frozen."""
+    """The tensor in which a stage accumulates the gradient of the parameter; none if the parameter is frozen."""
     pairs = zip(run.aliases.parameters, run.aliases.leaves, strict=True)
     return [alias for parameter, alias in pairs if parameter is tied.parameter]
 

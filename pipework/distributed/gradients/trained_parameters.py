@@ -1,7 +1,7 @@
-"""Which parameters a replica trains, as numbers: their sum over all replicas tells whether these train the same ones.
+"""Fingerprints of the trained parameters: their sum over all replicas shows whether these train the same ones.
 
-A frozen layer concerns nobody but those who average its gradients, and it may be frozen or thawed between any two
-steps. So it is no part of what all ranks agree on at the start, and is compared in each step.
+A layer may be frozen or unfrozen between any two steps, and only the ranks that average its gradients must know. So
+this is no part of the comparison of all ranks at the start, but is compared in each step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHOWN: Final = 5  # names in a message
 
 
 class _Form(NamedTuple):
-    """A parameter that gets a gradient, and what it was like."""
+    """A parameter that gets a gradient, with its dtype and shape at that time."""
 
     parameter: Tensor
     dtype: torch.dtype
@@ -29,23 +29,23 @@ class _Form(NamedTuple):
 
 
 class TrainedParameters:
-    """What one replica trains.
+    """The parameters that one replica trains.
 
     Args:
         named: the parameters at the beginning, and perhaps other tensors, the same names on all replicas.
 
     Raises:
-        TypeError: one of them requires a gradient which could not be averaged.
+        TypeError: the gradient of a parameter could not be averaged.
 
     Example:
         >>> weight, bias = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
         >>> replica = TrainedParameters([("weight", weight), ("bias", bias)])
-        >>> here, there = replica.told([weight, bias]), replica.told([weight])
+        >>> here, there = replica.fingerprint([weight, bias]), replica.fingerprint([weight])
         >>> replica.refuse_differences(here, here + here, 2)
         >>> replica.refuse_differences(here, here + there, 2)
         Traceback (most recent call last):
-        ValueError: the replicas train different parameters: bias is trained by some of them only. Freeze, thaw,
-        convert and replace parameters on all replicas alike
+        ValueError: the replicas train different parameters: bias is trained by some of them only. Freeze, unfreeze,
+        convert and replace parameters on all replicas
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -53,35 +53,35 @@ class TrainedParameters:
         for name, tensor in named:
             if tensor.requires_grad:
                 _refuse_to_sum(name, tensor)
-        # Not weakly: PyTorch gives no memory to a parameter on the meta device that somebody refers to in that way.
+        # No weak references: with one, PyTorch cannot give memory to a parameter on the meta device.
         self._known = named
         self._forms: list[_Form] | None = None
-        self._told = torch.empty(0)
+        self._fingerprint = torch.empty(0)
 
-    def told(self, parameters: Sequence[Tensor]) -> Tensor:
-        """What is trained in a step: a number for each tensor known by name, and one for the forms of all.
+    def fingerprint(self, parameters: Sequence[Tensor]) -> Tensor:
+        """The parameters that a step trains: 0 or 1 for each tensor known by name, and a digest of the forms of all.
 
         Args:
-            parameters: that get a gradient, in the order in which they are averaged.
+            parameters: that get a gradient, in the order in which these are averaged.
 
         Raises:
-            TypeError: the gradient of one cannot be averaged.
+            TypeError: a gradient cannot be averaged.
         """
         if not self._is_unchanged(parameters):
-            self._told = self._tell(parameters)
+            self._fingerprint = self._compute(parameters)
             self._forms = [_Form(each, each.dtype, each.shape) for each in parameters]
-        return self._told
+        return self._fingerprint
 
     def refuse_differences(self, mine: Tensor, total: Tensor, replicas: int) -> None:
-        """Returns if all replicas train the same.
+        """Raises an error if the replicas train different parameters.
 
         Args:
-            mine: what this one told.
-            total: the sum of what all told.
+            mine: the fingerprint of this replica.
+            total: the sum of all fingerprints.
             replicas: their number.
 
         Raises:
-            ValueError: they do not; on at least one of them.
+            ValueError: that is so; it is raised on at least one of them.
         """
         if torch.equal(total, mine * replicas):
             return
@@ -91,17 +91,17 @@ class TrainedParameters:
         what = f"{which} {'is' if len(names) == 1 else 'are'} trained by some of them only"
         raise ValueError(
             f"the replicas train different parameters: {what if names else 'their shapes, dtypes or order differ'}. "
-            "Freeze, thaw, convert and replace parameters on all replicas alike"
+            "Freeze, unfreeze, convert and replace parameters on all replicas"
         )
 
     def _is_unchanged(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether these are those of the last step."""
+        """Whether these are the parameters of the last step."""
         if self._forms is None or len(self._forms) != len(parameters):
             return False
         pairs = zip(parameters, self._forms, strict=True)
         return all(now is form.parameter and now.dtype is form.dtype and now.shape == form.shape for now, form in pairs)
 
-    def _tell(self, parameters: Sequence[Tensor]) -> Tensor:
+    def _compute(self, parameters: Sequence[Tensor]) -> Tensor:
         names = {id(tensor): name for name, tensor in self._known}
         for parameter in parameters:
             _refuse_to_sum(names.get(id(parameter), "that was replaced"), parameter)
@@ -114,6 +114,6 @@ class TrainedParameters:
 def _refuse_to_sum(name: str, parameter: Tensor) -> None:
     if parameter.dtype.to_real() not in _SUMMED:
         raise TypeError(
-            f"the parameter {name}, of {parameter.dtype} and shape {tuple(parameter.shape)}, learns, and its gradient "
-            "cannot be averaged over replicas: keep it in float64, float32, bfloat16 or float16, or freeze it"
+            f"the parameter {name}, of {parameter.dtype} and shape {tuple(parameter.shape)}, is trained, and its "
+            "gradient cannot be averaged over replicas: keep it in float64, float32, bfloat16 or float16, or freeze it"
         )

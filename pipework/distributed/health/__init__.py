@@ -1,1 +1,1 @@
-"""Which ranks are alive: heartbeats, failure detection, preemption, and how a failed process ends."""
+"""Failures of processes: heartbeats, failure detection, preemption by SIGTERM, and how a failed process ends."""

@@ -9,30 +9,31 @@ LOCAL_ERROR: Final = 70
 """This process failed by itself."""
 
 PEER_FAILED: Final = 71
-"""Another process failed, and said so."""
+"""Another process failed, and reported it."""
 
 LOST_PEER: Final = 72
-"""Another process, or the store through which all of them talk, is gone without a word."""
+"""Another process, or the store through which all ranks communicate, disappeared without a message."""
 
 PREEMPTED: Final = 143
-"""The process was asked to end (SIGTERM), as a shell counts it: 128 + 15."""
+"""The process was asked to end by SIGTERM; as in a shell, 128 + 15."""
 
 _INTERRUPTED: Final = 130  # Ctrl-C, 128 + 2
 
 
 class PipelineError(RuntimeError):
-    """A pipeline of several processes cannot go on, because of what happened in another one.
+    """A pipeline of several processes cannot continue, because another process has failed.
 
     The process in which an exception arose raises that exception itself; all the others raise this error.
 
     Args:
-        text: who failed, where, and how.
-        rank: the rank that it is about; None: no rank but the store through which all of them talk.
+        text: which rank failed, where, and how.
+        rank: the rank that failed; None: the store has failed, through which all ranks communicate.
         where: the place, such as ``"stage 1, micro-batch 3, action F"``; None: not known.
-        kind: ``"error"`` (an exception), ``"lost"`` (gone without a word), ``"left"`` (ended its program too early),
-            ``"disagreement"`` (it calls something else) or ``"stuck"`` (alive, but one action takes too long).
-        traceback_text: the traceback in the process where it happened; empty if there is none.
-        own: it is about the very process that raises it, as seen by its monitor.
+        kind: ``"error"`` (an exception), ``"lost"`` (the process disappeared without a message), ``"left"`` (its
+            program ended too early), ``"disagreement"`` (it makes another call than this rank) or ``"stuck"`` (it is
+            alive, but one action takes too long).
+        traceback_text: the traceback in the process that failed; empty if there is none.
+        own: the error is about the process that raises it, as seen by its own monitor.
 
     Attributes:
         text: as above.
@@ -53,6 +54,8 @@ class PipelineError(RuntimeError):
         71
     """
 
+    __module__ = "pipework"  # the public name, for tracebacks
+
     def __init__(
         self,
         text: str,
@@ -63,7 +66,7 @@ class PipelineError(RuntimeError):
         traceback_text: str = "",
         own: bool = False,
     ) -> None:
-        super().__init__(text)  # the only positional argument, so that copies and pickles are made right
+        super().__init__(text)  # the only positional argument, so that copies and pickles work
         self.text = text
         self.rank = rank
         self.where = where
@@ -79,10 +82,13 @@ class PipelineError(RuntimeError):
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code for a process that ends with an exception, so that a launcher's log tells who failed first.
+    """The exit code for a process that ends with an exception, so that a launcher's log shows which process failed.
+
+    `init` has every uncaught exception end the process with this code. A program that catches exceptions itself can end
+    with ``sys.exit(pipework.exit_code(error))``.
 
     Args:
-        error: what ends the process.
+        error: the exception that ends the process.
 
     Returns:
         `LOST_PEER` (72) or `PEER_FAILED` (71) for a `PipelineError` about another process, the code of a `SystemExit`,

@@ -1,15 +1,17 @@
-"""Who is lost, who left too early, who does something else: one rank's judgement of the others' signs of life."""
+"""Decides from heartbeats which other rank has failed: it is silent, has left too early, or makes another call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from pipework.distributed.health.detection_times import CappedClock
 from pipework.distributed.health.status import NO_ACTION, PeerFailure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pipework.distributed.health.detection_times import DetectionTimes
     from pipework.distributed.health.status import Beat, Call
 
 _STEP: Final = "training step"
@@ -23,104 +25,41 @@ _FOR_ALL: Final = {
 }
 
 
-@dataclass(frozen=True)
-class Times:
-    """How long what may take, in seconds.
-
-    Attributes:
-        beat: between signs of life.
-        detect: of silence, after which a rank or the store is lost.
-        poll: between looks for news.
-        join: for a rank's first sign of life.
-        action_timeout: for one action; None: for ever.
-
-    Raises:
-        ValueError: they make no sense.
-    """
-
-    beat: float
-    detect: float
-    poll: float
-    join: float
-    action_timeout: float | None
-
-    def __post_init__(self) -> None:
-        if not (0 < self.poll <= self.beat and 4 * self.beat <= self.detect):
-            raise ValueError(
-                "a monitor needs poll <= beat and detect >= 4 x beat, so that a single late sign of life is no "
-                "failure: "
-                f"got poll={self.poll}, beat={self.beat}, detect={self.detect} (seconds)"
-            )
-        for name, value in (("join", self.join), ("action_timeout", self.action_timeout)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be a positive number of seconds, got {value}")
-
-    @property
-    def look(self) -> float:
-        """What counts at most of the time between two looks: more than that, and the process itself was not well."""
-        return 2 * self.beat
-
-
-class Stopwatch:
-    """Adds up the time between looks, but never more for one of them than a bound.
-
-    A process that was itself stopped, whose machine slept, or whose interpreter was busy for long, has not watched the
-    others meanwhile, and must not hold that time against them.
-
-    Args:
-        longest: seconds that count at most between two looks.
-
-    Example:
-        >>> monitor = Stopwatch(longest=1.0)
-        >>> monitor.look(10.0), monitor.look(10.5), monitor.look(99.0)
-        (0.0, 0.5, 1.0)
-    """
-
-    def __init__(self, longest: float) -> None:
-        self._longest = longest
-        self._last: float | None = None
-
-    def look(self, now: float) -> float:
-        """The seconds since the last look that count."""
-        last, self._last = self._last, now
-        return 0.0 if last is None else min(now - last, self._longest)
-
-
 @dataclass
-class _Seen:
-    """What is known of another rank."""
+class _Peer:
+    """The last heartbeat of another rank, and the seconds since then."""
 
     beat: Beat | None = None
     silence: float = 0.0
 
+    @property
+    def left(self) -> bool:
+        return self.beat is not None and self.beat.left
+
 
 class FailureDetector:
-    """Looks at the beats of the other ranks, by its own clock only.
+    """Compares the heartbeats of the other ranks with each other and with its own clock.
 
     Args:
-        rank: who judges.
+        rank: this rank.
         names: of all ranks, for messages.
-        times: how long what may take.
+        times: when a rank is lost.
     """
 
-    def __init__(self, rank: int, names: Sequence[str], times: Times) -> None:
+    def __init__(self, rank: int, names: Sequence[str], times: DetectionTimes) -> None:
         self._rank = rank
         self._names = names
         self._times = times
-        self._clock = Stopwatch(times.look)
-        self._others = {other: _Seen() for other in range(len(names)) if other != rank}
+        self._clock = CappedClock(times.longest_gap)
+        self._peers = {other: _Peer() for other in range(len(names)) if other != rank}
 
-    def last(self, rank: int) -> Beat | None:
-        """The last sign of life of another rank."""
-        return self._others[rank].beat if rank in self._others else None
-
-    def last_words(self, rank: int) -> str:
-        """What is known of a rank that is gone."""
-        seen = self._others.get(rank)
-        if seen is None or seen.beat is None:
-            return "no sign of life was seen of it"
-        beat = seen.beat
-        # A sign of life tells of its own moment; what came after it, nobody knows.
+    def last_seen(self, rank: int) -> str:
+        """What the last heartbeat of a lost rank reported."""
+        peer = self._peers.get(rank)
+        if peer is None or peer.beat is None:
+            return "no heartbeat of it was received"
+        beat = peer.beat
+        # A heartbeat describes the moment in which it was sent; nothing is known about the time after it.
         if not beat.call.inside:
             place = f"last seen {beat.call.before()}"
         elif beat.action == NO_ACTION:
@@ -129,69 +68,67 @@ class FailureDetector:
             place = f"last action: {beat.action}"
         return f"{place} (pid {beat.pid} on {beat.host})"
 
-    def silent(self, seconds: float) -> int | None:
-        """The rank that has shown no sign of life for longest, if that is so long."""
-        rank, seen = max(self._others.items(), key=lambda item: item[1].silence, default=(None, _Seen()))
-        return rank if seen.silence > seconds and not (seen.beat is not None and seen.beat.left) else None
+    def most_silent(self, seconds: float) -> int | None:
+        """The rank whose last heartbeat is the oldest, if it is older than so many seconds."""
+        rank, peer = max(self._peers.items(), key=lambda item: item[1].silence, default=(None, _Peer()))
+        return rank if peer.silence > seconds and not peer.left else None
 
-    def all_came(self, number: int) -> bool:
-        """Whether all others have begun the call of that number."""
-        return all(seen.beat is not None and seen.beat.call.number >= number for seen in self._others.values())
+    def all_entered(self, number: int) -> bool:
+        """Whether all other ranks have begun the call of that number."""
+        return all(peer.beat is not None and peer.beat.call.number >= number for peer in self._peers.values())
 
     @property
-    def suspicious(self) -> bool:
-        """Whether somebody is silent for longer than usual, or not there yet: it is worth looking more often."""
-        return any(seen.beat is None or seen.silence > 1.5 * self._times.beat for seen in self._others.values())
+    def any_late(self) -> bool:
+        """Whether a heartbeat is late or has never come, so that the next check should come soon."""
+        return any(peer.beat is None or peer.silence > 1.5 * self._times.beat for peer in self._peers.values())
 
     @property
     def has_seen_all(self) -> bool:
-        """Whether all others have shown a sign of life."""
-        return all(seen.beat is not None for seen in self._others.values())
+        """Whether a heartbeat of every other rank was received."""
+        return all(peer.beat is not None for peer in self._peers.values())
 
-    def see(self, now: float, beats: Mapping[int, Beat | None], mine: Call) -> PeerFailure | None:
-        """Takes notice of what was read.
+    def check(self, now: float, beats: Mapping[int, Beat | None], mine: Call) -> PeerFailure | None:
+        """Takes the heartbeats that were read, and decides.
 
         Args:
-            now: of a clock of one's own, in seconds.
-            beats: of the other ranks; None: there is none, or no valid one.
+            now: of a clock of this process, in seconds.
+            beats: of the other ranks; None: there is no valid one.
             mine: where this rank is.
 
         Returns:
-            What is wrong, if anything is.
+            The failure of a rank; None: there is none.
         """
-        elapsed = self._clock.look(now)
-        for rank, seen in self._others.items():
+        elapsed = self._clock.elapsed(now)
+        for rank, peer in self._peers.items():
             beat = beats.get(rank)
-            if beat is None or (seen.beat is not None and beat.number == seen.beat.number):
-                seen.silence += elapsed
+            if beat is None or (peer.beat is not None and beat.number == peer.beat.number):
+                peer.silence += elapsed
             else:
-                seen.beat = beat
-                seen.silence = 0.0
-        return self._lost() or self._astray(mine)
+                peer.beat, peer.silence = beat, 0.0
+        return self._find_lost() or self._find_mismatch(mine)
 
-    def _lost(self) -> PeerFailure | None:
-        for rank, seen in sorted(self._others.items(), key=lambda item: -item[1].silence):
-            name, beat = self._names[rank], seen.beat
-            if beat is None:
-                if seen.silence > self._times.join:
-                    return PeerFailure(rank, "lost", f"{name} did not appear within {seen.silence:.1f} s")
-            elif seen.silence > self._times.detect and not beat.left:
-                return PeerFailure(
-                    rank,
-                    "lost",
-                    f"{name} lost: no sign of life for {seen.silence:.1f} s; {self.last_words(rank)}",
-                )
+    def _find_lost(self) -> PeerFailure | None:
+        """The rank that is silent for longest, if that is too long."""
+        for rank, peer in sorted(self._peers.items(), key=lambda item: -item[1].silence):
+            text = None
+            if peer.beat is None:
+                if peer.silence > self._times.join:
+                    text = f"did not appear within {peer.silence:.1f} s"
+            elif peer.silence > self._times.detect and not peer.left:
+                text = f"lost: no heartbeat for {peer.silence:.1f} s; {self.last_seen(rank)}"
+            if text is not None:
+                return PeerFailure(rank, "lost", f"{self._names[rank]} {text}")
         return None
 
-    def _astray(self, mine: Call) -> PeerFailure | None:
-        """While this rank is inside a call, the others must be in it, too, or have been, or still come."""
+    def _find_mismatch(self, mine: Call) -> PeerFailure | None:
+        """While this rank is in a call, every other rank is in it too, has been in it, or has yet to come to it."""
         if not mine.inside:
             return None
         me, what = self._names[self._rank], mine.kind(mine.number)
-        for rank, seen in self._others.items():
-            if seen.beat is None:
+        for rank, peer in self._peers.items():
+            if peer.beat is None:
                 continue
-            name, theirs, left = self._names[rank], seen.beat.call, seen.beat.left
+            name, theirs = self._names[rank], peer.beat.call
             other = theirs.kind(mine.number)
             if other is not None and other != what:
                 hint = "".join(_FOR_ALL.get(kind, "") for kind in (what, other) if kind)
@@ -204,14 +141,14 @@ class FailureDetector:
                     f"calls in the same order. {name} has made {theirs.total()}, {me} {mine.total()}"
                     + (f". {hint.strip()}" if hint else ""),
                 )
-            reason = f" with {seen.beat.reason}" if seen.beat.reason else ""
-            if left and theirs.number < mine.number:
+            reason = f" with {peer.beat.reason}" if peer.beat.reason else ""
+            if peer.left and theirs.number < mine.number:
                 also = f" ({mine.total()})" if len(mine.counts) > 1 else ""
                 text = f"{name} left after {theirs.total()}{reason}, and {me} is in {mine.current()}{also}"
                 if what == _STEP and not reason:
                     text += f". {_SAME_DATA}"
                 return PeerFailure(rank, "left", text)
-            if left and theirs.inside and theirs.number == mine.number:
+            if peer.left and theirs.inside and theirs.number == mine.number:
                 text = f"{name} left in the middle of {theirs.current()}{reason}, and {me} is still in it"
                 return PeerFailure(rank, "left", text)
         return None

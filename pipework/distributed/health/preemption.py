@@ -1,4 +1,4 @@
-"""Being asked to end: a signal to any rank makes all of them stop at the same step boundary."""
+"""Preemption: SIGTERM or SIGUSR1 to any rank stops all ranks after the same training step."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("pipework")
 _SUBJECT: Final = "preempt"
-_HASTE: Final = 2.0  # seconds to print what happened
+_EXIT_WAIT: Final = 2.0  # seconds to print the error of a training that has failed
 
 
 class Preemption:
     """Makes a request to end (SIGTERM, or SIGUSR1 from a cluster's scheduler) known to all ranks.
 
-    The first signal only leaves a mark, which all ranks see within the `poll` seconds of their monitors. Ranks are at
-    slightly different places, so that a mark alone would stop them at different steps. So one rank decides: that of the
-    last stage looks at `requested` at the end of every step, and sends the answer along with the results. A second
-    SIGTERM ends the process at once, with exit code 143; and the first does so within two seconds if training has
-    failed already.
+    The first signal only sets a flag, which all ranks receive within the `poll` seconds of their monitors. Ranks are at
+    slightly different places, so that the flag alone would stop them at different steps. So one rank decides: that of
+    the last stage reads `requested` at the end of every step, and sends the answer along with the results. A second
+    SIGTERM ends the process at once, with exit code 143. If training has failed already, the first one does so within
+    two seconds.
 
-    A handler that the program has installed before is still called, after this one, and comes back in the end. A signal
-    that native code handles, such as that of `faulthandler.register`, is left alone (as far as the system tells: Linux
-    does). Signals are handled when the main thread executes Python code the next time, so it must not block for long.
+    A handler that the program has installed before is still called, after this one, and is restored in the end. A
+    signal that native code handles, such as that of `faulthandler.register`, keeps its handler (where the system shows
+    this, as Linux does). Python runs a handler when the main thread executes Python code the next time, so that thread
+    must not block for long.
 
     Args:
-        monitor: through which ranks tell each other; None: a single process.
-        signals: which mean that the process is to end.
+        monitor: announces the request to all ranks; None: a single process.
+        signals: that ask the process to end.
 
     Example:
         >>> with Preemption() as preemption:
@@ -50,8 +51,7 @@ class Preemption:
     def __init__(
         self, monitor: HealthMonitor | None = None, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)
     ) -> None:
-        # A handler stays where it is for good: it must not keep the monitor, and with it a pipe that nobody has any
-        # more.
+        # A handler stays installed: it must not keep the monitor, and with it a pipe that the program has dropped.
         self._monitor: Callable[[], HealthMonitor | None] = (lambda: None) if monitor is None else weakref.ref(monitor)
         self._alone = monitor is None
         self._signals = tuple(signals)
@@ -61,15 +61,15 @@ class Preemption:
         self._previous: dict[int, Callable[[int, FrameType | None], Any] | int] = {}
 
     def install(self) -> None:
-        """Begins to listen.
+        """Installs the handlers.
 
         Raises:
             RuntimeError: not called in the main thread, which is the only one that may install handlers.
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                "signal handlers can be installed in the main thread only: enter the Preemption there, and look at "
-                "`requested` from any thread"
+                "signal handlers can be installed in the main thread only: enter the Preemption there, and read "
+                "`requested` in any thread"
             )
         for number in self._signals:
             if number in self._previous:
@@ -81,10 +81,10 @@ class Preemption:
             self._previous[number] = previous
             signal.signal(number, self._handle)
         if (monitor := self._monitor()) is not None:
-            monitor.on_failure(self._hurry)
+            monitor.on_failure(self._exit_if_broken)
 
     def uninstall(self) -> None:
-        """Gives the signals back to whom they belonged, unless somebody else has taken them meanwhile."""
+        """Restores the former handlers, except where another one was installed after this one."""
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, previous)
@@ -98,7 +98,7 @@ class Preemption:
         self.uninstall()
 
     def request(self, reason: str) -> None:
-        """Does what a first signal does.
+        """Does the same as a first signal.
 
         Args:
             reason: such as "SIGTERM".
@@ -110,55 +110,55 @@ class Preemption:
 
     @property
     def requested(self) -> bool:
-        """Whether any rank has got such a signal."""
+        """Whether any rank was asked to end."""
         monitor = self._monitor()
         return self._received is not None or (monitor is not None and bool(monitor.announced(_SUBJECT)))
 
     @property
     def reason(self) -> str | None:
-        """Who got what, such as ``"SIGTERM on rank 2"``; None: there was no signal."""
+        """The signal and its rank, such as ``"SIGTERM on rank 2"``; None: there was no signal."""
         if (monitor := self._monitor()) is not None:
             for rank, name in monitor.announced(_SUBJECT).items():
                 return f"{str(name)[:20]} on rank {rank}"
         return self._received
 
     @property
-    def _over(self) -> bool:
-        """Whether its monitor is gone, so that nobody looks at a mark any more."""
+    def _unused(self) -> bool:
+        """Whether its monitor is gone, so that nothing reads the flag any more."""
         return not self._alone and self._monitor() is None
 
-    def _hurry(self, *_: object) -> None:
-        """Who is asked to end, and cannot train any more, ends soon; this may come to be so in either order."""
+    def _exit_if_broken(self, *_: object) -> None:
+        """Ends the process soon if it got SIGTERM and training has failed; called after each of the two."""
         monitor = self._monitor()
         if self._terminated and monitor is not None and monitor.broken:
-            end_after(_HASTE, PREEMPTED)
+            end_after(_EXIT_WAIT, PREEMPTED)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Runs between any two instructions of the main thread: it takes no lock and waits for nothing."""
-        listens = os.getpid() == self._process and not self._over
-        if listens:
+        """The handler. It may run between any two instructions of the main thread: it takes no lock and never waits."""
+        active = os.getpid() == self._process and not self._unused
+        if active:
             if number == signal.SIGTERM:
                 if self._terminated:
                     os._exit(PREEMPTED)
                 self._terminated = True
-                self._hurry()
+                self._exit_if_broken()
             self.request(signal.Signals(number).name)
         previous = self._previous.get(number)
-        while isinstance(owner := getattr(previous, "__self__", None), Preemption) and owner._over:
+        while isinstance(owner := getattr(previous, "__self__", None), Preemption) and owner._unused:
             previous = owner._previous.get(number)
         if callable(previous):
             previous(number, frame)
-        elif not listens and previous == signal.SIG_DFL:
-            # Nobody looks at a mark: in a forked child, such as a worker of a data loader, or when the pipe is gone.
+        elif not active and previous == signal.SIG_DFL:
+            # Nothing reads the flag in a forked child, such as a worker of a data loader, or when the pipe is gone.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
 def _caught(number: int) -> bool:
-    """Whether the process has a handler for a signal, Python's or not; False where the system does not tell."""
+    """Whether the process has a handler for a signal, of Python or not; False where the system does not show it."""
     try:
         with open("/proc/self/status") as status:
-            mask = next(client.split()[1] for client in status if client.startswith("SigCgt:"))
+            mask = next(line.split()[1] for line in status if line.startswith("SigCgt:"))
     except (OSError, StopIteration):
         return False
     return bool(int(mask, 16) >> (number - 1) & 1)

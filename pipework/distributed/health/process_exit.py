@@ -1,4 +1,4 @@
-"""How a process ends that failed: with an exit code that says why, and in a few seconds whatever is stuck."""
+"""How a failed process ends: with an exit code that says why, and within a few seconds even if something hangs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _LOG = logging.getLogger("pipework")
 GRACE: Final = 5.0
 """Seconds that a process which has failed may take to exit."""
 
-_COURTESY: Final = 1.0  # seconds by which who hears of an exception ends later than who raised it
+_PEER_EXIT_DELAY: Final = 1.0  # seconds by which the other ranks end later than the one that raised an exception
 
 
 class ExitHook:
-    """Ends the program with `exit_code` of the exception that nobody has handled.
+    """Ends the program with the `exit_code` of an uncaught exception.
 
     Args:
-        previous: the hook that was there before, which still prints the exception.
+        previous: the hook before this one, which still prints the exception.
     """
 
     def __init__(self, previous: Callable[..., Any]) -> None:
@@ -48,43 +48,44 @@ class ExitHook:
             return  # the interpreter ends as interrupted programs do
         self._code = exit_code(error)
         if isinstance(error, PipelineError) and error.kind == "error":
-            # A launcher takes who ends first for the cause, and ends all the others: that should be who has failed.
+            # A launcher takes the first process that ends for the cause, and ends all others. So the one that failed
+            # ends first.
             with contextlib.suppress(KeyboardInterrupt):
-                time.sleep(_COURTESY)
+                time.sleep(_PEER_EXIT_DELAY)
         raise SystemExit(self._code)
 
     def _print_shortened(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        """What happened elsewhere: here it matters what was called, and not how pipework has heard of it."""
+        """Prints a failure of another rank with the frames of the program only: those of pipework explain nothing."""
         whole = error.__traceback__
-        error.__traceback__ = outer_part(traceback)  # the interpreter prints this, whatever it is given
+        error.__traceback__ = outer_part(traceback)  # the interpreter prints this one, not its argument
         try:
             self._previous(kind, error, error.__traceback__)
         finally:
             error.__traceback__ = whole
 
-    def bound(self) -> None:
-        """When the interpreter exits after such an exception: not for ever."""
+    def limit_exit(self) -> None:
+        """Limits the time in which the interpreter exits after an uncaught exception."""
         if self._code is not None:
             end_after(GRACE, self._code)
-            # Should even that thread be stopped, since the interpreter is half gone.
-            with contextlib.suppress(Exception):  # who has no standard error cannot have this
+            # The interpreter may stop even that thread while it exits.
+            with contextlib.suppress(Exception):  # it needs a standard error
                 faulthandler.dump_traceback_later(GRACE + 2, exit=True)
 
 
 def install() -> None:
-    """Has uncaught exceptions end the program with an exit code that tells who failed."""
+    """Has uncaught exceptions end the program with an exit code that tells which process failed."""
     if not isinstance(sys.excepthook, ExitHook):
         sys.excepthook = hook = ExitHook(sys.excepthook)
-        atexit.register(hook.bound)
+        atexit.register(hook.limit_exit)
 
 
 def end_after(seconds: float, code: int) -> None:
-    """Ends the process after a while, if it has not ended by itself. Takes no lock: signal handlers may call this.
+    """Ends the process after some seconds, if it has not ended by itself. Takes no lock: signal handlers may call this.
 
     Args:
-        seconds: so long it may take.
+        seconds: to wait.
         code: its exit code then.
     """
 
@@ -96,16 +97,16 @@ def end_after(seconds: float, code: int) -> None:
 
 
 def end_now(text: str, code: int) -> None:
-    """Ends the process at once, because one of its threads does not come to an end.
+    """Ends the process at once, because one of its threads does not end, and prints the stacks of all threads.
 
     Args:
-        text: why.
+        text: the reason, which is logged.
         code: its exit code.
     """
-    end_after(1.0, code)  # should the standard error be blocked
+    end_after(1.0, code)  # in case that the standard error is blocked
     _LOG.critical("%s", text)
     with contextlib.suppress(Exception):
-        logging.shutdown()  # what handlers still hold, such as those that write to files
+        logging.shutdown()  # writes what handlers still hold
     with contextlib.suppress(Exception):
         faulthandler.dump_traceback()
     with contextlib.suppress(Exception):

@@ -1,7 +1,7 @@
-"""What ranks tell each other about themselves, as JSON of bounded size.
+"""The messages of failure detection: a rank's heartbeat (`Beat`) and a failure (`PeerFailure`), as bounded JSON.
 
-Whoever reaches the port of a store can write anything into it. So what is read is bounded, checked field by field,
-never unpickled, and ignored as a whole where it is not what a rank writes.
+Any program that reaches the port of the store can write anything into it. So what is read is bounded in size, checked
+field by field, never unpickled, and ignored as a whole if it is not what a rank writes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ KINDS: Final = ("error", "lost", "left", "disagreement", "stuck")
 """How ranks fail; see `pipework.PipelineError`."""
 
 REMEMBERED: Final = 8
-"""How many of its last calls a rank tells the kinds of: neighbours in a pipeline are a call or two apart at most."""
+"""Of how many of its last calls a heartbeat has the kinds: neighbours in a pipeline are at most two calls apart."""
 
 NO_ACTION: Final = "none yet"
-"""What a rank does before its first action, in words."""
+"""The action in a heartbeat before the first one."""
 
-_LIMIT: Final = 200_000  # bytes of a record, which is far more than a rank ever writes
+_LIMIT: Final = 200_000  # bytes of a record, far more than a rank writes
 _TEXT: Final = 4_000
 _TRACEBACK: Final = 20_000
 
@@ -34,28 +34,28 @@ class Call(NamedTuple):
     """Where a rank is in its sequence of collective calls, which must be the same on every rank.
 
     Attributes:
-        number: how many it has begun.
-        inside: whether it is in the last one of them.
-        recent: what the last ones were, such as ``"training step"``; the newest last.
+        number: how many calls it has begun.
+        inside: whether it is still in the last of them.
+        recent: the kinds of the last ones, such as ``"training step"``; the newest last.
         counts: how many of each kind it has begun.
     """
 
     number: int = 0
     inside: bool = False
     recent: tuple[str, ...] = ()
-    counts: Mapping[str, int] = {}  # never written to: `begun` makes new ones
+    counts: Mapping[str, int] = {}  # never changed: `begun` makes a new one
 
     def begun(self, what: str) -> Call:
-        """Inside the next call."""
+        """The same rank in its next call."""
         counts = {**self.counts, what: self.counts.get(what, 0) + 1}
         return Call(self.number + 1, True, (*self.recent, what)[-REMEMBERED:], counts)
 
     def ended(self) -> Call:
-        """Outside again."""
+        """The same rank after this call."""
         return self._replace(inside=False)
 
     def kind(self, number: int) -> str | None:
-        """What the call of that number was; None if that is not known (any more).
+        """The kind of the call of that number; None if it is not known, or not any more.
 
         Example:
             >>> call = Call().begun("training step").ended().begun("evaluation")
@@ -66,7 +66,7 @@ class Call(NamedTuple):
         return self.recent[-1 - back] if 0 <= back < len(self.recent) else None
 
     def current(self) -> str:
-        """The last call in words.
+        """The last call as text.
 
         Example:
             >>> Call().begun("training step").current()
@@ -76,7 +76,7 @@ class Call(NamedTuple):
         return f"its {_ordinal(self.counts.get(what, self.number))} {_noun(what)}"
 
     def before(self) -> str:
-        """Between which calls the rank is, outside of them.
+        """Where the rank is while it is in no call, as text.
 
         Example:
             >>> Call().before(), Call().begun("training step").ended().before()
@@ -85,7 +85,7 @@ class Call(NamedTuple):
         return f"between calls, after {self.current()}" if self.recent else "before its first call"
 
     def total(self) -> str:
-        """All calls in words.
+        """All calls as text.
 
         Example:
             >>> Call().begun("training step").ended().begun("training step").begun("clip_grad_norm_").total()
@@ -95,16 +95,16 @@ class Call(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """A rank's sign of life.
+    """A heartbeat: a rank is alive, and what it does.
 
     Attributes:
-        number: another one in every beat.
-        left: whether it is the last one, because the rank's program has ended in order.
+        number: another one in every heartbeat.
+        left: whether it is the last one, because the rank's program has ended or dropped the pipe.
         call: where the rank is.
-        action: what it does, or did last.
+        action: its present action, or its last one.
         pid: its process.
         host: its machine.
-        reason: with which exception its program ended, if it has; else empty.
+        reason: the exception with which its program has ended; empty if there is none.
     """
 
     number: int
@@ -118,14 +118,14 @@ class Beat(NamedTuple):
 
 @dataclass(frozen=True)
 class PeerFailure:
-    """What happened to a rank.
+    """A failure of a rank.
 
     Attributes:
-        rank: which one; None: the store through which all of them talk.
+        rank: that failed; None: the store has failed, through which all ranks communicate.
         kind: one of `KINDS`.
-        text: all of it in one sentence.
+        text: the whole failure in one sentence.
         where: the place, such as ``"stage 1, micro-batch 3, action F"``; None: not known.
-        traceback_text: from the process where it happened; empty if there is none.
+        traceback_text: of the process that failed; empty if there is none.
     """
 
     rank: int | None
@@ -136,26 +136,26 @@ class PeerFailure:
 
 
 def describe_exception(error: BaseException) -> str:
-    """Its type and message, in one client or a few, without pipework's own notes: the place is told by itself.
+    """The type and message of an exception, without pipework's notes: the failure has the place in a field of its own.
 
     Example:
         >>> describe_exception(ValueError("no"))
         'ValueError: no'
     """
     described = traceback.TracebackException(type(error), error, None)
-    notes: Any = described.__notes__  # whatever somebody has put there
+    notes: Any = described.__notes__  # a program may have put anything there
     if isinstance(notes, list):
         described.__notes__ = [note for note in notes if not str(note).startswith("pipework: ")]
     return _cut("".join(described.format_exception_only()).strip(), _TEXT // 2)
 
 
 def describe_traceback(error: BaseException) -> str:
-    """Its traceback, with the exceptions that caused it, and its notes; without the frames of pipework itself."""
+    """The traceback of an exception, with its causes and notes, without the frames of pipework itself."""
     return _cut(shortened(error), _TRACEBACK)
 
 
 def describe_action(action: object) -> str:
-    """What a rank does, in words.
+    """An action as text.
 
     Example:
         >>> from pipework.schedule import Action
@@ -169,12 +169,12 @@ def describe_action(action: object) -> str:
 
 
 def write_beat(beat: Beat) -> str:
-    """As JSON."""
+    """A heartbeat as JSON."""
     return json.dumps({**beat._asdict(), "call": beat.call._asdict()})
 
 
 def read_beat(raw: bytes | None) -> Beat | None:
-    """What a rank wrote; None for anything else.
+    """The heartbeat that a rank wrote; None for anything else.
 
     Example:
         >>> beat = Beat(7, False, Call().begun("evaluation"), "F of stage 0", 4711, "node0")
@@ -187,12 +187,12 @@ def read_beat(raw: bytes | None) -> Beat | None:
 
 
 def write_failure(failure: PeerFailure) -> str:
-    """As JSON."""
+    """A failure as JSON."""
     return json.dumps(asdict(failure))
 
 
 def read_failure(raw: bytes | None, ranks: int) -> PeerFailure | None:
-    """What a rank wrote; None for anything else.
+    """The failure that a rank wrote; None for anything else.
 
     Example:
         >>> failure = PeerFailure(1, "lost", "rank 1 is gone")
@@ -204,11 +204,11 @@ def read_failure(raw: bytes | None, ranks: int) -> PeerFailure | None:
     return failure if failure is not None and (failure.rank is None or failure.rank < ranks) else None
 
 
-def read_said(raw: bytes | None) -> dict[str, Any]:
-    """What a rank announced, by subject; nothing if it is no such thing.
+def read_messages(raw: bytes | None) -> dict[str, Any]:
+    """The messages of a rank by subject; none for anything else.
 
     Example:
-        >>> read_said(b'{"preempt": 3}'), read_said(b"[3]")
+        >>> read_messages(b'{"preempt": 3}'), read_messages(b"[3]")
         ({'preempt': 3}, {})
     """
     return _read(raw, lambda content: {str(subject): value for subject, value in content.items()}) or {}
@@ -219,7 +219,7 @@ def _read(raw: bytes | None, convert: Callable[[Any], T]) -> T | None:
         return None
     try:
         return convert(json.loads(raw))
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # whatever it is, a rank wrote it not
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # no rank wrote this
         return None
 
 
@@ -257,21 +257,21 @@ def _count(value: object) -> int:
 
 
 def _text(value: object, limit: int) -> str:
-    """Texts end on terminals, where control characters would be obeyed."""
+    """A text without control characters, which a terminal would obey."""
     if not isinstance(value, str):
         raise TypeError(value)
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in value[:limit])
 
 
 def _cut(text: str, limit: int) -> str:
-    """The middle of a long text is left out: the cause stands at the end, the way to it at the beginning."""
+    """A text that is too long, without its middle: the cause is at the end, the first calls at the beginning."""
     if len(text) <= limit:
         return text
     return f"{text[: limit // 4]}\n[...]\n{text[-(limit * 3 // 4) :]}"
 
 
 def _noun(what: str, *, several: bool = False) -> str:
-    """What a call is, in words: a noun as it is, and the name of a function as a call of it."""
+    """The kind of a call as a noun: a function's name becomes a call of it."""
     if "_" in what:
         return f"call{'s' if several else ''} of {what}"
     return f"{what}{'s' if several else ''}"

@@ -1,7 +1,7 @@
-"""A connection to the store through which ranks talk; no read waits for somebody to write.
+"""A connection to the store through which ranks communicate; no read waits until a key is written.
 
-A store object serves one call at a time, so a thread that waits for a key would hold up all other users of the object.
-And `Store.add` is not used: if anybody wrote text into such a key, the server answers by closing the connection.
+A store object serves one call at a time, so a thread that waits for a key would block all other users of the object.
+`Store.add` is not used: if anything wrote text into such a key, the server would answer by closing the connection.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _NOTHING: Final = "?"  # no rank writes this
-_PATIENCE: Final = timedelta(seconds=1)
+_TIMEOUT: Final = timedelta(seconds=1)
 
 
 class StoreClient:
-    """A connection to a store.
+    """A connection to the server of a store.
 
     Args:
-        store: of whose server.
-        own: makes a connection; else the store object itself is used, which is free but for the moment of a call.
+        store: whose server it connects to.
+        own: makes a connection; else the store object itself is used, which must be free at each call.
 
     Attributes:
-        answered: how many requests have come back.
+        answered: how many requests have returned.
 
     Example:
         >>> from torch.distributed import HashStore
         >>> client = StoreClient(HashStore())
         >>> client.write("a", "1")
-        >>> client.read(["a", "b"])
+        >>> client.read_many(["a", "b"])
         [b'1', None]
     """
 
     def __init__(self, store: Store, *, own: bool = True) -> None:
         self._store = store
-        self._own = _connected(store) if own else store
-        self._there: set[str] = set()
+        self._connection = _connected(store) if own else store
+        self._written: set[str] = set()
         self.answered = 0
 
     @property
@@ -53,46 +53,46 @@ class StoreClient:
         return type(self._store).__name__ if server is None else f"{server[0]}:{server[1]}"
 
     def write(self, key: str, value: str) -> None:
-        """Sets a key."""
-        self._own.set(key, value)
+        """Writes a key."""
+        self._connection.set(key, value)
         self.answered += 1
 
-    def look(self, key: str) -> bytes | None:
-        """The value of a key, None if it has none, at once.
+    def read(self, key: str) -> bytes | None:
+        """The value of a key at once; None if it has none.
 
-        A comparison that fails tells the value, and one with a key that is not there tells what it was compared with.
+        `compare_set` returns the value if the comparison fails, and what it compared with if there is no such key.
         """
-        value: bytes = self._own.compare_set(key, _NOTHING, _NOTHING)
+        value: bytes = self._connection.compare_set(key, _NOTHING, _NOTHING)
         self.answered += 1
         return None if value == _NOTHING.encode() else value
 
-    def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values of several keys: in one request, once all of them were there."""
-        if keys and self._there.issuperset(keys):
+    def read_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values of several keys: in one request, as soon as all of them were written."""
+        if keys and self._written.issuperset(keys):
             try:
-                values: list[bytes | None] = list(self._own.multi_get(list(keys)))
+                values: list[bytes | None] = list(self._connection.multi_get(list(keys)))
                 self.answered += 1
                 return values
-            except DistStoreError:  # one of them was deleted, so that this took until the timeout
-                self._there.clear()
-        looked = [self.look(key) for key in keys]
-        self._there.update(key for key, value in zip(keys, looked, strict=True) if value is not None)
-        return looked
+            except DistStoreError:  # a key was deleted, so that the request waited until its timeout
+                self._written.clear()
+        values = [self.read(key) for key in keys]
+        self._written.update(key for key, value in zip(keys, values, strict=True) if value is not None)
+        return values
 
     def reconnect(self) -> None:
-        """Connects anew. A connection that broke stays broken, also if the server lives."""
+        """Makes a new connection. One that broke stays broken, even if the server runs."""
         server = _server(self._store)
         if server is not None:
-            # The store itself would try for as long as its timeout is, and tell standard error each time.
-            socket.create_connection(server, timeout=_PATIENCE.total_seconds()).close()
-        self._own = _connected(self._store)
+            # The store itself would try until its own timeout, and write to standard error each time.
+            socket.create_connection(server, timeout=_TIMEOUT.total_seconds()).close()
+        self._connection = _connected(self._store)
 
 
 def _connected(store: Store) -> Store:
-    own = store.clone() if hasattr(store, "clone") else store
-    if own is not store:
-        own.set_timeout(_PATIENCE)
-    return own
+    connection = store.clone() if hasattr(store, "clone") else store
+    if connection is not store:
+        connection.set_timeout(_TIMEOUT)
+    return connection
 
 
 def _server(store: Store) -> tuple[str, int] | None:

@@ -1,4 +1,4 @@
-"""Tracebacks as they help who reads them: without the frames of pipework itself, and of how PyTorch calls a module."""
+"""Shorter tracebacks: without the frames of pipework itself, and those by which PyTorch calls a module."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from traceback import TracebackException
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
+from pipework import torch_private
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PACKAGE: Final = str(Path(__file__).resolve().parents[2]) + os.sep
 _MODULE: Final = os.path.join("torch", "nn", "modules", "module.py")
-_CALLS: Final = ("_wrapped_call_impl", "_call_impl")
 
 
 def is_inner(file: str, function: str) -> bool:
     """Whether a frame is pipework's own, or one of those by which PyTorch calls any module.
 
     Args:
-        file: in which the function stands.
+        file: of the function.
         function: its name.
 
     Example:
         >>> is_inner(__file__, "is_inner"), is_inner("train.py", "main")
         (True, False)
     """
-    return file.startswith(_PACKAGE) or (function in _CALLS and file.endswith(_MODULE))
+    return file.startswith(_PACKAGE) or (function in torch_private.CALLS_OF_MODULES and file.endswith(_MODULE))
 
 
 def shortened(error: BaseException) -> str:
-    """An exception's traceback, with those that caused it and all notes, without inner frames.
+    """An exception's traceback, with its causes and all notes, without inner frames.
 
-    The last frame always stays: there it was raised.
+    The last frame, which raised the exception, always stays.
     """
     whole = TracebackException.from_exception(error)
     for each in _chain(whole):
@@ -46,13 +47,13 @@ def shortened(error: BaseException) -> str:
 
 
 def outer_part(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without inner frames; the one that is given stays as it is.
+    """A copy of a traceback without inner frames.
 
     Args:
         trace: of an exception.
 
     Returns:
-        None if no other frames are in it.
+        None if it has no other frames.
     """
     kept = []
     while trace is not None:
@@ -67,7 +68,7 @@ def outer_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _chain(error: TracebackException) -> Iterator[TracebackException]:
-    """It, and all that belongs to it."""
+    """An exception, its causes, and the members of its group."""
     seen: set[int] = set()
     left: list[TracebackException | None] = [error]
     while left:

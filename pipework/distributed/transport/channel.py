@@ -1,7 +1,7 @@
-"""The way between two ranks, there and back: messages in order, described whenever the receiver expects another form.
+"""A channel between two ranks, in both directions: messages in order, described if their form has changed.
 
-A message is a packet with four numbers, and with its tensors if they are small. Larger ones follow, each by itself and
-device_channel from and into their memory:
+A message is a packet with four numbers, and with its tensors if they are small. Larger ones follow, each by itself,
+directly from and into their memory:
 
     sender                                             receiver
     packet: number, what changed, what has arrived --> packet: posted ahead, with the tensors it expects
@@ -10,13 +10,14 @@ device_channel from and into their memory:
     the four numbers alone, and a byte for each large tensor that was expected, which ends its receive
     the description, then the tensors              --> buffers in the form that is described
 
-gloo takes a message that is shorter than its buffer without a word, and ends the process at a longer one. So nothing is
-received whose size was not agreed on before. The numbers alone and a byte for a tensor are where the former is of use.
+gloo accepts a message that is shorter than its buffer without an error, and ends the process at a longer one. So a
+message is received only if both sides know its size. The numbers alone, and the byte for a tensor, are shorter than
+their buffers on purpose.
 
-What has arrived is acknowledged in the packets that go the other way: only then may the sender let go of its memory.
+A rank acknowledges what has arrived in the packets that it sends: only then does the other one release its memory.
 
-Tensors on an accelerator go straight to the other one if there is a way (see `device_channel`): in the order in which
-they are sent, and received when their sizes are known. Else they are copied to the CPU and back.
+Tensors on an accelerator go directly to the other one if there is a `device_channel`: in the order in which they are
+sent, and received when their sizes are known. Else they are copied to the CPU and back.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ _BREAKING_TAG = 2**31 - 1
 
 
 class Group(Protocol):
-    """What is used of PyTorch's process groups."""
+    """The part of PyTorch's process groups that is used here."""
 
     def rank(self) -> int:
         """The number of this process in the group."""
 
     def size(self) -> int:
-        """How many there are."""
+        """The number of processes in the group."""
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> Any:
         """Starts to send; the result has a `wait()`."""
@@ -64,10 +65,10 @@ class Group(Protocol):
 
 
 class LostConnectionError(Exception):
-    """A transfer has failed, because the other rank is gone or because the channel was broken on purpose.
+    """A transfer has failed, because the other rank is gone or because this channel was aborted.
 
     Args:
-        rank: the other one; None: not known which.
+        rank: the other rank; None: it is not known.
     """
 
     def __init__(self, rank: int | None) -> None:
@@ -76,12 +77,12 @@ class LostConnectionError(Exception):
 
 
 class _Expected(NamedTuple):
-    """What a message is like if it is like the last one to the same address, as both sides know.
+    """The form of the last message to an address, which both sides know, and expect of the next one.
 
     Attributes:
-        form: of it.
-        packets: for it.
-        packed: whether its tensors are in the packet, too.
+        form: of the message.
+        packets: for such messages.
+        packed: whether the tensors are in the packet, too.
     """
 
     form: header.Description
@@ -90,15 +91,15 @@ class _Expected(NamedTuple):
 
 
 class _Posted(NamedTuple):
-    """A message that is expected.
+    """A message whose receive has begun.
 
     Attributes:
         number: of the message.
-        expected: what it is like if nothing has changed.
-        packet: filled as soon as it arrives.
-        work: ends then.
+        expected: its form if nothing has changed.
+        packet: where it arrives.
+        work: ends when the packet has arrived.
         buffers: for tensors that are not in the packet.
-        works: end when these are filled.
+        works: end when these have arrived.
     """
 
     number: int
@@ -116,8 +117,8 @@ class _Kept(NamedTuple):
         number: of the message.
         works: end when it is sent.
         packet: of it.
-        packets: where that belongs.
-        parts: what else was sent.
+        packets: to which the packet is given back.
+        parts: all other memory that was sent.
     """
 
     number: int
@@ -128,10 +129,10 @@ class _Kept(NamedTuple):
 
 
 def break_group(group: Group) -> None:
-    """Ends all transfers of a group, in whichever thread they are waited for. The group is of no use any more.
+    """Ends all transfers of a group, also those that other threads wait for. The group cannot be used any more.
 
-    A wait that runs out of time closes all connections of a gloo group for good, and with them every other wait ends:
-    this is the one way to end a wait from outside.
+    A wait that times out closes all connections of a gloo group for good, which ends every other wait: this is the only
+    way to end a wait of another thread.
     """
     if group.size() > 1:
         with contextlib.suppress(RuntimeError):
@@ -140,17 +141,16 @@ def break_group(group: Group) -> None:
 
 
 class Channel:
-    """Messages between this rank and another one; see above.
+    """Messages between this rank and another one; see the module.
 
     Every message has an address, which must be received as often as it is sent. Sending never waits for the receiver.
 
     Args:
-        rank: the other one.
-        outgoing: a group of the two, for what is sent.
-        incoming: likewise for what is received. Another one, since a backend may transfer everything of a group in the
-            order in which it was asked for.
-        device: where this rank computes.
-        device_channel: the way for tensors on accelerators; None: they go through the CPU.
+        rank: the other rank.
+        outgoing: a group of the two, for sending.
+        incoming: another group of the two, for receiving: a backend may execute all transfers of one group in order.
+        device: of this rank.
+        device_channel: for tensors on accelerators; None: they go through the CPU.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Channel:
         self._peer = 1 - outgoing.rank()
         self._device = device
         self._device_channel = device_channel
-        # A new address is expected to get a message with nothing in it, whose packet is the numbers alone.
+        # The first message to an address is expected to be empty, so that its packet is the numbers alone.
         self._nothing = _Expected(header.Description((), None), Packets(()), packed=True)
         self._packets: WeakValueDictionary[Any, Packets] = WeakValueDictionary()  # by the forms of the tensors in them
         # The form of the last message to each address, which the other side knows as well.
@@ -177,16 +177,16 @@ class Channel:
         self._kept: deque[_Kept] = deque()
         self._posted: dict[Address, _Posted] = {}
         self._expected = 0
-        self._arrived = 0  # all before this number
+        self._arrived = 0  # all messages before this number
         self._arrived_early: set[int] = set()
-        # Messages that had to be received before they were asked for.
-        self._drawn: dict[Address, tuple[header.Description, tuple[Tensor | None, ...]]] = {}
+        # Messages that had to be received before `take` asked for them.
+        self._early: dict[Address, tuple[header.Description, tuple[Tensor | None, ...]]] = {}
 
     def send(self, address: Address, tensors: Sequence[Tensor | None], around: Any) -> None:
-        """Sends a message, and goes on at once.
+        """Sends a message, and returns at once.
 
         Raises:
-            TypeError: something is among the plain values that cannot travel.
+            TypeError: a plain value cannot be sent.
             LostConnectionError: the other rank is gone.
         """
         expected = self._sent_forms.get(address, self._nothing)
@@ -201,12 +201,12 @@ class Channel:
         else:
             form = header.describe(tensors, around)
             description = header.encode(form)
-            # A copy: what stands around the tensors may be changed by whoever sends it.
+            # A copy: the sender may change the values around the tensors afterwards.
             self._sent_forms[address] = self._expect(header.decode(description))
             packets = self._nothing.packets
             packet = packets.get()
             if not expected.packed:
-                parts = [_a_byte() for each in expected.form.forms if self._is_posted(each)]
+                parts = [torch.zeros(1, dtype=torch.uint8) for each in expected.form.forms if self._is_posted(each)]
             parts += [torch.frombuffer(bytearray(description), dtype=torch.uint8), *self._memories(tensors)]
         number, self._sent = self._sent, self._sent + 1
         packet.numbers[:] = [number, len(description), self._arrived, 0]
@@ -222,7 +222,7 @@ class Channel:
         self._kept.append(_Kept(number, works, packet, packets, parts))
 
     def post(self, address: Address) -> None:
-        """Makes room for the next message to this address. All posts are in the order in which the other rank sends."""
+        """Begins to receive the next message to this address. Posts have the order in which the other rank sends."""
         number, self._expected = self._expected, self._expected + 1
         expected = self._received_forms.get(address, self._nothing)
         packet = expected.packets.get()
@@ -239,27 +239,27 @@ class Channel:
 
         Raises:
             LostConnectionError: the other rank is gone.
-            RuntimeError: another message has come.
+            RuntimeError: another message has arrived.
         """
         if self._device_channel is not None:
             for earlier in list(self._posted):  # in the order in which they were sent
-                if earlier == address or address in self._drawn:
+                if earlier == address or address in self._early:
                     break
-                self._drawn[earlier] = self._draw(earlier)
-        form, buffers = self._drawn.pop(address) if address in self._drawn else self._draw(address)
+                self._early[earlier] = self._receive_message(earlier)
+        form, buffers = self._early.pop(address) if address in self._early else self._receive_message(address)
         ready = [self._ready(buffer, each) for buffer, each in zip(buffers, form.forms, strict=True)]
         return tuple(ready), form.around
 
-    def _draw(self, address: Address) -> tuple[header.Description, tuple[Tensor | None, ...]]:
+    def _receive_message(self, address: Address) -> tuple[header.Description, tuple[Tensor | None, ...]]:
         """Waits for a message, and returns its form and its tensors."""
         number, expected, packet, work, buffers, works = self._posted.pop(address)
         form = expected.form
         with self._transferring():
             work.wait()
-        came, length, arrived, _ = packet.numbers
-        if came != number:
+        arrived_number, length, acknowledged, _ = packet.numbers
+        if arrived_number != number:
             raise RuntimeError(
-                f"message {came} of rank {self._rank} came in place of message {number}, which {address} waits for"
+                f"message {arrived_number} of rank {self._rank} arrived instead of message {number}, for {address}"
             )
         with self._transferring():
             for each in works:
@@ -270,7 +270,7 @@ class Channel:
                 self._incoming.recv([data], self._peer, 2 * number + 1).wait()
             description = data.numpy().tobytes()
             form = header.decode(description)
-            # Likewise: what the layers get of it is theirs.
+            # Likewise: the layers may change the values that they get.
             self._received_forms[address] = self._expect(header.decode(description))
             buffers = self._buffers(form)
             with self._transferring():
@@ -281,14 +281,14 @@ class Channel:
         if not length and header.may_be_changed(form.around):
             form = header.decode(header.encode(form))
         if self._device_channel is not None:
-            buffers = _with_straight(self._device_channel, buffers, form)
+            buffers = _with_device_tensors(self._device_channel, buffers, form)
         expected.packets.give_back(packet)
-        self._let_go(arrived)
+        self._release(acknowledged)
         self._note_arrival(number)
         return form, buffers
 
     def _ready(self, buffer: Tensor | None, form: header.TensorForm | None) -> Tensor | None:
-        """A received tensor where it belongs."""
+        """A received tensor on its device, requiring a gradient if it did so there."""
         if buffer is None or form is None:
             return None
         if form.on_accelerator and self._device_channel is None and self._device is not None:
@@ -306,37 +306,37 @@ class Channel:
 
     def flush(self) -> None:
         """Waits until everything has been sent."""
-        self._let_go(self._sent)
+        self._release(self._sent)
 
     def abort(self) -> None:
-        """Ends all transfers, in whichever thread they are waited for; the channel is of no use any more."""
+        """Ends all transfers, also those that other threads wait for; the channel cannot be used any more."""
         break_group(self._outgoing)
         break_group(self._incoming)
         if self._device_channel is not None:
             self._device_channel.abort()
 
     def forget(self) -> None:
-        """After it was aborted and nobody waits any more: lets go of all tensors that were on their way."""
+        """After an abort, when no thread waits any more: drops all tensors of unfinished transfers."""
         self._kept.clear()
         self._posted.clear()
-        self._drawn.clear()
+        self._early.clear()
 
     def _memories(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """What is transferred of tensors through the CPU, beside their packet."""
+        """The memory of tensors that go through the CPU, without a packet."""
         present = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
         if self._device_channel is not None:
             present = [tensor for tensor in present if not header.lies_on_accelerator(tensor)]
         return [header.memory_of(tensor).cpu() for tensor in present]
 
     def _buffers(self, form: header.Description) -> tuple[Tensor | None, ...]:
-        """Memory for what comes through the CPU."""
+        """Memory for tensors that come through the CPU."""
         return tuple([each.room() if each is not None and self._through_cpu(each) else None for each in form.forms])
 
     def _through_cpu(self, form: header.TensorForm) -> bool:
         return self._device_channel is None or not form.on_accelerator
 
     def _is_posted(self, form: header.TensorForm | None) -> bool:
-        """Whether the receive of such a tensor is posted ahead."""
+        """Whether the receive of such a tensor begins before its packet has arrived."""
         return form is not None and 0 not in form.shape and self._through_cpu(form)
 
     def _receive(self, number: int, buffers: Sequence[Tensor | None]) -> list[Any]:
@@ -347,7 +347,7 @@ class Channel:
         ]
 
     def _expect(self, form: header.Description) -> _Expected:
-        """What is expected after a message of that form."""
+        """The expectation after a message of that form."""
         if not fits_in_packet(form.forms):
             return _Expected(form, self._nothing.packets, packed=False)
         packets = self._packets.get(form.forms)
@@ -355,9 +355,9 @@ class Channel:
             packets = self._packets[form.forms] = Packets(form.forms)
         return _Expected(form, packets, packed=True)
 
-    def _let_go(self, arrived: int) -> None:
-        """What has arrived elsewhere need not be kept here."""
-        while self._kept and self._kept[0].number < arrived:
+    def _release(self, acknowledged: int) -> None:
+        """Drops the messages before this number, which the other rank has received."""
+        while self._kept and self._kept[0].number < acknowledged:
             kept = self._kept[0]
             try:
                 for work in kept.works:
@@ -374,13 +374,9 @@ class Channel:
             self._arrived += 1
 
 
-def _a_byte() -> Tensor:
-    return torch.zeros(1, dtype=torch.uint8)
-
-
-def _with_straight(
+def _with_device_tensors(
     device_channel: DeviceChannel, buffers: tuple[Tensor | None, ...], form: header.Description
 ) -> tuple[Tensor | None, ...]:
-    """The tensors of a message with those that come device_channel from the other accelerator."""
+    """The tensors of a message, with those that come directly from the other accelerator."""
     pairs = zip(buffers, form.forms, strict=True)
     return tuple([device_channel.receive(each) if each and each.on_accelerator else buffer for buffer, each in pairs])

@@ -1,7 +1,7 @@
-"""The way between the accelerators of two ranks by their own backend, such as NCCL's, without the CPU.
+"""Transfers between the accelerators of two ranks by their own backend, such as NCCL, without the CPU.
 
-Such a backend knows no tags: everything is received in the order in which it is sent, and into memory of its size. A
-wait makes the present stream wait, not the program.
+Such a backend has no tags: tensors are received in the order in which they are sent, into memory of their size. A wait
+makes the current stream wait, not the program.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class DeviceChannel:
     """Tensors to and from one other rank.
 
     Args:
-        outgoing: a group of the two, for what is sent.
-        incoming: likewise for what is received.
-        device: where this rank computes.
+        outgoing: a group of the two, for sending.
+        incoming: another group of the two, for receiving.
+        device: of this rank.
     """
 
     def __init__(self, outgoing: Group, incoming: Group, device: torch.device) -> None:

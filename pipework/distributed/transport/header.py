@@ -1,7 +1,6 @@
-"""What one process tells another of a message before its tensors: their forms and the nesting around them, as bytes.
+"""The header of a message between processes: the forms of its tensors and the structure around them, as JSON bytes.
 
-The bytes are JSON. Whoever sends them may be broken or hostile: reading them runs nothing and imports nothing, and
-anything that is not as it should be is a ValueError.
+The sender may be broken or hostile. Decoding runs nothing and imports nothing, and malformed bytes are a ValueError.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipework.runtime.skips.stashed import Stashed
-from pipework.values import nested_json, plain_json
+from pipework.values import structure_json
 from pipework.values.equality import same
+from pipework.values.json_codec import decode_scalar, encode_scalar
 from pipework.values.nested import Place, Structure
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ _UNCHANGING = {Place, type(None), bool, int, float, complex, str, bytes, torch.d
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """What must be known of a tensor before there is memory for it.
+    """The properties of a tensor that a receiver needs to allocate memory for it.
 
     Attributes:
         dtype: of its elements.
         shape: its sizes.
-        requires_grad: whether gradients are to come back.
-        strides: as it lies in memory, if every element there is its own and there is no gap; None: in the usual order.
-        on_accelerator: whether it lies on the sender's accelerator, and is to lie on the receiver's.
+        requires_grad: whether gradients are to be sent back.
+        strides: of a dense tensor that is not contiguous; None: contiguous.
+        on_accelerator: whether it is on the sender's accelerator, and is to be on the receiver's.
     """
 
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class TensorForm:
         """The form of a tensor.
 
         Raises:
-            TypeError: it is no array of numbers in memory, or one of a class of its own.
+            TypeError: the tensor is not dense, or is of a subclass of Tensor.
 
         Example:
             >>> TensorForm.of(torch.zeros(2, 3).t())
@@ -62,7 +62,7 @@ class TensorForm:
         return cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad, strides, lies_on_accelerator(tensor))
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether it is the form of this tensor; faster than to make that."""
+        """Whether this is the form of a tensor, without making its form."""
         return (
             type(tensor) is torch.Tensor
             and tensor.dtype is self.dtype
@@ -90,11 +90,11 @@ class TensorForm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Description:
-    """All of a message but the numbers in its tensors.
+    """A message without the values of its tensors.
 
     Attributes:
         forms: one for each tensor, None for a missing one.
-        around: None, a number, or the structure that the tensors came from, perhaps with which of them are `Stashed`.
+        around: None, a number, the structure of the tensors, or a `Stashed` with that structure.
     """
 
     forms: tuple[TensorForm | None, ...]
@@ -108,7 +108,7 @@ class Description:
     __hash__ = None  # type: ignore[assignment]  # plain values may be lists
 
     def fits(self, tensors: Sequence[Tensor | None], around: Any) -> bool:
-        """Whether it is the description of this message; faster than to make that.
+        """Whether this is the description of a message, without making its description.
 
         Example:
             >>> description = describe((torch.zeros(2), None), None)
@@ -130,7 +130,7 @@ def describe(tensors: Sequence[Tensor | None], around: Any) -> Description:
     """The description of a message.
 
     Raises:
-        TypeError: a tensor is no array of numbers in memory, or one of a class of its own.
+        TypeError: a tensor is not dense, or is of a subclass of Tensor.
 
     Example:
         >>> describe((torch.zeros(2, 3), None), None).forms
@@ -140,7 +140,7 @@ def describe(tensors: Sequence[Tensor | None], around: Any) -> Description:
 
 
 def may_be_changed(around: Any) -> bool:
-    """Whether there are plain values that a layer may change in place, such as a dataclass without tensors.
+    """Whether there are plain values that a layer can change in place, such as a dataclass without tensors.
 
     Example:
         >>> from pipework.values.nested import flatten
@@ -153,18 +153,18 @@ def may_be_changed(around: Any) -> bool:
 
 
 def lies_on_accelerator(tensor: Tensor) -> bool:
-    """Whether a tensor is to lie on the accelerator of whoever receives it."""
+    """Whether a tensor is to be on the accelerator of its receiver."""
     return not tensor.is_cpu
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """What is transferred of a tensor: its elements in the order in which its form says that they lie.
+    """The elements of a tensor in the order of the memory of its form, as they are transferred.
 
     Example:
         >>> memory_of(torch.tensor([[1, 2], [3, 4]]).t()).tolist()
         [1, 2, 3, 4]
     """
-    # Where a sign is to be changed, as by `conj()`, the memory has other numbers than the tensor.
+    # After `conj()`, the memory has other numbers than the tensor.
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_contiguous():
         return tensor
@@ -177,7 +177,7 @@ def encode(description: Description) -> bytes:
     """The description as bytes.
 
     Raises:
-        TypeError: something in it cannot travel; the message names its type and where it sits.
+        TypeError: a value cannot be sent; the message names its type and its path.
 
     Example:
         >>> encode(describe((torch.zeros(2),), None))
@@ -191,7 +191,7 @@ def decode(data: bytes) -> Description:
     """The description of what `encode` gave.
 
     Raises:
-        ValueError: the bytes are malformed, or tell of a class that this process does not know.
+        ValueError: the bytes are malformed, or name a class that this process does not know.
 
     Example:
         >>> decode(encode(describe((torch.zeros(2),), None))) == describe((torch.zeros(2),), None)
@@ -203,17 +203,17 @@ def decode(data: bytes) -> Description:
             case {"forms": [*forms], "around": around}:
                 return Description(tuple(map(_decode_form, forms)), _decode_around(around, len(forms)))
         raise ValueError("it is no description")
-    except Exception as error:  # whatever hostile bytes can bring about, such as a RecursionError
+    except Exception as error:  # hostile bytes can cause any error, such as a RecursionError
         raise ValueError(f"a message between processes cannot be read: {error}") from error
 
 
 def _refuse_own_class(tensor: Tensor) -> None:
-    """Only the numbers travel: what a class adds to them would be lost. A Parameter adds nothing, once it is cut."""
+    """Refuses subclasses: only numbers are sent. A Parameter is sent as the tensor that it is after `detach()`."""
     if type(tensor) is not torch.Tensor and type(tensor.detach()) is not torch.Tensor:
         raise TypeError(
             f"a tensor of the class {type(tensor).__module__}.{type(tensor).__qualname__} cannot be sent to another "
-            "process, where it would arrive as a plain tensor: give on tensor.as_subclass(torch.Tensor) if the numbers "
-            "are all that is needed, or keep the layers that exchange it in one partition"
+            "process, where it would arrive as a plain tensor: return tensor.as_subclass(torch.Tensor) if only the "
+            "numbers are needed, or keep the layers that exchange it in one partition"
         )
 
 
@@ -229,7 +229,7 @@ def _unusual_strides(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements lie side by side, each at a place of its own, though perhaps not in the usual order."""
+    """Whether the elements fill their memory without gaps and overlaps, in any order."""
     step = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
         if stride != step:
@@ -251,15 +251,15 @@ def _decode_form(form: Any) -> TensorForm | None:
         case None:
             return None
         case [str(dtype), [*shape], bool(requires_grad), *rest] if _are_sizes(shape):
-            if math.prod(shape) * plain_json.DTYPES[dtype].itemsize >= 2**63:
+            if math.prod(shape) * structure_json.DTYPES[dtype].itemsize >= 2**63:
                 raise ValueError(f"a tensor of shape {shape} is too large")
             on_accelerator = len(rest) == 2 and rest[1] is True
             match rest[:1] if on_accelerator else rest:
                 case [] | [None]:
-                    return TensorForm(plain_json.DTYPES[dtype], tuple(shape), requires_grad, None, on_accelerator)
+                    return TensorForm(structure_json.DTYPES[dtype], tuple(shape), requires_grad, None, on_accelerator)
                 case [[*strides]] if _are_sizes(strides) and _is_dense(shape, strides) and max(strides) < 2**63:
                     return TensorForm(
-                        plain_json.DTYPES[dtype], tuple(shape), requires_grad, tuple(strides), on_accelerator
+                        structure_json.DTYPES[dtype], tuple(shape), requires_grad, tuple(strides), on_accelerator
                     )
     raise ValueError(f"{str(form)[:80]!r} stands for no tensor")
 
@@ -270,31 +270,30 @@ def _are_sizes(numbers: Sequence[Any]) -> bool:
 
 def _encode_around(around: Any) -> Any:
     if around is None or type(around) is int:
-        return plain_json.encode(around)
+        return encode_scalar(around)
     if isinstance(around, Stashed):
         return {"stashed": list(map(list, around.which)), "around": _encode_around(around.structure)}
     if not isinstance(around, Structure):
         raise TypeError(f"{type(around).__qualname__} stands around the tensors, not None, an int or a Structure")
     try:
-        return {"structure": nested_json.encode(around)}
-    except nested_json.CannotTravel as refusal:
-        where = f" at output{refusal.where}" if refusal.where else ""
+        return {"structure": structure_json.encode(around)}
+    except structure_json.EncodeError as error:
+        where = f" at output{error.path}" if error.path else ""
         raise TypeError(
-            f"{refusal.what} stands{where} in what is to be sent to another process. Between processes only tensors "
-            f"travel, and {plain_json.TRAVEL}, in tuples, lists, dicts, named tuples, dataclasses and what is "
-            "registered "
-            "with torch.utils._pytree"
+            f"{error.value} stands{where} in what is to be sent to another process. Between processes only tensors "
+            f"are sent, and {structure_json.SUPPORTED}, in tuples, lists, dicts, named tuples, dataclasses and classes "
+            "that are registered with torch.utils._pytree"
         ) from None
 
 
 def _decode_around(form: Any, count: int) -> Any:
     match form:
-        case None | ["int", str()]:
-            return plain_json.decode(form)
-        case int() if not isinstance(form, bool):
+        case None | int() if not isinstance(form, bool):
             return form
+        case {"$": "int"}:
+            return decode_scalar(form)
         case {"structure": structure}:
-            return nested_json.decode(structure, count)
+            return structure_json.decode(structure, count)
         case {"stashed": [*which], "around": (None | {"structure": _}) as inner}:
             pairs = [(n, skip) for n, skip in which if _are_sizes((n, skip)) and n < count]
             if len(pairs) == len(which):

@@ -1,7 +1,7 @@
-"""Memory for a message that is sent in one piece: four numbers, and behind them its tensors, if they are small.
+"""Packets: memory for a message that is sent in one piece, four numbers and behind them small tensors.
 
-For some kilobytes, another transfer costs more than to copy them. Packets are used again and again, so what is in
-them is copied out: every tensor that is received has memory of its own.
+For some kilobytes another transfer costs more than a copy. Packets are reused, so the tensors in them are copied out:
+every tensor that is received has memory of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NUMBERS = 4
 _ALIGNMENT = 16  # bytes, as much as the largest element of a tensor needs
-_SMALL = 2**16  # bytes of tensors that are rather copied than transferred by themselves
+_SMALL = 2**16  # bytes of tensors, up to which they are copied into a packet
 _WHOLE_NUMBERS = frozenset(
     {torch.bool, torch.uint8, torch.int8}
     | {torch.int16, torch.int32, torch.int64}
@@ -33,11 +33,11 @@ class Packet:
     """Four numbers and tensors of known forms in one piece of memory.
 
     Args:
-        forms: of the tensors, None for a missing one.
+        forms: of the tensors; None for a missing one.
 
     Attributes:
-        memory: what is transferred.
-        numbers: at its beginning, as an array that can be read and written.
+        memory: that is transferred.
+        numbers: at the beginning of the memory, as an array that can be read and written.
 
     Example:
         >>> from pipework.distributed.transport.header import TensorForm
@@ -54,7 +54,7 @@ class Packet:
         for form in forms:
             starts.append(end)
             end += 0 if form is None else _padded(_size(form))
-        with torch.inference_mode(False):  # or it could only be used in that mode
+        with torch.inference_mode(False):  # else it could be used in inference mode only
             self.memory = torch.empty(end, dtype=torch.uint8, device="cpu")
             self.numbers = (ctypes.c_int64 * NUMBERS).from_address(self.memory.data_ptr())
             self._views = tuple(
@@ -71,12 +71,12 @@ class Packet:
                 view.copy_(tensor.detach())
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Copies of the tensors in it."""
+        """Copies of the tensors in the packet."""
         return tuple([None if view is None else view.clone() for view in self._views])
 
 
 class Packets:
-    """Packets of the same forms, as many as are on their way at the same time."""
+    """Packets of the same forms, as many as are in use at the same time."""
 
     __slots__ = ("__weakref__", "_forms", "_unused")
 
@@ -85,11 +85,11 @@ class Packets:
         self._unused: list[Packet] = []
 
     def get(self) -> Packet:
-        """A packet that nobody uses."""
+        """A packet that is not in use."""
         return self._unused.pop() if self._unused else Packet(self._forms)
 
     def give_back(self, packet: Packet) -> None:
-        """What is in the packet is not needed any longer."""
+        """The content of the packet is not needed any longer."""
         self._unused.append(packet)
 
 

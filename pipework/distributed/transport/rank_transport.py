@@ -1,7 +1,7 @@
-"""One run of the workers, if each is a process: what stays here goes through queues, all else through channels.
+"""The transport of one run between ranks: messages within a rank go through queues, all others through channels.
 
-A stage's actions hand over what they make as always. It lies in an outbox until the schedule says that it is sent, and
-what comes from another rank is received into buffers from the moment at which the schedule says so.
+An action hands over its results as in one process. A result for another rank waits in an outbox until the schedule's
+SEND action; a message from another rank is received into buffers from the schedule's RECV action on.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from pipework.runtime.transport import LocalTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from pipework.distributed.transport.channel import Channel
     from pipework.runtime.peers import RunSpec
     from pipework.runtime.skips.connections import Skip
-    from pipework.runtime.transport import Address, Endpoint, LocalTransport, Message, Send
+    from pipework.runtime.transport import Address, Endpoint, Message, Send
     from pipework.schedule import Action
 
 
@@ -30,22 +32,21 @@ class RankTransport:
 
     Args:
         worker: the number of this rank's worker.
-        local: what stays in this process.
-        run: the run.
+        spec: the run.
         connections: to the other ranks.
-        peer_group: does what concerns more than two ranks.
+        peer_group: for what concerns more than two ranks.
     """
 
     def __init__(
         self,
         worker: int,
-        local: LocalTransport,
-        run: RunSpec,
+        spec: RunSpec,
         connections: Connections,
         peer_group: PeerGroup,
     ) -> None:
+        local = LocalTransport(spec.placement, spec.links)  # for messages between stages of this rank
         self.outside: Endpoint = local.outside
-        self.endpoints = {worker: RankEndpoint(worker, local, run, connections.channels, peer_group)}
+        self.endpoints = {worker: RankEndpoint(worker, local, spec, connections.channels, peer_group)}
         self._stop = local.stop
         self._connections = connections
         self._peer_group = peer_group
@@ -58,7 +59,7 @@ class RankTransport:
         self._peer_group.abort()
 
     def close(self) -> None:
-        """See `Transport.close`: stages know their endpoint, and so it must not know them any longer."""
+        """See `Transport.close`: breaks the cycle between stages and their endpoint."""
         for endpoint in self.endpoints.values():
             endpoint.close()
         if self._stopped:
@@ -72,27 +73,27 @@ class RankEndpoint:
         self,
         worker: int,
         local: LocalTransport,
-        run: RunSpec,
+        spec: RunSpec,
         channels: Mapping[int, Channel],
         peer_group: PeerGroup,
     ) -> None:
         self._worker = worker
         self._own: Endpoint = local.endpoints[worker]
         self._outputs = local.outside_inbox
-        self._run = run
+        self._spec = spec
         self._channels = channels
         self._peer_group = peer_group
-        self._stages = len(run.placement)
+        self._stages = len(spec.placement)
         self._outbox: dict[Address, tuple[Sequence[Tensor | None], Any]] = {}
         self._posted: dict[Address, Channel] = {}
         self._results: list[tuple[int, tuple[Tensor | None, ...], Any]] = []
         self._ways: dict[tuple[str, int, int], list[str]] = {}
 
     def sender(self, kind: str, stage: int) -> Send:
-        """See `Endpoint.sender`; what goes to another rank waits for the action that sends it."""
-        if stage == self._stages and self._run.shares != 0:
+        """See `Endpoint.sender`; a message to another rank waits for the SEND action."""
+        if stage == self._stages and self._spec.results_for_all != 0:
             return self._sender_of_results(self._own.sender(kind, stage))
-        if not 0 <= stage < self._stages or self._run.placement[stage] == self._worker:
+        if not 0 <= stage < self._stages or self._spec.placement[stage] == self._worker:
             return self._own.sender(kind, stage)
         outbox = self._outbox
 
@@ -117,15 +118,15 @@ class RankEndpoint:
             "SEND_B": self._send,
             "RECV_F": self._post,
             "RECV_B": self._post,
-            "REDUCE_GRAD": lambda action: self._peer_group.reduce(self._run, action.stage),
+            "REDUCE_GRAD": lambda action: self._peer_group.reduce(self._spec, action.stage),
         }
 
     def finish(self) -> None:
-        """See `Endpoint.finish`: exchanges results, and waits until everything that was sent has arrived."""
+        """See `Endpoint.finish`: exchanges results, and waits until all messages have arrived."""
         with self._peer_group.monitor.progress.waits():
-            self._peer_group.complete(self._run)
-            last = self._run.placement[-1]
-            if self._run.shares != 0:
+            self._peer_group.complete(self._spec)
+            last = self._spec.placement[-1]
+            if self._spec.results_for_all != 0:
                 if last == self._worker:
                     self._send_results()
                 else:
@@ -134,20 +135,20 @@ class RankEndpoint:
                 channel.flush()
 
     def close(self) -> None:
-        """After the run: lets go of the stages, and of what was on its way if something has failed."""
-        self._run = self._run._replace(runs={})
+        """After the run: releases the stages, and after a failure the messages that were not sent."""
+        self._spec = self._spec._replace(runs={})
         self._outbox.clear()
         self._results.clear()
 
     def _send(self, action: Action) -> None:
         kind, source, micro_batch, target = action
-        channel = self._channels[self._run.placement[target]]
+        channel = self._channels[self._spec.placement[target]]
         for name in self._names(kind[-1], source, target):
             channel.send((name, target, micro_batch), *self._outbox.pop((name, target, micro_batch)))
 
     def _post(self, action: Action) -> None:
         kind, target, micro_batch, source = action
-        channel = self._channels[self._run.placement[source]]
+        channel = self._channels[self._spec.placement[source]]
         for name in self._names(kind[-1], source, target):
             address = (name, target, micro_batch)
             channel.post(address)
@@ -157,7 +158,7 @@ class RankEndpoint:
         """The kinds of addresses to which values, or gradients, go from one stage to another."""
         way = (kind, source, target)
         if way not in self._ways:
-            self._ways[way] = names_of_messages(kind, source, target, self._run.skips)
+            self._ways[way] = names_of_messages(kind, source, target, self._spec.skips)
         return self._ways[way]
 
     def _sender_of_results(self, send: Send) -> Send:
@@ -168,18 +169,18 @@ class RankEndpoint:
         return send_and_keep
 
     def _send_results(self) -> None:
-        """What comes out of the last stage, to all other ranks; losses, which have no dimension, in one message."""
+        """Sends the results of the last stage to all other ranks; all losses in one message."""
         self._results.sort(key=itemgetter(0))  # a schedule may have another order
         stops = self._peer_group.asked_to_stop()
         losses: list[Tensor] = []
         needs_gradient = False
-        if self._run.shares is not None:
+        if self._spec.results_for_all is not None:
             parts = [tensors[0] for _, tensors, _ in self._results]
             needs_gradient = any(part is not None and part.requires_grad for part in parts)
             losses = [torch.stack([part.detach() for part in parts if part is not None])]
         for channel in self._others():
             channel.send(("results", self._stages, 0), losses, needs_gradient + 2 * stops)
-            if self._run.shares is None:
+            if self._spec.results_for_all is None:
                 for micro_batch, tensors, structure in self._results:
                     channel.send(("output", self._stages, micro_batch), tensors, structure)
         self._peer_group.stopping |= stops
@@ -191,8 +192,8 @@ class RankEndpoint:
 
         losses, flags = received(("results", self._stages, 0))
         self._peer_group.stopping |= bool(flags & 2)
-        if self._run.shares is None:
-            for micro_batch in range(self._run.micro_batches):
+        if self._spec.results_for_all is None:
+            for micro_batch in range(self._spec.micro_batches):
                 message = received(("output", self._stages, micro_batch))
                 self._outputs.put((("F", self._stages, micro_batch), message, None))
             return
@@ -201,16 +202,16 @@ class RankEndpoint:
             self._outputs.put((("F", self._stages, micro_batch), ((loss,), None), None))
 
     def _others(self) -> list[Channel]:
-        return [self._channels[worker] for worker in sorted({*self._run.placement} - {self._worker})]
+        return [self._channels[worker] for worker in sorted({*self._spec.placement} - {self._worker})]
 
 
 def names_of_messages(kind: str, source: int, target: int, skips: Sequence[Skip]) -> list[str]:
-    """What goes from one stage device_channel to another, in the order in which it is sent.
+    """The messages from one stage straight to another, in the order in which they are sent.
 
     Args:
         kind: "F" values, "B" gradients.
-        source: the stage that makes them.
-        target: the stage that needs them.
+        source: the stage that sends.
+        target: the stage that receives.
         skips: all of the pipe.
 
     Example:

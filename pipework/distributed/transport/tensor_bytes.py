@@ -1,4 +1,4 @@
-"""The bytes of a tensor, of whatever dtype: read as integers of the same size, which every operator copies exactly."""
+"""The bytes of a tensor of any dtype: read as integers of the same size, which every operator copies exactly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from pipework import torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,14 +20,14 @@ _OF_SIZE: Final[Mapping[int, torch.dtype]] = MappingProxyType(
 
 
 def as_bytes(name: str, tensor: Tensor) -> Tensor:
-    """The bytes of the elements in their usual order; the tensor's own memory where it has that order.
+    """The bytes of the elements in contiguous order; the tensor's own memory if it is contiguous.
 
     Args:
-        name: what errors call it.
-        tensor: which.
+        name: of the tensor in errors.
+        tensor: on any device.
 
     Raises:
-        TypeError: it is no array in memory.
+        TypeError: it is sparse, quantized or a wrapper of other tensors.
 
     Example:
         >>> as_bytes("x", torch.tensor([[1, 2], [3, 4]], dtype=torch.int16).t()).tolist()
@@ -37,18 +38,18 @@ def as_bytes(name: str, tensor: Tensor) -> Tensor:
         what = f"has the layout {tensor.layout}"
     elif tensor.is_quantized:
         what = f"is quantized, {tensor.dtype}"
-    elif is_traceable_wrapper_subclass(tensor):
+    elif torch_private.is_wrapper_subclass(tensor):
         what = f"is a {type(tensor).__qualname__}, which stands for other tensors"
     if what is not None:
         raise TypeError(
-            f"{name} {what}, so its values cannot be sent to other replicas as they lie in memory: keep it as a dense "
-            "torch.Tensor, or not as a parameter or buffer"
+            f"{name} {what}, so its values cannot be sent to other replicas as bytes: keep it as a dense torch.Tensor, "
+            "or not as a parameter or buffer"
         )
     return _integers(tensor.resolve_conj().resolve_neg()).contiguous().reshape(-1).view(torch.uint8)
 
 
 def write_bytes(data: Tensor, tensor: Tensor) -> None:
-    """Gives a tensor the elements whose bytes `as_bytes` gave of one like it.
+    """Writes bytes that `as_bytes` returned into a tensor of the same shape and dtype.
 
     Example:
         >>> half = torch.zeros(2, dtype=torch.float16)
@@ -65,7 +66,7 @@ def write_bytes(data: Tensor, tensor: Tensor) -> None:
         to = _integers(tensor)
         source = data.view(to.dtype).view(to.shape)
         for dimension, stride in enumerate(to.stride()):
-            if stride == 0:  # expanded: all elements along it are one
+            if stride == 0:  # expanded: all elements along it share memory
                 to, source = to.narrow(dimension, 0, 1), source.narrow(dimension, 0, 1)
         to.copy_(source)
 

@@ -1,16 +1,15 @@
 """Lets one thread draw CPU random numbers from a generator of its own.
 
-PyTorch has a single default generator for the CPU. Two workers that draw from it at once get numbers that depend on
-who came first, and saving and restoring its state around a recomputation is a race. Every random operator of the CPU
-ends in one of a few kernels that take a `generator` argument, so it is enough to stand before those kernels and fill
-that argument in:
+PyTorch has one default generator for the CPU. If two workers draw from it at once, their numbers depend on the order of
+the draws, and saving and restoring its state around a recomputation is a race. Every random operator of the CPU ends in
+one of a few kernels with a `generator` argument. So wrappers around these kernels fill in that argument:
 
     F.dropout -> aten::bernoulli_.float(self, p, generator=None) -> [here] -> the same kernel, generator=the thread's
     own
 
-A thread without a stream (every thread but a worker inside a layer) passes straight through. The override is
-process-wide, as the dispatcher is, so it is installed once, when a worker first meets a layer that may draw, and
-never on import.
+On a thread without a stream (every thread but a worker inside a layer) a wrapper changes nothing. The dispatcher is
+process-wide, and so are the wrappers. They are installed once, before a layer that may draw first runs, and never on
+import.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from pipework import torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,14 +38,14 @@ class _ThreadStream(threading.local):
     stream: RandomStream | None = None
 
 
-# The dispatcher's table is process-wide state that PyTorch owns; these three names mirror it and nothing else.
+# The dispatcher's table is process-wide state of PyTorch; these three names mirror it.
 thread_stream = _ThreadStream()
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
 
 
 def install() -> None:
-    """Routes the CPU's random kernels through the current thread's stream, if it has one. Once is enough."""
+    """Installs the wrappers of the CPU's random kernels; later calls do nothing."""
     global _library
     if _library is not None:
         return
@@ -52,12 +53,12 @@ def install() -> None:
         if _library is None:
             library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
             with warnings.catch_warnings():
-                # PyTorch warns that a kernel is replaced, which is the purpose.
+                # PyTorch warns when a kernel is replaced, which is intended here.
                 warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
-                for operator in drawing_kernels():
+                for operator, (position, keyword_only) in torch_private.generator_arguments().items():
                     library.impl(  # type: ignore[no-untyped-call]
                         operator.removeprefix("aten::"),
-                        _with_thread_stream(operator),
+                        _with_thread_stream(operator, position, keyword_only),
                         "CPU",
                         with_keyset=True,
                         allow_override=True,
@@ -67,14 +68,14 @@ def install() -> None:
 
 
 def installed() -> bool:
-    """Whether the override stands in this process."""
+    """Whether the wrappers are installed in this process."""
     return _library is not None
 
 
 def _install_state_access() -> None:
-    """Lets `get_rng_state` and `set_rng_state` mean the thread's stream, if it has one.
+    """Makes `get_rng_state` and `set_rng_state` read and write the thread's stream, if it has one.
 
-    torch.utils.checkpoint saves the state in a layer's forward, and puts it back to compute the layer again.
+    torch.utils.checkpoint saves the state in a layer's forward, and restores it to compute the layer again.
     """
     get_state, set_state = torch.get_rng_state, torch.set_rng_state
 
@@ -97,7 +98,7 @@ def _install_state_access() -> None:
 
 @contextlib.contextmanager
 def drawing_from(stream: RandomStream) -> Iterator[None]:
-    """For the time of the context, this thread's CPU random numbers come from the stream."""
+    """Inside, this thread draws its CPU random numbers from the stream."""
     before, thread_stream.stream = thread_stream.stream, stream
     try:
         yield
@@ -105,33 +106,10 @@ def drawing_from(stream: RandomStream) -> Iterator[None]:
         thread_stream.stream = before
 
 
-def drawing_kernels() -> list[str]:
-    """The operators with a CPU kernel that takes a generator; every other random operator is made of these."""
-    return [
-        name
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("aten::")
-        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
-        and _generator_position(name) is not None
-    ]
-
-
-def _generator_position(operator: str) -> tuple[int, bool] | None:
-    """Where the operator's generator argument stands, and whether it can only be given by keyword."""
-    name, _, overload = operator.partition(".")
-    for position, argument in enumerate(torch._C._get_schema(name, overload).arguments):
-        if argument.name == "generator":
-            return position, argument.kwarg_only
-    return None
-
-
-def _with_thread_stream(operator: str) -> Callable[..., Any]:
+def _with_thread_stream(operator: str, position: int, keyword_only: bool) -> Callable[..., Any]:
     kernel = torch.library.get_kernel(operator, "CPU")
-    found = _generator_position(operator)
-    assert found is not None
-    position, keyword_only = found
 
-    def draw(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def draw(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         stream = thread_stream.stream
         if stream is not None:
             if keyword_only or len(args) <= position:

@@ -1,8 +1,9 @@
-"""Random numbers that belong to (key, layer, micro-batch), whoever computes them and however often.
+"""Random streams by (key, layer, micro-batch): the same numbers on any worker, and in a recomputation.
 
-A training call draws one 64-bit key from the caller's generator, so `torch.manual_seed` governs it. Each layer
-starts a stream of its own for each micro-batch, named by its index in the un-partitioned module. So a dropout mask
-is the same for any number of stages, any schedule, any order of execution, and when it is recomputed.
+A training call draws one 64-bit key from the caller's generator, which `torch.manual_seed` sets. Each layer has a
+stream of its own for each micro-batch, seeded with the key, the layer's index in the un-partitioned module and the
+micro-batch. So a dropout mask is the same for any number of stages, any schedule and any order of execution, and when
+recomputed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from pipework import torch_private
 from pipework.runtime.random import kernels
 
 if TYPE_CHECKING:
@@ -21,9 +23,8 @@ if TYPE_CHECKING:
 
 _MASK = (1 << 64) - 1
 
-# Modules of torch.nn that compute the same thing at every call. What is not listed (a user's own class, a dropout, a
-# module with hooks) may draw: being wrong in that direction costs a microsecond, in the other a mask that cannot be
-# reproduced.
+# Modules of torch.nn that draw nothing. All others (a user's class, a dropout, a module with hooks) may draw. A module
+# that is listed wrongly gets masks that cannot be reproduced; one that is missing costs a microsecond.
 _NEVER_DRAW = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Unflatten,
     nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag,
@@ -42,14 +43,14 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 
 def may_draw(layer: nn.Module) -> bool:
-    """Whether running the layer might draw random numbers; False only where that is certain.
+    """Whether the layer may draw random numbers when it runs; False only if it certainly draws none.
 
     Example:
         >>> may_draw(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), may_draw(nn.Dropout(0.1)), may_draw(nn.Dropout(0.0))
         (False, True, False)
     """
     for module in layer.modules():
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+        if torch_private.may_have_forward_hooks(module) or "forward" in module.__dict__:
             return True
         if type(module) in _DROPOUTS:
             if getattr(module, "p", 1) > 0:
@@ -60,7 +61,7 @@ def may_draw(layer: nn.Module) -> bool:
 
 
 def function_may_draw(function: Callable[..., object] | None) -> bool:
-    """The same for a loss function.
+    """Whether a loss function may draw random numbers.
 
     Example:
         >>> function_may_draw(nn.functional.cross_entropy), function_may_draw(lambda output, target: output.mean())
@@ -77,9 +78,9 @@ def draw_key() -> int:
 
 
 class Key:
-    """The key of one call, drawn when it is first asked for.
+    """The key of one call, drawn when it is first read.
 
-    A training call asks at once. An evaluation call leaves the caller's generator alone unless a layer really draws.
+    A training call reads it at once. An evaluation call leaves the caller's generator alone unless a layer draws.
     """
 
     __slots__ = ("_lock", "_value")
@@ -97,8 +98,8 @@ class Key:
         """The 64-bit key."""
         with self._lock:
             if self._value is None:
-                # The asking worker is inside a layer: its own stream must step aside, or it would ask itself for the
-                # key.
+                # The worker is inside a layer. Without its stream, the draw comes from the caller's generator; with it,
+                # the draw would need this key.
                 stream, kernels.thread_stream.stream = kernels.thread_stream.stream, None
                 try:
                     self._value = draw_key()
@@ -108,14 +109,14 @@ class Key:
 
 
 class RandomStream:
-    """Where one worker's CPU random numbers come from at present; restarts whenever it enters a (layer, micro-batch).
+    """The source of one worker's CPU random numbers; it starts anew at each (layer, micro-batch).
 
-    Entering only notes the place, since most layers draw nothing: the generator is seeded at the first draw.
+    `enter` only notes layer and micro-batch, since most layers draw nothing. The first draw seeds the generator.
 
     Args:
         key: of this call.
-        seed_device: moves the default generator of an accelerator to a seed.
-        guard: entered around a stage's layers if several workers share that generator.
+        seed_device: seeds the default generator of an accelerator.
+        guard: a context manager around a stage's layers, if several workers share that generator.
     """
 
     __slots__ = ("_generator", "_key", "_layer", "_micro_batch", "_seed_device", "_seeded", "guard")
@@ -140,7 +141,7 @@ class RandomStream:
         self._micro_batch = micro_batch
         self._seeded = False
         if self._seed_device is not None:
-            # An accelerator's fused kernels take no generator, so its default generator itself is moved to the stream.
+            # An accelerator's fused kernels take no generator, so its default generator is seeded.
             self._seed_device(self.seed())
 
     def seed(self) -> int:
@@ -158,7 +159,7 @@ class RandomStream:
 
 
 def mix(key: int, layer: int, micro_batch: int) -> int:
-    """A 64-bit seed that differs in every bit for neighbouring arguments.
+    """A 64-bit seed; neighbouring arguments have unrelated seeds.
 
     SplitMix64's finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014) after each
     argument.

@@ -1,1 +1,1 @@
-"""Skip connections at run time: tensors that go past stages."""
+"""Skip connections at run time: tensors that bypass stages."""

@@ -3,8 +3,9 @@ r"""Skip connections between stages: a tensor goes straight from the stage that 
     stage 0  -- value --> stage 1 -- value --> stage 2        gradients take the same ways back
         \________________ skip ________________/
 
-To a stage, what it pops are further inputs and what it stashes are further outputs: they are cut from the graph, kept
-for a recomputation, differentiated and freed like the others. This file says how they are told apart and sent.
+A stage treats popped tensors as further inputs and stashed tensors as further outputs: they are cut from the graph,
+kept for a recomputation, differentiated and freed like the others. This file separates them from the value and sends
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Skip:
     """A skip connection.
 
     Attributes:
-        key: names it to the layers.
+        key: the name by which layers stash and pop.
         source: the stage that stashes.
         destinations: the stages that pop.
     """
@@ -39,15 +40,21 @@ class Skip:
 
 
 class Bundle(NamedTuple):
-    """The structure around a stage's tensors if skips are among them: the value's own come first, then the skips'."""
+    """The structure of a stage's tensors with skips: first the tensors of the value, then those of the skips.
+
+    Attributes:
+        structure: of the value.
+        own: how many tensors belong to the value.
+        present: for each skip whether it is a tensor; a layer may stash None.
+    """
 
     structure: Structure | None
     own: int
-    present: tuple[bool, ...]  # for each skip whether it is a tensor; None may be stashed, too
+    present: tuple[bool, ...]
 
 
 class SkipPorts:
-    """Where one stage's skips come from and go to.
+    """Sends and receives the skips of one stage.
 
     Args:
         stage: its number.
@@ -79,7 +86,7 @@ class SkipPorts:
     def receive(
         self, micro_batch: int, leaves: tuple[Tensor, ...], structure: Structure | None
     ) -> tuple[tuple[Tensor, ...], Bundle]:
-        """Waits for what the stage will pop, and adds it to its inputs."""
+        """Waits for the tensors that the stage pops, and appends them to its inputs."""
         skips: list[Tensor] = []
         present = []
         for n, _ in self._incoming:
@@ -90,7 +97,7 @@ class SkipPorts:
         return leaves + tuple(skips), Bundle(structure, len(leaves), tuple(present))
 
     def send(self, micro_batch: int, tensors: Sequence[Tensor], present: tuple[bool, ...]) -> None:
-        """Sends what the stage has stashed to every stage that pops it, each a leaf of its own."""
+        """Sends the stashed tensors to every stage that pops them, each as a leaf of its own."""
         self._present_out[micro_batch] = present
         remaining = iter(tensors)
         for senders, is_tensor in zip(self._senders, present, strict=True):
@@ -99,12 +106,12 @@ class SkipPorts:
                 send(micro_batch, () if tensor is None else (boundary.cut(tensor),), None)
 
     def stashed(self, tensors: Sequence[Tensor], present: tuple[bool, ...]) -> list[tuple[int, Tensor]]:
-        """What the stage has stashed, with the number of the skip."""
+        """The stashed tensors, each with the number of its skip."""
         numbers = [n for (n, _), is_tensor in zip(self._outgoing, present, strict=True) if is_tensor]
         return list(zip(numbers, tensors, strict=True))
 
     def receive_gradients(self, micro_batch: int) -> tuple[Tensor | None, ...]:
-        """Waits for the gradients of what was stashed: the sum over the stages that popped it, the last one's first."""
+        """Waits for the gradients of stashed tensors: sums over the stages that popped them, the last first."""
         gradients = []
         for (n, skip), is_tensor in zip(self._outgoing, self._present_out[micro_batch], strict=True):
             total: Tensor | None = None
@@ -117,7 +124,7 @@ class SkipPorts:
         return tuple(gradients)
 
     def send_gradients(self, micro_batch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Sends the gradients of what was popped back to where it was stashed. Returns those of the value itself."""
+        """Sends the gradients of popped tensors to the stages that stashed them. Returns those of the value."""
         present = self._present_in[micro_batch]
         own = len(gradients) - sum(present)
         remaining = iter(gradients[own:])
@@ -126,7 +133,7 @@ class SkipPorts:
         return gradients[:own]
 
     def tracker(self, aliases: Sequence[Tensor], present: tuple[bool, ...]) -> StageTracker:
-        """The tracker that the stage's layers talk to while they run on one micro-batch."""
+        """The tracker for the stage's layers while they run on one micro-batch."""
         remaining = iter(aliases)
         popped = {
             skip.key: next(remaining) if is_tensor else None
@@ -136,7 +143,7 @@ class SkipPorts:
 
 
 class StageTracker:
-    """The `SkipTracker` of one stage and micro-batch: what it will pop is there, what it stashes is collected."""
+    """The `SkipTracker` of one stage and micro-batch: holds what its layers pop, collects what they stash."""
 
     def __init__(self, popped: dict[Hashable, Tensor | None], outgoing: Sequence[Hashable]) -> None:
         self._tensors = popped
@@ -151,5 +158,5 @@ class StageTracker:
         return self._tensors[key]
 
     def outgoing(self) -> tuple[Tensor | None, ...]:
-        """What the stage has stashed for other stages."""
+        """The tensors stashed for other stages."""
         return tuple([self._tensors[key] for key in self._outgoing])

@@ -1,7 +1,7 @@
-"""Where a layer's stashed tensors go, and where popped ones come from.
+"""The tracker of a thread, which takes the tensors that layers stash and gives those that they pop.
 
-A skippable layer asks through a plain function call, so it finds its tracker through the thread that it runs on.
-Outside of a pipe that is a dictionary of the thread; inside, the stage's worker has put a tracker of its own there.
+A skippable layer knows no stage, so it uses the tracker of the thread that it runs on. Outside of a pipe that is a
+dictionary; inside, the worker has set the tracker of its stage.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class SkipTracker(Protocol):
-    """Takes and gives the tensors of skip connections; a key names one (namespace and name)."""
+    """Takes and gives the tensors of skip connections; a key is a namespace and a name."""
 
     def save(self, key: Hashable, tensor: Tensor | None, poppers: int) -> None:
-        """Called when a layer stashes what so many layers will pop."""
+        """Called when a layer stashes a tensor; `poppers` layers pop it."""
 
     def load(self, key: Hashable) -> Tensor | None:
-        """Called when a layer pops; KeyError if nothing was stashed."""
+        """Called when a layer pops. Raises a KeyError if nothing was stashed."""
 
 
 class LocalTracker:
-    """Keeps stashed tensors until the last of their poppers has asked."""
+    """Keeps a stashed tensor until the last layer has popped it."""
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, tuple[Tensor | None, int]] = {}
@@ -37,7 +37,7 @@ class LocalTracker:
         self._kept[key] = tensor, poppers
 
     def load(self, key: Hashable) -> Tensor | None:
-        """See `SkipTracker.load`; the last popper's call forgets the tensor."""
+        """See `SkipTracker.load`; the last call drops the tensor."""
         tensor, poppers = self._kept.pop(key)
         if poppers > 1:
             self._kept[key] = tensor, poppers - 1
@@ -54,7 +54,7 @@ _thread = _ThreadTracker()
 
 
 def current() -> SkipTracker:
-    """The tracker that layers on this thread talk to."""
+    """The tracker of this thread."""
     if _thread.tracker is None:
         _thread.tracker = LocalTracker()
     return _thread.tracker
@@ -62,7 +62,7 @@ def current() -> SkipTracker:
 
 @contextlib.contextmanager
 def using(tracker: SkipTracker) -> Iterator[None]:
-    """For the time of the context, layers on this thread talk to this tracker."""
+    """Inside, layers on this thread use this tracker."""
     before, _thread.tracker = _thread.tracker, tracker
     try:
         yield

@@ -1,8 +1,8 @@
-"""What a stage passes on may be what it has stashed, and must not be overwritten while the skip is on its way.
+"""Refuses a stage that changes a stashed tensor in place while the skip is on its way to the stage that pops it.
 
-The un-partitioned module would pop what the layer between has made of the tensor. Here each stage gets a value and
-a skip of its own, on other devices and in other processes even copies. So that nobody computes something else without
-a word, a value says which of its tensors share memory with a skip that goes further, and who overwrites one is refused.
+In the un-partitioned module, the layer that pops would read the changed tensor. In a pipe, value and skip are separate
+tensors, copies if devices or processes differ, and it would read the unchanged one. So the value carries a mark for
+each of its tensors that shares memory with a skip, and a stage that changes a marked tensor raises an error.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+from pipework import torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class Stashed(NamedTuple):
-    """Stands around the tensors of a value, some of which an earlier stage has stashed.
+    """The structure of a value of which some tensors were stashed by an earlier stage.
 
     Attributes:
-        structure: that stands around them otherwise.
-        which: the number of a tensor, and that of the skip.
+        structure: of the value.
+        which: pairs of the number of a tensor and the number of its skip.
     """
 
     structure: Structure | None
@@ -34,13 +36,13 @@ class Stashed(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """An input of a stage that somebody has stashed.
+    """An input of a stage that an earlier stage has stashed.
 
     Attributes:
         number: of the input.
         skip: the number of the skip.
         tensor: the input.
-        version: of it, before the layers run.
+        version: of the tensor, before the layers run.
     """
 
     number: int
@@ -50,12 +52,12 @@ class Arrived(NamedTuple):
 
 
 def arrived_tensors(leaves: Sequence[Tensor], around: Stashed) -> list[Arrived]:
-    """The inputs of a stage that somebody has stashed, before its layers run."""
+    """The stashed tensors among the inputs of a stage, before its layers run."""
     return [Arrived(n, skip, leaves[n], _version(leaves[n])) for n, skip in around.which]
 
 
 class StashedTensors:
-    """Those that go through one stage.
+    """The stashed tensors that pass through one stage.
 
     Args:
         stage: its number.
@@ -68,14 +70,14 @@ class StashedTensors:
         self._further = {n for n, skip in enumerate(skips) if skip.source <= stage < max(skip.destinations)}
 
     def refuse_overwritten(self, arrived: Sequence[Arrived], copies: Sequence[Tensor] = ()) -> None:
-        """After the layers have run.
+        """Checks the stashed inputs after the layers have run.
 
         Args:
-            arrived: what somebody has stashed.
-            copies: fresh copies of all inputs, if the layers were given those.
+            arrived: the stashed inputs.
+            copies: copies of all inputs, if the layers ran on copies.
 
         Raises:
-            RuntimeError: they have changed one of them in place.
+            RuntimeError: the layers have changed one of them in place.
         """
         for n, skip, tensor, version in arrived:
             if _version(tensor) != version or (copies and _version(copies[n])):
@@ -93,13 +95,13 @@ class StashedTensors:
         arrived: Sequence[Arrived],
         stashed: Sequence[tuple[int, Tensor]],
     ) -> Structure | Stashed | None:
-        """What stands around the stage's outputs.
+        """The structure of the stage's outputs, with a mark for each that shares memory with a skip.
 
         Args:
-            structure: otherwise.
-            outputs: what goes to the next stage.
-            arrived: among the inputs.
-            stashed: by the stage itself, with the number of the skip.
+            structure: without marks.
+            outputs: the tensors for the next stage.
+            arrived: the stashed tensors among the inputs.
+            stashed: by the stage itself, each with the number of its skip.
         """
         tensors = [*((each.skip, each.tensor) for each in arrived), *stashed]
         which = [
@@ -113,11 +115,11 @@ class StashedTensors:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # in inference mode nobody counts
+    return 0 if tensor.is_inference() else torch_private.version(tensor)  # tensors of inference mode have no version
 
 
 def _share_memory(one: Tensor, two: Tensor) -> bool:
-    """Whether two tensors have an element in common, or may have, as far as that is told by their places in memory."""
+    """Whether two tensors have an element in common, or may have one, judged by their addresses."""
     if not (_has_place(one) and _has_place(two)):
         return False
     (begin, end), (other_begin, other_end) = _extent(one), _extent(two)
@@ -125,19 +127,19 @@ def _share_memory(one: Tensor, two: Tensor) -> bool:
 
 
 def _has_place(tensor: Tensor) -> bool:
-    """Whether there is memory of its own class; one on the meta device, or that wraps others, has none."""
+    """Whether the tensor has an address; it has none on the meta device, or if it wraps other tensors."""
     plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
     return plain and tensor.numel() > 0 and tensor.data_ptr() != 0
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The addresses from and up to which it lies."""
+    """The first address of the tensor, and the first one behind it."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (1 + last) * tensor.element_size()
 
 
 def _are_parts(one: Tensor, two: Tensor) -> bool:
-    """Whether they are parts of one array that lie side by side in one of its dimensions, as two halves of channels."""
+    """Whether they are disjoint slices of one array along one dimension, such as two halves of its channels."""
     if one.stride() != two.stride() or one.dtype != two.dtype:
         return False
     here, there = int(one.storage_offset()), int(two.storage_offset())
@@ -148,7 +150,7 @@ def _are_parts(one: Tensor, two: Tensor) -> bool:
         (begin, here), (other_begin, there) = divmod(here, stride), divmod(there, stride)
         end, other_end = begin + size, other_begin + other_size
         if outer < math.inf and max(end, other_end) * stride > outer:
-            return False  # places along this dimension reach into the next one's: they are no array's
+            return False  # the slices overlap along this dimension, so they are not slices of one array
         apart = apart or end <= other_begin or other_end <= begin
         outer = stride
     return apart

@@ -1,13 +1,13 @@
-"""Buffers that layers change while they run (batch norm's statistics), and how a recomputation leaves them alone.
+"""Buffers that layers change while they run (batch norm's statistics), kept from changing in a recomputation.
 
-A checkpointed micro-batch runs twice. Its first pass changes the buffers, as it should. The second must find them as
-the first did, or it would compute something else, and it must not change them again. So clones are taken before the
-first pass, stand in the modules' slots during the second, and are thrown away. The same goes for the training flags,
-which the user may have changed meanwhile: an evaluation between forward and backward is none of the recomputation's.
+A checkpointed micro-batch runs twice. The first pass changes the buffers. The second must read the values that the
+first has read, and must not change them again. So the buffers are cloned before the first pass. During the second, the
+modules hold the clones, which are then dropped. Training flags are kept too, since the user may evaluate between
+forward and backward.
 
-All small buffers are cloned. Of the large ones only those that are known to change: cloning a constant mask for every
-micro-batch would cost what checkpointing saves. Which they are is learned in the stage's first checkpointed pass, by
-comparing values, since batch norm's kernels do not even raise a tensor's version.
+All small buffers are cloned, and large ones if they are known to change: a clone of a constant mask for every
+micro-batch would cost the memory that checkpointing saves. The stage's first checkpointed pass compares values to learn
+which buffers change, since batch norm's kernels do not increment a tensor's version.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import contextlib
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+from pipework import torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,21 +29,21 @@ SMALL = 64 * 1024  # bytes; cloning so much costs no more than a few operators
 
 
 class Slot(NamedTuple):
-    """A place where a module keeps a buffer."""
+    """The place of a buffer in a module: a dictionary and a name."""
 
     buffers: dict[str, Tensor | None]
     name: str
 
     @property
     def identity(self) -> tuple[int, str]:
-        """Names the slot."""
+        """Tells slots apart."""
         return id(self.buffers), self.name
 
     @property
     def mark(self) -> tuple[int, int]:
         """Differs after most changes of the buffer."""
         tensor = self.buffers.get(self.name)
-        return id(tensor), -1 if tensor is None else tensor._version
+        return id(tensor), -1 if tensor is None else torch_private.version(tensor)
 
 
 class Snapshot(NamedTuple):
@@ -54,15 +56,15 @@ class Snapshot(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The memory that it keeps."""
+        """The clones."""
         return [clone for _, clone in self.clones if clone is not None]
 
     @contextlib.contextmanager
     def standing_in(self, *, again: bool) -> Iterator[None]:
-        """For the time of the context, the modules find copies of what was in their slots before the first pass.
+        """Inside, the modules hold copies of the buffers from before the first pass.
 
         Args:
-            again: whether the same snapshot will be needed once more.
+            again: whether the snapshot is used once more.
         """
         present = [(slot, slot.buffers.get(slot.name)) for slot in [*(slot for slot, _ in self.clones), *self.created]]
         changed = [(module, training) for module, training in self.training if module.training != training]
@@ -82,7 +84,7 @@ class Snapshot(NamedTuple):
 
 
 class MutableBuffers:
-    """The buffers of one stage, and what is known of them.
+    """The buffers of one stage, and which of the large ones change.
 
     Args:
         modules: the stage's layers, as they are run.
@@ -94,7 +96,7 @@ class MutableBuffers:
         self._compared = False
 
     def snapshot(self) -> Snapshot:
-        """To be taken before a first pass."""
+        """Clones the buffers that may change; called before a first pass."""
         clones: list[tuple[Slot, Tensor | None]] = []
         marks = []
         for slot in self._slots():
@@ -112,13 +114,13 @@ class MutableBuffers:
         """After a first pass: remembers which large buffers it has changed. Returns the snapshot for the second pass.
 
         Raises:
-            RuntimeError: a large buffer has changed for the first time now, too late to know what was there before.
+            RuntimeError: a large buffer has changed that did not change in the first checkpointed pass.
         """
         for slot, mark in before.marks:
             if slot.mark != mark:
                 raise RuntimeError(
                     f"the large buffer {slot.name!r} ({_size(slot)}) did not change when its layer was first "
-                    "checkpointed, and changes now: the recomputation cannot know what was in it. Let it change from "
+                    "checkpointed, and changes now: its values for the recomputation were not kept. Let it change from "
                     "the first mini-batch on, or use checkpoint='never'"
                 )
         known = {slot.identity for slot, _ in (*before.clones, *before.marks)}
@@ -137,7 +139,7 @@ class MutableBuffers:
         return Snapshot(kept, [], created, before.training)
 
     def _slots(self) -> Iterator[Slot]:
-        """The places of all buffers there are now, each once."""
+        """The slots of all present buffers, each once."""
         seen: set[int] = set()
         for layer in self._modules:
             for module in layer.modules():
@@ -147,7 +149,7 @@ class MutableBuffers:
 
 
 def _same(before: Tensor, now: Tensor) -> bool:
-    """Whether a buffer is known to be unchanged; one without data never is."""
+    """Whether a buffer is unchanged; False for one without data."""
     return before.device.type != "meta" and torch.equal(before, now)
 
 

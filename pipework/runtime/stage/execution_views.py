@@ -1,7 +1,7 @@
-"""Execution views: what a stage runs in place of a module that another stage runs too.
+"""Execution views: shallow copies of modules that several stages run.
 
-Two workers that put their own leaves into the slots of one module object would take them from each other. A view is
-a shallow copy of the module tree: the same buffers, hooks and attributes, but slots of its own.
+Two workers that put their aliases into one module object would replace each other's. A view is a shallow copy of the
+module tree with the same buffers, hooks and attributes, but dictionaries of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+
+from pipework import torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 class View:
     """A view of one layer, kept equal to it by `refresh`.
 
-    Its copies and their dictionaries stay the same objects, because more than one mini-batch may be under way: each
-    knows the slots into which it will put its leaves again.
+    Its copies and their dictionaries stay the same objects: more than one mini-batch may be in flight, and each refers
+    to the dictionaries into which it puts its aliases.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -31,7 +32,7 @@ class View:
         self.refresh()
 
     def refresh(self) -> None:
-        """Takes over what changed in the layer since the last mini-batch: flags, attributes, parameters, children."""
+        """Takes over the layer's changes since the last mini-batch: flags, attributes, parameters, children."""
         if [id(module) for module in self._layer.modules()] != self._tree:
             self._build()
         for original, copy in self._pairs:
@@ -47,9 +48,9 @@ class View:
         self._remember()
 
     def hand_back(self) -> None:
-        """After a run: what the layers have assigned to themselves is the layer's own.
+        """After a run: gives the layer the attributes and buffers that its view has assigned.
 
-        Only that: the rest may have been changed by the user, or by another stage's view of the same layer.
+        The others stay: the user may have changed them, or another stage's view of the same layer.
         """
         for (original, copy), (attributes, buffers) in zip(self._pairs, self._seen, strict=True):
             original.__dict__.update(_changed(copy.__dict__, attributes))
@@ -60,7 +61,7 @@ class View:
         self._seen = [(dict(copy.__dict__), dict(copy._buffers)) for _, copy in self._pairs]
 
     def _build(self) -> None:
-        """Copies the modules that are there now; those that were there before keep their copies."""
+        """Copies the present modules; those that have a copy keep it."""
         earlier = {id(original): copy for original, copy in self._pairs}
         modules = list(self._layer.modules())
         self._tree = [id(module) for module in modules]
@@ -95,12 +96,13 @@ def shared_modules(stages: Sequence[Iterable[nn.Module]]) -> set[int]:
 
 
 def refuse_shared_statistics(stages: Sequence[Iterable[nn.Module]]) -> None:
-    """Raises a ValueError if two stages would update the statistics of one norm in whichever order they come."""
+    """Raises a ValueError if two stages would update the statistics of one norm, in no fixed order."""
     shared = shared_modules(stages)
     for layers in stages:
         for layer in layers:
             for name, module in layer.named_modules():
-                if id(module) in shared and isinstance(module, _NormBase) and module.track_running_stats:
+                norm = isinstance(module, torch_private.StatisticsNorm) and module.track_running_stats
+                if norm and id(module) in shared:
                     raise ValueError(
                         f"{type(module).__name__} {name!r} is used in two partitions, which would update its running "
                         "statistics at the same time; put them into one partition by another balance, use "

@@ -1,4 +1,4 @@
-"""Finds the first value that is no finite number, while it is still known where it arose."""
+"""Refuses values that are not finite, in the stage and micro-batch in which they appear first."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def refuse_non_finite(tensors: Iterable[Tensor | None], what: str) -> None:
     """Raises a FloatingPointError if any of the tensors holds NaN or an infinity.
 
     Args:
-        tensors: None and tensors of integers have no such values.
-        what: what they are, for the message.
+        tensors: to check; None and tensors of integers pass.
+        what: their name, for the message.
     """
     for tensor in tensors:
         if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):

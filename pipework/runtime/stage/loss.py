@@ -1,4 +1,4 @@
-"""The loss inside of the pipe: what the last stage makes of a micro-batch's output."""
+"""The loss inside of the pipe, which the last stage computes for each micro-batch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InnerLoss:
-    """How the output of a micro-batch becomes its part of the mini-batch's loss.
+    """Computes a micro-batch's part of the mini-batch's loss from its output.
 
     Attributes:
         function: from output and target to the loss; None: the last layer takes the target as its last positional
             argument and returns the loss.
         weights: the factor of each micro-batch's loss; None: none has one.
         scale: gradients carry this factor, so that small ones survive in float16.
-        keeps_output: whether the output is wanted, too.
+        keeps_output: whether the output is returned with the loss.
     """
 
     function: Callable[[Any, Any], Tensor] | None
@@ -36,30 +36,30 @@ class InnerLoss:
 
     @property
     def description(self) -> str:
-        """What people call the function."""
+        """The name of the function, for messages."""
         return getattr(self.function, "__name__", None) or type(self.function).__name__
 
     def scale_in(self, dtype: torch.dtype) -> float:
-        """The scale as the gradient of a loss of this dtype holds it."""
+        """The scale, rounded to the dtype of the loss."""
         return torch.full((), self.scale, dtype=dtype, device="cpu").item()
 
     def part(self, value: Any, micro_batch: int) -> Tensor:
-        """The micro-batch's part of the loss: what was computed, times its weight.
+        """The micro-batch's part of the loss: the computed value times its weight.
 
         Args:
-            value: what the function, or the last layer, gave.
+            value: returned by the function, or by the last layer.
             micro_batch: its number.
 
         Raises:
-            TypeError: that is no tensor.
-            ValueError: that is no 0-dimensional one.
+            TypeError: the value is no tensor.
+            ValueError: the tensor is not 0-dimensional.
         """
         if not isinstance(value, Tensor) or value.dim() or value.is_complex():
             raise self._no_loss(value)
         if self.weights is None:
             return value
         weight = self.weights[micro_batch]
-        # What counts nothing must not spoil the rest: the mean over no element is NaN, and so is 0 x NaN.
+        # A weight of 0 gives 0: the mean over no element is NaN, and so is 0 x NaN.
         return value * weight if weight else value.new_zeros(())
 
     def _no_loss(self, value: Any) -> TypeError | ValueError:
@@ -79,7 +79,7 @@ class InnerLoss:
         )
 
     def outputs(self, output: Any, part: Tensor) -> tuple[tuple[Tensor, ...], Structure | None]:
-        """What leaves the last stage: the loss first, then the output without its graph if it is wanted."""
+        """The outputs of the last stage: the loss, then the output without its graph if it is kept."""
         if not self.keeps_output:
             return (part,), None
         tensors, structure = nested.flatten(output)
@@ -87,7 +87,7 @@ class InnerLoss:
 
 
 def mean_weights(amounts: Sequence[float]) -> tuple[float, ...]:
-    """Each micro-batch's share in a mean; if there is nothing to take the mean of, NaN as from any mean of nothing.
+    """Each micro-batch's share in a mean; NaN if the amounts sum to 0, as for every mean over nothing.
 
     Example:
         >>> mean_weights([3, 1])

@@ -1,4 +1,4 @@
-"""Counts the bytes that are kept for the backwards of the micro-batches in flight, while a mini-batch is recorded."""
+"""Counts the bytes that micro-batches hold for their backwards, while a mini-batch is recorded."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 class MemoryMeter:
     """Live activation bytes of one worker: its stages' inputs and what their graphs save, but no parameters or buffers.
 
-    A stage holds its inputs until its backward, where their gradients gather, also those that no graph saves. A storage
-    counts once per stage and micro-batch, however often it is saved.
+    A stage holds all its inputs until its backward, which adds to their gradients, also those that no graph saves. A
+    storage counts once per stage and micro-batch, however often it is saved.
 
     Args:
-        persistent: tensors that live anyway and are not counted.
+        persistent: tensors that are not counted, such as parameters.
     """
 
     def __init__(self, persistent: Iterable[Tensor]) -> None:
@@ -38,16 +38,15 @@ class MemoryMeter:
         self, stage: int, micro_batch: int, inputs: Iterable[Tensor], target: Iterable[Tensor] = ()
     ) -> Iterator[None]:
         """Counts the inputs and what is saved inside as held for this micro-batch of the stage, until `released`."""
-        # The caller's micro-batches are slices of one storage, of which each holds its own rows.
+        # The caller's micro-batches are slices of one storage; each holds its own rows.
         of_inputs = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in inputs}
         self._inputs[stage, micro_batch] = of_inputs
         own = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in target} | of_inputs
         sizes: dict[int, int] = {}
         if torch.is_grad_enabled():  # without a backward to come, nothing is kept
             sizes = {address: size for address, size in of_inputs.items() if address not in self._persistent}
-        outer = (
-            torch_private.saved_tensor_hooks()
-        )  # only the innermost hooks are called, so these must call the user's own
+        # PyTorch calls the innermost hooks only, so these must call the user's.
+        outer = torch_private.saved_tensor_hooks()
 
         def pack(tensor: Tensor) -> Any:
             storage = tensor.untyped_storage()
@@ -56,19 +55,19 @@ class MemoryMeter:
                 sizes[address] = own.get(address, storage.nbytes())
             if outer is not None:
                 return outer[0](tensor)
-            # Not the tensor itself: an output that its own node saves would be a cycle that nobody can free. And with
-            # hooks it is not autograd that sees whether a saved tensor has been overwritten.
-            return tensor.detach(), tensor._version
+            # Not the tensor itself: an output that its own node saves would be a reference cycle. The version is kept
+            # because autograd does not check that of tensors that hooks have packed.
+            return tensor.detach(), torch_private.version(tensor)
 
         def unpack(packed: Any) -> Tensor:
             if outer is not None:
                 return outer[1](packed)
             tensor: Tensor
             tensor, version = packed
-            if tensor._version != version:
+            if (now := torch_private.version(tensor)) != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version "
+                    f"a tensor of shape {tuple(tensor.shape)} is at version {now}; expected version "
                     f"{version} instead"
                 )
             return tensor
@@ -83,23 +82,23 @@ class MemoryMeter:
         self._hold(stage, micro_batch, sum(tensor.nbytes for tensor in kept))
 
     def waiting(self, stage: int, micro_batch: int, kept: Iterable[Tensor]) -> None:
-        """After the I of a micro-batch: what its W needs is kept."""
+        """After the I of a micro-batch: the tensors that its W needs are kept."""
         storages = [tensor.untyped_storage() for tensor in kept]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         sizes |= {address: size for address, size in self._inputs[stage, micro_batch].items() if address in sizes}
         self._hold(stage, micro_batch, sum(size for address, size in sizes.items() if address not in self._persistent))
 
     def released(self, stage: int, micro_batch: int) -> None:
-        """After the backward of a micro-batch: nothing of it is kept."""
+        """After the backward of a micro-batch: it holds nothing."""
         self._held.pop((stage, micro_batch), None)
         self._inputs.pop((stage, micro_batch), None)
 
     def sending(self, tensors: Iterable[Tensor]) -> None:
-        """What an action sends to other stages."""
+        """Counts the tensors that an action sends to other stages."""
         self._sent += sum(tensor.nbytes for tensor in tensors)
 
     def read(self, stage: int, micro_batch: int) -> tuple[int, int, int]:
-        """The most bytes held at once since the last call, what a micro-batch holds now, and what has been sent."""
+        """The most bytes held at once since the last call, the bytes of a micro-batch now, and the bytes sent."""
         peak, self._peak = self._peak, sum(self._held.values())
         sent, self._sent = self._sent, 0
         return peak, self._held.get((stage, micro_batch), 0), sent

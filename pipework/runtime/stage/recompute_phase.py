@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 class _Phase(threading.local):
-    """What this thread is doing; the class attributes are what every thread starts with."""
+    """The phase of this thread; every thread starts with the class attributes."""
 
     checkpointing = False
     recomputing = False
 
 
-# Layers ask through a plain function call, which can only find its worker through the thread that it runs on.
+# Layers call a plain function, which can find its worker only by the thread that it runs on.
 _phase = _Phase()
 
 

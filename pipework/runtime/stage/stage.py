@@ -1,4 +1,4 @@
-"""A partition as a schedule sees it: what does not change from mini-batch to mini-batch."""
+"""A stage: a partition with all that stays the same from mini-batch to mini-batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Layer(NamedTuple):
 
 
 class Stage:
-    """A partition with everything about it that does not change from mini-batch to mini-batch.
+    """A partition, its device, its skips and its buffers; it lives as long as its pipe.
 
     Args:
         index: the stage's number.
@@ -36,10 +36,10 @@ class Stage:
         first_number: of the first of them in the un-partitioned module.
         device: where the stage's worker computes.
         shared: ids of the modules that other stages run, too.
-        shares_output: the next stage uses the memory of this one's outputs, until after its own backward.
+        shares_output: whether the next stage reads the memory of this one's outputs until after its own backward.
         skips: all skip connections of the pipe.
         tuples: how a tuple reaches a layer.
-        loss: computed behind the layers, if it is a module.
+        loss: computed after the layers, if it is a module.
     """
 
     def __init__(
@@ -66,23 +66,23 @@ class Stage:
             Layer(module, number, name, tuples.keeps_whole(module))
             for number, (name, module) in enumerate(zip(names, runnable, strict=True), start=first_number)
         ]
-        # If it takes the target, too, that does not count.
+        # The target is one more argument of the last layer, and does not count.
         last = self.layers[-1]
         whole = tuples.keeps_whole(last.module, others=1)
         self.layers_with_target = [*self.layers[:-1], last._replace(takes_tuple_whole=whole)]
         # The situations in which a graph of this stage has been searched for hidden parameters.
         self.inspected: set[tuple[bool, bool, int]] = set()
-        # By the id of a parameter, whether its gradient can wait for a W half, as its use has shown.
-        self.waits: dict[int, bool] = {}
+        # By the id of a parameter, whether its gradient is deferred to W; see WeightGradientStore.
+        self.deferred: dict[int, bool] = {}
         self.buffers = MutableBuffers(runnable if loss is None else [*runnable, loss])
 
     def refresh(self) -> None:
-        """Takes over what the user has changed in modules that are run through views."""
+        """Updates the views of modules that the user has changed."""
         for view in self._views:
             view.refresh()
 
     def hand_back(self) -> None:
-        """After a run: what modules that are run through views have assigned to themselves is the user's."""
+        """After a run: gives the user's modules the attributes that their views have assigned."""
         for view in self._views:
             view.hand_back()
 

@@ -1,15 +1,15 @@
-"""One mini-batch on one stage: what the stage's F, R and B actions do to a micro-batch.
+"""One mini-batch on one stage: the functions of its F, R, B, I and W actions.
 
-A `Stage` lives as long as its pipe; a `StageRun` holds what one mini-batch leaves on it between its actions:
+A `Stage` lives as long as its pipe. A `StageRun` holds the tensors of one mini-batch between its actions:
 
     F  receive -> leaves -> layers -> outputs -> send, cut from the graph          keeps leaves and graph roots
        (checkpointed: the graph is dropped at once)                                 keeps leaves only
     R  leaves -> layers again                                                       now keeps graph roots, too
     B  receive gradients -> autograd from the roots -> leaf.grad -> send            keeps nothing
-    I  the same, but for the gradients of parameters that can wait                  keeps what these need (see `split`)
-    W  these gradients                                                              keeps nothing
+    I  as B, without the deferred gradients of parameters                          keeps what these need
+    W  the deferred gradients (see `weight_split.store`)                           keeps nothing
 
-Parameter gradients gather in the alias leaves (see `parameters`), in the order of the B actions.
+Parameter gradients are added up in the alias leaves (see `aliases`), in the order of the B actions.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from pipework.schedule import Action
     from pipework.values.nested import Structure
 
-    Root: TypeAlias = Tensor | GradientEdge | None  # where a backward starts; None: there is nothing to differentiate
-    # What makes a value of tensors: a Structure, None for a single tensor, a Bundle if the stage has skips.
+    Root: TypeAlias = Tensor | GradientEdge | None  # where a backward starts; None: the output needs none
+    # The structure of a value: a Structure, None for a single tensor, a Bundle if the stage has skips.
     Around: TypeAlias = Any
 
 
@@ -80,8 +80,8 @@ class StageRun:
         self._checkpointed = checkpointed if context.grad and stage.training else frozenset[int]()
         self._inputs: dict[int, tuple[tuple[Tensor, ...], Around, Snapshot, list[int]]] = {}
         self._graphs: dict[int, tuple[tuple[Tensor, ...], tuple[Root, ...]]] = {}
-        # Whether the layers overwrite their input is seen on the first micro-batch, which is treated as if they did.
-        # The caller's own leaves are always given as they are: PyTorch is to refuse an in-place operation on them.
+        # Whether the layers change their input in place; None before the first micro-batch, which is treated as if they
+        # did. The caller's own leaves are passed as they are, so that PyTorch refuses an in-place operation on them.
         self._overwrites: bool | None = None
         self._own_leaves = own_leaves if stage.index == 0 else frozenset[int]()
         self._sends_gradients = sends_gradients
@@ -95,9 +95,10 @@ class StageRun:
             self._takes_target = self._layers[-1].number
         stage.refresh()
         self.draws = any(map(may_draw, stage.modules)) or (loss is not None and function_may_draw(loss.function))
-        self._weight_store = WeightGradientStore(stage.waits) if splits and context.grad else None
+        defers = splits and context.grad and torch_private.can_defer
+        self._weight_store = WeightGradientStore(stage.deferred) if defers else None
         self.aliases = Aliases(stage.modules if context.grad else (), self._weight_store)
-        if not self.aliases.any_may_wait:
+        if not self.aliases.any_deferrable:
             self._weight_store = None
         self._parameter_versions = self.aliases.versions
         self.meter: MemoryMeter | None = None
@@ -118,8 +119,8 @@ class StageRun:
 
         Args:
             endpoint: the worker's side of the transport.
-            stream: where the worker's random numbers come from; None: the layers draw none.
-            started: called when an action has all that it waits for and begins to compute; None: nobody wants to know.
+            stream: the source of the worker's random numbers; None: the layers draw none.
+            started: called when an action has received its inputs and begins to compute, if given.
             retain_graph: whether the B actions leave their graphs for another run.
             context_entered: whether the caller's settings for the layers are in force during the whole run.
         """
@@ -137,7 +138,7 @@ class StageRun:
         self._autocast_off = context_entered and bool(self._context.autocasts)
 
     def disconnect(self) -> None:
-        """After a run: lets go of who wanted to know when an action starts, which knows this object."""
+        """After a run: drops the `started` callback, which refers to this object."""
         self._started = None
         if self._weight_store is not None:
             self._weight_store.learn(self.aliases.parameters, self.aliases.leaves)
@@ -153,7 +154,7 @@ class StageRun:
             leaves, structure = self._skips.receive(micro_batch, leaves, structure)
         if self._loss is not None:
             tensors, around = self._receive(("target", self._index, micro_batch))
-            # Slices of one tensor count their versions together, and one that is overwritten concerns no other.
+            # Slices of one tensor share a version counter; these get one each.
             tensors = tuple([boundary.enter_slice(tensor) for tensor in tensors])
             self._targets[micro_batch] = tensors, nested.unflatten(tensors, around)
         if self._started is not None:
@@ -168,7 +169,7 @@ class StageRun:
             refuse_non_finite(outputs, f"an output of stage {self._index}")
         if arrived:
             self._stashed.refuse_overwritten(arrived)
-        # The references to the graph end here: what is sent has none, and this frame must not keep it either.
+        # What is sent has no graph, and this frame must not keep the graph either.
         outputs = tuple(map(boundary.cut, outputs))
         if self._loss is not None:
             if micro_batch not in self._checkpointed:
@@ -195,8 +196,8 @@ class StageRun:
             return  # this stage is in evaluation mode: nothing was checkpointed here
         again = self._retain_graph
         leaves, structure, buffers, versions = self._inputs[micro_batch] if again else self._inputs.pop(micro_batch)
-        # A stage that overwrites its input gets copies; but the caller's micro-batches count their versions together.
-        untouched = self._overwrites or versions == [leaf._version for leaf in leaves]
+        # A stage that changes its input in place has run on copies. The caller's micro-batches share a version counter.
+        untouched = self._overwrites or versions == list(map(torch_private.version, leaves))
         if not untouched or self._parameter_versions != self.aliases.versions:
             raise RuntimeError(
                 f"an input or a parameter of stage {self._index} has been modified by an inplace operation since its "
@@ -212,19 +213,19 @@ class StageRun:
         self._targets.pop(micro_batch, None)  # a loss inside is recomputed once
 
     def backward(self, action: Action) -> None:
-        """B: differentiates one micro-batch, adds to the parameters' gradients, sends the input's gradient on."""
+        """B: differentiates one micro-batch, adds to the parameters' gradients, sends the input's gradient."""
         self._differentiate(action)
         self._end_backward(action.micro_batch)
 
     def input_gradient(self, action: Action) -> None:
-        """I: the same, but that the gradients of parameters wait for the W, where that is possible."""
+        """I: as B, but defers the gradients of parameters to W where possible."""
         self._differentiate(action)
         if self.meter is not None and not self._retain_graph:
             waiting = () if self._weight_store is None else self._weight_store.kept(action.micro_batch)
             self.meter.waiting(self._index, action.micro_batch, waiting)
 
     def weight_gradient(self, action: Action) -> None:
-        """W: forms the gradients that have waited, and adds them to the parameters'."""
+        """W: computes the deferred gradients, and adds them to the parameters' gradients."""
         if self._started is not None:
             self._started()
         self._end_backward(action.micro_batch)
@@ -242,7 +243,7 @@ class StageRun:
                 refuse_non_finite([alias.grad], f"the gradient of parameter {name!r}")
 
     def _differentiate(self, action: Action) -> None:
-        """Runs autograd for one micro-batch, and sends the input's gradient on."""
+        """Runs autograd for one micro-batch, and sends the input's gradient."""
         micro_batch = action.micro_batch
         gradients = self._received_gradients(action)
         if self._skips is not None:
@@ -253,7 +254,7 @@ class StageRun:
         starts, seeds = _differentiable(roots, gradients)
         if starts:
             if self._enter_stream is not None:
-                # A backward may draw, too: a stream of its own, apart from all layers'.
+                # A backward may draw random numbers, from a stream of its own.
                 self._enter_stream(-1 - self._index, micro_batch)
             if self._weight_store is not None:
                 run = functools.partial(self._run_backward, starts, seeds)
@@ -280,7 +281,7 @@ class StageRun:
             torch_private.run_backward(starts, seeds, self._retain_graph)
 
     def _received_gradients(self, action: Action) -> tuple[Tensor | None, ...]:
-        """The gradients of the stage's outputs; a loss inside has that of its own scale, and begins here."""
+        """The gradients of the stage's outputs; with a loss inside, the gradient of the loss is its scale."""
         if self._loss is None:
             gradients, _ = self._receive(("B", self._index, action.micro_batch))
             return gradients
@@ -288,7 +289,7 @@ class StageRun:
         return self._seed, *[None] * (len(roots) - 1)
 
     def clear(self) -> None:
-        """Lets go of every tensor, after a failure: a traceback leads to this object."""
+        """Drops every tensor, after a failure: the traceback refers to this object."""
         self._targets.clear()
         self._inputs.clear()
         self._graphs.clear()
@@ -299,29 +300,28 @@ class StageRun:
     def _first_pass(
         self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int, arrived: Sequence[Arrived]
     ) -> tuple[tuple[Tensor, ...], Around]:
-        """Computes a micro-batch whose graph will not be kept, only its input.
+        """Computes a micro-batch of which only the input is kept, not the graph.
 
-        Autograd records it all the same: only so is it known which outputs require a gradient, and a module that
-        asks for grad mode does the same in both passes. The graph dies with the outputs that leave this function's
-        caller; its peak is that of the recomputation.
+        Autograd records a graph: it shows which outputs require a gradient, and a module that reads grad mode does the
+        same in both passes. The graph is freed with the outputs; it takes as much memory as that of the recomputation.
         """
         buffers = self._stage.buffers.snapshot()
-        # A stage that begins with an in-place operation would overwrite the input that the recomputation needs.
+        # A stage that begins with an in-place operation would change the input that the recomputation needs.
         own = leaves if self._overwrites is False else tuple(map(_private_copy, leaves))
-        versions = [leaf._version for leaf in own]
+        versions = list(map(torch_private.version, own))
         with checkpointing():
             outputs, structure_out = self._compute(own, structure, micro_batch)
             if not self._inspected:
                 self._inspect(own, outputs)
         target, _ = self._targets.get(micro_batch, ((), None))
-        if any(not tensor.is_inference() and tensor._version for tensor in target):
+        if any(not tensor.is_inference() and torch_private.version(tensor) for tensor in target):
             raise RuntimeError(
                 "the loss changed its target in place, and checkpointing needs the target again. Clone it in the loss, "
                 "or use checkpoint='never'"
             )
-        kept = [leaf._version for leaf in leaves]
+        kept = list(map(torch_private.version, leaves))
         self._inputs[micro_batch] = leaves, structure, self._stage.buffers.learn(buffers), kept
-        if versions != [leaf._version for leaf in own]:
+        if versions != list(map(torch_private.version, own)):
             if own is leaves:
                 raise RuntimeError(
                     f"stage {self._index}, which begins with layer {self._layers[0].name!r}, changed its "
@@ -364,7 +364,7 @@ class StageRun:
     def _run_layers_with_skips(
         self, skips: SkipPorts, leaves: tuple[Tensor, ...], bundle: Bundle, micro_batch: int
     ) -> tuple[tuple[Tensor, ...], Bundle]:
-        """The same, where some inputs are popped and some outputs stashed."""
+        """Runs the layers of a stage that pops inputs or stashes outputs."""
         popped = leaves[bundle.own :]
         aliases = [boundary.enter(leaf) for leaf in popped]
         tracker = skips.tracker(aliases, bundle.present)
@@ -385,7 +385,7 @@ class StageRun:
             aliases = tuple([leaf if n in own else enter(leaf) for n, leaf in enumerate(leaves)])
         value = aliases[0] if structure is None else nested.unflatten(aliases, structure)
         enter_stream = self._enter_stream
-        # A single tensor, the usual case, goes the way of all other values.
+        # The structure in stage 0 has positional and keyword arguments; None, a single tensor, is the usual case.
         has_arguments = structure is not None and self._index == 0
         takes_target = self._takes_target
         for module, number, name, takes_tuple_whole in self._layers:
@@ -413,7 +413,7 @@ class StageRun:
         return nested.flatten(value) if self._loss is None else self._with_loss(self._loss, value, micro_batch)
 
     def _with_loss(self, loss: InnerLoss, output: Any, micro_batch: int) -> tuple[tuple[Tensor, ...], Structure | None]:
-        """What leaves the last stage if the loss is inside."""
+        """The outputs of the last stage if the loss is inside."""
         value = output
         if loss.function is not None:
             if self._enter_stream is not None:
@@ -441,7 +441,7 @@ class StageRun:
             )
 
     def _keep_graph(self, micro_batch: int, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
-        """Keeps what B needs: where the graph begins and ends, but not the outputs' memory."""
+        """Keeps the leaves and the roots of the graph for B, but not the outputs' memory."""
         if not self._inspected:
             self._inspect(leaves, outputs)
         self._graphs[micro_batch] = leaves, tuple(map(_itself if self._stage.shares_output else _edge, outputs))
@@ -449,7 +449,7 @@ class StageRun:
     def _inspect(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         if not any(output.requires_grad for output in outputs):
             return
-        # Once for each situation in which another graph may come out.
+        # Once for each situation, since the graph may differ between them.
         situation = (self._loss is None, self._stage.training, len(self.aliases.leaves))
         if situation not in self._stage.inspected:
             hidden_parameters.refuse_hidden_parameters(self._stage, self.aliases, leaves, outputs)
@@ -458,14 +458,14 @@ class StageRun:
 
 
 def _spread(value: Any, takes_tuple_whole: bool) -> tuple[Any, ...]:
-    """As `TupleRule.arguments`, whose answer was asked for once: it looks at the layer's signature."""
+    """As `TupleRule.arguments`, without reading the layer's signature again."""
     return value if type(value) is tuple and not takes_tuple_whole else (value,)
 
 
 def _differentiable(
     roots: tuple[Root, ...], gradients: tuple[Tensor | None, ...]
 ) -> tuple[tuple[Tensor | GradientEdge, ...], tuple[Tensor, ...]]:
-    """Where a backward starts, and with which gradients."""
+    """The roots of a backward, and their gradients."""
     if len(roots) == 1:  # the usual case
         root, gradient = roots[0], gradients[0]
         return ((), ()) if root is None or gradient is None else ((root,), (gradient,))

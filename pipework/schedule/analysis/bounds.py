@@ -1,4 +1,4 @@
-"""Lower bounds: times that no schedule beats, whatever its orders, within a limit of memory."""
+"""Lower bounds of the makespan and span of all schedules, within a limit of memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from math import floor, inf, isfinite
 from typing import NamedTuple
 
 from pipework.schedule.analysis.memory import SLACK, each_limit
-from pipework.schedule.arguments import positive_integer
-from pipework.schedule.checks import check_placement, checked_tuple
+from pipework.schedule.checks import check_placement, checked_tuple, positive_integer
 from pipework.schedule.costs import Costs, StageCosts, checked
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Times that no schedule beats.
+    """Lower bounds of the times of all schedules.
 
     Attributes:
         makespan: from the start of the first action to the end of the last, over all workers.
@@ -36,7 +35,7 @@ def lower_bounds(
     inference: bool = False,
     recomputed: bool | Sequence[int] = False,
 ) -> Bounds:
-    """Say what time every schedule takes at least.
+    """Bound the time of every schedule from below.
 
     ::
 
@@ -44,26 +43,26 @@ def lower_bounds(
                    ^                   ^                  ^                   ^
                    first forward       first backward     last forward ends   last backward ends
 
-    Look at the stages of one worker, l the lowest and h the highest of them, and m micro-batches. The first forward is
-    one of l, and no sooner than the fastest trip of a micro-batch through the pipe comes there. The first backward and
-    the last forward are of h. So the first window is not shorter than the trip from l to the loss and back to h, and
-    the last not than that from h to the loss and back to the end of the pipe. But what is done in the first is limited
-    by memory, since every forward in it is still held at its end, and what is done in the last, too, since it was all
-    held at its beginning. What a window is longer than its work, the worker idles, in addition to its work on m
-    micro-batches:
+    Consider the stages of one worker, of which l is the lowest and h the highest, and m micro-batches. The first
+    forward is of l; it starts no earlier than the fastest micro-batch arrives there. The first backward and the last
+    forward are of h. So the first window is at least as long as the trip of a micro-batch from l to the loss and back
+    to h, and the last window as the trip from h to the loss and back to the end of the pipe. Memory limits the work in
+    the first window, because all its forwards are held at its end, and the work in the last window, because it was all
+    held at its beginning. The rest of each window is idle time, in addition to the work on m micro-batches:
 
     * makespan >= arrival at l + work + idle time of both windows. If memory holds everything, the windows may overlap,
       and only the longer idle time counts.
-    * In place of the last window, what follows the last backward of l: a trip upstream from there, while this worker
-      runs the weight halves that are left, if backwards are split. They are limited by memory, too.
-    * Memory x time: m times what a micro-batch holds, multiplied by the shortest time in which it can, fits into the
-      limit times the busy window. So window >= m (a L + a' L' + ...) / limit, of activations a and times L of stages.
+    * Instead of the last window: after the last backward of l, a micro-batch still goes upstream, while this worker
+      runs its remaining weight halves, if backwards are split. Memory limits their number, too.
+    * Memory x time: m times the memory of a micro-batch, multiplied by the shortest time for which it is held, is at
+      most the limit times the busy window. So window >= m (a L + a' L' + ...) / limit, with activations a and times L
+      of the stages.
 
-    Each stage by itself is a smaller worker with the same limit, so all that holds for it, too; that gives the trip of
-    one micro-batch, among others. The same without arrival and trips of others bounds the busy windows.
+    Each single stage is a smaller worker with the same limit, so all bounds hold for it, too; one of them is the trip
+    of a micro-batch. Without arrival, and without the trips through other workers, they bound the busy windows.
 
-    Memory is counted as :func:`simulate` does, so with a schedule's ``peak_memory`` as limit its times are not below
-    the bounds (but for rounding). The bounds need not be reached by any schedule.
+    Memory is counted as in :func:`simulate`, so with a schedule's ``peak_memory`` as limit its times are not below
+    the bounds, up to rounding. There need not be a schedule that reaches them.
 
     Source: the windows are those of 1F1B and zero-bubble schedules, arXiv 2401.10241; memory x time is the lifetime of
     building blocks, arXiv 2405.15362. The derivation is the one above.
@@ -72,22 +71,22 @@ def lower_bounds(
         placement: the worker of each stage.
         micro_batches: number of micro-batches m.
         costs: unit costs if None.
-        memory_limit: how much a worker's activations may hold, or a sequence with one number for each worker; None:
-            any amount. Where all activations of a worker are alike, a limit counts as the multiple below it.
-        split: whether a backward may be ``I`` and ``W``; any of them may still be ``B``. If not, all are ``B``.
-        inference: whether nothing goes back, so that there are forwards only.
-        recomputed: whether each micro-batch is recomputed on each stage, or how many are on each stage.
+        memory_limit: the most memory that a worker's activations may hold, or a number for each worker; None: no limit.
+            If all activations of a worker have one size, a limit is rounded down to a multiple of it.
+        split: whether backwards may be split into ``I`` and ``W``; otherwise all are ``B``.
+        inference: whether schedules have forwards only.
+        recomputed: whether all micro-batches are recomputed, or the number of recomputed ones on each stage.
 
     Raises:
-        TypeError: a number of a wrong type.
-        ValueError: no stage, a number out of range, a sequence of another length, recomputation in inference, or a
-            limit within which there is no schedule since it cannot hold one micro-batch.
+        TypeError: a number has a wrong type.
+        ValueError: there is no stage, a number is out of range, a sequence has another length, recomputation is
+            combined with inference, or a limit is too small for one micro-batch.
 
     Example:
-        >>> from pipework.schedule import zb_h1
+        >>> from pipework.schedule import simulate, zb_h1
         >>> lower_bounds(range(4), 8, memory_limit=4)
         Bounds(makespan=27.0, span=27.0)
-        >>> zb_h1(4, 8).simulate().makespan
+        >>> simulate(zb_h1(4, 8)).makespan
         27.0
     """
     positive_integer("micro_batches", micro_batches)
@@ -111,7 +110,7 @@ def lower_bounds(
 
 
 class _Item(NamedTuple):
-    """Work on several micro-batches, and the memory that each of them holds while it is not done."""
+    """Work on several micro-batches, and the memory that each of them holds until it is done."""
 
     memory: float
     time: float
@@ -119,7 +118,7 @@ class _Item(NamedTuple):
 
 
 class _Pipe:
-    """What the bounds are made of: of each stage, times, memory and the fastest trip of a micro-batch."""
+    """Times, memory and the fastest trip of a micro-batch, for each stage."""
 
     def __init__(
         self, placement: Sequence[int], micro_batches: int, costs: StageCosts, repeats: Sequence[int], *, split: bool
@@ -127,16 +126,16 @@ class _Pipe:
         self.micro_batches, self.repeats, self.split = micro_batches, repeats, split
         self.forward, self.repeat = costs.duration["F"], costs.duration["R"]
         backward, inputs, self.weights = (costs.duration[kind] for kind in "BIW")
-        # The fastest way to the gradient, and to the end of a backward: whoever may split need not.
+        # The shortest times to the gradient, and to the end of a backward, whether it is split or not.
         self.step, self.backward = backward, backward
         if split:
             self.step = tuple(map(min, backward, inputs))
             self.backward = tuple(min(b, i + w) for b, i, w in zip(backward, inputs, self.weights, strict=True))
         self.activation, self.checkpoint, self.waiting = costs.activation, costs.checkpoint_activation, costs.waiting
-        # What a micro-batch holds at the least once its backward has begun.
+        # The least memory of a micro-batch once its backward has begun.
         self.late = tuple(map(min, costs.activation, costs.waiting)) if split else costs.activation
         self.inputs = inputs if split else backward
-        # What a recomputed micro-batch holds at the least.
+        # The least memory of a recomputed micro-batch.
         self.small = tuple(map(min, costs.activation, costs.checkpoint_activation))
         self.large = tuple(map(max, costs.activation, costs.checkpoint_activation))
         hops = [
@@ -148,25 +147,25 @@ class _Pipe:
         for stage in range(1, stages):
             self.start[stage] = self.start[stage - 1] + self.forward[stage - 1] + hops[stage - 1]
         self.end = [start + time for start, time in zip(self.start, self.forward, strict=True)]
-        # Stages recompute while they wait for a gradient; only that of the last stage is in everybody's way.
+        # Stages recompute while they wait for a gradient; only the last stage delays the others by it.
         loss = self.end[-1] + (self.repeat[-1] if repeats[-1] == micro_batches else 0.0)
         self.back = [loss] * stages
         for stage in range(stages - 2, -1, -1):
             self.back[stage] = self.back[stage + 1] + self.step[stage + 1] + hops[stage]
         self.done = [start + time for start, time in zip(self.back, self.backward, strict=True)]
         self.all_done = max(self.done)
-        # What comes last upstream of each stage.
+        # The end of the last backward upstream of each stage.
         self.upstream = [0.0] * stages
         for stage in range(1, stages):
             self.upstream[stage] = max(self.upstream[stage - 1], self.done[stage - 1])
 
     def sizes(self, stages: Iterable[int]) -> set[float]:
-        """The pieces in which stages ever hold memory."""
+        """The sizes of the pieces of memory that stages hold."""
         sizes = {self.activation[s] for s in stages} | {self.checkpoint[s] for s in stages if self.repeats[s]}
         return sizes | ({self.waiting[s] for s in stages} if self.split else set())
 
     def items(self, stages: Iterable[int], times: Sequence[float], held: Sequence[float]) -> list[_Item]:
-        """Work on all micro-batches of some stages, with the least that they hold; recomputation is work as well."""
+        """Work on all micro-batches of some stages, including recomputation, with the least memory that they hold."""
         return [
             item
             for s in stages
@@ -178,7 +177,7 @@ class _Pipe:
         ]
 
     def area(self, stage: int) -> float:
-        """Memory x time that all micro-batches need on a stage, from F to the end of W or B."""
+        """The memory x time of all micro-batches on a stage, from F to the end of W or B."""
         forward, backward, repeat = self.forward[stage], self.backward[stage], self.repeat[stage]
         wait = self.back[stage] - self.end[stage]
         activation = self.activation[stage]
@@ -223,7 +222,7 @@ def _of_part(pipe: _Pipe, stages: Sequence[int], limit: float) -> Bounds:
 
 
 def _forwards_alone(pipe: _Pipe, stages: Sequence[int]) -> Bounds:
-    """The same for inference, where memory delays nobody: activations do not outlive a forward."""
+    """The bounds for inference, where memory delays no worker, because activations are freed after each forward."""
     low, high = stages[0], stages[-1]
     work = pipe.micro_batches * sum(pipe.forward[stage] for stage in stages)
     return Bounds(
@@ -233,7 +232,7 @@ def _forwards_alone(pipe: _Pipe, stages: Sequence[int]) -> Bounds:
 
 
 def _most(items: Iterable[_Item], room: float) -> float:
-    """The most time that work can take of which all memory is held at once; parts of micro-batches count, too.
+    """The most time of work whose memory can all be held at once; fractions of micro-batches count.
 
     Example:
         >>> _most([_Item(memory=3, time=6, times=2), _Item(memory=2, time=5, times=2)], room=5.5)
@@ -248,7 +247,7 @@ def _most(items: Iterable[_Item], room: float) -> float:
 
 
 def _whole_multiple(limit: float, sizes: set[float]) -> float:
-    """How much of the limit can be used by memory that comes in pieces of these sizes."""
+    """The part of the limit that pieces of these sizes can fill."""
     pieces = sizes - {0.0}
     if len(pieces) == 1:
         (size,) = pieces
@@ -258,7 +257,7 @@ def _whole_multiple(limit: float, sizes: set[float]) -> float:
 
 
 def _repeats(recomputed: bool | Sequence[int], stages: int, micro_batches: int, *, inference: bool) -> tuple[int, ...]:
-    """How many micro-batches each stage recomputes."""
+    """The number of micro-batches that each stage recomputes."""
     repeats = (micro_batches * recomputed,) * stages if isinstance(recomputed, bool) else tuple(recomputed)
     if len(repeats) != stages:
         raise ValueError(
@@ -268,26 +267,26 @@ def _repeats(recomputed: bool | Sequence[int], stages: int, micro_batches: int, 
     for stage, repeat in enumerate(repeats):
         if type(repeat) is not int or not 0 <= repeat <= micro_batches:
             raise ValueError(
-                f"recomputed of stage {stage} is {repeat!r}: wanted how many of the {micro_batches} micro-batches "
-                f"are recomputed there, an integer from 0 to {micro_batches}"
+                f"recomputed of stage {stage} is {repeat!r}: wanted the number of micro-batches that are "
+                f"recomputed there, an integer from 0 to {micro_batches}"
             )
     if inference and any(repeats):
-        raise ValueError("recomputed is set for inference, where nothing goes back: leave one of the two out")
+        raise ValueError("recomputed is set together with inference, which has no backwards: leave one of them out")
     return repeats
 
 
 def _check_room(
     worker: int, stages: Sequence[int], limit: float, costs: StageCosts, repeats: Sequence[int], *, inference: bool
 ) -> None:
-    """Refuse a limit with which no micro-batch gets through the stages of a worker."""
+    """Refuse a limit that is too small for one micro-batch on the stages of a worker."""
     held = needed = 0.0
     for stage in stages:
         needed = max(needed, held + costs.activation[stage])
-        if not inference:  # what its earlier forwards made is still there
+        if not inference:  # the activations of its earlier forwards are still held
             least = min(costs.activation[stage], costs.checkpoint_activation[stage] if repeats[stage] else inf)
             held += least
     if needed > limit * SLACK:
         raise ValueError(
-            f"memory_limit of worker {worker} is {limit:g}, but one micro-batch holds {needed:g} there: there is no "
-            f"schedule; raise the limit to {needed:g}, or place fewer stages on the worker"
+            f"memory_limit of worker {worker} is {limit:g}, but one micro-batch holds {needed:g} there, so no "
+            f"schedule exists: raise the limit to {needed:g}, or place fewer stages on the worker"
         )

@@ -1,14 +1,14 @@
-"""Channels: what carries values from worker to worker, in three models of what real transports promise.
+"""Channels: three models of the order that transports between workers guarantee.
 
-A worker posts its sends and receives in the order in which they stand among its actions, and never waits for one; only
-an action that needs what is received waits. What differs is which of them may happen when:
+A worker posts its sends and receives in the order of its actions and never waits for them; only an action that needs a
+received value waits. The models differ in when a transfer begins:
 
-* ``"unbounded"``: each message has a channel of its own, which holds it until somebody asks. A transfer begins when it
-  is sent.
-* ``"pair"``: one channel for each ordered pair of workers. The first message sent must be the first received, and so
-  on; a transfer begins when both have been posted and the one before it is over.
-* ``"worker"``: one channel for each worker, for all that it sends and receives, as with one communicator. A transfer
-  begins when it is at the head of both workers' queues. A receive that is posted early holds up the sends behind it.
+* ``"unbounded"``: each message has its own channel, which stores it until it is received. A transfer begins when it is
+  sent.
+* ``"pair"``: one channel for each ordered pair of workers. Messages are received in the order in which they are sent; a
+  transfer begins when both sides have posted it and the transfer before it has ended.
+* ``"worker"``: one channel for all sends and receives of a worker, as with one communicator. A transfer begins when it
+  is at the head of both workers' queues. A receive that is posted early delays the sends after it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Channel = Literal["unbounded", "pair", "worker"]
 """The name of a model of channels."""
 
 Message = tuple[int, int]
-"""A route, by its number, and a micro-batch."""
+"""The number of a route, and a micro-batch."""
 
 
-class Way(NamedTuple):
-    """What is known of a route between workers before anything is sent.
+class WorkerRoute(NamedTuple):
+    """A route between two workers.
 
     Attributes:
         number: of the route.
         sender: the worker that sends.
         receiver: the worker that receives.
-        delay: how long a transfer takes.
+        delay: time of a transfer.
     """
 
     number: int
@@ -40,13 +40,14 @@ class Way(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A message that has come across.
+    """The transfer of a message.
 
     Attributes:
-        message: which.
+        message: the message.
         start: when it began.
-        end: when it was there.
-        cause: what it waited for last: True, the sender; False, the receiver; or the transfer before it.
+        end: when it ended.
+        cause: the last thing that it waited for: True for the sender, False for the receiver, or the transfer before
+            it.
     """
 
     message: Message
@@ -56,17 +57,17 @@ class Transfer(NamedTuple):
 
 
 class Channels(Protocol):
-    """All channels of a run."""
+    """The channels of a run."""
 
-    def post(self, way: Way, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
-        """Notes one side's wish to transfer a message; returns the transfers that now can take place."""
+    def post(self, route: WorkerRoute, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
+        """Posts one side of a transfer; returns the transfers that can now take place."""
 
 
 def channels(channel: Channel) -> Channels:
-    """Empty channels of a model.
+    """Make the channels of a model.
 
     Raises:
-        ValueError: no such model.
+        ValueError: there is no such model.
 
     Example:
         >>> channels("bounded")
@@ -79,46 +80,46 @@ def channels(channel: Channel) -> Channels:
 
 
 def check_channel(channel: str) -> None:
-    """Refuse what names no model.
+    """Refuse the name of an unknown model.
 
     Raises:
-        ValueError: no such model.
+        ValueError: there is no such model.
     """
     if channel not in get_args(Channel):
         raise ValueError(f"channel is {channel!r}: wanted one of {', '.join(map(repr, get_args(Channel)))}")
 
 
 class _Unbounded:
-    def post(self, way: Way, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
-        number, _, _, delay = way
+    def post(self, route: WorkerRoute, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
+        number, _, _, delay = route
         return [Transfer((number, micro_batch), time, time + delay, True)] if sends else []
 
 
-_Wish = tuple[Message, float, Way]
-"""What one side wants to transfer, and since when."""
+_Post = tuple[Message, float, WorkerRoute]
+"""One side of a transfer, and when it was posted."""
 
 
 class _Queue:
-    """The priorities in a queue, when its last transfer was over, and which that was."""
+    """A queue of posted transfers, the end of its last transfer, and the message of that."""
 
-    __slots__ = ("free", "last", "priorities")
+    __slots__ = ("free", "last", "posted")
 
     def __init__(self) -> None:
-        self.priorities: deque[_Wish] = deque()
+        self.posted: deque[_Post] = deque()
         self.free = 0.0
         self.last: Message | None = None
 
 
-def _carried(sent: _Wish, wanted: _Wish, *queues: _Queue) -> Transfer:
-    """The transfer of what both sides wish, which keeps these queues busy."""
-    message, start, way = sent
+def _transferred(sent: _Post, wanted: _Post, *queues: _Queue) -> Transfer:
+    """The transfer that both sides have posted; it occupies these queues."""
+    message, start, route = sent
     cause: bool | Message = True
     if wanted[1] > start:
         start, cause = wanted[1], False
     for queue in queues:
         if queue.free > start and queue.last is not None:
             start, cause = queue.free, queue.last
-    end = start + way.delay
+    end = start + route.delay
     for queue in queues:
         queue.free, queue.last = end, message
     return Transfer(message, start, end, cause)
@@ -127,16 +128,16 @@ def _carried(sent: _Wish, wanted: _Wish, *queues: _Queue) -> Transfer:
 class _Pair:
     def __init__(self) -> None:
         self._sent: dict[tuple[int, int], _Queue] = defaultdict(_Queue)
-        self._wanted: dict[tuple[int, int], deque[_Wish]] = defaultdict(deque)
+        self._wanted: dict[tuple[int, int], deque[_Post]] = defaultdict(deque)
 
-    def post(self, way: Way, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
-        number, sender, receiver, _ = way
+    def post(self, route: WorkerRoute, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
+        number, sender, receiver, _ = route
         queue, wanted = self._sent[sender, receiver], self._wanted[sender, receiver]
-        sent = queue.priorities
-        (sent if sends else wanted).append(((number, micro_batch), time, way))
+        sent = queue.posted
+        (sent if sends else wanted).append(((number, micro_batch), time, route))
         done = []
         while sent and wanted and sent[0][0] == wanted[0][0]:
-            done.append(_carried(sent.popleft(), wanted.popleft(), queue))
+            done.append(_transferred(sent.popleft(), wanted.popleft(), queue))
         return done
 
 
@@ -144,18 +145,18 @@ class _Worker:
     def __init__(self) -> None:
         self._queues: dict[int, _Queue] = defaultdict(_Queue)
 
-    def post(self, way: Way, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
-        own = way.sender if sends else way.receiver
-        self._queues[own].priorities.append(((way.number, micro_batch), time, way))
+    def post(self, route: WorkerRoute, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
+        own = route.sender if sends else route.receiver
+        self._queues[own].posted.append(((route.number, micro_batch), time, route))
         done = []
         changed = [own]
         while changed:
-            head = self._queues[changed.pop()].priorities
+            head = self._queues[changed.pop()].posted
             if not head:
                 continue
             _, sending, receiving, _ = head[0][2]
             sender, receiver = self._queues[sending], self._queues[receiving]
-            if sender.priorities and receiver.priorities and sender.priorities[0][0] == receiver.priorities[0][0]:
+            if sender.posted and receiver.posted and sender.posted[0][0] == receiver.posted[0][0]:
                 changed += sending, receiving
-                done.append(_carried(sender.priorities.popleft(), receiver.priorities.popleft(), sender, receiver))
+                done.append(_transferred(sender.posted.popleft(), receiver.posted.popleft(), sender, receiver))
         return done

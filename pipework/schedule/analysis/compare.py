@@ -1,4 +1,4 @@
-"""Which schedule is the fastest, for given costs and a given memory? All that have a name, side by side."""
+"""A comparison of all named schedules for given costs and memory."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from typing import Any, Final
 from pipework.schedule.analysis.channels import Channel, check_channel
 from pipework.schedule.analysis.memory import each_limit
 from pipework.schedule.analysis.simulate import Simulation, simulate
-from pipework.schedule.analysis.validate import Conditions
-from pipework.schedule.arguments import positive_integer
+from pipework.schedule.analysis.validate import ValidationOptions
+from pipework.schedule.checks import positive_integer
 from pipework.schedule.costs import Costs, checked
 from pipework.schedule.draw.aligned import aligned
 from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build_for_shares
 
-# GPipe's other name, and what does not train.
+# GPipe's other name, and the schedule for inference.
 _LEFT_OUT: Final = ("fill-drain", "forward-only")
 
 _HEAD: Final = ("schedule", "stages", "makespan", "bubble", "span", "bubble", "memory", "transfers", "to bound")
 _LEGEND: Final = (
     "stages: per worker; bubble: idle share of the makespan, and of the span (the longest busy window of a",
-    "worker); memory: the most that a worker holds; transfers: what they add to the makespan; to bound: by how",
-    "much the makespan is above its lower bound, which no schedule of this placement and memory beats",
+    "worker); memory: highest peak of a worker; transfers: time that they add to the makespan; to bound: excess",
+    "of the makespan over its lower bound, which no schedule of this placement and memory beats",
 )
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` found; `print` shows it as a table.
+    """The result of :func:`compare`; `print` shows it as a table.
 
     Attributes:
-        workers: how many there are.
-        chunks: how many micro-batches.
+        workers: number of workers.
+        chunks: number of micro-batches.
         costs: of a worker's whole share.
-        memory_limit: the most that a worker may hold, or for each worker; None: anything.
-        channel: what carries the transfers.
-        fitting: name to simulation of the schedules that can be had, the fastest first.
-        others: name to reason of those that need too much memory, or cannot be executed.
-        of_other_stages: name to reason of those that have another number of stages than the costs, or cannot have the
-            number of stages per worker that was asked for.
+        memory_limit: the most memory that a worker may hold, or a number for each worker; None: no limit.
+        channel: the transport of transfers.
+        fitting: name to simulation of the schedules that fit, the fastest first.
+        others: name to reason of the schedules that need too much memory, or cannot be executed.
+        of_other_stages: name to reason of the schedules that do not have as many stages as the costs, or do not support
+            the number of stages per worker that was asked for.
     """
 
     workers: int
@@ -69,7 +69,7 @@ class Comparison:
         return "\n".join(line.rstrip() for line in lines)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The measures of each schedule that fits, as plain values: for tables, JSON, data frames."""
+        """The measures of each schedule that fits, as plain values for tables, JSON or data frames."""
         return [
             {
                 "schedule": name,
@@ -97,25 +97,25 @@ def compare(
     channel: Channel = "unbounded",
     schedules: Mapping[str, ScheduleSpec] = SCHEDULES,
 ) -> Comparison:
-    """Simulate all schedules under the same conditions.
+    """Simulate all schedules with the same costs and memory.
 
     Args:
-        workers: how many there are.
-        chunks: how many micro-batches.
+        workers: number of workers.
+        chunks: number of micro-batches.
         costs: times and memory of a worker's whole share of the model, which is divided evenly among its stages.
-            Sequences have a number for each worker (of transfers, for each two neighbours), and are spread over the
-            stages where a worker has several: see :meth:`Costs.placed`. Or they have a number for each stage; then only
-            schedules of as many stages can be compared.
-        memory_limit: the most that a worker may hold, or a sequence with a number for each worker; None: anything.
-        stages_per_worker: for schedules that can have several; None: as many as they usually have.
-        channel: what carries the transfers.
-        schedules: name to recipe, of which ``"fill-drain"`` (GPipe) and ``"forward-only"`` (which does not train) are
+            Sequences have a number for each worker (of transfers, for each pair of adjacent workers), which is spread
+            over the worker's stages by :meth:`Costs.placed`. Or they have a number for each stage; then only schedules
+            with as many stages are compared.
+        memory_limit: the most memory that a worker may hold, or a number for each worker; None: no limit.
+        stages_per_worker: for schedules that support several; None: their defaults.
+        channel: the transport of transfers.
+        schedules: name to spec; ``"fill-drain"`` (another name of GPipe) and ``"forward-only"`` (for inference) are
             left out.
 
     Raises:
-        TypeError: a number is not an int, the limit not a number, or `costs` are no costs.
-        ValueError: a number is less than 1, an unknown channel, an impossible limit, or sequences of costs that are too
-            long or too short for all schedules.
+        TypeError: a number is not an int, a limit is no number, or `costs` is no :class:`Costs`.
+        ValueError: a number is less than 1, the channel is unknown, a limit is out of range, or sequences of costs have
+            the length for no schedule.
 
     Example:
         >>> found = compare(workers=4, chunks=8, memory_limit=3)
@@ -136,10 +136,10 @@ def compare(
     fitting: dict[str, Simulation] = {}
     others: dict[str, str] = {}
     of_other_stages: dict[str, str] = {}
-    for name, known in schedules.items():
+    for name, spec in schedules.items():
         if name in _LEFT_OUT:
             continue
-        count = stages_per_worker if known.several and stages_per_worker is not None else known.stages_per_worker
+        count = stages_per_worker if spec.several and stages_per_worker is not None else spec.stages_per_worker
         try:
             schedule, share = build_for_shares(
                 name, workers=workers, chunks=chunks, stages_per_worker=count, costs=costs, schedules=schedules
@@ -156,12 +156,12 @@ def compare(
         if excess:
             others[name] = excess
         else:
-            fitting[name] = replace(found, conditions=Conditions(channel=channel, memory_limit=memory_limit))
+            fitting[name] = replace(found, options=ValidationOptions(channel=channel, memory_limit=memory_limit))
     if of_other_stages and not fitting and not others:
         name, reason = next(iter(of_other_stages.items()))
         raise ValueError(
-            f"no schedule has as many stages: {reason} (that is for {name!r}); sequences of costs have one number for "
-            f"each of the {workers} workers, or one for each stage of a schedule"
+            f"no schedule has as many stages: {reason} (for {name!r}); give sequences of costs one number for each of "
+            f"the {workers} workers, or one for each stage of a schedule"
         )
     best = sorted(fitting, key=lambda name: (fitting[name].makespan, max(fitting[name].peak_memory)))
     return Comparison(
@@ -177,7 +177,7 @@ def compare(
 
 
 def _excess(peaks: Iterable[float], limits: Iterable[float], *, each: bool) -> str:
-    """Which worker holds too much; nothing if none does."""
+    """A reason if a worker exceeds its limit, otherwise an empty text."""
     # Sums of fractions are a little off.
     over = [
         (peak, limit, worker)
@@ -192,7 +192,7 @@ def _excess(peaks: Iterable[float], limits: Iterable[float], *, each: bool) -> s
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """A line of the table."""
+    """The cells of a row of the table."""
     return (
         row["schedule"],
         f"{row['stages_per_worker']}",

@@ -1,4 +1,4 @@
-"""The critical path: the chain of actions that makes a timeline as long as it is."""
+"""The critical path: the chain of actions that determines the makespan."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pipework.schedule.schedule import Schedule
 
 
 def critical_path(schedule: Schedule, ended: Run) -> tuple[Action, ...]:
-    """Walk back from the action that ends last, each time to what the action waited for last.
+    """Follow causes back from the action that ends last.
 
     Args:
-        schedule: what was run.
-        ended: the run, which knows that.
+        schedule: the schedule that was run.
+        ended: its run, which has the causes.
 
     Returns:
-        Computations, transfers and reductions in the order of time.
+        Computations, transfers and reductions in order of time.
 
     Example:
         >>> from pipework.schedule import Costs, fill_drain
@@ -42,12 +42,12 @@ def critical_path(schedule: Schedule, ended: Run) -> tuple[Action, ...]:
         path.append(action)
         cause = ended.cause(action, worker, position)
         if action.peer >= 0 and cause is not None and cause in (action, counterpart(action)):
-            worker, position = place[cause]  # the side that was posted last: when the computation before it had ended
+            worker, position = place[cause]  # the side that was posted last, after the computation before it
             cause = None
         if cause is None:
             where = _computation_before(schedule, worker, position)
         else:
-            # What a B makes is named after I.
+            # The product of a B has the name of an I.
             where = place.get(cause) or place[Action("B", cause.stage, cause.micro_batch)]
     return tuple(reversed(path))
 

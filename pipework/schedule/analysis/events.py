@@ -1,9 +1,8 @@
-"""The event-driven run of a schedule: every worker starts its next action as soon as its data is there.
+"""The event-driven run of a schedule: every worker starts its next action as soon as its data arrives.
 
-Validation asks it whether the schedule ends, simulation when, and the critical path why. A worker that cannot go on is
-parked under the one product it misses and woken when that is made, so the work is linear in the number of actions.
-Times do not depend on which worker is looked at first: what a worker does, and what its channels carry, has a fixed
-order.
+Validation uses it to find deadlocks, simulation to get times, and the critical path to get causes. A worker that waits
+for a product is woken when the product is made, so the work is linear in the number of actions. Times do not depend on
+the order in which workers are visited, because the order of each worker's actions and transfers is fixed.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from pipework.schedule.action import Action
-from pipework.schedule.analysis.channels import Channel, Message, Way, channels
+from pipework.schedule.analysis.channels import Channel, Message, WorkerRoute, channels
 from pipework.schedule.costs import StageCosts
 from pipework.schedule.edges import Route, counterpart, crossings, recomputed, routes
 from pipework.schedule.schedule import Schedule
 
 LOSS: Final = Action("loss", 0)
-"""The product that all actions but forwards need if the loss is computed outside of the pipe."""
+"""The product that all actions except forwards need if the loss is computed outside of the pipe."""
 
 
-class Stuck(NamedTuple):
-    """A worker that waits for ever: for which action, and what that misses: a product, a receive, or the loss."""
+class Deadlock(NamedTuple):
+    """A worker that waits forever, the action at which it waits, and the missing product, receive, or loss."""
 
     worker: int
     action: Action
@@ -31,35 +30,35 @@ class Stuck(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What happened.
+    """The result of a run.
 
     Attributes:
-        times: (start, end) of each worker's actions, in its order; shorter than the order where the worker is stuck. Of
-            a ``SEND`` or ``RECV`` those of the transfer; NaN if it never took place.
-        causes: for each of them, what it waited for last, as :meth:`cause` tells it.
-        stuck: the workers that wait for ever.
-        routes: the ways between stages, by number.
-        last_forward: the last forward of all to end.
+        times: (start, end) of each worker's actions, in order; shorter than the order if the worker is in a deadlock.
+            Those of a ``SEND`` or ``RECV`` are of the transfer, and NaN if it never took place.
+        causes: for each of them, an encoded cause; :meth:`cause` decodes it.
+        deadlocks: the workers that wait forever.
+        routes: the routes between stages, by number.
+        last_forward: the forward that ends last.
     """
 
     times: tuple[tuple[tuple[float, float], ...], ...]
     causes: tuple[tuple[Action | bool | Message | None, ...], ...]
-    stuck: tuple[Stuck, ...]
+    deadlocks: tuple[Deadlock, ...]
     routes: tuple[Route, ...]
     last_forward: Action
 
     def cause(self, action: Action, worker: int, position: int) -> Action | None:
-        """What an action waited for last.
+        """The last thing that an action waited for.
 
         Args:
-            action: which.
-            worker: whose it is.
-            position: where it stands.
+            action: the action.
+            worker: its worker.
+            position: its position in the worker's order.
 
         Returns:
-            None: the computation before it in its worker's order. Or the name of a product (``I`` also of a ``B``), a
-            ``RECV``, or a reduction. Of a transfer, one of its own two sides, for the computation before that; or the
-            ``SEND`` of the transfer before it.
+            None for the computation before it in the order. Otherwise the name of a product (``I`` also for a ``B``), a
+            ``RECV``, or a reduction. For a transfer: one of its own two sides, which stands for the computation before
+            that side; or the ``SEND`` of the transfer before it.
         """
         found = self.causes[worker][position]
         if found is None:
@@ -75,18 +74,18 @@ class Run:
 
 
 _Times = list[float | None]
-"""When a product of a stage is there, for each micro-batch; None: not yet."""
+"""When a product of a stage is made, for each micro-batch; None: not yet."""
 
 _NEVER: Final = (float("nan"), float("nan"))
 
 
 class _Source(NamedTuple):
-    """Something that an action needs.
+    """A product that an action needs.
 
     Attributes:
-        times: when it is there.
-        delay: how long it takes to come from there.
-        name: what it is, but for the micro-batch.
+        times: when it is made.
+        delay: the time of its transfer.
+        name: its name, without the micro-batch.
     """
 
     times: _Times
@@ -95,12 +94,12 @@ class _Source(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What a kind of action on a stage needs and makes.
+    """A kind of action on a stage: its duration, inputs and product.
 
     Attributes:
-        duration: how long it takes.
-        sources: what it needs.
-        makes: where its end is noted; None if nobody needs it.
+        duration: its time.
+        sources: the products that it needs.
+        makes: the times of its product; None if no action needs it.
     """
 
     duration: float
@@ -112,36 +111,35 @@ def run(schedule: Schedule, costs: StageCosts, *, loss_outside: bool = False, ch
     """Execute a schedule with given times.
 
     Args:
-        schedule: each of its actions stands once, and transfers, if there are any, stand for all that crosses, behind
-            what makes it and before what needs it; otherwise the order may be impossible.
-        costs: times, spelt out for the schedule's stages and skips.
-        loss_outside: no action but forwards starts before all forwards of all workers have ended.
-        channel: what carries the transfers, if there are any; without, every value is simply there after its time.
+        schedule: a schedule without violations of :func:`rules.broken`; it may have a deadlock.
+        costs: times of each stage and skip.
+        loss_outside: whether all forwards of all workers must end before any other action starts.
+        channel: the transport of the schedule's transfers; if it has none, every value arrives after its transfer time.
 
     Example:
         >>> from pipework.schedule import Costs, fill_drain
         >>> run(fill_drain(2, 1), Costs().spread(stages=2)).times[0]
         ((0.0, 1.0), (4.0, 6.0))
     """
-    return _Execution(schedule, _Table(schedule, costs, loss_outside=loss_outside), channel).whole()
+    return _Execution(schedule, _Table(schedule, costs, loss_outside=loss_outside), channel).finish()
 
 
 class _Table:
-    """What each kind of action needs and makes on each stage, looked up once instead of for every micro-batch."""
+    """Inputs and products of each kind of action on each stage, looked up once instead of for every micro-batch."""
 
     def __init__(self, schedule: Schedule, costs: StageCosts, *, loss_outside: bool) -> None:
         self._schedule, self._costs = schedule, costs
         count = schedule.micro_batches
         self._ends: dict[str, list[_Times]] = {kind: [[None] * count for _ in schedule.placement] for kind in "FRI"}
-        # To a micro-batch that is not recomputed, its recomputation is no obstacle.
-        again = recomputed(schedule)
+        # The recomputation of a micro-batch that has none counts as done.
+        checkpointed = recomputed(schedule)
         for stage, times in enumerate(self._ends["R"]):
-            times[:] = [None if (stage, micro_batch) in again else 0.0 for micro_batch in range(count)]
+            times[:] = [None if (stage, micro_batch) in checkpointed else 0.0 for micro_batch in range(count)]
         self.loss: _Times = [None if loss_outside else 0.0] * count
         self._after_loss = (_Source(self.loss, 0.0, LOSS),) if loss_outside else ()
         self.routes = routes(schedule)
         self.arrivals: list[_Times] = []
-        self.ways: dict[tuple[str, int, int], tuple[Way, bool]] = {}
+        self.transfers: dict[tuple[str, int, int], tuple[WorkerRoute, bool]] = {}
         arriving = self._arriving()
         self.steps = {
             kind: [self._step(kind, stage, arriving) for stage in range(schedule.stages)] for kind in ("F", *"RBIW")
@@ -149,7 +147,7 @@ class _Table:
         self.reduction = costs.duration["REDUCE_GRAD"]
 
     def _arriving(self) -> dict[tuple[str, int], list[_Source]]:
-        """What comes to each stage from others, forward and backward; notes what has to be sent and received."""
+        """The products that each stage needs from others, forward and backward; records the routes of transfers."""
         schedule, costs = self._schedule, self._costs
         crossing = set(crossings(schedule))
         found: dict[tuple[str, int], list[_Source]] = {}
@@ -164,9 +162,9 @@ class _Table:
             self.arrivals.append(times)
             if route in crossing and schedule.communicates:
                 arrival = _Source(times, 0.0, Action(f"RECV_{kind}", target, peer=source))
-                way = Way(number, schedule.placement[source], schedule.placement[target], delay)
-                self.ways[f"SEND_{kind}", source, target] = way, True
-                self.ways[f"RECV_{kind}", target, source] = way, False
+                between = WorkerRoute(number, schedule.placement[source], schedule.placement[target], delay)
+                self.transfers[f"SEND_{kind}", source, target] = between, True
+                self.transfers[f"RECV_{kind}", target, source] = between, False
             found.setdefault((kind, target), []).append(arrival)
         return found
 
@@ -183,7 +181,7 @@ class _Table:
 
 
 class _Execution:
-    """The run under way."""
+    """A run in progress."""
 
     def __init__(self, schedule: Schedule, table: _Table, channel: Channel) -> None:
         self._schedule = schedule
@@ -200,20 +198,20 @@ class _Execution:
         self._forwards = sum(action.kind == "F" for order in schedule.orders for action in order)
         self._last_forward = (0.0, LOSS)
 
-    def whole(self) -> Run:
-        """Runs until nobody can go on."""
+    def finish(self) -> Run:
+        """Runs until no worker can continue."""
         while self._awake:
-            self._go_on(self._awake.pop())
-        stuck = [
-            Stuck(worker, self._schedule.orders[worker][len(self._times[worker])], missing)
+            self._continue(self._awake.pop())
+        deadlocks = [
+            Deadlock(worker, self._schedule.orders[worker][len(self._times[worker])], missing)
             for (_, micro_batch), waiting in self._parked.items()
             for worker, name in waiting
             for missing in [name if name == LOSS else name._replace(micro_batch=micro_batch)]
         ]
         times, causes = tuple(map(tuple, self._times)), tuple(map(tuple, self._causes))
-        return Run(times, causes, tuple(sorted(stuck)), self._table.routes, self._last_forward[1])
+        return Run(times, causes, tuple(sorted(deadlocks)), self._table.routes, self._last_forward[1])
 
-    def _go_on(self, worker: int) -> None:
+    def _continue(self, worker: int) -> None:
         order, times, causes = self._schedule.orders[worker], self._times[worker], self._causes[worker]
         steps, parked, clock = self._table.steps, self._parked, self._clocks[worker]
         for position in range(len(times), len(order)):
@@ -261,14 +259,14 @@ class _Execution:
     def _communicate(self, action: Action, worker: int, position: int, clock: float) -> None:
         kind, stage, micro_batch, peer = action
         if peer >= 0:
-            way, sends = self._table.ways[kind, stage, peer]
-            message = way.number, micro_batch
+            route, sends = self._table.transfers[kind, stage, peer]
+            message = route.number, micro_batch
             self._times[worker][position], self._causes[worker][position] = self._carried.get(message, (_NEVER, None))
             self._posted.setdefault(message, []).append((worker, position))
-            for transfer in self._channels.post(way, micro_batch, clock, sends=sends):
+            for transfer in self._channels.post(route, micro_batch, clock, sends=sends):
                 self._arrive(*transfer)
         elif kind == "REDUCE_GRAD":
-            # One after the other, beside the computation.
+            # A worker runs its reductions one after the other, beside the computation.
             free, before = self._reductions[worker]
             start = max(clock, free)
             self._causes[worker][position] = before if free > clock else None

@@ -1,4 +1,4 @@
-"""What workers hold while they run their orders: a matter of the order alone, not of time."""
+"""Memory of the workers' activations, which depends on the orders and not on times."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pipework.schedule.edges import recomputed
 from pipework.schedule.schedule import Schedule
 
 SLACK: Final = 1 + 1e-9
-"""By how much a limit is not missed."""
+"""The factor by which an amount may exceed a limit, for rounding."""
 
 Row = list[tuple[float, float]]
-"""For each action of an order the most that is held meanwhile, and what its micro-batch holds on its stage then."""
+"""For each action of an order: the worker's peak during it, and the memory of its micro-batch on its stage after it."""
 
 
 def rows(schedule: Schedule, costs: StageCosts) -> list[Row]:
-    """What each worker holds during and after each of its actions.
+    """The memory of each worker during and after each of its actions.
 
     Example:
         >>> from pipework.schedule import Costs, fill_drain
@@ -31,7 +31,7 @@ def rows(schedule: Schedule, costs: StageCosts) -> list[Row]:
 
 
 def stage_peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
-    """The most that each stage holds, by itself."""
+    """The peak memory of each stage."""
     own: list[list[Action]] = [[] for _ in schedule.placement]
     for order in schedule.orders:
         for action in order:
@@ -42,15 +42,15 @@ def stage_peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
 
 
 def each_limit(memory_limit: float | Sequence[float] | None, workers: int) -> tuple[float, ...]:
-    """A limit of memory spelt out for each worker.
+    """The memory limit of each worker.
 
     Args:
-        memory_limit: a number for all workers, or one for each; None: infinity.
-        workers: how many there are.
+        memory_limit: one number for all workers, or a number for each; None: infinity.
+        workers: number of workers.
 
     Raises:
-        TypeError: not a number.
-        ValueError: negative or NaN, or a sequence of another length.
+        TypeError: a limit is no number.
+        ValueError: a limit is negative or NaN, or the sequence has another length.
 
     Example:
         >>> each_limit(4, 2)
@@ -69,7 +69,7 @@ def each_limit(memory_limit: float | Sequence[float] | None, workers: int) -> tu
     for worker, limit in enumerate(limits):
         if isinstance(limit, bool) or not isinstance(limit, int | float):
             raise TypeError(f"memory_limit of worker {worker} is {limit!r}: wanted a number, or None for no limit")
-        if not limit >= 0:  # NaN is not, either
+        if not limit >= 0:  # also refuses NaN
             raise ValueError(
                 f"memory_limit of worker {worker} is {limit!r}: wanted a number of at least 0, or None for no limit"
             )
@@ -77,7 +77,7 @@ def each_limit(memory_limit: float | Sequence[float] | None, workers: int) -> tu
 
 
 def exceeds(amount: float, limit: float) -> bool:
-    """Whether an amount of memory is more than a limit, but for rounding: peaks are sums of fractions, which drift.
+    """Whether an amount of memory is above a limit, with a tolerance because peaks are rounded sums.
 
     Example:
         >>> exceeds(0.1 + 0.2, 0.3), exceeds(0.31, 0.3)
@@ -98,16 +98,16 @@ def _row(order: Iterable[Action], costs: StageCosts, checkpointed: Set[tuple[int
             before = held.get(key, 0.0)
             after = small[stage] if kind == "F" and key in checkpointed else activation[stage]
             held[key] = after
-            # A first pass is computed with its graph, which it drops at its end.
+            # A checkpointed forward holds its graph until it ends.
             most = total - before + max(after, activation[stage])
             total += after - before
-        if kind == "I":  # the weight half needs less than everything; or more, with the gradients of outputs
+        if kind == "I":  # the weight half needs fewer activations, but also the gradients of outputs
             most += max(0.0, waiting[stage] - held[key])
             total += waiting[stage] - held[key]
             held[key] = waiting[stage]
-        if kind in ("B", "W") or (inference and kind == "F"):  # without a graph, activations do not outlive the forward
+        if kind in ("B", "W") or (inference and kind == "F"):  # inference frees activations after each forward
             total -= held.pop(key)
-            # Sums of fractions drift; a worker that holds nothing holds nothing.
+            # Removes the rounding error when nothing is held.
             total = total if held else 0.0
         row.append((most, held.get(key, 0.0)))
     return row

@@ -1,4 +1,4 @@
-"""What an order must have before it is worth a run: every action that belongs there, once, at a place of sense."""
+"""Rules that orders must satisfy before they are run: each action is there once, on its worker, in a possible place."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pipework.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Violation:
-    """One thing that is wrong with a schedule.
+    """A reason why a schedule cannot be executed.
 
     Attributes:
-        worker: where.
-        action: which.
-        message: what is wrong with it, a whole sentence.
+        worker: the worker with the problem.
+        action: the action with the problem.
+        message: a description, as a sentence.
     """
 
     worker: int
@@ -27,14 +27,14 @@ class Violation:
 
 
 def broken(schedule: Schedule) -> tuple[Violation, ...]:
-    """All violations that a look at the orders shows.
+    """The violations that the orders show without a run.
 
     Example:
         >>> broken(Schedule("lone", (0,), ((Action("F", 0, 0),),)))[0].message
         '0B0 (or 0I0 and 0W0) is missing in the order of worker 0'
     """
     found = () if _complete(schedule) else (*_misplaced(schedule), *_miscounted(schedule))
-    # What follows needs to know where each action stands.
+    # The other rules need each action in its place.
     return found or (*_transfers(schedule), *_reductions(schedule), *_shards(schedule))
 
 
@@ -46,8 +46,8 @@ def ascending(schedule: Schedule) -> bool:
         >>> ascending(fill_drain(2, 3))
         True
     """
-    # B adds to every parameter's gradient, W to those whose part is put off, I to the others. So along each of the
-    # chains (B, W) and (B, I) of a stage, micro-batches must ascend.
+    # B adds to the gradients of all parameters, W to those of split operators, I to the others. So micro-batches must
+    # ascend along each of the chains (B, W) and (B, I) of a stage.
     latest: dict[tuple[str, int], int] = {}
     for order in schedule.orders:
         for kind, stage, micro_batch, _ in order:
@@ -59,7 +59,7 @@ def ascending(schedule: Schedule) -> bool:
 
 
 def _complete(schedule: Schedule) -> bool:
-    """Whether all compute actions are there, once, where they belong: the usual case, found out quickly."""
+    """Whether all computations are there once, on their workers: a fast check of the usual case."""
     count = schedule.micro_batches
     seen = {kind: [[0] * count for _ in schedule.placement] for kind in KINDS}
     whole: Counter[Action] = Counter()
@@ -76,9 +76,9 @@ def _complete(schedule: Schedule) -> bool:
         return False
     once, never = [1] * count, [0] * count
     for stage in range(schedule.stages):
-        forward, full, inputs, weights, again = (seen[kind][stage] for kind in KINDS)
+        forward, full, inputs, weights, recompute = (seen[kind][stage] for kind in KINDS)
         both = never if schedule.inference else once
-        if forward != once or inputs != weights or max(again) > 1:
+        if forward != once or inputs != weights or max(recompute) > 1:
             return False
         if [one + other for one, other in zip(full, inputs, strict=True)] != both:
             return False
@@ -90,7 +90,7 @@ def _misplaced(schedule: Schedule) -> Iterator[Violation]:
         for action in order:
             home = schedule.placement[action.stage]
             if home != worker:
-                where = f"stands in the order of worker {worker}, but stage {action.stage} is on worker {home}"
+                where = f"is in the order of worker {worker}, but stage {action.stage} is on worker {home}"
                 yield Violation(worker, action, f"{action} {where}")
 
 
@@ -99,7 +99,7 @@ def _miscounted(schedule: Schedule) -> Iterator[Violation]:
     for worker, order in enumerate(schedule.orders):
         for action in dict.fromkeys(order):
             if count[action] > 1 and action.kind not in ("UNSHARD", "RESHARD"):
-                yield Violation(worker, action, f"{action} stands {count[action]} times, wanted once")
+                yield Violation(worker, action, f"{action} occurs {count[action]} times, wanted once")
     for stage, worker in enumerate(schedule.placement):
         missing = f"is missing in the order of worker {worker}"
         for micro_batch in range(schedule.micro_batches):
@@ -110,7 +110,7 @@ def _miscounted(schedule: Schedule) -> Iterator[Violation]:
                 continue
             halves = [half for half in (inputs, weights) if count[half]]
             if count[full] and halves:
-                both = f"worker {worker} has {full} and {halves[0]} too: wanted B, or I and W, but not both"
+                both = f"worker {worker} has both {full} and {halves[0]}: wanted either B, or I and W"
                 yield Violation(worker, full, both)
             elif not count[full] and not halves:
                 yield Violation(worker, full, f"{full} (or {inputs} and {weights}) {missing}")
@@ -120,7 +120,7 @@ def _miscounted(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _transfers(schedule: Schedule) -> Iterator[Violation]:
-    """All that crosses is sent behind what makes it, and received before what needs it; or nothing is."""
+    """If there are transfers, each value is sent after the action that makes it and received before its use."""
     if not schedule.communicates:
         return
     place = [{action: position for position, action in enumerate(order)} for order in schedule.orders]
@@ -133,23 +133,23 @@ def _transfers(schedule: Schedule) -> Iterator[Violation]:
                 wanted.add(transfer)
                 partner = Action(route.kind, stage, micro_batch)
                 partner = partner if partner in place[worker] else Action("I", stage, micro_batch)
-                yield from _ill_placed(worker, place[worker], transfer, partner)
+                yield from _misordered(worker, place[worker], transfer, partner)
     for worker, order in enumerate(schedule.orders):
         for action in order:
             if action.peer >= 0 and action not in wanted:
-                why = "nothing crosses from one worker to another there"
+                why = "no value goes from one worker to another on that route"
                 yield Violation(worker, action, f"{action} is a transfer, but {why}")
 
 
-def _ill_placed(worker: int, place: dict[Action, int], transfer: Action, partner: Action) -> Iterator[Violation]:
+def _misordered(worker: int, place: dict[Action, int], transfer: Action, partner: Action) -> Iterator[Violation]:
     at = place.get(transfer)
     if at is None:
-        why = f"{transfer} is missing in the order of worker {worker}, though other transfers stand there"
+        why = f"{transfer} is missing in the order of worker {worker}, which has other transfers"
         yield Violation(worker, transfer, why)
     elif transfer.kind.startswith("SEND") and at < place[partner]:
-        yield Violation(worker, transfer, f"{transfer} stands before {partner}, which makes what it sends")
+        yield Violation(worker, transfer, f"{transfer} is before {partner}, which makes the value that it sends")
     elif transfer.kind.startswith("RECV") and at > place[partner]:
-        yield Violation(worker, transfer, f"{transfer} stands behind {partner}, which needs what it receives")
+        yield Violation(worker, transfer, f"{transfer} is after {partner}, which needs the value that it receives")
 
 
 def _reductions(schedule: Schedule) -> Iterator[Violation]:
@@ -157,7 +157,7 @@ def _reductions(schedule: Schedule) -> Iterator[Violation]:
     for stage in sorted(set(range(schedule.stages)) - set(reducing)) if reducing else ():
         worker, action = schedule.placement[stage], Action("REDUCE_GRAD", stage)
         yield Violation(
-            worker, action, f"{action} is missing in the order of worker {worker}, though other stages have it"
+            worker, action, f"{action} is missing in the order of worker {worker}, but other stages have one"
         )
     for worker, order in enumerate(schedule.orders):
         done: set[int] = set()
@@ -166,11 +166,11 @@ def _reductions(schedule: Schedule) -> Iterator[Violation]:
                 done.add(action.stage)
             elif action.kind in ("B", "I", "W") and action.stage in done:
                 early = Action("REDUCE_GRAD", action.stage)
-                yield Violation(worker, early, f"{early} stands before {action}, which adds to the gradient")
+                yield Violation(worker, early, f"{early} is before {action}, which adds to the gradient")
 
 
 def _shards(schedule: Schedule) -> Iterator[Violation]:
-    """Where a stage's weights are gathered and given back, it computes in between."""
+    """If a stage's weights are gathered, it computes only between ``UNSHARD`` and ``RESHARD``."""
     sharded = {action.stage for order in schedule.orders for action in order if action.kind == "UNSHARD"}
     for worker, order in enumerate(schedule.orders):
         whole: set[int] = set()
@@ -178,13 +178,11 @@ def _shards(schedule: Schedule) -> Iterator[Violation]:
             kind, stage = action.kind, action.stage
             if kind == "UNSHARD":
                 if stage in whole:
-                    yield Violation(worker, action, f"{action} stands where the weights have been gathered already")
+                    yield Violation(worker, action, f"{action} comes when the weights have been gathered already")
                 whole.add(stage)
             elif kind == "RESHARD":
                 if stage not in whole:
-                    yield Violation(worker, action, f"{action} stands where the weights have not been gathered")
+                    yield Violation(worker, action, f"{action} comes when the weights have not been gathered")
                 whole.discard(stage)
             elif kind in ("F", "B", "I", "R") and stage in sharded and stage not in whole:
-                yield Violation(
-                    worker, action, f"{action} needs the weights, which {stage}UNSHARD does not gather before"
-                )
+                yield Violation(worker, action, f"{action} needs the weights, but there is no {stage}UNSHARD before it")

@@ -1,4 +1,4 @@
-"""Simulation: the timeline that a schedule leads to, if its actions cost what one says."""
+"""Simulation: the timeline of a schedule with given costs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pipework.schedule.analysis.bounds import Bounds, lower_bounds
 from pipework.schedule.analysis.channels import Channel
 from pipework.schedule.analysis.critical_path import critical_path
 from pipework.schedule.analysis.events import Run
-from pipework.schedule.analysis.validate import Conditions, examine, raise_first
+from pipework.schedule.analysis.validate import ValidationOptions, examine, raise_first
 from pipework.schedule.costs import Costs, checked
+from pipework.schedule.draw.svg import svg
 from pipework.schedule.schedule import Schedule, checked_schedule
 from pipework.schedule.timeline import Interval, Timeline
 
@@ -23,23 +24,26 @@ from pipework.schedule.timeline import Interval, Timeline
 class Simulation:
     """A predicted timeline and its measures.
 
-    Two makespans are worth knowing: ``makespan`` is what a step costs if workers meet at its end, as for the clipping
-    of gradients; ``span`` is what it costs if they do not.
+    ``makespan`` is the time of a step if workers synchronize at its end, for example to clip gradients; ``span`` is its
+    time if they do not.
 
     Attributes:
-        schedule: what was simulated.
-        costs: with which costs.
-        timeline: what came out, in the unit of the costs: start and end of every action, memory, and transfers if the
-            schedule has them or the channel asks for them.
-        conditions: under which: where the loss is, what channels there are, how much memory.
-        execution: what was executed, which has transfers if channels ask for them, and how it went.
+        schedule: the schedule.
+        costs: its costs.
+        timeline: start, end and memory of every action in units of the costs, and transfers if the schedule has them or
+            the channel needs them.
+        options: the options of :func:`simulate`.
+        execution: the schedule that was run, which has transfers if the channel needs them, and its run.
     """
 
     schedule: Schedule
     costs: Costs
     timeline: Timeline
-    conditions: Conditions
+    options: ValidationOptions
     execution: tuple[Schedule, Run] = field(repr=False)
+
+    def _repr_svg_(self) -> str:
+        return svg(self.timeline)
 
     def __repr__(self) -> str:
         return f"Simulation({self.schedule.title}: makespan {self.makespan:.4g}, bubble {100 * self.bubble:.1f} %)"
@@ -66,38 +70,38 @@ class Simulation:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The time in which each worker computes."""
+        """The time that each worker computes."""
         return tuple(map(self.timeline.busy, range(self.timeline.workers)))
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
-        """The most memory that each worker's activations hold."""
+        """The peak memory of each worker's activations."""
         return tuple(map(self.timeline.peak_memory, range(self.timeline.workers)))
 
     @property
     def stage_peak_memory(self) -> tuple[float, ...]:
-        """The most memory that the activations of each stage hold, by themselves.
+        """The peak memory of each stage's activations.
 
-        The stages of one worker need not reach that at the same moment.
+        The stages of one worker may reach their peaks at different times.
         """
         return memory.stage_peaks(self.schedule, self.costs.spread(self.schedule.stages, len(self.schedule.skips)))
 
     @cached_property
     def exposed_communication(self) -> float:
-        """How much longer it takes than if all transfers and reductions took no time."""
+        """The time that transfers and reductions add to the makespan."""
         free = replace(self.costs, transfer=0.0, skip_transfer=0.0, reduce_gradient=0.0)
-        return self.makespan - simulate(self.schedule, free, loss_outside=self.conditions.loss_outside).makespan
+        return self.makespan - simulate(self.schedule, free, loss_outside=self.options.loss_outside).makespan
 
     @cached_property
     def bounds(self) -> Bounds:
-        """What any schedule takes at the least, with these costs, this placement, and this much memory.
+        """Lower bounds for all schedules with these costs, this placement and this memory.
 
-        Memory is the limit that was given, or if there was none, what each worker holds here at most. A backward may be
-        split if this schedule splits any.
+        The memory is the given limit, or each worker's peak in this simulation. Backwards may be split if this
+        schedule splits any.
         """
         kinds = Counter((action.kind, action.stage) for order in self.schedule.orders for action in order)
         stages = range(self.schedule.stages)
-        limit = self.conditions.memory_limit
+        limit = self.options.memory_limit
         return lower_bounds(
             self.schedule.placement,
             self.schedule.micro_batches,
@@ -115,16 +119,15 @@ class Simulation:
 
     @property
     def gap(self) -> float:
-        """By which share the makespan is above its lower bound; 0 if no schedule can be faster."""
+        """The excess of the makespan over its lower bound, as a share of that; 0 if no schedule can be faster."""
         return max(0.0, self.makespan / self.lower_bound - 1.0) if self.lower_bound else 0.0
 
     @cached_property
     def critical_path(self) -> tuple[Interval, ...]:
-        """Actions of which each starts because the one before it has ended, from the first action to the end.
+        """A chain of actions, from the first to the last, each of which starts when the one before it ends.
 
-        To make the step shorter, one of them has to become shorter, or to be moved. Between actions of two workers lies
-        the transfer, as an interval of its own if the timeline has transfers; it begins when the later of its two sides
-        has been posted.
+        A shorter step needs one of them to be shorter or to move. The path includes the transfers between workers if
+        the timeline has transfers; a transfer begins when the later of its two sides is posted.
         """
         times = {each.action: each for each in (*self.timeline.intervals, *self.timeline.communication)}
         return tuple(times[action] for action in critical_path(*self.execution))
@@ -138,27 +141,27 @@ def simulate(
     channel: Channel = "unbounded",
     memory_limit: float | Sequence[float] | None = None,
 ) -> Simulation:
-    """Predict when each action runs and how much memory its worker holds.
+    """Predict the times of all actions and the memory of all workers.
 
-    Workers run their orders, each action as early as its data allows; a boundary, or a skip, between two workers takes
-    ``costs.transfer`` (``costs.skip_transfer``) and keeps neither of them busy. Reductions of gradients run beside the
-    computation, one after the other on each worker.
+    Workers run their orders, each action as early as its data allows. A boundary between two workers takes
+    ``costs.transfer``, a skip ``costs.skip_transfer``; workers compute meanwhile. Reductions of gradients run beside
+    the computation, one after the other on each worker.
 
-    The time that it takes grows with the number of actions, transfers included.
+    The time of a simulation is linear in the number of actions, transfers included.
 
     Args:
-        schedule: a valid one.
+        schedule: a valid schedule.
         costs: unit costs if None, see :class:`Costs`.
-        loss_outside: the loss is computed outside of the pipe: no backward (or recompute) starts before the forwards of
-            all workers have ended.
-        channel: what carries the transfers: see :mod:`pipework.schedule.analysis.channels`. Other than ``"unbounded"``,
-            a schedule without transfers gets them first, as :func:`with_communication` adds them.
-        memory_limit: the most that a worker may hold, or a number for each worker; None: anything.
+        loss_outside: whether the loss is computed outside of the pipe: no backward (or recompute) starts before the
+            forwards of all workers have ended.
+        channel: the transport of transfers, see :mod:`pipework.schedule.analysis.channels`. Unless it is
+            ``"unbounded"``, transfers are added to a schedule without them, as by :func:`with_communication`.
+        memory_limit: the most memory that a worker may hold, or a number for each worker; None: no limit.
 
     Raises:
         ScheduleError: the schedule cannot be executed, or not within the limit.
-        TypeError: no schedule, no costs, or a limit that is not a number.
-        ValueError: an unknown channel, an impossible limit, or costs for another number of stages.
+        TypeError: the schedule, the costs or a limit have a wrong type.
+        ValueError: the channel is unknown, a limit is out of range, or the costs are for another number of stages.
 
     Example:
         >>> from pipework.schedule import fill_drain
@@ -167,11 +170,11 @@ def simulate(
         (33.0, 27.3, 8.0)
     """
     costs = checked(costs)
-    conditions = Conditions(loss_outside, channel, memory_limit)
+    options = ValidationOptions(loss_outside, channel, memory_limit)
     spread = costs.spread(checked_schedule(schedule).stages, len(schedule.skips))
-    violations, executed, ended = examine(schedule, spread, conditions)
+    violations, executed, ended = examine(schedule, spread, options)
     raise_first(schedule.name, violations)
-    assert ended is not None  # what is not worth a run has violations
+    assert ended is not None  # without a run there are violations
     computing: list[Interval] = []
     communicating: list[Interval] = []
     for worker, (order, row, amounts) in enumerate(
@@ -183,4 +186,4 @@ def simulate(
             elif action.peer >= 0 or action.kind == "REDUCE_GRAD":
                 communicating.append(Interval(worker, action, start, end))
     line = Timeline(tuple(computing), schedule.workers, title=schedule.title, communication=tuple(communicating))
-    return Simulation(schedule, costs, line.normalised(), conditions, (executed, ended))
+    return Simulation(schedule, costs, line.normalised(), options, (executed, ended))

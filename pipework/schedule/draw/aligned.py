@@ -1,4 +1,4 @@
-"""Tables in plain text: names read from the left, numbers from the right."""
+"""Tables in plain text, with columns aligned left or right."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence, Set
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Set[int] = frozenset()) -> list[str]:
-    """Lines of a table.
+    """The lines of a table.
 
     Args:
         rows: the cells.
-        left: the columns that begin at the left; the others end at the right.
+        left: the columns to align left; the others are aligned right.
 
     Example:
         >>> aligned([["a", "bcd"], ["10", "2"]], left={0})

@@ -1,4 +1,4 @@
-"""The rounded 'Bubble' in the largest idle area of a picture, or an arrow of time if there is but one micro-batch."""
+"""A box 'Bubble' in the largest idle area of a picture, or an arrow 'Time' if there is only one micro-batch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 from pipework.schedule.draw.palette import INK, PAPER
 from pipework.schedule.draw.svg_marks import number, rectangle, text
 
-# Smaller areas than this would not hold a readable word.
+# A readable word does not fit in smaller areas.
 _LEAST_WIDTH, _LEAST_HEIGHT = 84.0, 24.0
-# Larger ones than this are as good as this: rather compact in the middle than long and flat.
+# Larger sizes count as this one, so that compact areas are preferred to long and flat ones.
 _MOST_WIDTH, _MOST_HEIGHT = 260.0, 90.0
 
 
@@ -24,10 +24,10 @@ class Area(NamedTuple):
 
 
 def largest_idle(idle: Sequence[Sequence[tuple[float, float]]], pitch: float) -> Area | None:
-    """The idle rectangle that takes a callout best.
+    """The best idle rectangle for a callout.
 
     Args:
-        idle: of each row, in the order of rows, the (left, right) of its idle times in pixels, ascending.
+        idle: for each row the (left, right) of its idle times in pixels, ascending.
         pitch: distance of rows in pixels.
 
     Returns:
@@ -55,7 +55,7 @@ def largest_idle(idle: Sequence[Sequence[tuple[float, float]]], pitch: float) ->
 
 
 def bubble(x: float, y: float, width: float, height: float) -> list[str]:
-    """The callout, centred in an area of that middle and size."""
+    """The callout, in the middle of an area with this center and size."""
     wide, high = min(0.62 * width, 150.0), min(0.74 * height, 64.0)
     size = min(0.4 * high, 0.2 * wide)
     return [
@@ -67,7 +67,7 @@ def bubble(x: float, y: float, width: float, height: float) -> list[str]:
 
 
 def time_arrow(x: float, y: float, width: float, height: float) -> list[str]:
-    """An arrow to the right that says 'Time', centred in an area of that middle and size."""
+    """An arrow to the right with the text 'Time', in the middle of an area with this center and size."""
     wide, high = min(0.7 * width, 150.0), min(0.8 * height, 60.0)
     left, right, neck = x - wide / 2, x + wide / 2, x + wide / 2 - min(high / 2, wide / 3)
     corners = [

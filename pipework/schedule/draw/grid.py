@@ -14,17 +14,17 @@ _EXACT = 1e-9
 def grid(timeline: Timeline, *, max_width: int = 160) -> str:
     """Draw a timeline as text, worker 0 on top, time to the right.
 
-    An action shows as stage, kind and micro-batch, filled up with dashes, idle time as dots. Where an action is too
-    narrow for that, all show as kind and micro-batch, and where one is too narrow for that, too, as their kind only. If
-    all times are multiples of the shortest action and there is room, each such unit is one column. Otherwise time is
-    scaled to the width.
+    Actions are written as stage, kind and micro-batch, padded with dashes; idle time is written as dots. If that is too
+    wide for some action, all are written as kind and micro-batch; if that is too wide, too, as kind only. If all times
+    are multiples of the shortest action and the width suffices, each such unit is one column. Otherwise time is scaled
+    to the width.
 
     Args:
-        timeline: any.
-        max_width: characters of a line, the worker's name included.
+        timeline: any timeline.
+        max_width: the most characters of a line, including the worker's name.
 
     Returns:
-        Lines without a newline at the end; a single one that says so if nothing takes any time.
+        Lines without a newline at the end; a message if no action takes any time.
 
     Raises:
         ValueError: ``max_width`` is less than 40.
@@ -59,7 +59,7 @@ def grid(timeline: Timeline, *, max_width: int = 160) -> str:
 
 
 class _Scale(NamedTuple):
-    """How actions are named, what idle time looks like, how many characters there are, and how many a unit of time."""
+    """The label of actions, the text of idle time, the width in characters, and characters for each unit of time."""
 
     label: Callable[[Action], str]
     idle: str
@@ -79,7 +79,7 @@ def _kind(action: Action) -> str:
 
 
 def _scale(timeline: Timeline, room: int, label: Callable[[Action], str]) -> _Scale | None:
-    """The scale at which actions are named so; None if one is too narrow for its name and a blank."""
+    """The scale for a form of labels; None if an action is too narrow for its label and a blank."""
     cell = 1 + max((len(label(interval.action)) for interval in timeline.intervals), default=1)
     columns = _columns(timeline.intervals, timeline.makespan, room // cell)
     width = columns * cell or room
@@ -93,7 +93,7 @@ def _scale(timeline: Timeline, room: int, label: Callable[[Action], str]) -> _Sc
 
 
 def _columns(intervals: Sequence[Interval], makespan: float, most: int) -> int:
-    """How many columns as long as the shortest action the timeline fills; 0 if not exactly, or more than `most`."""
+    """The number of columns as long as the shortest action; 0 if times are no multiples of it, or above `most`."""
     unit = min((interval.end - interval.start for interval in intervals if interval.end > interval.start), default=0.0)
     if not unit or makespan > unit * (most + _EXACT):
         return 0

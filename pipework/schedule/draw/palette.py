@@ -28,10 +28,10 @@ NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "update": "optimizer",
     }
 )
-"""What each kind is called in legends and tooltips."""
+"""Name of each kind in legends and tooltips."""
 
 WORKER: Final = ("#e8e8e8", "#f8e1c4", "#c4d5f4", "#e0ccd6", "#d2e8cf", "#dbd2f0", "#f6efc0", "#c9e7e6")
-"""Fills of workers, from worker 0 on; they repeat."""
+"""Fills of the workers; they repeat."""
 
 INK: Final = "#22272e"
 QUIET: Final = "#667180"
@@ -39,7 +39,7 @@ LINE: Final = "#e1e5ea"
 MEMORY: Final = "#b4a7d6"
 PAPER: Final = "#ffffff"
 
-_DEPTHS: Final = (1.0, 0.84, 0.55, 0.42)  # No tone between, on which neither dark nor white text would be readable.
+_DEPTHS: Final = (1.0, 0.84, 0.55, 0.42)  # Neither dark nor white text is readable on the tones between 0.84 and 0.55.
 
 
 def action_fill(kind: str, depth: int) -> str:
@@ -57,7 +57,7 @@ def action_fill(kind: str, depth: int) -> str:
 
 
 def ink_on(fill: str) -> str:
-    """The colour of text on a fill: dark or white, whichever has the higher contrast.
+    """The colour of text on a fill: dark or white, the one with the higher contrast.
 
     Example:
         >>> ink_on("#84b0e3"), ink_on("#48607c")

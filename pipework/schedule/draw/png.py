@@ -1,7 +1,4 @@
-"""Timelines as a PNG picture: what svg() draws, painted in pixels by matplotlib.
-
-The layout is svg()'s alone; here the few kinds of elements that its pictures consist of are painted.
-"""
+"""Timelines as a PNG picture: matplotlib paints the elements of the picture that svg() makes."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
 
     from pipework.schedule.draw.svg import Colors, Labels
 
-# The font that comes with matplotlib is wider than those that svg() reckons with.
+# The font of matplotlib is wider than the fonts that svg() assumes.
 _FONT, _FONT_SIZE = "DejaVu Sans", 0.88
 
 
@@ -34,10 +31,9 @@ def png(
     memory: bool | None = None,
     scale: float = 2.0,
 ) -> bytes:
-    """Draw timelines above each other, as :func:`pipework.schedule.svg` does, for readers that do not take SVG.
+    """Draw timelines above each other as :func:`pipework.schedule.svg` does, as a PNG picture.
 
-    Needs matplotlib, which the extra ``plot`` brings, but no display; pyplot and its settings are neither used nor
-    changed.
+    This needs matplotlib (the extra ``plot``), but no display; it does not use pyplot or its settings.
 
     Args:
         timelines: one or several, all in the same unit; each is drawn from its own start.
@@ -45,13 +41,13 @@ def png(
         update: as for ``svg()``.
         labels: as for ``svg()``.
         memory: as for ``svg()``.
-        scale: how many pixels wide and high a pixel of the SVG picture becomes.
+        scale: the number of pixels, in each direction, for a pixel of the SVG picture.
 
     Returns:
         The content of a PNG file.
 
     Raises:
-        ValueError: what ``svg()`` refuses, or a ``scale`` that is not above 0.
+        ValueError: an argument that ``svg()`` refuses, or a ``scale`` that is not above 0.
         ImportError: matplotlib is not installed.
 
     Example:
@@ -83,13 +79,13 @@ class _Shape(NamedTuple):
 
 
 class _Letters:
-    """Outlines of words; each is made once, as most of them are the numbers of micro-batches."""
+    """Outlines of texts; each is made once, because most are the same few numbers of micro-batches."""
 
     def __init__(self) -> None:
         from matplotlib.font_manager import FontProperties
         from matplotlib.textpath import TextToPath
 
-        # Everything is named, so that a user's settings change nothing.
+        # All properties are given, so that a user's settings have no effect.
         self._fonts = {
             weight: FontProperties(family=_FONT, style="normal", variant="normal", weight=weight, stretch="normal")
             for weight in ("normal", "bold")
@@ -97,22 +93,22 @@ class _Letters:
         self._maker = TextToPath()
         self._known: dict[tuple[str, str], tuple[Path, float]] = {}
 
-    def outline(self, word: str, weight: str) -> tuple[Path, float]:
-        """The outline of a word in size 1, to the right of the origin, with y growing downwards; and its width."""
+    def outline(self, content: str, weight: str) -> tuple[Path, float]:
+        """The outline of a text in size 1, to the right of the origin, with y downwards; and its width."""
         from matplotlib.path import Path
 
-        known = self._known.get((word, weight))
+        known = self._known.get((content, weight))
         if known is None:
-            points, codes = self._maker.get_text_path(self._fonts[weight], word)
+            points, codes = self._maker.get_text_path(self._fonts[weight], content)
             size = _FONT_SIZE / self._maker.FONT_SCALE
             corners = [(float(x) * size, float(-y) * size) for x, y in points] or [(0.0, 0.0)]
             known = Path(corners, codes or [Path.MOVETO]), max(x for x, _ in corners)
-            self._known[word, weight] = known
+            self._known[content, weight] = known
         return known
 
 
 def _shapes(element: ElementTree.Element, inherited: Mapping[str, str], letters: _Letters) -> Iterator[_Shape]:
-    """What an element of an SVG picture consists of, in the order of painting."""
+    """The shapes of an element of an SVG picture, in the order of painting."""
     style = {**inherited, **element.attrib}
     tag = element.tag.rpartition("}")[2]
     if tag in ("svg", "g"):
@@ -126,7 +122,7 @@ def _shapes(element: ElementTree.Element, inherited: Mapping[str, str], letters:
 
 
 def _text(element: ElementTree.Element, style: Mapping[str, str], letters: _Letters) -> Iterator[_Shape]:
-    """A line of text, and its subscript if it has one."""
+    """A line of text, with its subscript if it has one."""
     from matplotlib.transforms import Affine2D
 
     y, width = float(style["y"]), 0.0
@@ -166,7 +162,7 @@ def _polygon(attributes: Mapping[str, str]) -> Path:
 
 
 def _lines(attributes: Mapping[str, str]) -> Path:
-    """A path of horizontal and vertical lines, which are all that there is in these pictures."""
+    """A path of horizontal and vertical lines, the only ones in these pictures."""
     points: list[tuple[float, float]] = []
     closed = False
     for command, numbers in re.findall(r"([A-Za-z])([^A-Za-z]*)", attributes["d"]):
@@ -183,7 +179,7 @@ def _lines(attributes: Mapping[str, str]) -> Path:
             case "Z", []:
                 closed = True
             case _:
-                raise NotImplementedError(f"{command}{numbers} in a path: {__name__} cannot paint that")
+                raise NotImplementedError(f"{command}{numbers} in a path: {__name__} paints only M, H, V, v and Z")
     return _through(points, closed=closed)
 
 
@@ -201,11 +197,11 @@ def _painted(shapes: Sequence[_Shape], width: float, height: float, scale: float
     from matplotlib.figure import Figure
     from matplotlib.transforms import Affine2D
 
-    # 72 dots an inch make a point a pixel.
+    # With 72 dots per inch, a point is a pixel.
     columns, rows, dots = max(1, round(width * scale)), max(1, round(height * scale)), 72 * scale
     figure = Figure(figsize=(columns / dots, rows / dots), dpi=dots, facecolor=PAPER, frameon=True)
     figure.add_artist(
-        # One artist for all: one for each shape would take minutes for a large timeline.
+        # One artist for all shapes: separate ones would take minutes for a large timeline.
         PathCollection(
             [shape.path for shape in shapes],
             facecolors=[shape.fill for shape in shapes],
@@ -219,6 +215,6 @@ def _painted(shapes: Sequence[_Shape], width: float, height: float, scale: float
         )
     )
     content = BytesIO()
-    # No version of matplotlib in the file: the same picture is the same bytes.
+    # Without the version of matplotlib, the same picture has the same bytes.
     FigureCanvasAgg(figure).print_png(content, metadata={"Software": None})  # type: ignore[no-untyped-call]
     return content.getvalue()

@@ -12,10 +12,10 @@ from pipework.schedule.draw.units import memory_text, ticks, time_scale, time_te
 from pipework.schedule.timeline import Timeline
 
 Colors = Literal["action", "worker"]
-"""What a colour tells: the kind of an action, or its worker (the usual look of fill-drain)."""
+"""The meaning of colours: the kind of an action, or its worker (usual for fill-drain)."""
 
 Labels = Literal["stage", "micro_batch", "none"]
-"""What a cell says: kind with stage and micro-batch, the micro-batch alone, or nothing."""
+"""The label of a cell: kind with stage and micro-batch, the micro-batch alone, or nothing."""
 
 _MARGIN = 18.0
 _UPDATE_WIDTH = 54.0
@@ -32,22 +32,22 @@ def svg(
 ) -> str:
     """Draw timelines above each other on a common time axis, such as a predicted above a measured one.
 
-    One row for each worker, worker 0 at the bottom, time to the right, idle time white. Each cell has a tooltip. A cell
-    that is too narrow for its label has none.
+    There is a row for each worker, worker 0 at the bottom; time goes to the right, and idle time is white. Each cell
+    has a tooltip. A cell that is too narrow for its label has none.
 
     Args:
         timelines: one or several, all in the same unit; each is drawn from its own start.
         colors: ``"action"``: a colour for each kind of action, darker for the second stage of a worker; ``"worker"``: a
             pastel colour for each worker, and a callout in the bubble.
-        update: add a box for the optimizer's step behind each worker.
-        labels: None: the micro-batch if colours tell the kind, otherwise kind, stage and micro-batch.
-        memory: draw a strip of memory below each row; None: if it is known and colours tell the kind.
+        update: add a box for the optimizer's step after each row.
+        labels: None: the micro-batch if colors is ``"action"``, otherwise kind, stage and micro-batch.
+        memory: draw a strip of memory below each row; None: if it is known and colors is ``"action"``.
 
     Returns:
-        The picture, valid XML that refers to nothing outside of itself.
+        The picture, as valid XML without external references.
 
     Raises:
-        ValueError: no timeline, different units, or an unknown word for ``colors`` or ``labels``.
+        ValueError: there is no timeline, units differ, or ``colors`` or ``labels`` has an unknown value.
 
     Example:
         >>> from pipework.schedule import fill_drain, simulate
@@ -95,7 +95,7 @@ def _check(lines: Sequence[Timeline], colors: str, labels: str | None) -> None:
         raise ValueError("no timeline was given: pass one, or a sequence of at least one")
     units = sorted({line.unit for line in lines})
     if len(units) > 1:
-        raise ValueError(f"timelines with the units {units} have no common axis: draw them apart, or convert them")
+        raise ValueError(f"timelines with the units {units} have no common axis: draw them separately, or convert them")
     if colors not in get_args(Colors):
         raise ValueError(f"colors is {colors!r}: wanted one of {', '.join(map(repr, get_args(Colors)))}")
     if labels is not None and labels not in get_args(Labels):
@@ -103,7 +103,7 @@ def _check(lines: Sequence[Timeline], colors: str, labels: str | None) -> None:
 
 
 def _plot_width(lines: Sequence[Timeline], cell: float) -> float:
-    """Wide enough for a usual cell to take a label, within what fits a page."""
+    """Wide enough for labels in most cells, but not wider than a page."""
     lengths = sorted(each.end - each.start for line in lines for each in line.intervals if each.end > each.start)
     usual = lengths[len(lengths) // 4] if lengths else 1.0
     return min(max(max(line.makespan for line in lines) / usual * cell, _LEAST_WIDTH), _MOST_WIDTH)
@@ -168,7 +168,7 @@ def _document(marks: Sequence[str], width: float, height: float, name: str) -> s
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{clean(name)}" '
             f'font-family="{FONT}" fill="{INK}">',
-            # Own paper, so that dark ink stays readable on a dark page.
+            # A white background, so that dark text is readable on a dark page.
             rectangle(0, 0, width, height, fill=PAPER, rx=6),
             *marks,
             "</svg>\n",

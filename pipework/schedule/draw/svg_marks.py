@@ -1,4 +1,4 @@
-"""The marks an SVG picture is made of: rectangles, text, and numbers in short form."""
+"""The elements of an SVG picture: rectangles, text, groups, and short forms of numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def number(value: float) -> str:
 
 
 def clean(text: str) -> str:
-    r"""Text for XML: escaped, without characters that XML does not allow.
+    r"""Escape text for XML, and remove characters that XML does not allow.
 
     Example:
         >>> clean("a<b\x00")
@@ -34,7 +34,7 @@ def clean(text: str) -> str:
 
 
 def rectangle(x: float, y: float, width: float, height: float, **attributes: str | float) -> str:
-    """A ``<rect>``; further attributes with ``_`` for ``-``.
+    """A ``<rect>``; names of further attributes have ``_`` instead of ``-``.
 
     Example:
         >>> rectangle(0, 0, 10, 5, fill="#fff", stroke_width=1)
@@ -52,14 +52,14 @@ def text(x: float, y: float, content: str, size: float, *, sub: str = "", **attr
         '<text x="1" y="2" font-size="10" fill="#000">F<tspan dy="2.4" font-size="6">3,0</tspan></text>'
     """
     attributes.setdefault("fill", INK)
-    # Not baseline-shift, which browsers disagree about; nothing follows the subscript, so no shift back.
+    # Browsers differ on baseline-shift, so use dy; nothing follows the subscript, so no shift back is needed.
     low = f'<tspan dy="{number(0.24 * size)}" font-size="{number(0.6 * size)}">{clean(sub)}</tspan>' if sub else ""
     place = f'x="{number(x)}" y="{number(y)}" font-size="{number(size)}"'
     return f"<text {place}{_written(attributes)}>{clean(content)}{low}</text>"
 
 
 def text_width(content: str, sub: str = "") -> float:
-    """About how wide a text is, in font sizes.
+    """The approximate width of a text, in font sizes.
 
     Example:
         >>> round(text_width("F", "3,0"), 2)

@@ -1,4 +1,4 @@
-"""One timeline within a picture: its rows of cells, its memory strips and what stands beside them."""
+"""One timeline of a picture: rows of cells, memory strips, and the texts beside them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipework.schedule.timeline import Interval, Timeline
 
 @dataclass(frozen=True)
 class Look:
-    """What a picture shows; the words are those of :func:`pipework.schedule.svg`."""
+    """Options of a picture; see the arguments of :func:`pipework.schedule.svg`."""
 
     colors: str
     labels: str
@@ -24,14 +24,14 @@ class Look:
 
 @dataclass(frozen=True)
 class Frame:
-    """Where a timeline lies, in pixels.
+    """The position of a timeline in a picture, in pixels.
 
     Attributes:
         left, top, width: of the plot.
         longest: the time that fills the width.
         workers: number of rows.
-        look: what is shown.
-        update_width: of the boxes behind the plot; 0 if there are none.
+        look: options of the picture.
+        update_width: width of the boxes after the plot; 0 if there are none.
     """
 
     left: float
@@ -63,7 +63,7 @@ class Frame:
         return self.top + self.workers * self.pitch
 
     def x(self, time: float) -> float:
-        """Where a time lies."""
+        """Horizontal position of a time."""
         return self.left + (time / self.longest * self.width if self.longest else 0.0)
 
     def y(self, worker: int) -> float:
@@ -75,8 +75,8 @@ def panel(line: Timeline, frame: Frame, most_memory: float) -> str:
     """Draw the rows of a timeline that starts at 0.
 
     Args:
-        line: what to draw.
-        frame: where.
+        line: the timeline.
+        frame: its position.
         most_memory: the amount that fills a memory strip.
     """
     marks: list[str] = []
@@ -98,11 +98,11 @@ def panel(line: Timeline, frame: Frame, most_memory: float) -> str:
 
 @dataclass(frozen=True)
 class Caption:
-    """How cells are labelled: in one form and size throughout a timeline, so that it looks calm.
+    """Form and size of the labels, the same for all cells of a timeline.
 
     Attributes:
-        form: ``"stage"`` F with stage and micro-batch below, ``"alone"`` F with the micro-batch below, ``"kind"`` F,
-            ``"micro_batch"`` its number, ``"none"`` nothing.
+        form: ``"stage"``: kind, with stage and micro-batch as subscript; ``"alone"``: kind, with the micro-batch as
+            subscript; ``"kind"``; ``"micro_batch"``; ``"none"``: no label.
         size: of the font, in pixels.
         widest: width of the widest caption, in font sizes.
     """
@@ -113,7 +113,7 @@ class Caption:
 
     @classmethod
     def fitting(cls, line: Timeline, frame: Frame) -> Caption:
-        """The richest form that fits the narrower cells of a timeline."""
+        """The most detailed form that fits the narrow cells of a timeline."""
         alone = all(each.action.micro_batch == 0 for each in line.intervals)
         choices = {"stage": ["alone" if alone else "stage", "kind"], "micro_batch": ["micro_batch"]}
         forms = choices.get(frame.look.labels, [])
@@ -124,20 +124,20 @@ class Caption:
         most = min(19.0 if frame.look.colors == "worker" else 13.0, 0.5 * frame.row)
         sized = []
         for form in forms:
-            widest = max(text_width(*cls(form, 1.0).words(each)) for each in line.intervals)
+            widest = max(text_width(*cls(form, 1.0).label(each)) for each in line.intervals)
             sized.append((form, min(most, narrow / widest), widest))
         form, size, widest = next((each for each in sized if each[1] >= 8.0), sized[-1])
         return cls(form, max(size, 6.6), widest)
 
     def fitted(self, interval: Interval, width: float) -> tuple[str, str]:
-        """Text and subscript for a cell of that width: if it is too narrow, the kind alone or nothing."""
-        # The widest decides, so that of equal cells not only those with small numbers get one.
+        """Text and subscript for a cell of this width; the kind alone, or nothing, if the cell is too narrow."""
+        # The widest label decides, so that of cells of equal width either all or none have one.
         if self.widest * self.size + 1.5 <= width:
-            return self.words(interval)
+            return self.label(interval)
         short = interval.action.kind if self.form in ("stage", "alone", "kind") else ""
         return (short, "") if text_width(short) * self.size + 1.5 <= width else ("", "")
 
-    def words(self, interval: Interval) -> tuple[str, str]:
+    def label(self, interval: Interval) -> tuple[str, str]:
         """Text and subscript of a cell."""
         kind, stage, micro_batch, _ = interval.action
         return {
@@ -156,17 +156,17 @@ def _cell(interval: Interval, frame: Frame, caption: Caption, line: Timeline, de
     fill = worker_fill(interval.worker) if pastel else action_fill(kind, depth)
     times = (interval.start, interval.end, interval.end - interval.start)
     start, end, length = (time_text(time, line.unit, line.end) for time in times)
-    said = f"{NAMES[kind]} of stage {stage}, micro-batch {micro_batch}: {start} to {end} ({length})"
+    tooltip = f"{NAMES[kind]} of stage {stage}, micro-batch {micro_batch}: {start} to {end} ({length})"
     if line.knows_memory:
-        said += f", memory {memory_text(interval.memory, line.memory_unit)}"
+        tooltip += f", memory {memory_text(interval.memory, line.memory_unit)}"
     stroke: dict[str, str | float] = {"stroke": "#4a4f57" if pastel else "#ffffff"} if width >= 2 else {}
     if stroke and width < 8:
-        stroke["stroke_width"] = width / 9  # A full frame around a sliver would hide the sliver.
-    marks = [f"<title>{clean(said)}</title>", rectangle(x, y, max(width, 0.4), frame.row, fill=fill, **stroke)]
-    word, sub = caption.fitted(interval, width)
-    if word:
+        stroke["stroke_width"] = width / 9  # A full frame would hide a very narrow cell.
+    marks = [f"<title>{clean(tooltip)}</title>", rectangle(x, y, max(width, 0.4), frame.row, fill=fill, **stroke)]
+    label, sub = caption.fitted(interval, width)
+    if label:
         middle, base = x + width / 2, y + frame.row / 2 + 0.34 * caption.size
-        marks.append(text(middle, base, word, caption.size, sub=sub, fill=ink_on(fill)))
+        marks.append(text(middle, base, label, caption.size, sub=sub, fill=ink_on(fill)))
     return f"<g>{''.join(marks)}</g>"
 
 
@@ -180,12 +180,12 @@ def _beside(line: Timeline, frame: Frame, worker: int) -> Iterator[str]:
 
 
 def peak_text(line: Timeline, worker: int) -> str:
-    """What stands beside a worker's row."""
+    """The text beside a worker's row."""
     return f"peak {memory_text(line.peak_memory(worker), line.memory_unit)}"
 
 
 def _strip(line: Timeline, frame: Frame, worker: int, most: float) -> str:
-    """Memory over time, filled."""
+    """The filled curve of memory over time."""
     base = frame.y(worker) + frame.row + frame.strip
     scale = (frame.strip - 1.5) / most if most else 0.0
     path = "".join(

@@ -1,4 +1,4 @@
-"""Numbers with units, as people read them in pictures and on the command line."""
+"""Numbers with readable units, for pictures and the command line."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _BYTES = ((1024.0**3, "GiB"), (1024.0**2, "MiB"), (1024.0, "KiB"))
 
 
 def time_scale(longest: float, unit: str) -> tuple[float, str]:
-    """The unit in which to show times up to ``longest``.
+    """Choose the unit for times up to ``longest``.
 
     Returns:
-        The size of that unit in ``unit``, and its name.
+        The size of the unit in terms of ``unit``, and its name.
 
     Example:
         >>> time_scale(0.25, "s")
@@ -31,7 +31,7 @@ def time_text(time: float, unit: str, longest: float | None = None) -> str:
     Args:
         time: in ``unit``.
         unit: ``""`` or ``"s"``.
-        longest: choose the unit for this time instead, so that several times have one unit.
+        longest: choose the unit for this time instead, so that several times share one unit.
 
     Example:
         >>> time_text(0.01234, "s"), time_text(33.0, "")
@@ -42,7 +42,7 @@ def time_text(time: float, unit: str, longest: float | None = None) -> str:
 
 
 def memory_text(memory: float, unit: str) -> str:
-    """An amount of memory with its unit: ``"bytes"``, ``""`` or a word in the plural.
+    """An amount of memory with its unit: ``"bytes"``, ``""`` or a plural noun.
 
     Example:
         >>> memory_text(1536, "bytes"), memory_text(8.0, ""), memory_text(1.0, "micro-batches")
@@ -56,7 +56,7 @@ def memory_text(memory: float, unit: str) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A number of things.
+    """A number and a noun.
 
     Example:
         >>> counted(1, "stage"), counted(3, "micro-batch")

@@ -1,8 +1,7 @@
 """Schedules as CSV, in the two forms of `torch.distributed.pipelining`: a row for each worker, a cell for each action.
 
-The form ``"compute_only"`` has forwards and backwards; a cell may be empty, where PyTorch lets a rank idle for a step.
-The form ``"compute_comms"`` has transfers as well, the sums of gradients over replicas, and the gathering of sharded
-weights.
+The form ``"compute_only"`` has forwards and backwards; an empty cell is a step in which PyTorch leaves a rank idle.
+The form ``"compute_comms"`` also has transfers, reductions of gradients over replicas, and gathers of sharded weights.
 """
 
 from __future__ import annotations
@@ -25,13 +24,24 @@ _OVERLAP: Final = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def to_csv(schedule: Schedule, *, form: Form = "compute_only") -> str:
-    """Write a schedule for `torch.distributed.pipelining`; see :meth:`Schedule.to_csv`.
+    """Write the orders for `torch.distributed.pipelining`, which loads them with `_load_csv`.
+
+    Args:
+        schedule: its name is not written, since the format has no place for it.
+        form: ``"compute_only"``: forwards and backwards. ``"compute_comms"``: also transfers and reductions of
+            gradients, which are added unless the schedule has them.
+
+    Returns:
+        A row for each worker, a cell for each action.
+
+    Raises:
+        ValueError: an unknown form, or the schedule has actions or skips that PyTorch, or the form, does not support.
 
     Example:
         >>> from pipework.schedule import fill_drain
-        >>> print(to_csv(fill_drain(2, 2)))
-        0F0,0F1,0B0,0B1
-        1F0,1F1,1B0,1B1
+        >>> print(to_csv(fill_drain(2, 1), form="compute_comms"))
+        0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD
+        1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD
         <BLANKLINE>
     """
     if form not in get_args(Form):
@@ -39,19 +49,19 @@ def to_csv(schedule: Schedule, *, form: Form = "compute_only") -> str:
     foreign = next((action for order in schedule.orders for action in order if action.kind == "R"), None)
     if foreign is not None:
         raise ValueError(
-            f"schedule {schedule.name!r} recomputes ({foreign}), for which PyTorch has no word: write the schedule as "
-            "it was before with_recompute(), or as JSON"
+            f"schedule {schedule.name!r} recomputes ({foreign}), which PyTorch's CSV does not support: write the "
+            "schedule as it was before with_recompute(), or as JSON"
         )
     if schedule.skips:
         raise ValueError(
-            f"schedule {schedule.name!r} has skip connections, for which PyTorch has no word: write it as JSON"
+            f"schedule {schedule.name!r} has skip connections, which PyTorch's CSV does not support: write it as JSON"
         )
     if form == "compute_comms":
         schedule = _lowered(schedule)
     elif any(action.peer >= 0 or action.micro_batch < 0 for order in schedule.orders for action in order):
         raise ValueError(
-            f"schedule {schedule.name!r} has more than forwards and backwards: say form='compute_comms', or write it "
-            "as it was before the passes"
+            f"schedule {schedule.name!r} has more than forwards and backwards: choose form='compute_comms', or write "
+            "it as it was before the passes"
         )
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(map(str, order) for order in schedule.orders)
@@ -59,16 +69,27 @@ def to_csv(schedule: Schedule, *, form: Form = "compute_only") -> str:
 
 
 def _lowered(schedule: Schedule) -> Schedule:
-    """With what PyTorch adds to a schedule before it runs it."""
+    """The schedule with the actions that PyTorch adds before it runs one."""
     kinds = {action.kind for order in schedule.orders for action in order}
     if "REDUCE_GRAD" not in kinds and not schedule.inference:
         schedule = with_gradient_reduction(schedule)
-    # Its transfers of one rank may share one queue, if the backend makes them so.
+    # Depending on the backend, all transfers of a rank share one queue.
     return schedule if schedule.communicates else with_communication(schedule, channel="worker")
 
 
 def from_csv(text: str, *, name: str = "csv") -> Schedule:
-    """Read a schedule in either form of CSV; see :meth:`Schedule.from_csv`.
+    """Read what :func:`to_csv` or `torch.distributed.pipelining` wrote, in either form.
+
+    A forward and a backward side by side (``OVERLAP_F_B``) are read as one after the other, as PyTorch runs them.
+
+    Args:
+        text: the CSV itself.
+        name: the name of the schedule.
+
+    Raises:
+        TypeError: the text is no str.
+        ValueError: a cell is no action, a row has none, or a stage is in two rows or in none; the message names the
+            place. Whether the schedule can be executed is checked by :func:`validate`.
 
     Example:
         >>> from_csv("0F0,,0B0").orders
@@ -77,7 +98,7 @@ def from_csv(text: str, *, name: str = "csv") -> Schedule:
     try:
         lines = list(csv.reader(io.StringIO(whole_text(text, ".csv"))))
     except csv.Error as error:
-        raise ValueError(f"the text is no CSV: {error}") from None
+        raise ValueError(f"the text is not CSV: {error}") from None
     while lines and not any(map(str.strip, lines[-1])):
         lines.pop()
     if not lines:
@@ -95,7 +116,7 @@ def from_csv(text: str, *, name: str = "csv") -> Schedule:
 def _actions(cells: Iterable[str], row: int) -> Iterator[Action]:
     for column, cell in enumerate(cells, start=1):
         cell = cell.strip()
-        # A forward and a backward side by side; PyTorch runs them one after the other, too.
+        # A forward and a backward side by side; PyTorch, too, runs one after the other.
         overlap = _OVERLAP.fullmatch(cell)
         for text in overlap[1].split(";") if overlap else [cell] if cell else []:
             try:
@@ -105,19 +126,19 @@ def _actions(cells: Iterable[str], row: int) -> Iterator[Action]:
 
 
 def _placement(orders: Iterable[Iterable[Action]]) -> tuple[int, ...]:
-    """The worker of each stage: the one in whose row it is computed."""
+    """The worker of each stage: the number of the row that computes it."""
     place: dict[int, int] = {}
     for worker, order in enumerate(orders):
         for action in order:
             if action.stage in place and place[action.stage] != worker:
                 raise ValueError(
-                    f"stage {action.stage} stands in row {place[action.stage] + 1} of the CSV and, with {action}, in "
+                    f"stage {action.stage} is in row {place[action.stage] + 1} of the CSV and, with {action}, in "
                     f"row {worker + 1}: wanted all its actions in one row"
                 )
             place[action.stage] = worker
-    hole = next((stage for stage in range(len(place)) if stage not in place), None)
-    if hole is not None:
+    gap = next((stage for stage in range(len(place)) if stage not in place), None)
+    if gap is not None:
         raise ValueError(
-            f"stage {hole} has no action in the CSV, though stage {max(place)} has: number the stages without a hole"
+            f"stage {gap} has no action in the CSV, though stage {max(place)} has: number the stages without a gap"
         )
     return tuple(place[stage] for stage in range(len(place)))

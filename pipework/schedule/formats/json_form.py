@@ -1,4 +1,4 @@
-"""Schedules as JSON: everything that a schedule is, for files and other programs."""
+"""Schedules as JSON, which keeps all that a schedule has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FORMAT: Final = "pipework schedule 1"
 
 
 def to_json(schedule: Schedule) -> str:
-    """Write a schedule; see :meth:`Schedule.to_json`.
+    """Write all that a schedule has, as JSON that :func:`from_json` reads.
 
     Example:
         >>> from pipework.schedule import fill_drain
@@ -33,13 +33,17 @@ def to_json(schedule: Schedule) -> str:
         "skips": [list(skip) for skip in schedule.skips],
     }
     head = ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items())
-    # A line for each worker, so that people can read it, and tools compare it.
+    # A line for each worker, so that people can read it and tools can compare it.
     orders = ",\n  ".join(json.dumps([str(action) for action in order]) for order in schedule.orders)
     return f'{{{head},\n "orders": [{orders}]}}'
 
 
 def from_json(text: str) -> Schedule:
-    """Read what :func:`to_json` wrote; see :meth:`Schedule.from_json`.
+    """Read what :func:`to_json` wrote.
+
+    Raises:
+        TypeError: the text is no str.
+        ValueError: the text is not JSON, or not that of a schedule.
 
     Example:
         >>> from pipework.schedule import fill_drain
@@ -49,14 +53,14 @@ def from_json(text: str) -> Schedule:
     try:
         fields = json.loads(whole_text(text, ".json"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"the text is no JSON: {error}") from None
+        raise ValueError(f"the text is not JSON: {error}") from None
     if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
         found = (
             f"its format is {fields.get('format')!r}"
             if isinstance(fields, dict)
             else f"it is a {type(fields).__name__}"
         )
-        raise ValueError(f"the JSON is no schedule of pipework: {found}, wanted an object of format {_FORMAT!r}")
+        raise ValueError(f"the JSON is not a schedule of pipework: {found}, wanted an object of format {_FORMAT!r}")
     orders = _field(fields, "orders", list)
     return made(
         "JSON",

@@ -8,7 +8,7 @@ from pipework.schedule.schedule import Schedule
 
 
 def to_orders_text(schedule: Schedule) -> str:
-    """Write name, placement and orders; see :meth:`Schedule.to_orders_text`.
+    """Write all that a schedule has, as text that :func:`from_orders_text` reads.
 
     Example:
         >>> from pipework.schedule import fill_drain
@@ -29,7 +29,8 @@ def from_orders_text(text: str) -> Schedule:
     r"""Read what :func:`to_orders_text` wrote; empty lines and lines that begin with ``#`` are skipped.
 
     Raises:
-        ValueError: a line is not understood, or what it says makes no schedule.
+        TypeError: the text is no str.
+        ValueError: a line cannot be read (the message has its number), or the lines make no schedule.
 
     Example:
         >>> from_orders_text("schedule tiny\nplacement 0\nworker 0 0F0 0B0").orders
@@ -64,7 +65,7 @@ def from_orders_text(text: str) -> Schedule:
             raise ValueError(f"line {number}, {line!r}: {error}") from None
     if name is None or placement is None:
         missing = "schedule" if name is None else "placement"
-        raise ValueError(f"the text has no line that begins with '{missing}': it is not a whole schedule")
+        raise ValueError(f"the text has no line that begins with '{missing}': the schedule is not complete")
     return made("text", name, placement, orders, inference=inference, skips=skips)
 
 

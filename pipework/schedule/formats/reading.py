@@ -1,4 +1,4 @@
-"""What readers of schedules have in common: text in, a schedule out, or one kind of error that says where."""
+"""Helpers of the functions that read schedules."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pipework.schedule.schedule import Schedule
 
 
 def whole_text(text: str, ending: str) -> str:
-    """The text without a byte-order mark; refused if it is no text, or the name of a file.
+    """Remove a byte-order mark; refuse the name of a file in place of its content.
 
     Args:
-        text: what a reader was given.
-        ending: of the names of files that it reads.
+        text: the argument of the reader.
+        ending: the suffix of files in this format.
 
     Raises:
-        TypeError: not a str.
-        ValueError: the name of a file.
+        TypeError: the text is no str.
+        ValueError: the text is the name of a file.
 
     Example:
         >>> whole_text("a.csv", ".csv")
         Traceback (most recent call last):
-        ValueError: the text is 'a.csv', which looks like the name of a file: pass what is in it, \
+        ValueError: the text is 'a.csv', which looks like the name of a file: pass its content, \
 Path('a.csv').read_text()
     """
     if not isinstance(text, str):
         raise TypeError(f"the text of a schedule is {text!r}: wanted a str, such as Path('a{ending}').read_text()")
     if "\n" not in text.strip() and text.strip().lower().endswith(ending):
         raise ValueError(
-            f"the text is {text!r}, which looks like the name of a file: pass what is in it, "
+            f"the text is {text!r}, which looks like the name of a file: pass its content, "
             f"Path({text.strip()!r}).read_text()"
         )
     return text.removeprefix("\ufeff")
@@ -44,18 +44,18 @@ def made(
     inference: bool,
     skips: Sequence[tuple[int, ...]] = (),
 ) -> Schedule:
-    """The schedule of what was read.
+    """Make a schedule of the fields that were read.
 
     Args:
-        form: what it was read from, for the message.
-        name: and so on: as for a `Schedule`.
+        form: the name of the format, for the message.
+        name: this and the others are arguments of :class:`Schedule`.
         placement: the worker of each stage.
         orders: the actions of each worker.
-        inference: whether nothing goes back.
+        inference: whether the schedule has forwards only.
         skips: pairs of stages.
 
     Raises:
-        ValueError: it makes none.
+        ValueError: `Schedule` refuses the fields.
 
     Example:
         >>> made("JSON", "tiny", [], [[Action("F", 0, 0)]], inference=True)

@@ -1,1 +1,1 @@
-"""Generators: one schedule a file, as a function from numbers of workers and micro-batches to orders."""
+"""Generators: functions from numbers of workers and micro-batches to schedules, one family in each file."""

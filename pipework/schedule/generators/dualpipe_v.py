@@ -1,11 +1,11 @@
-"""DualPipeV: forwards and backwards in pairs, so that one's transfers overlap with the other's work."""
+"""DualPipeV: pairs of a forward and a backward, so that transfers of one overlap with work of the other."""
 
 from __future__ import annotations
 
 from collections import deque
 
 from pipework.schedule.action import Action
-from pipework.schedule.arguments import positive_integer
+from pipework.schedule.checks import positive_integer
 from pipework.schedule.placement import wave_placement
 from pipework.schedule.priorities import numbered
 from pipework.schedule.schedule import Schedule
@@ -19,21 +19,22 @@ def dualpipe_v(workers: int, micro_batches: int) -> Schedule:
         worker 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1---- 3F2 0B0---- 3B2---- 3F3  .  0B1---- 3B3---- 0B2---- 0I3 0W3
         worker 1   .  1F0 2F0 1F1 2F1 1F2 2B0---- 2F2 1B0---- 1F3 2B1---- 2F3 1B1---- 2B2---- 1B2---- 2I3 1I3 2W3 1W3
 
-    Worker d fills the pipe with 2(p - d - 1) forwards of its first stage and d + 1 of either stage in turn. Then come p
-    - d - 1 backwards of its second stage, in halves since nobody waits for the weights, and then the pairs: ``F`` of
-    its first stage with ``B`` of its second, ``F`` of its second with ``B`` of its first. While the pipe drains,
-    backwards are whole at first, and the last p are in halves.
+    Worker d fills the pipe with 2(p - d - 1) forwards of its first stage and d + 1 of each stage in turn. Then it runs
+    p - d - 1 split backwards of its second stage, then the pairs: ``F`` of its first stage with ``B`` of its second,
+    ``F`` of its second stage with ``B`` of its first. While the pipe drains, whole backwards come first, and the last p
+    are split.
 
-    The actions of a pair run one after the other here, and what the first one makes is sent before the second ends. A
-    machine that runs them at the same time gains what each by itself leaves idle; without that, ZB-V is better.
+    Here the actions of a pair run one after the other, and the result of the first is sent while the second runs. A
+    device that runs both at the same time uses the resources that each alone leaves idle; other devices are better off
+    with ZB-V.
 
     Of p workers and m micro-batches, with F, I and W the time of a forward and the halves of a backward of a worker's
     whole share: where F = I = W and m is at least p, the bubble is (p - 1)F/2, that of ZB-V; with pairs that start and
-    end as one it is (p - 1)F, that of ZB-H1. A worker holds up to min(m, p + 1/2) micro-batches of the activations of
+    end together it is (p - 1)F, that of ZB-H1. A worker holds up to min(m, p + 1/2) micro-batches of the activations of
     its share.
 
-    Source: DeepSeek-AI, DeepSeek-V3 Technical Report, arXiv 2412.19437, whose DualPipe this is half of; and the
-    DualPipe repository.
+    Source: DeepSeek-AI, DeepSeek-V3 Technical Report, arXiv 2412.19437, which describes DualPipe, and the DualPipe
+    repository, which describes this half of it.
 
     Args:
         workers: number of workers p; worker d has the stages d and 2p - 1 - d.
@@ -57,13 +58,13 @@ def dualpipe_v(workers: int, micro_batches: int) -> Schedule:
 
 
 def _order(worker: int, workers: int, micro_batches: int) -> tuple[Action, ...]:
-    there, back = worker, 2 * workers - 1 - worker
+    first, second = worker, 2 * workers - 1 - worker
     behind = workers - worker - 1
     steps = [
-        *[("F", there)] * (2 * behind),
-        *[("F", there), ("F", back)] * (worker + 1),
-        *[("B", back), ("F", back)] * behind,
-        *[("F", there), ("B", back), ("F", back), ("B", there)] * micro_batches,
+        *[("F", first)] * (2 * behind),
+        *[("F", first), ("F", second)] * (worker + 1),
+        *[("B", second), ("F", second)] * behind,
+        *[("F", first), ("B", second), ("F", second), ("B", first)] * micro_batches,
     ]
     order = []
     weights: deque[Action] = deque()
@@ -76,7 +77,7 @@ def _order(worker: int, workers: int, micro_batches: int) -> tuple[Action, ...]:
         if backwards_left <= behind and weights:
             order.append(weights.popleft())
         drained = backwards_left <= workers
-        if drained or (stage == back and micro_batch < behind):
+        if drained or (stage == second and micro_batch < behind):
             order.append(Action("I", stage, micro_batch))
             weights.append(Action("W", stage, micro_batch))
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipework.schedule.action import Action
-from pipework.schedule.arguments import positive_integer
+from pipework.schedule.checks import positive_integer
 from pipework.schedule.schedule import Schedule
 
 
@@ -17,13 +17,12 @@ def fill_drain(workers: int, micro_batches: int) -> Schedule:
         worker 2   .   .  2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3  .   .
 
     Of p workers and m micro-batches, with F and B the time of a forward and a backward of one stage: the makespan is
-    (m + p - 1)(F + B), of which a worker idles the bubble (p - 1)(F + B); a worker holds up to m micro-batches of
-    activations. It is the only schedule for a loss that is computed outside of the pipe, since every output must exist
-    before such a loss does.
+    (m + p - 1)(F + B), of which a worker is idle for the bubble (p - 1)(F + B); a worker holds up to m micro-batches of
+    activations. It suits a loss that is computed outside of the pipe, since such a loss needs all outputs first.
 
     The original runs the backwards from the last micro-batch to the first. Here they run in ascending order: a
     parameter's gradient is then the sum over micro-batches 0, 1, 2, .. in this order, as in every other schedule and as
-    in a plain loop over micro-batches, so that results are equal bit by bit. Time and memory are the same.
+    in a plain loop over micro-batches, so that results are bitwise equal. Time and memory are the same.
 
     Source: Huang et al., GPipe, arXiv 1811.06965.
 

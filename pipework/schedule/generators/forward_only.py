@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pipework.schedule.arguments import positive_integer
-from pipework.schedule.generators.interleaved_1f1b import in_rounds, nearly_equal_rounds
+from pipework.schedule.checks import positive_integer
+from pipework.schedule.generators.orders import in_rounds, nearly_equal_rounds
 from pipework.schedule.placement import loop_placement
 from pipework.schedule.schedule import Schedule
 
 
 def forward_only(workers: int, micro_batches: int, stages_per_worker: int = 1) -> Schedule:
-    """Run every forward, and nothing back.
+    """Run every forward, and no backward.
 
     ::
 
@@ -17,11 +17,11 @@ def forward_only(workers: int, micro_batches: int, stages_per_worker: int = 1) -
         worker 1   .  1F0 1F1 1F2 1F3  .
         worker 2   .   .  2F0 2F1 2F2 2F3
 
-    With several stages per worker, micro-batches go in rounds of p, or of some more where p does not divide m.
+    With several stages per worker, micro-batches go in rounds of p, or of a few more if p does not divide m.
 
     Of p workers, v stages per worker and m micro-batches, with F the time of a forward of a worker's whole share: the
-    makespan is (m + (p - 1)/v)F where m is at least p, of which a worker idles the bubble (p - 1)F/v. A worker holds
-    the activations of one micro-batch on one stage, and only while it computes them.
+    makespan is (m + (p - 1)/v)F where m is at least p, of which a worker is idle for the bubble (p - 1)F/v. A worker
+    holds the activations of one micro-batch on one stage, and only while it computes them.
 
     Source: the first half of fill-drain, arXiv 1811.06965.
 
@@ -31,14 +31,15 @@ def forward_only(workers: int, micro_batches: int, stages_per_worker: int = 1) -
         stages_per_worker: v; stage s is on worker s mod p.
 
     Returns:
-        The schedule, named ``"forward-only"``; it is one of inference.
+        The schedule, named ``"forward-only"``; it is for inference.
 
     Raises:
         TypeError: an argument is not an int.
         ValueError: an argument is less than 1.
 
     Example:
-        >>> result = forward_only(4, 8).simulate()
+        >>> from pipework.schedule import simulate
+        >>> result = simulate(forward_only(4, 8))
         >>> result.makespan, result.peak_memory
         (11.0, (1.0, 1.0, 1.0, 1.0))
     """

@@ -1,28 +1,24 @@
-"""Interleaved 1F1B: 1F1B with several stages per worker, which makes the bubble smaller."""
+"""Interleaved 1F1B: several stages per worker, which make the bubble of 1F1B smaller."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
-
-from pipework.schedule.action import Action
-from pipework.schedule.arguments import positive_integer
-from pipework.schedule.generators.one_forward_one_backward import warm_up_then_alternate
+from pipework.schedule.checks import positive_integer
+from pipework.schedule.generators.orders import in_rounds, nearly_equal_rounds, warm_up_then_alternate
 from pipework.schedule.placement import loop_placement
 from pipework.schedule.schedule import Schedule
 
 
 def interleaved_1f1b(workers: int, micro_batches: int, stages_per_worker: int = 2) -> Schedule:
-    """Cut the model into v stages per worker, so that filling and draining the pipe takes 1/v of the time.
+    """Use v stages per worker, so that the pipe fills and drains in 1/v of the time.
 
     ::
 
         worker 0  0F0 0F1 2F0 2F1 0F2  .  2B0---- 0F3 2B1---- 2F2 0B0---- 2F3 0B1----  .  2B2---- ...
         worker 1   .  1F0 1F1 3F0 3B0---- 3F1 3B1---- 1F2 1B0---- 1F3 1B1---- 3F2 3B2---- 3F3 3B3---- ...
 
-    Micro-batches go through the stages of a worker in rounds of p (of some more where p does not divide m, so that the
-    rounds are nearly equal): a round passes the worker's first stage, then its second, and so on; backwards likewise
-    from its last stage. Each worker runs 2(p - d - 1) + (v - 1)r forwards of a first round of r before it alternates.
+    Micro-batches go through the stages of a worker in rounds of p (of a few more if p does not divide m, so that the
+    rounds are nearly equal): a round passes the worker's first stage, then its second, and so on; backwards start from
+    its last stage. Each worker runs 2(p - d - 1) + (v - 1)r forwards of a first round of r before it alternates.
 
     Of p workers and m micro-batches, with F and B the time of a forward and a backward of a worker's whole share: the
     bubble is (p - 1)(F + B)/v where p divides m, and a worker then holds up to (2(p - 1) + (v - 1)p + 1)/v
@@ -60,27 +56,3 @@ def interleaved_1f1b(workers: int, micro_batches: int, stages_per_worker: int = 
         warm_up = 2 * (workers - worker - 1) + (stages_per_worker - 1) * len(rounds[0])
         orders.append(warm_up_then_alternate(forwards, backwards, warm_up))
     return Schedule("interleaved-1f1b", loop_placement(workers, stages_per_worker), tuple(orders))
-
-
-def nearly_equal_rounds(micro_batches: int, count: int) -> list[range]:
-    """That many consecutive ranges of micro-batches, whose lengths differ by one at most.
-
-    The longer ones come first: the first round decides how long the warm-up is, and no later one may need more.
-
-    Example:
-        >>> nearly_equal_rounds(5, 2)
-        [range(0, 3), range(3, 5)]
-    """
-    least, more = divmod(micro_batches, count)
-    starts = [number * least + min(number, more) for number in range(count + 1)]
-    return list(itertools.starmap(range, itertools.pairwise(starts)))
-
-
-def in_rounds(kind: str, stages: Iterable[int], rounds: Iterable[range]) -> list[Action]:
-    """The actions of one kind, of which each round passes all stages.
-
-    Example:
-        >>> [str(action) for action in in_rounds("F", [0, 2], [range(0, 2), range(2, 3)])]
-        ['0F0', '0F1', '2F0', '2F1', '0F2', '2F2']
-    """
-    return [Action(kind, stage, micro_batch) for part in rounds for stage in stages for micro_batch in part]

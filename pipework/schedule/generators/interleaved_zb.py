@@ -1,12 +1,11 @@
-"""Interleaved zero bubble: ZB-H1 with several stages per worker, which divides what is left of the bubble."""
+"""Interleaved zero bubble: ZB-H1 with several stages per worker, which divide its bubble."""
 
 from __future__ import annotations
 
 from pipework.schedule.action import Action
-from pipework.schedule.arguments import positive_integer
+from pipework.schedule.checks import positive_integer
 from pipework.schedule.costs import Costs
-from pipework.schedule.generators.interleaved_1f1b import in_rounds
-from pipework.schedule.generators.one_forward_one_backward import warm_up_then_alternate
+from pipework.schedule.generators.orders import in_rounds, warm_up_then_alternate
 from pipework.schedule.list_schedule import list_schedule
 from pipework.schedule.placement import loop_placement
 from pipework.schedule.schedule import Schedule
@@ -15,22 +14,22 @@ from pipework.schedule.schedule import Schedule
 def interleaved_zb(
     workers: int, micro_batches: int, stages_per_worker: int = 2, *, costs: Costs | None = None
 ) -> Schedule:
-    """Run input halves in the order of interleaved 1F1B, and weight halves when there is nothing better to do.
+    """Run input halves in the order of interleaved 1F1B, and weight halves in the gaps.
 
     ::
 
         worker 0  0F0 0F1 2F0 2F1  .  2I0 2W0 0F2 2I1 0I0 2W1 0F3 0I1 0W0 2F2 0W1 2F3 2I2 2W2 2I3 0I2 0I3 2W3 0W2 0W3
         worker 1   .  1F0 1F1 3F0 3I0 3F1 3I1 1I0 3W0 1F2 1I1 3W1 1F3 1W0 1W1 3F2 3I2 3F3 3I3 1I2 1I3 3W2 3W3 1W2 1W3
 
-    Micro-batches go through the stages of a worker in rounds of p, as there. But the gradient comes back sooner, so
-    worker d runs only p - d - 1 + (v - 1)p forwards before it takes turns. Weight halves fill the gaps; while memory is
-    full, one comes before each forward. Where p does not divide m, the last round is shorter, and input halves that are
-    there before their turn fill what that leaves.
+    Micro-batches go through the stages of a worker in rounds of p, as in interleaved 1F1B. Gradients return sooner, so
+    worker d runs only p - d - 1 + (v - 1)p forwards before it alternates. Weight halves fill the gaps; while memory is
+    full, one runs before each forward. If p does not divide m, the last round is shorter, and input halves run before
+    their turn to fill its gaps.
 
     Of p workers and m micro-batches, with F, I and W the time of a forward and the halves of a backward of a worker's
     whole share: where F = I = W and p divides m, the bubble is (p - 1)(F + I - W)/v. A worker holds up to min(m, p)
-    micro-batches of the activations of its share. Every boundary is crossed v times as often as with one stage per
-    worker.
+    micro-batches of the activations of its share. There are v times as many transfers as with one
+    stage per worker.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
 

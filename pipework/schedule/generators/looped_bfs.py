@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pipework.schedule.action import Action
-from pipework.schedule.arguments import positive_integer
+from pipework.schedule.checks import positive_integer
 from pipework.schedule.placement import loop_placement
 from pipework.schedule.schedule import Schedule
 
 
 def looped_bfs(workers: int, micro_batches: int, stages_per_worker: int = 2) -> Schedule:
-    """Run all micro-batches through a worker's first stage, then through its second, and so on, and back.
+    """Run all micro-batches through a worker's first stage, then its second, and so on; then backwards in reverse.
 
     ::
 
@@ -18,8 +18,8 @@ def looped_bfs(workers: int, micro_batches: int, stages_per_worker: int = 2) -> 
 
     Of p workers, v stages per worker and m micro-batches, with F and B the time of a forward and a backward of a
     worker's whole share: the bubble is (p - 1)(F + B)/v where m is at least p; a worker holds up to m micro-batches of
-    activations. Each stage's weights are needed in one go per direction, which suits weights that are gathered from
-    elsewhere first.
+    activations. Each stage's weights are needed once in each direction, which suits sharded weights that are gathered
+    for use.
 
     As in fill-drain, backwards run in ascending order of micro-batches, which makes gradients equal bit by bit to those
     of a plain loop.

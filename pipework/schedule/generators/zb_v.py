@@ -1,9 +1,9 @@
-"""ZB-V: zero bubble at the memory of 1F1B, with two stages per worker in V placement."""
+"""ZB-V: zero bubble with the memory of 1F1B, two stages per worker in V placement."""
 
 from __future__ import annotations
 
 from pipework.schedule.action import Action
-from pipework.schedule.arguments import positive_integer
+from pipework.schedule.checks import positive_integer
 from pipework.schedule.costs import Costs
 from pipework.schedule.list_schedule import list_schedule
 from pipework.schedule.placement import wave_placement
@@ -12,7 +12,7 @@ from pipework.schedule.schedule import Schedule
 
 
 def zb_v(workers: int, micro_batches: int, *, costs: Costs | None = None) -> Schedule:
-    """Send micro-batches through the workers and back again, so that the loss of the first is there early, on worker 0.
+    """Send micro-batches through the workers and back, so that worker 0 has the first loss early.
 
     ::
 
@@ -20,8 +20,8 @@ def zb_v(workers: int, micro_batches: int, *, costs: Costs | None = None) -> Sch
         worker 1   .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 1I2 2I3 1I3 2W2 1W2 2W3 1W3
 
     Worker d begins with 2(p - d) - 1 forwards of its first stage and d more in turn with its second stage, then runs
-    p - d forwards of its second stage, each with its backward, and from then on takes turns between all four. Weight
-    halves fill the gaps; while memory is full, one comes before each forward.
+    p - d forwards of its second stage, each with its backward, and then alternates between all four. Weight halves fill
+    the gaps; while memory is full, one runs before each forward.
 
     Of p workers and m micro-batches, with F, I and W the time of a forward and the halves of a backward of a worker's
     whole share: where F = I = W, the bubble is (p - 1)F/2 if m is at least p, half of ZB-H1's, and no worker waits in
@@ -55,12 +55,12 @@ def zb_v(workers: int, micro_batches: int, *, costs: Costs | None = None) -> Sch
 
 
 def _priorities(worker: int, workers: int, micro_batches: int) -> list[Action]:
-    there, back = worker, 2 * workers - 1 - worker
+    first, second = worker, 2 * workers - 1 - worker
     warm_up = [
-        *[("F", there)] * (2 * (workers - worker) - 1),
-        *[("F", back), ("F", there)] * worker,
-        *[("F", back), ("I", back)] * (workers - worker),
+        *[("F", first)] * (2 * (workers - worker) - 1),
+        *[("F", second), ("F", first)] * worker,
+        *[("F", second), ("I", second)] * (workers - worker),
     ]
-    # Forwards run out first; what is left of the turns drains the pipe.
-    turns = [("F", there), ("I", there), ("F", back), ("I", back)] * micro_batches
+    # Forwards run out first; the remaining backwards drain the pipe.
+    turns = [("F", first), ("I", first), ("F", second), ("I", second)] * micro_batches
     return numbered(warm_up + turns, micro_batches)

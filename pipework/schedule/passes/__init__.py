@@ -1,1 +1,1 @@
-"""Passes: from one schedule to another."""
+"""Passes: functions from one schedule to another."""

@@ -1,4 +1,4 @@
-"""Passes that say what goes between stages and workers: skip connections, transfers, and sums over replicas."""
+"""Passes that add communication: skip connections, transfers between workers, and reductions over replicas."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from pipework.schedule.schedule import Schedule
 
 
 def with_skips(schedule: Schedule, skips: Iterable[tuple[int, int]]) -> Schedule:
-    """Tell a schedule of skip connections: values that one stage hands to a later one, past those between.
+    """Add skip connections: values that one stage passes to a later one, past the stages between them.
 
-    The forward of stage t then needs that of stage s as well, and the backward of s that of t. A skip to the next stage
-    travels with the value that goes there anyway, and one within a stage does not travel; both are left out.
+    For a skip from s to t, the forward of t needs the forward of s, and the backward of s needs the backward of t.
+    Skips within a stage, and to the next one, to which a value is sent anyway, are left out.
 
     Args:
-        schedule: one without transfers.
-        skips: (s, t) pairs of stages; the same pair several times counts once, also if the schedule has it already.
+        schedule: a schedule without transfers.
+        skips: (s, t) pairs of stages; duplicates, and pairs that the schedule has already, count once.
 
     Returns:
         A schedule with the same orders, and all skips in ascending order.
 
     Raises:
-        ValueError: a stage that does not exist, a skip that goes back, or a schedule with transfers.
+        ValueError: a stage does not exist, a skip goes back, or the schedule has transfers.
 
     Example:
         >>> from pipework.schedule import fill_drain
         >>> with_skips(fill_drain(4, 2), [(0, 3), (1, 2), (0, 3)]).skips
         ((0, 3),)
     """
-    _refuse_lowered(schedule, "the skips come before")
+    _refuse_lowered(schedule, "add skips before transfers")
     pairs = sorted({*checked_skips(skips), *schedule.skips})
     for source, target in pairs:
         if not 0 <= source <= target < schedule.stages:
@@ -49,28 +49,28 @@ def with_skips(schedule: Schedule, skips: Iterable[tuple[int, int]]) -> Schedule
 
 
 def with_communication(schedule: Schedule, costs: Costs | None = None, *, channel: Channel = "pair") -> Schedule:
-    """Put a ``SEND`` and a ``RECV`` among the actions for everything that goes from one worker to another.
+    """Add a ``SEND`` and a ``RECV`` for every value and gradient that goes from one worker to another.
 
-    A send stands right behind the action that makes its value; it is posted, and nobody waits for it. A receive is
-    posted ahead of the action that needs it, in the order in which the peer sends: before the action during which, with
-    these costs, the value is sent, and at least one action ahead. A boundary, or a skip, between two stages of one
-    worker transfers nothing.
+    A send comes right after the action that makes its value; it is posted, and no worker waits for it. A receive is
+    posted before the action that needs it, in the order in which the peer sends: before the action that runs, with
+    these costs, when the value is sent, and at least one action early. Boundaries and skips between stages of one
+    worker need no transfers.
 
-    ``channel="worker"`` is for transports in which all transfers of a worker share one queue (one communicator): there
-    the receive stands exactly where the time of its send tells, so that no two workers ever wait for each other. Such
-    orders run on the other channels as well.
+    ``channel="worker"`` is for transports in which all transfers of a worker share one queue (one communicator). There
+    the positions of receives follow the times of their sends exactly, so that there is no deadlock. Such orders run on
+    the other channels as well.
 
     Args:
-        schedule: a valid one, without transfers; recomputation, if any, has been added.
-        costs: times; unit costs if None. They decide where receives stand, not whether the result can be executed.
-        channel: what will carry the transfers, see :mod:`pipework.schedule.analysis.channels`.
+        schedule: a valid schedule without transfers; recomputation must be added before.
+        costs: times; unit costs if None. They decide the positions of receives, not whether the result can be executed.
+        channel: the transport of the transfers, see :mod:`pipework.schedule.analysis.channels`.
 
     Returns:
         The schedule with transfers; the computation keeps its order.
 
     Raises:
         ScheduleError: the schedule cannot be executed.
-        ValueError: it has transfers already, an unknown channel, or costs for other stages.
+        ValueError: the schedule has transfers, the channel is unknown, or the costs are for another number of stages.
 
     Example:
         >>> from pipework.schedule import fill_drain
@@ -78,7 +78,7 @@ def with_communication(schedule: Schedule, costs: Costs | None = None, *, channe
         ['1RECV_F0', '1F0', '1B0', '1SEND_B0']
     """
     check_channel(channel)
-    _refuse_lowered(schedule, "they are added once")
+    _refuse_lowered(schedule, "pass the schedule without them")
     costs = checked(costs)
     spread = costs.spread(schedule.stages, len(schedule.skips))
     check(schedule)
@@ -88,17 +88,17 @@ def with_communication(schedule: Schedule, costs: Costs | None = None, *, channe
 
 
 def with_gradient_reduction(schedule: Schedule) -> Schedule:
-    """Put a ``REDUCE_GRAD`` behind the last action that adds to a stage's gradient, for every stage.
+    """Add a ``REDUCE_GRAD`` for every stage, after the last action that adds to its gradient.
 
-    There the gradients can be added up over replicas of the model (data parallelism) while the worker goes on with
-    other stages, and while other workers still drain the pipe.
+    It adds up the gradients over replicas of the model (data parallelism) while the worker runs its other stages and
+    other workers drain the pipe.
 
     Args:
-        schedule: a valid one that trains, without reductions.
+        schedule: a valid schedule for training, without reductions.
 
     Raises:
         ScheduleError: the schedule cannot be executed.
-        ValueError: it has reductions already, or no gradients.
+        ValueError: the schedule has reductions, or no backwards.
 
     Example:
         >>> from pipework.schedule import looped_bfs
@@ -119,7 +119,7 @@ def _reduced(order: Iterable[Action]) -> Iterator[Action]:
     last = {action.stage: position for position, action in enumerate(order) if action.kind in ("B", "I", "W")}
     ready: list[int] = []
     for position, action in enumerate(order):
-        if not action.kind.startswith("SEND"):  # which somebody waits for
+        if not action.kind.startswith("SEND"):  # another worker waits for a send, so it goes first
             yield from (Action("REDUCE_GRAD", stage) for stage in ready)
             ready.clear()
         yield action
@@ -130,4 +130,4 @@ def _reduced(order: Iterable[Action]) -> Iterator[Action]:
 
 def _refuse_lowered(schedule: Schedule, why: str) -> None:
     if schedule.communicates:
-        raise ValueError(f"schedule {schedule.name!r} has transfers among its actions already: {why}")
+        raise ValueError(f"schedule {schedule.name!r} already has transfers: {why}")

@@ -1,4 +1,4 @@
-"""Where sends and receives stand among a worker's actions."""
+"""Positions of sends and receives in the orders."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ from pipework.schedule.edges import Route, crossings
 from pipework.schedule.schedule import Schedule
 
 _Slots = list[list[list[Action]]]
-"""For each worker, what stands before each position of its order; and behind the last."""
+"""For each worker, the transfers before each position of its order, and after the last one."""
 
 
 def timed_for_posting(schedule: Schedule, costs: StageCosts) -> Run:
-    """The run of a schedule that tells where its transfers stand.
+    """Run a schedule for the times that decide the positions of its transfers.
 
-    Every action takes a hair longer, so that none takes no time, and what depends on an action comes later than it.
+    Every action takes a tiny bit longer, so that each takes time and its dependents start after it.
     """
-    hair = 1e-6 * (max(max(times) for times in costs.duration.values()) or 1.0)
-    longer = {kind: tuple(time + hair for time in times) for kind, times in costs.duration.items()}
+    extra = 1e-6 * (max(max(times) for times in costs.duration.values()) or 1.0)
+    longer = {kind: tuple(time + extra for time in times) for kind, times in costs.duration.items()}
     return run(schedule, costs._replace(duration=longer))
 
 
 def posted(schedule: Schedule, timed: Run, channel: Channel) -> Schedule:
-    """Put all transfers among the actions.
+    """Add all transfers to a schedule.
 
-    A send stands right behind the action that makes its value. A receive stands before the action during which the
-    value is sent: early enough to cost no time, and late enough not to keep a buffer for nothing.
+    A send comes right after the action that makes its value. A receive comes before the action that runs when the value
+    is sent: early enough to cost no time, and late enough to hold no buffer in vain.
 
-    One channel for each worker needs more care: if the transfers of two workers stand in different orders, each may
-    wait for the other for ever. There the receive stands where the time of its send tells, exactly, so that all workers
-    have their transfers in the order of these times. The other channels ask for less: there, a receive stands at least
-    one action ahead, in case that times turn out otherwise.
+    With one channel for each worker, two workers whose transfers have different orders may deadlock. So all sends and
+    receives of all workers follow the order of the send times exactly. On the other channels, a receive comes at least
+    one action early, in case that real times differ.
 
     Args:
-        schedule: one that can be executed, without transfers.
-        timed: what :func:`timed_for_posting` says of it.
-        channel: what will carry the transfers.
+        schedule: a valid schedule without transfers.
+        timed: its run by :func:`timed_for_posting`.
+        channel: the transport of the transfers.
     """
     execution = _Execution(schedule, timed)
     slots: _Slots = [[[] for _ in range(len(order) + 1)] for order in schedule.orders]
@@ -62,11 +61,11 @@ class _Sent(NamedTuple):
     """A message, in the order in which messages are sent.
 
     Attributes:
-        time: when.
-        route: on which way.
-        micro_batch: of which piece of the mini-batch.
-        made: the position of the action that makes it, in the sender's order.
-        used: the position of the action that needs it, in the receiver's order.
+        time: when it is sent.
+        route: the route of its value or gradient.
+        micro_batch: the micro-batch of its value or gradient.
+        made: position of the action that makes the value, in the sender's order.
+        used: position of the action that needs the value, in the receiver's order.
     """
 
     time: float
@@ -77,10 +76,10 @@ class _Sent(NamedTuple):
 
 
 class _Execution:
-    """When everything happens if transfers wait for nothing."""
+    """Times and positions of all actions if no transfer waits."""
 
     def __init__(self, schedule: Schedule, timed: Run) -> None:
-        # Where forwards and backwards stand, and where computations do: reductions have times of their own, beside.
+        # The positions of forwards and backwards; and those of all computations, since reductions run beside them.
         at: dict[str, list[list[int]]] = {
             kind: [[0] * schedule.micro_batches for _ in schedule.placement] for kind in "FB"
         }
@@ -92,7 +91,7 @@ class _Execution:
                 if kind in "FBI":
                     at["F" if kind == "F" else "B"][stage][micro_batch] = position
         self._starts = [[timed.times[worker][n][0] for n in row] for worker, row in enumerate(computing)]
-        # Where a computation begins, transfers stand right behind the one before.
+        # Transfers before a computation come right after the computation before it.
         self._begins = [[0, *(position + 1 for position in row)] for row in computing]
         self.placement = schedule.placement
         self.workers = schedule.workers
@@ -103,29 +102,29 @@ class _Execution:
             made, used = at[kind][source], at[kind][target]
             for micro_batch, (before, behind) in enumerate(zip(made, used, strict=True)):
                 self.sent.append(_Sent(times[before][1], route, micro_batch, before, behind))
-        # What is sent at the same time may be in any order, as long as it is the same for all.
+        # Messages of the same time may have any order, if it is the same for all workers.
         self.sent.sort(key=itemgetter(0))
 
     def slot(self, worker: int, time: float) -> int:
-        """The position of the action that a worker runs, or has just run, at a time."""
+        """The position of the action that a worker runs at a time, or ran last."""
         return self._begins[worker][max(0, bisect_right(self._starts[worker], time) - 1)]
 
 
 def _post_in_one_order(execution: _Execution, slots: _Slots) -> None:
-    """Sends and receives of all workers in the order of the sends."""
+    """Adds the sends and receives of all workers in the order of the send times."""
     latest = [0] * execution.workers
     place = execution.placement
     for time, route, micro_batch, made, _ in execution.sent:
         sender, receiver = place[route.source], place[route.target]
         slots[sender][made + 1].append(route.send(micro_batch))
         latest[sender] = made + 1
-        # A worker that waits meanwhile: behind the action that it has ended, and behind what that sends.
+        # If the receiver is idle then: after its last action, and after the sends of that action.
         latest[receiver] = slot = max(execution.slot(receiver, time), latest[receiver])
         slots[receiver][slot].append(route.receive(micro_batch))
 
 
 def _post_in_the_senders_order(execution: _Execution, slots: _Slots) -> None:
-    """Sends as they are made; receives from each worker in the order in which it sends."""
+    """Adds sends right after their actions, and the receives from each worker in the order of its sends."""
     receives: dict[tuple[int, int], list[tuple[int, Action]]] = {}
     place = execution.placement
     for time, route, micro_batch, made, used in execution.sent:
@@ -134,7 +133,7 @@ def _post_in_the_senders_order(execution: _Execution, slots: _Slots) -> None:
         slot = min(execution.slot(receiver, time), max(0, used - 1))
         receives.setdefault((sender, receiver), []).append((slot, route.receive(micro_batch)))
     for (_, receiver), row in receives.items():
-        # What is received early needs all that was sent before it to be received no later.
+        # A receive must not come before receives of messages that were sent earlier.
         earliest = list(accumulate((slot for slot, _ in reversed(row)), min))[::-1]
         for slot, (_, receive) in zip(earliest, row, strict=True):
             slots[receiver][slot].append(receive)

@@ -1,4 +1,4 @@
-"""A pass that adds the recomputation of checkpointed micro-batches to any schedule."""
+"""A pass that adds the recomputation of checkpointed micro-batches."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from pipework.schedule.schedule import Schedule
 
 
 def with_recompute(schedule: Schedule, checkpointed: int, *, loss_outside: bool = False) -> Schedule:
-    """Put an ``R`` right before the backward of every checkpointed micro-batch, on every stage.
+    """Add an ``R`` right before the backward of every checkpointed micro-batch, on every stage.
 
-    ``R`` needs nothing but what the stage kept of its own forward, so a worker recomputes while it would otherwise wait
-    for the incoming gradient.
+    ``R`` needs only the stored input of the stage, so a worker recomputes while it would otherwise wait for the
+    incoming gradient.
 
-    Where a micro-batch's backward is the next action after its forward, as on the last worker of 1F1B, nothing would be
-    saved: its activations are needed at once. There it is not checkpointed, unless the loss lies between the two.
+    If a micro-batch's backward directly follows its forward, as on the last worker of 1F1B, checkpointing would save no
+    memory. Such a micro-batch is not checkpointed there, unless the loss is computed between the two.
 
     Args:
-        schedule: one without ``R``.
+        schedule: a schedule without ``R``.
         checkpointed: the micro-batches 0 to ``checkpointed - 1`` are checkpointed; from 0 (none) to all.
-        loss_outside: the loss is computed outside of the pipe, after all forwards. (The result is checked as one with
-            its loss inside: a pipe may also run the forwards first and everything else then.)
+        loss_outside: whether the loss is computed outside of the pipe, after all forwards. The result is validated with
+            the loss inside, since a pipe may also run all forwards first.
 
     Returns:
-        A schedule of the same name; the same object if none is checkpointed.
+        A schedule of the same name; the same object if no micro-batch is checkpointed.
 
     Raises:
         ScheduleError: the schedule cannot be executed.
-        ValueError: ``checkpointed`` is out of range, or the schedule has an ``R``, or transfers, already.
+        ValueError: ``checkpointed`` is out of range, or the schedule has an ``R``, transfers, or no backwards.
 
     Example:
         >>> from pipework.schedule import fill_drain
@@ -39,14 +39,14 @@ def with_recompute(schedule: Schedule, checkpointed: int, *, loss_outside: bool 
         ['0F0', '0F1', '0R0', '0B0', '0B1']
     """
     if schedule.inference:
-        raise ValueError(f"schedule {schedule.name!r} has no backwards, so there is nothing to recompute for")
+        raise ValueError(f"schedule {schedule.name!r} has no backwards, so nothing can be recomputed")
     if type(checkpointed) is not int or not 0 <= checkpointed <= schedule.micro_batches:
         raise ValueError(
-            f"checkpointed is {checkpointed!r}: wanted how many of the {schedule.micro_batches} micro-batches are "
-            f"checkpointed, an integer from 0 to {schedule.micro_batches}"
+            f"checkpointed is {checkpointed!r}: wanted the number of checkpointed micro-batches, an integer "
+            f"from 0 to {schedule.micro_batches}"
         )
     if schedule.communicates:
-        raise ValueError(f"schedule {schedule.name!r} has transfers among its actions: recompute before they are added")
+        raise ValueError(f"schedule {schedule.name!r} has transfers: add recomputation before transfers")
     refuse_kind(schedule, "R", "recomputes")
     if not checkpointed:
         return schedule

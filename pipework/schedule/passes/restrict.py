@@ -1,4 +1,4 @@
-"""A pass that leaves out micro-batches, for a last batch of fewer rows."""
+"""A pass that drops micro-batches, for a smaller last batch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pipework.schedule.schedule import Schedule
 
 
 def restricted(schedule: Schedule, micro_batches: int) -> Schedule:
-    """Keep the first so many micro-batches, in the same order.
+    """Keep the first `micro_batches` micro-batches, in the same order.
 
-    A valid schedule stays valid: nothing of one micro-batch waits for anything of another but its turn.
+    A valid schedule stays valid, because no micro-batch needs data of another.
 
     Args:
-        schedule: any.
-        micro_batches: how many are left, from 1 to all of them.
+        schedule: any schedule.
+        micro_batches: number of micro-batches to keep, from 1 to all.
 
     Returns:
-        A schedule of the same name and placement; the same object if nothing is left out.
+        A schedule of the same name and placement; the same object if all are kept.
 
     Raises:
         ValueError: the number is out of range.

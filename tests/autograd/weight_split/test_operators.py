@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipework.autograd.weight_split.islands import OPERATORS
-from tests.autograd.weight_split.split_harness import Layer, check
+from pipework.autograd.weight_split.detached_graph import OPERATORS
+from tests.autograd.weight_split.harness import Layer, check
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SHAPES = ((4,), (5, 4), (1, 4), (0, 4), (3, 5, 4), (1, 5, 4), (5, 1, 4), (3, 1, 1, 4), (2, 3, 5, 4), (5, 1), (33, 64))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.autograd.weight_split.split_harness import plainly, same, split
+from tests.autograd.weight_split.harness import plainly, same, split
 
 Use = Callable[[Tensor, Tensor, Tensor], Tensor]  # of a value, a weight and a bias
 

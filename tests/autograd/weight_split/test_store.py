@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from pipework.autograd.weight_split.store import SplitAlias
-from tests.autograd.weight_split.split_harness import (
+from pipework.autograd.weight_split.store import WeightGradientAlias
+from tests.autograd.weight_split.harness import (
     Layer,
     Stage,
     check,
@@ -42,7 +42,7 @@ SEVERAL: dict[str, Layer] = {
     "three times, one after the other": lambda w, x: F.linear(F.linear(F.linear(x, w).tanh(), w).tanh(), w),
     "three times, side by side": lambda w, x: F.linear(x, w) * (x.sin() @ w) + F.linear(x.cos(), w),
     "three times, in a fork": lambda w, x: (lambda y: F.linear(y, w) + torch.einsum("bi,ij->bj", y.exp(), w))(x @ w),
-    "an island twice": lambda w, x: torch.einsum("bi,ij->bj", x, w) + torch.addmm(x, x.sin(), w, beta=2),
+    "a detached graph twice": lambda w, x: torch.einsum("bi,ij->bj", x, w) + torch.addmm(x, x.sin(), w, beta=2),
 }
 
 
@@ -248,11 +248,11 @@ def test_saved_tensors_hooks_see_what_is_kept() -> None:
     check(lambda w, b, x: layer(w, b, x).tanh(), [of(3, 3), of(3)], batches(2, 3), waits=True)
     assert sorted(unpacked) == list(range(len(packed)))
 
-    def island(weight: Tensor, x: Tensor) -> Tensor:
+    def unpacked_once(weight: Tensor, x: Tensor) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return torch.einsum("bi,ij->bj", x, weight)
 
-    check(island, [of(3, 3)], batches(2, 3), waits=False)
+    check(unpacked_once, [of(3, 3)], batches(2, 3), waits=False)
     assert sorted(unpacked) == list(range(len(packed)))
 
 
@@ -336,8 +336,8 @@ def test_autocast_with_and_without() -> None:
 def test_autocast_makes_one_copy_of_a_parameter_in_a_mini_batch() -> None:
     stage = Stage([of(3, 3), of(3)])
     (weight, bias) = stage.aliases
-    assert isinstance(weight, SplitAlias)
-    assert isinstance(bias, SplitAlias)
+    assert isinstance(weight, WeightGradientAlias)
+    assert isinstance(bias, WeightGradientAlias)
     copies = []
     for number in range(3):
         output = stage.forward(number, autocast(lambda w, b, x: F.linear(x, w, b)), [of(2, 3)])

@@ -39,6 +39,7 @@ def test_references_to_several_mini_batches() -> None:
         torch.testing.assert_close(reference.local_value(), pipe[1](pipe[0](x)))
 
 
+@pytest.mark.thorough
 def test_another_worker_fetches_the_output_and_sends_gradients_back(tmp_path: Path) -> None:
     if not torch.distributed.rpc.is_available():
         pytest.skip("this build of torch has no RPC")

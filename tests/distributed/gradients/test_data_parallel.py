@@ -1,4 +1,4 @@
-"""Replicas, which are threads here."""
+"""Averages over replicas, which are threads here."""
 
 import gc
 import threading
@@ -89,7 +89,7 @@ def test_nothing_is_kept_after_an_abort(pair: list[DataParallel], when: str) -> 
     if when == "before":  # as another thread may: a step that has failed elsewhere still runs here
         replica.abort()
     with replica._lock:
-        replica._compared = None  # the other one never comes
+        replica._comparison = None  # the other replica never takes part
     replica.begin([own])
     assert own.grad is not None
     assert own.grad._base is not None
@@ -115,20 +115,20 @@ def test_replicas_that_train_different_parameters(pair: list[DataParallel]) -> N
         replica.compare([own[name] for name in names])
         replica.begin([])
 
-    def told(first: str, second: str) -> list[object]:
+    def step_of_both(first: str, second: str) -> list[object]:
         return in_threads(lambda: step(pair[0], pairs[0], first), lambda: step(pair[1], pairs[1], second))
 
     in_threads(*[lambda r=r, o=o: r.share_values(o.items()) for r, o in zip(pair, pairs, strict=True)])
-    assert told("abc", "abc") == told("ac", "ac") == [None, None]
-    for error in told("ac", "bc"):
+    assert step_of_both("abc", "abc") == step_of_both("ac", "ac") == [None, None]
+    for error in step_of_both("ac", "bc"):
         assert isinstance(error, ValueError)
         assert "different parameters: a, b are trained by some of them only" in str(error)
     for own in pairs:
         own["a"] = nn.Parameter(torch.ones(4))  # a new one on both
-    assert told("ab", "ab") == [None, None]
+    assert step_of_both("ab", "ab") == [None, None]
     pairs[0]["a"].data = torch.ones(5)
-    for error in told("ab", "ab"):
+    for error in step_of_both("ab", "ab"):
         assert isinstance(error, ValueError)
         assert "their shapes, dtypes or order differ" in str(error)
     pairs[1]["a"] = nn.Parameter(torch.ones(5))
-    assert told("ab", "ab") == [None, None]
+    assert step_of_both("ab", "ab") == [None, None]

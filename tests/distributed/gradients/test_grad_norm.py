@@ -25,7 +25,7 @@ def random_parameters(chooser: random.Random, dtypes: tuple[torch.dtype, ...]) -
 
 def norm_in_processes(stages: list[list[nn.Parameter]], norm_type: float, workers: int = 2) -> torch.Tensor:
     """Each is a worker of every second stage, or so; a parameter that several have is counted by the first of them."""
-    told = []
+    exchanged = []
     for worker in range(workers):
         own = {stage: parameters for stage, parameters in enumerate(stages) if stage % workers == worker}
         elsewhere = {
@@ -36,8 +36,8 @@ def norm_in_processes(stages: list[list[nn.Parameter]], norm_type: float, worker
             if other % workers != worker and any(parameter is each for each in theirs)
             and not any(parameter is each for before in range(other) for each in stages[before])
         }  # fmt: skip
-        told.append(json.dumps(norms_of_stages(own, elsewhere, norm_type)))
-    return norm_of_all([json.loads(each) for each in told], norm_type)
+        exchanged.append(json.dumps(norms_of_stages(own, elsewhere, norm_type)))
+    return norm_of_all([json.loads(each) for each in exchanged], norm_type)
 
 
 @pytest.mark.parametrize("norm_type", [1, 2, 2.0, math.inf, 0.5, 3])

@@ -1,4 +1,4 @@
-"""What a replica says of the parameters that it trains."""
+"""Fingerprints of the parameters that a replica trains."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def parameters(count: int = 8, dtype: torch.dtype = torch.float32) -> list[tuple
 
 def difference(named: list[tuple[str, Tensor]], here: list[Tensor], there: list[Tensor], replicas: int = 2) -> str:
     trained = TrainedParameters(named)
-    mine, theirs = trained.told(here).clone(), trained.told(there)
+    mine, theirs = trained.fingerprint(here).clone(), trained.fingerprint(there)
     with pytest.raises(ValueError, match="the replicas train different parameters") as caught:
         trained.refuse_differences(mine, mine * (replicas - 1) + theirs, replicas)
     return str(caught.value)
@@ -22,8 +22,8 @@ def difference(named: list[tuple[str, Tensor]], here: list[Tensor], there: list[
 def test_the_same_is_no_difference() -> None:
     named = parameters()
     trained = TrainedParameters(named)
-    mine = trained.told([tensor for _, tensor in named])
-    assert trained.told([tensor for _, tensor in named]) is mine  # nothing is computed again
+    mine = trained.fingerprint([tensor for _, tensor in named])
+    assert trained.fingerprint([tensor for _, tensor in named]) is mine  # nothing is computed again
     trained.refuse_differences(mine, mine * 5, 5)
 
 
@@ -48,4 +48,4 @@ def test_what_cannot_be_averaged_is_refused() -> None:
         TrainedParameters(parameters(1, torch.float8_e5m2))
     trained = TrainedParameters([("layer.0", torch.ones(2))])
     with pytest.raises(TypeError, match=r"the parameter that was replaced, of torch\.float8_e5m2"):
-        trained.told([torch.ones(2, dtype=torch.float8_e5m2, requires_grad=True)])
+        trained.fingerprint([torch.ones(2, dtype=torch.float8_e5m2, requires_grad=True)])

@@ -30,14 +30,14 @@ def together(member: Starting, watched: Watching, store: Any, **settings: Any) -
 
 
 @pytest.mark.parametrize("kind", ["kill", "stop", "hold_gil"])
-def test_a_rank_without_a_sign_of_life_is_lost(kind: str, member: Starting, watched: Watching, store: TCPStore) -> None:
+def test_a_rank_without_heartbeats_is_lost(kind: str, member: Starting, watched: Watching, store: TCPStore) -> None:
     other, monitor = together(member, watched, store, fault=f"step=8,kind={kind}")
     since = other.until("fault")["time"]
     failure = monitor.wait_for_failure(HARD)
     took = time.monotonic() - since
     assert failure is not None
     assert (failure.kind, failure.rank) == ("lost", 1)
-    assert "rank 1 (stage 1) lost: no sign of life for" in failure.text
+    assert "rank 1 (stage 1) lost: no heartbeat for" in failure.text
     assert f"last action: B of stage 1, micro-batch 3 (pid {other.process.pid} on " in failure.text
     assert took > TIMES["detect"] / 2
     with pytest.raises(PipelineError, match=r"rank 1 \(stage 1\) lost") as caught:

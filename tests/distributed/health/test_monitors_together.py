@@ -115,11 +115,11 @@ def test_a_closed_connection(watched: Watching) -> None:
     """Who sees it first does not know why; if nobody says why, all hear that this rank is gone."""
     monitors = [watched(rank, 3) for rank in range(3)]
     assert monitors[0].wait_for_failure(0.1) is None
-    failure = monitors[0].lost(2)
+    failure = monitors[0].declare_lost(2)
     assert failure.text.startswith("rank 2 (stage 2) is gone: its connections were closed; ")
     assert monitors[1].wait_for_failure(HARD) == failure
     assert monitors[2].wait_for_failure(HARD) == failure
-    assert monitors[1].lost(0) == failure
+    assert monitors[1].declare_lost(0) == failure
 
 
 def test_the_true_reason_comes_before_a_closed_connection(watched: Watching) -> None:
@@ -128,25 +128,25 @@ def test_the_true_reason_comes_before_a_closed_connection(watched: Watching) -> 
     failure = monitors[0].wait_for_failure(HARD)
     assert failure is not None
     assert failure.text == "rank 2 (stage 2) failed: ValueError: bad row"
-    assert monitors[0].lost(2) == failure
+    assert monitors[0].declare_lost(2) == failure
 
 
 def test_who_closes_a_connection_has_blamed_somebody_before(watched: Watching) -> None:
     """Rank 2 is gone, which rank 1 has seen and rank 0 has not."""
     monitors = [watched(rank, 3) for rank in range(3)]
-    monitors[1].blame(2)
-    await_(lambda: bool(monitors[0].announced("blamed")))
-    failure = monitors[0].closed(1, patience=0.3)
+    monitors[1].announce_culprit(2)
+    await_(lambda: bool(monitors[0].announced("culprit")))
+    failure = monitors[0].explain_disconnect(1, patience=0.3)
     assert (failure.rank, failure.kind) == (2, "lost")
 
 
 def test_who_blames_itself_tells_why(watched: Watching) -> None:
     monitors = [watched(rank, 2) for rank in range(2)]
-    monitors[1].blame(1)
-    await_(lambda: bool(monitors[0].announced("blamed")))
+    monitors[1].announce_culprit(1)
+    await_(lambda: bool(monitors[0].announced("culprit")))
     reporting = threading.Timer(0.6, monitors[1].report, [ValueError("bad row"), None])
     reporting.start()
-    failure = monitors[0].closed(1, patience=0.3)
+    failure = monitors[0].explain_disconnect(1, patience=0.3)
     reporting.join()
     assert failure.text == "rank 1 (stage 1) failed: ValueError: bad row"
 
@@ -155,9 +155,9 @@ def test_who_blame_each_other_have_lost_each_other(watched: Watching) -> None:
     """As when the network between them is cut."""
     monitors = [watched(rank, 2) for rank in range(2)]
     for rank in range(2):
-        monitors[rank].blame(1 - rank)
-    await_(lambda: bool(monitors[0].announced("blamed").get(1) == 0))
-    failure = monitors[0].closed(1, patience=0.3)
+        monitors[rank].announce_culprit(1 - rank)
+    await_(lambda: bool(monitors[0].announced("culprit").get(1) == 0))
+    failure = monitors[0].explain_disconnect(1, patience=0.3)
     assert (failure.rank, failure.kind) == (1, "lost")
 
 
@@ -229,15 +229,15 @@ def test_garbage_in_every_key_is_ignored(watched: Watching, store: TCPStore) -> 
         monitor.begin("training step")
     other = PrefixStore("test", store)
     for garbage in GARBAGE:
-        for key in ("beat", "failure", "said"):
+        for key in ("heartbeat", "failure", "messages"):
             for rank in range(3):
                 other.set(f"{key}/{rank}", garbage)
-        other.set("bell", garbage)
+        other.set("changed", garbage)
         time.sleep(0.15)
     assert (first.failure, second.failure) == (None, None)
     assert first.announced("preempt") == {}
     for rank in range(2):  # a key that is deleted makes a request for several wait
-        other.delete_key(f"beat/{rank}")
+        other.delete_key(f"heartbeat/{rank}")
     second.announce("preempt", {"step": 3})
     assert await_(lambda: first.announced("preempt")) == {1: {"step": 3}}
     second.report(ValueError("bad row"))
@@ -251,7 +251,7 @@ def test_a_broken_connection_is_made_anew(watched: Watching, caplog: Any) -> Non
     first, second = watched(0, detect=10), watched(1, detect=10)
     first.announce("too much", "x" * 9_000_000)  # the server closes the connection of who sends that much
     time.sleep(1)
-    del first._heartbeat.said["too much"]
+    del first._heartbeat.messages["too much"]
     time.sleep(1)
     first.announce("little", 1)
     assert await_(lambda: second.announced("little")) == {0: 1}
@@ -371,6 +371,6 @@ def test_what_is_raised_is_not_logged_before(inside: bool, caplog: pytest.LogCap
     if inside:
         monitor.begin("training step")
         monitor.on_failure(lambda _: monitor.end())  # as the program does that raises it
-    monitor._heartbeat.conclude(PeerFailure(1, "lost", "rank 1 lost"))
+    monitor._heartbeat.declare(PeerFailure(1, "lost", "rank 1 lost"))
     told = [record.getMessage() for record in caplog.records]
     assert told == ([] if inside else ["rank 1 lost. The next call of the pipe raises this"])

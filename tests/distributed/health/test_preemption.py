@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from torch.distributed import HashStore
 from pipework.distributed.health.monitor import HealthMonitor
 from pipework.distributed.health.preemption import Preemption
 from tests.distributed.conftest import HARD
+from tests.programs import RunPython
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +111,7 @@ def test_the_handler_of_a_dead_pipe_is_no_native_one(caplog: pytest.LogCaptureFi
             if rank < 2:
                 del monitor
                 gc.collect()
-                assert preemption._over
+                assert preemption._unused
         assert not caplog.records
         assert signal.getsignal(signal.SIGTERM) == preemption._handle
         os.kill(os.getpid(), signal.SIGTERM)
@@ -148,24 +148,20 @@ main(sys.argv[1])
 """
 
 
-def run(what: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", PROGRAM, what], capture_output=True, text=True, timeout=HARD)
-
-
-def test_the_second_one_ends_the_process() -> None:
-    done = run("twice")
+def test_the_second_one_ends_the_process(run_python: RunPython) -> None:
+    done = run_python(["-c", PROGRAM, "twice"], timeout=HARD)
     assert done.returncode == 143
     assert time.time() - float(done.stdout) < 3.0  # one second on a quiet machine
 
 
-def test_a_forked_child_can_still_be_terminated() -> None:
+def test_a_forked_child_can_still_be_terminated(run_python: RunPython) -> None:
     """Such as the workers of a data loader, which inherit the handler."""
-    done = run("child")
+    done = run_python(["-c", PROGRAM, "child"], timeout=HARD)
     assert done.stdout.split() == ["child", str(-signal.SIGTERM), "False"], done.stderr
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells who handles a signal")
-def test_a_handler_of_native_code_is_left_alone() -> None:
+def test_a_handler_of_native_code_is_left_alone(run_python: RunPython) -> None:
     code = (
         "import faulthandler, os, signal\n"
         "from pipework.distributed.health.preemption import Preemption\n"
@@ -176,7 +172,7 @@ def test_a_handler_of_native_code_is_left_alone() -> None:
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    assert preemption.requested\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], timeout=HARD, capture_output=True, text=True)
+    done = run_python(["-c", code], timeout=HARD)
     assert done.returncode == 0, done.stderr
     assert "SIGUSR1 is handled by native code already" in done.stderr
     assert "most recent call first" in done.stderr

@@ -1,16 +1,20 @@
 """How a process ends that failed."""
 
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
 from tests.distributed.conftest import HARD
+from tests.programs import RunPython
+
+Run = Callable[[str], subprocess.CompletedProcess[str]]
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HARD, check=False)
+@pytest.fixture
+def run(run_python: RunPython) -> Run:
+    return lambda code: run_python(["-c", code], timeout=HARD)
 
 
 INSTALL = "from pipework.distributed.health.process_exit import install; install(); install()\n"
@@ -26,22 +30,22 @@ INSTALL = "from pipework.distributed.health.process_exit import install; install
         ("pass", 0),
     ],
 )
-def test_exit_codes(statement: str, code: int) -> None:
+def test_exit_codes(run: Run, statement: str, code: int) -> None:
     done = run(INSTALL + statement)
     assert done.returncode == code
     assert ("bad row" in done.stderr) == ("bad row" in statement)
 
 
-def test_ctrl_c_ends_as_it_always_does() -> None:
+def test_ctrl_c_ends_as_it_always_does(run: Run) -> None:
     assert run(INSTALL + "raise KeyboardInterrupt").returncode in (-2, 130)
 
 
-def test_an_earlier_hook_still_prints() -> None:
+def test_an_earlier_hook_still_prints(run: Run) -> None:
     done = run("import sys\nsys.excepthook = lambda *_: print('mine')\n" + INSTALL + "raise ValueError('bad row')")
     assert (done.returncode, done.stdout, done.stderr) == (70, "mine\n", "")
 
 
-def test_who_hears_of_an_exception_ends_after_who_raised_it() -> None:
+def test_who_hears_of_an_exception_ends_after_who_raised_it(run: Run) -> None:
     late = "import atexit, time\nbegin = time.monotonic()\natexit.register(lambda: print(time.monotonic() - begin))\n"
     seconds = [
         float(run(late + INSTALL + f"from pipework import PipelineError; raise {error}").stdout)
@@ -64,7 +68,7 @@ main({error})
 """
 
 
-def test_of_an_error_elsewhere_only_the_own_frames_are_shown() -> None:
+def test_of_an_error_elsewhere_only_the_own_frames_are_shown(run: Run) -> None:
     done = run(INSTALL + RAISES.format(error="PipelineError('rank 1 failed', rank=1, traceback_text='theirs')"))
     assert done.returncode == 71
     assert "in main" in done.stderr
@@ -75,7 +79,7 @@ def test_of_an_error_elsewhere_only_the_own_frames_are_shown() -> None:
     assert "failure.py" in done.stderr
 
 
-def test_what_hangs_at_the_end_does_not_hang_for_ever() -> None:
+def test_what_hangs_at_the_end_does_not_hang_for_ever(run: Run) -> None:
     earlier = "import atexit, time\natexit.register(time.sleep, 3600)\n"
     begin = time.monotonic()
     done = run(earlier + INSTALL + "raise ValueError('bad row')")
@@ -84,12 +88,12 @@ def test_what_hangs_at_the_end_does_not_hang_for_ever() -> None:
     assert time.monotonic() - begin > 4  # what ends in time is not disturbed
 
 
-def test_who_has_not_failed_may_take_long() -> None:
+def test_who_has_not_failed_may_take_long(run: Run) -> None:
     earlier = "import atexit, time\natexit.register(time.sleep, 6)\n"
     assert run(earlier + INSTALL).returncode == 0
 
 
-def test_a_thread_that_does_not_end_is_shown() -> None:
+def test_a_thread_that_does_not_end_is_shown(run: Run) -> None:
     code = "from pipework.distributed.health.process_exit import end_now\n"
     code += "def stuck():\n    end_now('no end in sight', 71)\nstuck()"
     done = run(code)

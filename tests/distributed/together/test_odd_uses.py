@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import Mesh, Pipe, PipelineError, load_checkpoint, pop, save_checkpoint, skippable, stash
-from pipework.schedule import Schedule
+from pipework.schedule import from_orders_text
 
 Run = Callable[..., list[Any]]
 
@@ -27,7 +27,7 @@ worker 0 0F1 0F0 0B0 0B1
 worker 1 1F1 1F0 1B0 1B1
 """.strip()
 
-WANDERING = Schedule.from_orders_text(
+WANDERING = from_orders_text(
     """
 schedule there-and-back
 placement 0 1 0 1
@@ -89,7 +89,7 @@ def two_ranks(mesh: Mesh) -> None:
     if pipe.is_last:
         assert model[1].seen == list(range(1, 9))
 
-    schedule = Schedule.from_orders_text(BACKWARDS)
+    schedule = from_orders_text(BACKWARDS)
     plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     threads = Pipe(copy.deepcopy(plain), 2, schedule=schedule, devices=["cpu", "cpu"], loss_fn=square)
     pipe = Pipe(plain, 2, schedule=schedule, mesh=mesh, loss_fn=square)
@@ -178,7 +178,7 @@ def frozen_on_one(mesh: Mesh) -> str:
     pipe(x, target=y).backward()
     assert weight.grad is None
     weight.requires_grad_(mesh.rank == 0)
-    with pytest.raises((ValueError, PipelineError), match="share learns") as caught:  # its own, or the other's first
+    with pytest.raises((ValueError, PipelineError), match="is trained in") as caught:  # its own, or the other's first
         pipe(x, target=y)
     return str(caught.value)
 
@@ -229,7 +229,7 @@ def test_a_rank_without_parameters_is_told_early(on_ranks: Run, tmp_path: Path) 
 
 def test_a_tied_parameter_that_is_frozen_on_one_rank_only(start: Callable[..., Any]) -> None:
     for ended in start(2, frozen_on_one).ended():
-        assert "stages 0, 1 share learns in 0 and does not in 1" in ended.result, ended.errors
+        assert "stages 0, 1 share is trained in 0 and not in 1" in ended.result, ended.errors
 
 
 @skippable(stash=["skip"])

@@ -90,12 +90,19 @@ def run_tests(mesh: Mesh, files: list[str], each: int | None) -> tuple[int, dict
 FILES = ["exactness", *(f"pitfalls/test_{name}.py" for name in ("batch_norm", "context", "gradients"))]
 
 
+THOROUGH = [pytest.param(ranks, each, marks=pytest.mark.thorough) for ranks, each in ((2, 3), (3, 2))]
 SLOW = [pytest.param(ranks, 40, marks=pytest.mark.slow) for ranks in (2, 3, 4)]
 
 
-@pytest.mark.parametrize(("ranks", "each"), [(2, 3), (3, 2), *SLOW])
+@pytest.mark.parametrize(("ranks", "each"), [*THOROUGH, *SLOW])
 @pytest.mark.timeout(3600)
 def test_the_same_bodies_pass(on_ranks: Run, ranks: int, each: int) -> None:
     results = on_ranks(ranks, run_tests, patience=3500, files=FILES, each=each)
     assert results == results[:1] * ranks
     assert results[0][0] > 50
+
+
+def test_a_few_of_the_same_bodies_pass(on_ranks: Run) -> None:
+    results = on_ranks(2, run_tests, files=["exactness/test_modes.py"], each=3)
+    assert results[0] == results[1]
+    assert results[0][0] > 5

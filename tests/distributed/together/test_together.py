@@ -49,7 +49,7 @@ def train_tied(mesh: Mesh, schedule: str) -> None:
     def of_both(what: Callable[[Tensor], Tensor]) -> set[str]:
         ranks = pipe.ranks
         assert ranks is not None
-        return set(ranks.all_words("" if weight is None else str(what(weight).sum().item()))) - {""}
+        return set(ranks.all_gather_text("" if weight is None else str(what(weight).sum().item()))) - {""}
 
     for _ in range(3):
         assert len(of_both(lambda weight: weight)) == 1

@@ -372,14 +372,34 @@ def stashed(which: Any, around: Any = None) -> bytes:
     return json.dumps({"forms": [form], "around": {"stashed": which, "around": around}}).encode()
 
 
-def around(nesting: Any, *leaves: Any) -> bytes:
+def around(value: Any) -> bytes:
     form = ["torch.float32", [1], False]
-    return json.dumps({"forms": [form], "around": {"structure": [nesting, leaves]}}).encode()
+    return json.dumps({"forms": [form], "around": {"structure": value}}).encode()
 
 
-PLACE = ["place", 0]
+def form(kind: str, items: Any = (), /, **more: Any) -> dict[str, Any]:
+    return {"$": kind, "items": items, **more}
+
+
+def named(kind: str, name: Any, items: Any = (), /, **more: Any) -> dict[str, Any]:
+    return {"$": kind, "class": name, "items": items, **more}
+
+
+def text(kind: str, value: Any) -> dict[str, Any]:
+    return {"$": kind, "value": value}
+
+
+def fields(name: str, /, **values: Any) -> dict[str, Any]:
+    return {"$": "fields", "class": name, "fields": values}
+
+
+def dataclass(name: str, /, **values: Any) -> dict[str, Any]:
+    return {**fields(name, **values), "$": "dataclass"}
+
+
+PLACE = {"$": "tensor", "name": 0}
 HERE = __name__
-FIELDS = "pipework.values.nested:_Fields"
+NODE = "pipework.values.nested:DataclassNode"
 
 
 @pytest.mark.parametrize(
@@ -400,35 +420,47 @@ FIELDS = "pipework.values.nested:_Fields"
         b'{"forms":[["torch.nn",[1],false]],"around":null}',
         b'{"forms":[["torch.float32",[1],1]],"around":null}', b'{"forms":[[]],"around":null}',
         b'{"forms":[],"around":' + b"1" * 5000 + b"}",
-        around(None), around(None, PLACE, PLACE), around(None, ["place", 1]), around(None, ["place", -1]),
-        around(None, ["place", False]), around(None, ["unknown"]), around(None, 1.5), around(None, {}),
-        around(None, []),
-        around(None, ["float", "0x1p99999"]), around(None, ["bytes", "!"]),
-        around(None, ["dtype", "torch.nn"]), around(None, ["device", "nowhere"]), around(None, ["range", 0, 1, 0]),
-        around(None, ["range", 0, 1, "a"]), around(None, ["Size", "a"]), around(None, ["Size", 1.5]),
-        around(["dict", [1, 1], [None, None]], 0, 0), around(["dict", ["a", "a"], [None, None]], 0, 0),
-        around(["tuple", 1, [None]], 0), around(["tuple", None], 0), around(["tuple", None, [None]], 0, 0),
-        around(["dict", ["a", "b"], [None]], 0), around(["dict", [["list"]], [None]], 0), around(["dict", 5, []]),
-        around(["defaultdict", ["eval", []], []]), around(["defaultdict", [["list"], []], []]),
-        around(["deque", 0, [None]], 0), around(["deque", True, [None, None]], 0, 0), around(["deque", 2**80, []]),
-        around(["namedtuple", f"{HERE}:Point", [None]], 0), around(["namedtuple", "builtins:tuple", [None]], 0),
-        around(["namedtuple", f"{HERE}:Colour", []]), around(["namedtuple", "torch:nn", []]),
-        around(["fields", [f"{HERE}:Held", ["nothing"]], [None]], 0),
-        around(["fields", [f"{HERE}:Held", ["steps", "steps"]], [None, None]], 0, 0),
-        around(["fields", [f"{HERE}:Held", ["steps"]], []]),
-        around(["fields", [f"{HERE}:Held", [["list"]]], [None]], 0),
-        around(["fields", ["builtins:int", []], []]), around(["fields", [f"{HERE}:ListWithFields", []], []]),
-        around(["class", ["builtins:int", None], []]), around(["class", ["subprocess:Popen", None], []]),
-        around(["class", [FIELDS, ["tuple", "x", ["tuple", "y"]]], [None]], 0),
-        around(["class", ["builtins:dict", ["list"]], []]), around(["class", ["os:system", "ls"], []]),
-        around(None, ["enum", "builtins:int", "real"]), around(None, ["enum", f"{HERE}:Colour", "BLUE"]),
-        around(None, ["enum", f"{HERE}:Colour"]), around(None, ["enum", f"{HERE}:Colour", "RED", "GREEN"]),
-        around(None, ["enum", f"{HERE}:Side", "mro"]), around(None, ["enum", 5, "RED"]),
-        around(None, ["dataclass", ["fields", [f"{HERE}:Options", ["rate"]], []], []]),
-        around(None, ["dataclass", ["fields", [f"{HERE}:Options", ["__class__"]], [None]], [1]]),
-        around(None, ["dataclass", ["fields", [f"{HERE}:Options", ["rate"]], [None]], [PLACE]]),
-        around(None, ["dataclass", ["fields", ["builtins:int", []], []], []]),
-        around(None, ["dataclass", ["list", None, []], []]),
+        around({"$": 5}), around({"$": None}), around({"$": []}), around({"$": "tensor"}),
+        around({"$": "tensor", "name": 1}), around({"$": "tensor", "name": -1}), around({"$": "tensor", "name": False}),
+        around({"$": "tensor", "name": "0"}), around([PLACE, {"$": "tensor", "name": 1}]),
+        around(form("unknown")), around(form("set", [1])), around(form("Counter", [[1, 1]])),
+        around(text("float", "0x1p99999")), around(text("bytes", "!")), around(text("str", "!")),
+        around(text("int", "x")), around(text("int", 5)), around(text("complex", "1 2 3")), around(text("complex", "")),
+        around(text("dtype", "torch.nn")), around(text("device", "nowhere")), around(form("range", [0, 1, 0])),
+        around(form("range", [0, 1, "a"])), around(form("range", [0, 1])), around(form("slice", [PLACE, 1, 1])),
+        around(form("Size", ["a"])), around(form("Size", [1.5])), around(form("Size", 5)),
+        around(form("dict", [[1, 0], [1, 0]])), around(form("dict", [["a", 0], ["a", 0]])),
+        around(form("OrderedDict", [["a", 0], ["a", 0]])), around(form("dict", [[1]])),
+        around(form("dict", [[1, 2, 3]])),
+        around(form("dict", ["ab"])), around(form("dict", [[["list"], 0]])), around(form("dict", 5)),
+        around(form("dict", [[PLACE, 0]])), around(form("dict", [[form("slice", [1, 2, 3]), 0]])),
+        around(form("tuple", 1)), around({"$": "tuple"}), around(form("tuple", [{"$": "tensor", "name": 1}])),
+        around(form("defaultdict", [])), around(named("defaultdict", "eval")),
+        around(named("defaultdict", ["list"])), around(named("defaultdict", "builtins:list")),
+        around(named("defaultdict", None, [[1, 0], [1, 0]])),
+        around(form("deque", [0], maxlen=0)), around(form("deque", [0, 0], maxlen=True)),
+        around(form("deque", [], maxlen=2**80)), around(form("deque", [], maxlen="1")), around(form("deque", [])),
+        around(named("namedtuple", f"{HERE}:Point", [0])), around(named("namedtuple", "builtins:tuple", [0])),
+        around(named("namedtuple", f"{HERE}:Colour")), around(named("namedtuple", "torch:nn")),
+        around(named("namedtuple", 5)), around(form("namedtuple")),
+        around(fields(f"{HERE}:Held", nothing=None)), around(fields(f"{HERE}:Held", steps=0, nothing=0)),
+        around({**fields(f"{HERE}:Held"), "fields": ["steps"]}), around({**fields(f"{HERE}:Held"), "fields": 5}),
+        around(fields("builtins:int")), around(fields(f"{HERE}:ListWithFields")),
+        around(named("class", f"{HERE}:Registered")), around(named("class", "builtins:int", context=None)),
+        around(named("class", "subprocess:Popen", context=None)), around(named("class", "os:system", context="ls")),
+        around(named("class", NODE, [0], context=form("tuple", ["x", form("tuple", ["y"])]))),
+        around(named("class", "builtins:dict", context=["list"])),
+        around(named("class", f"{HERE}:Registered", [0], context={"names": PLACE})),
+        around({"$": "enum", "class": "builtins:int", "names": ["real"]}),
+        around({"$": "enum", "class": f"{HERE}:Colour", "names": ["BLUE"]}),
+        around({"$": "enum", "class": f"{HERE}:Colour", "names": []}),
+        around({"$": "enum", "class": f"{HERE}:Colour", "names": ["RED", "GREEN"]}),
+        around({"$": "enum", "class": f"{HERE}:Side", "names": ["mro"]}),
+        around({"$": "enum", "class": 5, "names": ["RED"]}),
+        around(dataclass(f"{HERE}:Options", nothing=1)),
+        around({"$": "dataclass", "class": f"{HERE}:Options", "fields": []}),
+        around(dataclass(f"{HERE}:Options", __class__=1)), around(dataclass(f"{HERE}:Options", rate=PLACE)),
+        around(dataclass("builtins:int")), around({"$": "dataclass", "items": []}),
         stashed([[1, 0]]), stashed([[0, -1]]), stashed([[0]]), stashed([0]), stashed([[0, True]]), stashed({}),
         stashed([[0, 0]], 5), stashed([[0, 0]], {"stashed": [], "around": None}),
     ],
@@ -443,7 +475,7 @@ def test_hostile_bytes_are_value_errors(data: bytes) -> None:
 def test_an_unknown_class_is_named_and_nothing_is_imported(name: str) -> None:
     before = set(sys.modules)
     with pytest.raises(ValueError, match=r"a class '.*' arrives that this process does not know: import the module"):
-        header.decode(around(["namedtuple", name, []]))
+        header.decode(around(named("namedtuple", name)))
     assert set(sys.modules) == before
 
 
@@ -451,7 +483,7 @@ def test_names_that_a_module_computes_are_not_looked_up(monkeypatch: pytest.Monk
     package = importlib.import_module("pipework")
     monkeypatch.delitem(vars(package), "NoChunk", raising=False)
     with pytest.raises(ValueError, match="does not know"):
-        header.decode(around(["class", ["pipework:NoChunk", None], [None]], 0))
+        header.decode(around(named("class", "pipework:NoChunk", [0], context=None)))
     assert "NoChunk" not in vars(package)
 
 
@@ -462,12 +494,12 @@ def test_a_module_that_is_imported_when_it_is_touched_is_not_touched(monkeypatch
 
     monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
     with pytest.raises(ValueError, match="does not know"):
-        header.decode(around(["class", ["lazy:Thing", None], [None]], 0))
+        header.decode(around(named("class", "lazy:Thing", [0], context=None)))
 
 
 def test_a_class_that_is_registered_elsewhere_only_is_named() -> None:
     with pytest.raises(ValueError, match="is not registered with PyTorch's pytree in this process"):
-        header.decode(around(["class", [f"{HERE}:Odd", None], [None]], 0))
+        header.decode(around(named("class", f"{HERE}:Odd", [0], context=None)))
 
 
 def readable(data: bytes) -> bool:
@@ -486,27 +518,30 @@ def test_random_bytes_are_read_or_refused(data: bytes) -> None:
 
 words = st.sampled_from(
     [
-        "place", "int", "str", "float", "complex", "bytes", "tuple", "list", "Size", "dtype", "device", "slice",
+        "tensor", "int", "str", "float", "complex", "bytes", "tuple", "list", "Size", "dtype", "device", "slice",
         "range", "dict", "Ellipsis", "enum", "dataclass", "OrderedDict", "defaultdict", "deque", "namedtuple",
-        "fields", "class", "torch.float32", "cpu", "0x1p0", "rate", "hidden", "RED", "LEFT", "", "x", f"{HERE}:Point",
-        f"{HERE}:Held",
-        f"{HERE}:Options", f"{HERE}:Colour", f"{HERE}:Side", f"{HERE}:Registered", "builtins:dict", FIELDS,
-        "torch:Size",
+        "fields", "class", "set", "Counter", "torch.float32", "cpu", "0x1", "inf", "1.0 2.0", "rate", "hidden", "RED",
+        "LEFT", "", "x", "$", f"{HERE}:Point", f"{HERE}:Held", f"{HERE}:Options", f"{HERE}:Colour", f"{HERE}:Side",
+        f"{HERE}:Registered", "builtins:dict", NODE, "torch:Size",
     ]
 )  # fmt: skip
+parts = st.sampled_from(["items", "value", "name", "names", "class", "context", "fields", "maxlen"])
 forms = st.recursive(
-    st.none() | st.booleans() | st.integers(-1, 2) | st.integers() | st.floats() | words,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words, inner, max_size=2),
+    st.none() | st.booleans() | st.integers(-1, 2) | st.integers() | st.floats() | words | st.just(PLACE),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(words, inner, max_size=2)
+        | st.builds(lambda kind, more: {"$": kind, **more}, words, st.dictionaries(parts, inner, max_size=3))
+        | st.builds(form, words, st.lists(inner, max_size=3))
+        | st.builds(form, words, st.lists(st.tuples(inner, inner), max_size=3))
+    ),
     max_leaves=10,
 )
-nodes = st.recursive(
-    st.none(), lambda inner: st.tuples(words, forms, st.lists(inner, max_size=3)).map(list), max_leaves=4
-)
 
 
-@given(nodes, st.lists(forms | st.just(PLACE), max_size=3))
-def test_descriptions_that_nobody_would_send_are_read_or_refused(nesting: Any, leaves: Any) -> None:
-    readable(around(nesting, *leaves))
+@given(forms)
+def test_descriptions_that_nobody_would_send_are_read_or_refused(value: Any) -> None:
+    readable(around(value))
 
 
 @given(nested_values, st.data())

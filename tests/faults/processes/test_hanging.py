@@ -24,7 +24,7 @@ def test_a_silent_rank_is_lost(failing: Failing, fault: str, ranks: int) -> None
         assert (error.type, error.rank, error.kind) == ("PipelineError", hung, "lost"), error.text
         assert f"rank {hung} (stage" in error.text
         assert "last action: " in error.text or "last seen " in error.text  # half a second before, perhaps
-        assert outcome.ended[rank].errors.count("no sign of life for") == 1, outcome.ended[rank].errors
+        assert outcome.ended[rank].errors.count("no heartbeat for") == 1, outcome.ended[rank].errors
         assert outcome.ended[rank].code == 72
         assert_clean_exit(outcome.ended[rank])
     assert outcome.seconds <= FOUND * PATIENCE

@@ -5,7 +5,7 @@ from torch import nn
 
 from pipework import Pipe, pop, skippable, stash
 from pipework.runtime.stage.memory_meter import MemoryMeter
-from pipework.schedule import Schedule
+from pipework.schedule import from_csv
 
 
 def peak(meter: MemoryMeter) -> int:
@@ -172,7 +172,7 @@ def test_between_the_halves_nothing_is_alive_but_what_the_weights_need() -> None
     order = "0F0,1F0,1I0,0I0,1W0,0W0,0F1,1F1,1I1,0I1,0F2,1F2,1W1,0W1,1I2,0I2,1W2,0W2"  # F2 between I1 and W1
     layers = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Look(), nn.Linear(4, 1)))
     pipe = Pipe(
-        layers, 3, "never", balance=[1, 1], devices=["cpu"], schedule=Schedule.from_csv(order),
+        layers, 3, "never", balance=[1, 1], devices=["cpu"], schedule=from_csv(order),
         loss_fn=nn.functional.mse_loss,
     )  # fmt: skip
     pipe(torch.randn(6, 4), target=torch.zeros(6, 1)).backward()

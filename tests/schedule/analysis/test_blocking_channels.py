@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipework.schedule import SCHEDULES, build, validate, with_communication
+from pipework.schedule import SCHEDULES, build, to_orders_text, validate, with_communication
 from pipework.schedule.placement import wave_placement
 from tests.schedule.analysis.brute_force import _makes_sense as makes_sense
 
@@ -129,10 +129,10 @@ def mutated(schedule, what, random):
 @st.composite
 def schedules(draw):
     name = draw(st.sampled_from(TRAINING))
-    recipe = SCHEDULES[name]
+    spec = SCHEDULES[name]
     workers, chunks = draw(st.integers(1, 8)), draw(st.integers(1, 32))
-    each = draw(st.integers(1, 4)) if recipe.several else None
-    if recipe.several and recipe.placement is wave_placement and each is not None and each % 2:
+    each = draw(st.integers(1, 4)) if spec.several else None
+    if spec.several and spec.placement is wave_placement and each is not None and each % 2:
         each += 1
     random = Random(draw(st.integers(0, 2**32)))
     schedule = build(name, workers=workers, chunks=chunks, stages_per_worker=each)
@@ -149,7 +149,7 @@ def check(drawn):
     for what in ("drop", "double", "swap", "neighbours"):
         other = mutated(schedule, what, random)
         verdict = validate(other, channel="pair").ok if any(other.orders) else False
-        assert verdict == meets(other), (what, other.to_orders_text())
+        assert verdict == meets(other), (what, to_orders_text(other))
         assert not (verdict and what in ("drop", "double")), what
 
 

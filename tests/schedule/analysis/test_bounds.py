@@ -317,13 +317,16 @@ def test_the_best_of_all_schedules_does_not_beat_them(seeds):
         ({"memory_limit": [3]}, "memory_limit has 1 number: wanted 2, one for each worker, or a single number for all"),
         (
             {"memory_limit": 0.5},
-            "memory_limit of worker 0 is 0.5, but one micro-batch holds 1 there: there is no schedule; raise the limit "
-            "to 1, or place fewer stages on the worker",
+            "memory_limit of worker 0 is 0.5, but one micro-batch holds 1 there, so no schedule exists: raise the "
+            "limit to 1, or place fewer stages on the worker",
         ),
         ({"placement": (0, 0), "memory_limit": 1}, "one micro-batch holds 2 there"),
         ({"recomputed": [1]}, "recomputed has 1 number: wanted 2, one for each stage, or True for all micro-batches"),
-        ({"recomputed": [1, 3]}, "recomputed of stage 1 is 3: wanted how many of the 2 micro-batches are recomputed"),
-        ({"recomputed": True, "inference": True}, "recomputed is set for inference"),
+        (
+            {"recomputed": [1, 3]},
+            "recomputed of stage 1 is 3: wanted the number of micro-batches that are recomputed there",
+        ),
+        ({"recomputed": True, "inference": True}, "recomputed is set together with inference"),
     ],
 )
 def test_what_is_refused(arguments, message):

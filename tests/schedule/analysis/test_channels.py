@@ -1,9 +1,9 @@
 import pytest
 
-from pipework.schedule.analysis.channels import Way, channels
+from pipework.schedule.analysis.channels import WorkerRoute, channels
 
-THERE = Way(number=0, sender=0, receiver=1, delay=2.0)
-BACK = Way(number=1, sender=1, receiver=0, delay=3.0)
+THERE = WorkerRoute(number=0, sender=0, receiver=1, delay=2.0)
+BACK = WorkerRoute(number=1, sender=1, receiver=0, delay=3.0)
 
 
 def carried(channel, *posts):

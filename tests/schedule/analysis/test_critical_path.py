@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from pipework.schedule import (
     SCHEDULES,
     Costs,
-    Schedule,
     build,
     fill_drain,
+    from_orders_text,
     looped_bfs,
     simulate,
+    validate,
     with_communication,
     with_gradient_reduction,
     with_recompute,
@@ -96,7 +97,7 @@ def test_it_has_no_holes_and_is_as_long_as_the_step(name, workers, chunks, chann
     if data.draw(st.booleans()):
         schedule = with_communication(schedule, channel="worker")
     costs = data.draw(costs_of(schedule))
-    outside = data.draw(st.booleans()) and schedule.validate(loss_outside=True).ok
+    outside = data.draw(st.booleans()) and validate(schedule, loss_outside=True).ok
     check(simulate(schedule, costs, loss_outside=outside, channel=channel))
 
 
@@ -136,5 +137,5 @@ def test_reductions_at_the_end_are_on_it():
 
 
 def test_a_step_that_takes_no_time_has_a_path():
-    order = Schedule.from_orders_text("schedule s\nplacement 0\nworker 0 0F0 0B0")
+    order = from_orders_text("schedule s\nplacement 0\nworker 0 0F0 0B0")
     assert path_of(simulate(order, Costs(forward=0, backward=0))) == "0F0 0B0"

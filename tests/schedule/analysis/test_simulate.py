@@ -13,6 +13,7 @@ from pipework.schedule import (
     fill_drain,
     forward_only,
     simulate,
+    svg,
     with_gradient_reduction,
     with_recompute,
     with_skips,
@@ -220,3 +221,8 @@ def test_memory_over_time():
     assert line.memory_steps(0) == ((0, 1), (1, 2), (4, 1), (6, 0))
     with pytest.raises(ValueError, match="worker is 1, but this timeline has the workers 0 to 0"):
         line.memory_steps(1)
+
+
+def test_a_notebook_shows_the_picture():
+    result = simulate(fill_drain(2, 2), Costs(backward=1))
+    assert result._repr_svg_() == svg(result.timeline)

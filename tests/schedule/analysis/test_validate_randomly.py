@@ -14,6 +14,7 @@ from pipework.schedule import (
     build,
     restricted,
     simulate,
+    to_orders_text,
     validate,
     with_communication,
     with_gradient_reduction,
@@ -119,7 +120,7 @@ def test_refused_if_and_only_if_a_naive_run_fails(part):
         found = validate(schedule, **conditions)
         # Without transfers among the actions, channels carry them as the pass posts them.
         naive = runs(schedule, random, **conditions)
-        told = f"{conditions}\n{schedule.to_orders_text()}\n{found.violations}"
+        told = f"{conditions}\n{to_orders_text(schedule)}\n{found.violations}"
         assert found.ok == naive, told
         verdicts[naive] += 1
         if naive:

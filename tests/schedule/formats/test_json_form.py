@@ -2,30 +2,41 @@ import json
 
 import pytest
 
-from pipework.schedule import SCHEDULES, Schedule, build, fill_drain, with_communication, with_recompute, with_skips
+from pipework.schedule import (
+    SCHEDULES,
+    build,
+    fill_drain,
+    from_json,
+    from_orders_text,
+    to_json,
+    to_orders_text,
+    with_communication,
+    with_recompute,
+    with_skips,
+)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_round_trip(name):
     schedule = build(name, workers=3, chunks=4)
-    assert Schedule.from_json(schedule.to_json()) == schedule
+    assert from_json(to_json(schedule)) == schedule
 
 
 def test_round_trip_of_everything_that_passes_add():
     schedule = with_communication(with_skips(with_recompute(fill_drain(4, 3), 2), [(0, 3)]))
-    assert Schedule.from_json(schedule.to_json()) == schedule
-    assert Schedule.from_orders_text(schedule.to_orders_text()) == schedule
+    assert from_json(to_json(schedule)) == schedule
+    assert from_orders_text(to_orders_text(schedule)) == schedule
 
 
 def change(**fields):
-    return json.dumps({**json.loads(fill_drain(2, 2).to_json()), **fields})
+    return json.dumps({**json.loads(to_json(fill_drain(2, 2))), **fields})
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "the text is no JSON: "),
-        ("[]", "no schedule of pipework: it is a list, wanted an object of format 'pipework schedule 1'"),
+        ("{", "the text is not JSON: "),
+        ("[]", "not a schedule of pipework: it is a list, wanted an object of format 'pipework schedule 1'"),
         ("{}", "its format is None"),
         (change(format="pipework schedule 2"), "its format is 'pipework schedule 2', wanted"),
         (change(orders=None), "the JSON has None for 'orders': wanted a list"),
@@ -44,4 +55,4 @@ def change(**fields):
 )
 def test_errors_say_what_is_wrong(text, message):
     with pytest.raises(ValueError, match=message):
-        Schedule.from_json(text)
+        from_json(text)

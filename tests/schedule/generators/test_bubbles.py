@@ -5,8 +5,6 @@ import pytest
 from pipework.schedule import (
     Costs,
     build,
-    eager_1f1b,
-    hanayo,
     interleaved_1f1b,
     looped_bfs,
     one_forward_one_backward,
@@ -47,13 +45,6 @@ def figure(result):
 def test_published_figures(size, expected, column):
     schedule = build(NAMES[column], workers=size[0], chunks=size[1])
     assert figure(simulate(schedule, share(schedule.stages // size[0]))) == expected.split(",")[column].strip()
-
-
-@pytest.mark.parametrize(("workers", "micro_batches"), SIZES)
-def test_1f1b(workers, micro_batches):
-    result = simulate(one_forward_one_backward(workers, micro_batches))
-    assert result.makespan == 3 * (micro_batches + workers - 1)
-    assert result.peak_memory == tuple(min(micro_batches, workers - worker) for worker in range(workers))
 
 
 @pytest.mark.parametrize("stages_per_worker", [1, 2, 4])
@@ -115,15 +106,3 @@ def test_no_worker_waits_in_its_busy_window(p):
     for m in (2 * p, 2 * p + 3, 4 * p):
         assert simulate(build("zb-h2", workers=p, chunks=m)).span == 3 * m
         assert simulate(build("zb-v", workers=p, chunks=m), share(2)).span == 3 * m
-
-
-def test_transfers_are_hidden_by_eager_1f1b():
-    def slope(schedule):
-        return (simulate(schedule, Costs(transfer=0.125)).makespan - simulate(schedule).makespan) / 0.125
-
-    assert (slope(eager_1f1b(8, 32)), slope(one_forward_one_backward(8, 32))) == (14, 68)
-    assert simulate(eager_1f1b(4, 16)).peak_memory == (7, 5, 3, 1)
-
-
-def test_waves_transfer_nothing_at_their_turns():
-    assert simulate(hanayo(1, 4, 6), Costs(transfer=100)).bubble == 0

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.schedule import Action, Costs, fill_drain
+from pipework.schedule import Action, Costs, fill_drain, simulate, validate
 
 
 def test_orders_are_a_parallelogram():
@@ -18,7 +18,7 @@ def test_orders_are_a_parallelogram():
 
     columns = {
         (interval.worker, int(interval.start)): str(interval.action)
-        for interval in schedule.simulate(Costs(backward=1)).timeline.intervals
+        for interval in simulate(schedule, Costs(backward=1)).timeline.intervals
     }
     drawn = [[columns.get((worker, column), ".") for column in range(12)] for worker in range(3)]
     assert drawn == rows
@@ -27,7 +27,7 @@ def test_orders_are_a_parallelogram():
 @given(workers=st.integers(1, 12), micro_batches=st.integers(1, 12))
 def test_valid_ascending_and_one_stage_a_worker(workers, micro_batches):
     schedule = fill_drain(workers, micro_batches)
-    validation = schedule.validate()
+    validation = validate(schedule)
     assert validation.ok
     assert validation.ascending
     assert schedule.name == "gpipe"

@@ -2,7 +2,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.schedule import Action, Costs, Schedule, fill_drain, one_forward_one_backward, simulate, with_recompute
+from pipework.schedule import (
+    Action,
+    Costs,
+    Schedule,
+    fill_drain,
+    one_forward_one_backward,
+    simulate,
+    validate,
+    with_recompute,
+)
 
 
 def test_stands_right_before_each_checkpointed_backward():
@@ -25,7 +34,7 @@ def test_only_adds_and_stays_valid(workers, micro_batches, data):
     checkpointed = data.draw(st.integers(0, micro_batches))
     plain = fill_drain(workers, micro_batches)
     schedule = with_recompute(plain, checkpointed, loss_outside=True)
-    assert schedule.validate().ok
+    assert validate(schedule).ok
     without = tuple(tuple(action for action in order if action.kind != "R") for order in schedule.orders)
     assert without == plain.orders
     added = sum(action.kind == "R" for order in schedule.orders for action in order)
@@ -39,8 +48,8 @@ def test_none_checkpointed_is_the_same_object():
 
 def test_recompute_fills_the_wait_for_the_gradient():
     # Worker 0 waits for its first gradient from 2 to 4: its first R, of 1, costs nothing.
-    plain = fill_drain(2, 2).simulate(Costs(backward=1))
-    one = with_recompute(fill_drain(2, 2), 1).simulate(Costs(backward=1))
+    plain = simulate(fill_drain(2, 2), Costs(backward=1))
+    one = simulate(with_recompute(fill_drain(2, 2), 1), Costs(backward=1))
     start = {str(interval.action): interval.start for interval in one.timeline.intervals}
     assert start["0R0"] == 2
     assert start["0B0"] == 5  # behind 1R0 and 1B0, not behind its own

@@ -1,0 +1,145 @@
+"""Calls of operators for which `operators` has no formula: they run in a detached graph that is differentiated twice.
+
+    stage       x ----------------------- node ------------------- y        I goes through the node
+                                            |
+    detached    x' (a leaf) -- operator --> y'                              I computes the gradient of x',
+                w' (a leaf) ----^                                           W that of w', from the same gradient of y'
+
+The detached graph lives until W. Its formulas are autograd's own, so the result is exact to the last bit. It costs one
+run of the engine more in I and one in W.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+
+from pipework import torch_private
+from pipework.autograd.weight_split.operation import DeferrableAlias, Operation, Parts, computed_with
+from pipework.autograd.weight_split.operators import EXPLICIT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+
+class _DetachedGraph(Operation):
+    """One call of any function of tensors that returns one tensor."""
+
+    deciding = None  # all
+
+    def __init__(
+        self,
+        function: Any,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        parameters: tuple[DeferrableAlias, ...],
+    ) -> None:
+        self._function, self._arguments, self._options, self.parameters = function, arguments, options, parameters
+        self.name = getattr(function, "__name__", "an operator")
+        # Autocast casts what einsum makes of its operands, and the arguments of all others.
+        self._casts = function is not torch.einsum
+        self._leaves: dict[int, Tensor] = {}  # in place of the parameters
+        self._inputs: dict[int, tuple[Tensor, Tensor]] = {}  # in the stage's graph, and in the detached one
+
+    def wait_in(self, queue: list[tuple[Any, Tensor, Tensor]]) -> None:
+        super().wait_in(queue)
+        del self._arguments, self._options
+
+    def run_whole(self) -> Tensor:
+        return self._function(*self._arguments, **self._options)  # type: ignore[no-any-return]
+
+    def run(self) -> Tensor:
+        arguments, options = self._inside(self._arguments), self._inside(self._options)
+        output: Tensor = self._function(*arguments, **options)
+        self._edge = get_gradient_edge(output)
+        outside = [x for x, _ in self._inputs.values() if x.requires_grad]
+        self._inner = tuple([inner for x, inner in self._inputs.values() if x.requires_grad])
+        # The memory meter counts the first input as stored.
+        self.kept = next((inner for _, inner in self._inputs.values()), self.parameters[0].plain)
+        self._inputs.clear()
+        return _Bridge.apply(self, output.detach(), *outside)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _inside(self, value: Any) -> Any:
+        """The arguments with leaves of the detached graph in place of tensors."""
+        if isinstance(value, tuple | list):
+            return type(value)(map(self._inside, value))
+        if isinstance(value, dict):
+            return {key: self._inside(each) for key, each in value.items()}
+        if not isinstance(value, Tensor):
+            return value
+        if isinstance(value, DeferrableAlias):
+            if id(value) not in self._leaves:
+                plain = computed_with(value)[0] if self._casts else value.plain
+                self._leaves[id(value)] = plain.detach().requires_grad_()
+            return self._leaves[id(value)]
+        if id(value) not in self._inputs:
+            tensor = computed_with(value)[0] if self._casts else value
+            self._inputs[id(value)] = tensor, tensor.detach().requires_grad_(tensor.requires_grad)
+        return self._inputs[id(value)][1]
+
+    def input_gradients(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """I: the gradients of the inputs that require one."""
+        return torch_private.gradients(self._edge, gradient, self._inner)
+
+    def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
+        leaves = tuple(self._leaves.values())
+        parts = dict(zip(self._leaves, torch_private.gradients(self._edge, gradient, leaves), strict=True))
+        return [(alias, part) for alias in self.parameters if (part := parts.get(id(alias))) is not None]
+
+
+class _Bridge(torch.autograd.Function):
+    """The node in the stage's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _DetachedGraph, output: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.call = call
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        return None, None, *ctx.call.input_gradients(gradient)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
+
+
+def with_detached_graph(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Operation | None:
+    """An operation for a call without a formula, or None if its gradients are not to be deferred."""
+    # Two runs of the engine call the hook that unpacks twice.
+    hooks = torch_private.saved_tensor_hooks()
+    once = hooks is not None and not getattr(hooks[1], "may_be_called_twice", False)
+    if function is F.embedding or "out" in options or once:
+        return None
+    found = dict.fromkeys(_tensors((arguments, *options.values())))
+    parameters = tuple([tensor for tensor in found if isinstance(tensor, DeferrableAlias)])
+    # For a bias alone it does not pay.
+    if not any(alias.dim() > 1 for alias in parameters):
+        return None
+    return _DetachedGraph(function, arguments, options, parameters)
+
+
+def _declined(*arguments: Any, **options: Any) -> None:
+    return None
+
+
+OPERATORS: Final[Mapping[Any, Callable[..., Operation | None]]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (torch.einsum, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm, Tensor.addmm),
+            _declined,
+        ),
+        **EXPLICIT,
+    }
+)
+"""PyTorch's function to what makes an operation of its arguments, or None if `with_detached_graph` decides."""

@@ -1,0 +1,288 @@
+"""Backends: where the workers of a pipe are. `Pipe` knows this protocol; each kind of workers implements it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from torch import nn
+
+from pipework.runtime.peers import LocalPeers
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    import torch
+    from torch import Tensor
+
+    from pipework.planning.plan import Plan
+    from pipework.runtime.peers import Peers
+    from pipework.runtime.program import Program
+    from pipework.runtime.random.streams import Key
+    from pipework.runtime.skips.connections import Skip
+    from pipework.runtime.worker_threads import WorkerThreads
+
+
+@dataclass(frozen=True)
+class PipeSpec:
+    """A pipe as its backend must know it before the first call.
+
+    Attributes:
+        module: the layers, already cut into partitions.
+        plan: stages, workers and schedule.
+        partitions: the layers of all stages.
+        skips: the skip connections between them.
+        settings: the pipe's other arguments, as JSON values.
+        tensors: the parameters and buffers of this process's stages, by name.
+        grad_scaler: of the pipe; None: there is none.
+    """
+
+    module: nn.Sequential
+    plan: Plan
+    partitions: Sequence[nn.Sequential]
+    skips: Sequence[Skip]
+    settings: Mapping[str, Any]
+    tensors: Iterable[tuple[str, Tensor]]
+    grad_scaler: torch.amp.GradScaler | None
+
+
+class StepHeader(NamedTuple):
+    """How a process calls the pipe. All processes must call it with the same header.
+
+    Attributes:
+        training: whether layers are in training mode.
+        grad: whether gradients are wanted.
+        everywhere: whether every process gets the outputs.
+        returns_output: whether the output is returned beside the loss.
+        recorded: whether the workers' actions are recorded.
+    """
+
+    training: bool
+    grad: bool
+    everywhere: bool
+    returns_output: bool
+    recorded: bool
+
+
+class StepFacts(NamedTuple):
+    """What all processes know of a call.
+
+    Attributes:
+        rows: of the mini-batch.
+        micro_batches: how many it is split into.
+        key: names the random numbers; None: it has not been drawn.
+        inside: whether there is a target, so that the loss is computed inside of the pipe.
+    """
+
+    rows: int
+    micro_batches: int
+    key: int | None
+    inside: bool
+
+
+class ProcessGroupView(Protocol):
+    """The processes of a pipe and its replicas, as one of them sees them; for checkpoints.
+
+    Attributes:
+        rank: the number of this process, replica by replica.
+        size: how many processes there are.
+        replica: the replica that this process belongs to. Rank 0 and the others of replica 0 write stages.
+        replicas: how many replicas there are.
+        everyone: the rank of each process in the job, for messages.
+    """
+
+    rank: int
+    size: int
+    replica: int
+    replicas: int
+    everyone: Sequence[int]
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """The texts of all processes, in order. Every process calls this, and waits here for all others."""
+        ...
+
+
+class Backend(Protocol):
+    """Where the workers of a pipe are, and what the processes that hold it do together."""
+
+    @property
+    def devices(self) -> Sequence[int | str | torch.device] | None:
+        """One for each worker, as `Pipe(devices=)` takes them; None: to be chosen."""
+
+    @property
+    def peers(self) -> Peers:
+        """What a step asks of the other processes."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this process has all stages."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has the first stage, and reads the inputs."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process has the last stage, and reads the targets."""
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The replica that this process belongs to."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of replicas."""
+
+    @property
+    def ranks(self) -> ProcessGroupView | None:
+        """All processes; None: there is only this one."""
+
+    @property
+    def stopping(self) -> bool:
+        """Whether training is to stop."""
+
+    # ---- making a pipe ----------------------------------------------------------------------------------------------
+
+    def own_stages(self, plan: Plan) -> list[int]:
+        """The stages of this process's workers. Raises a ValueError if a process would have none."""
+
+    def join(self, spec: PipeSpec) -> None:
+        """Connects this process with the others that hold the pipe.
+
+        Raises:
+            ValueError: the processes disagree about the pipe.
+            TimeoutError: a process has not come.
+        """
+
+    def use(self, workers: WorkerThreads) -> None:
+        """Calls that wait for other processes run on these threads from now on."""
+
+    def program(self, program: Program, skips: Sequence[Skip]) -> Program:
+        """The program with the transfers that these workers need."""
+
+    # ---- a call -----------------------------------------------------------------------------------------------------
+
+    def rank_of(self, worker: int) -> int | None:
+        """The process of a worker; None: it is this one."""
+
+    def training(self, pipe: nn.Module, layers: Iterable[nn.Module]) -> bool:
+        """Whether a call is one of training, as far as all processes can see it."""
+
+    def calling(self, what: str) -> AbstractContextManager[None]:
+        """Entered around a call of the pipe, which all processes make; see `Peers.calling`.
+
+        Raises:
+            SystemExit: training is to stop, and the program did not ask `stopping`.
+        """
+
+    def check_inputs(self, inputs: Collection[Any]) -> None:
+        """Raises a TypeError if inputs are missing in a process that must read them."""
+
+    def begin(self, header: StepHeader, rows: Sequence[int] | None, *, inside: bool) -> StepFacts:
+        """What all processes know of a call.
+
+        Args:
+            header: how this process makes the call.
+            rows: of each micro-batch; None: another process reads the inputs.
+            inside: whether this process was given a target.
+
+        Raises:
+            ValueError: the processes make different calls.
+        """
+
+    def common_error(self, error: ValueError) -> ValueError:
+        """Marks an error that each process finds by itself in this call: then none reports it to the others."""
+
+    def share_key(self, facts: StepFacts, key: Key) -> None:
+        """After a call: if any process has drawn the key, all draw it, so that their generators stay the same."""
+
+    def request_stop(self) -> None:
+        """Asks for `stopping`, in all processes."""
+
+    def clip_grad_norm_(
+        self,
+        stages: Mapping[int, nn.Sequential],
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+    ) -> Tensor:
+        """See `Pipe.clip_grad_norm_`.
+
+        Args:
+            stages: the layers of this process.
+            max_norm: the largest norm.
+            norm_type: its order.
+            error_if_nonfinite: whether NaN or infinity is an error.
+        """
+
+
+class LocalBackend:
+    """Workers are threads of this process; see `Backend`.
+
+    Example:
+        >>> LocalBackend(["cpu", "cpu"]).is_whole
+        True
+    """
+
+    is_whole = is_first = is_last = True
+    data_parallel_rank, data_parallel_size = 0, 1
+    ranks = None
+
+    def __init__(self, devices: Sequence[int | str | torch.device] | None = None) -> None:
+        self.devices = devices
+        self.peers: Peers = LocalPeers()
+        self.stopping = False
+
+    def own_stages(self, plan: Plan) -> list[int]:
+        """All of them."""
+        return list(range(len(plan.placement)))
+
+    def join(self, spec: PipeSpec) -> None:
+        """There is no other process."""
+
+    def use(self, workers: WorkerThreads) -> None:
+        """Nothing waits for other processes."""
+
+    def program(self, program: Program, skips: Sequence[Skip]) -> Program:
+        """Values are sent as they are made, so no transfers are added."""
+        return program
+
+    def rank_of(self, worker: int) -> int | None:
+        """Every worker is here."""
+        return None
+
+    def training(self, pipe: nn.Module, layers: Iterable[nn.Module]) -> bool:
+        """Whether any layer is in training mode."""
+        return any(layer.training for layer in layers)
+
+    def calling(self, what: str) -> AbstractContextManager[None]:
+        """Signals are the program's own: nothing to do."""
+        return contextlib.nullcontext()
+
+    def check_inputs(self, inputs: Collection[Any]) -> None:
+        """Splitting them finds what is missing."""
+
+    def begin(self, header: StepHeader, rows: Sequence[int] | None, *, inside: bool) -> StepFacts:
+        """This process knows everything. The key is drawn when the call has been checked."""
+        assert rows is not None
+        return StepFacts(sum(rows), len(rows), None, inside)
+
+    def common_error(self, error: ValueError) -> ValueError:
+        """The error itself."""
+        return error
+
+    def share_key(self, facts: StepFacts, key: Key) -> None:
+        """There is one generator."""
+
+    def request_stop(self) -> None:
+        """See `Backend.request_stop`."""
+        self.stopping = True
+
+    def clip_grad_norm_(
+        self, stages: Mapping[int, nn.Sequential], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor:
+        """As PyTorch does it."""
+        parameters = nn.ModuleList(stages.values()).parameters()
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)

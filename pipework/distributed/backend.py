@@ -1,0 +1,206 @@
+"""The backend whose workers are processes of a torch.distributed job; each holds the layers of its own stages."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from pipework.distributed.contract import contract
+from pipework.distributed.gradients.tied import tied_parameters
+from pipework.distributed.mesh import mesh_of
+from pipework.distributed.parameter_check import check_parameters
+from pipework.distributed.peer_group import PeerGroup
+from pipework.distributed.rendezvous import RendezvousSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from pipework.backend import PipeSpec, StepFacts, StepHeader
+    from pipework.distributed.mesh import Mesh
+    from pipework.planning.plan import Plan
+    from pipework.runtime.peers import Peers
+    from pipework.runtime.program import Program
+    from pipework.runtime.random.streams import Key
+    from pipework.runtime.skips.connections import Skip
+    from pipework.runtime.worker_threads import WorkerThreads
+
+
+class DistributedBackend:
+    """This process as one of those that hold a pipe; see `pipework.backend.Backend`.
+
+    Args:
+        mesh: the processes.
+        devices: must be None, because each process of a mesh has its device.
+
+    Raises:
+        TypeError: `mesh` is no mesh.
+        ValueError: it has other dimensions than a pipe's, or devices are given.
+    """
+
+    is_whole = False
+
+    def __init__(self, mesh: Mesh | DeviceMesh, devices: Sequence[int | str | torch.device] | None = None) -> None:
+        if devices is not None:
+            raise ValueError(
+                "devices is for workers that are threads: with a mesh, each process has its device already"
+            )
+        self.mesh = mesh_of(mesh)
+        self.devices = [self.mesh.device] * len(self.mesh.ranks)
+        self.data_parallel_rank = self.mesh.data_parallel_rank
+        self.data_parallel_size = self.mesh.data_parallel_size
+        self._group: PeerGroup | None = None
+
+    @property
+    def group(self) -> PeerGroup:
+        """The processes, once they have come together."""
+        assert self._group is not None, "join() comes first"
+        return self._group
+
+    @property
+    def peers(self) -> Peers:
+        """The processes, as a step sees them."""
+        return self.group
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the first stage is here."""
+        return self.group.is_first
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the last stage is here."""
+        return self.group.is_last
+
+    @property
+    def ranks(self) -> DistributedRanks:
+        """All processes of the pipe and its replicas."""
+        return DistributedRanks(self.group)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a process was asked to end; after this question the program is trusted to leave by itself."""
+        self.group.stop_was_seen = True
+        return self.group.stopping
+
+    def own_stages(self, plan: Plan) -> list[int]:
+        """The stages of this rank's worker. Raises a ValueError if any process would have none."""
+        workers, processes = len(set(plan.placement)), len(self.mesh.ranks)
+        if workers < processes:
+            layers = sum(plan.partitioning.balance)
+            raise ValueError(
+                f"the pipe has {layers} layer{'' if layers == 1 else 's'} for {workers} of {processes} processes: "
+                f"start {workers or 'fewer'}, or make replicas of them (pipework.init(dp=...)), or give the pipe more "
+                "layers or another balance"
+            )
+        return [stage for stage, worker in enumerate(plan.placement) if worker == self.mesh.worker]
+
+    def join(self, spec: PipeSpec) -> None:
+        """Returns when all processes have come and agree about the pipe."""
+        mesh, placement = self.mesh, spec.plan.placement
+        check_parameters(spec.partitions, placement, mesh.ranks, mesh.worker, spec.grad_scaler)
+        pairs = [(stage, stage + 1) for stage in range(len(placement) - 1)]
+        pairs += [(skip.source, to) for skip in spec.skips for to in skip.destinations]
+        agreed = contract(spec.module, spec.plan, **spec.settings)
+        tied = tied_parameters(spec.partitions, placement)
+        self._group = PeerGroup(mesh, RendezvousSpec(placement, pairs, tied, agreed), spec.tensors)
+
+    def use(self, workers: WorkerThreads) -> None:
+        """See `Backend.use`."""
+        self.group.workers = workers
+
+    def program(self, program: Program, skips: Sequence[Skip]) -> Program:
+        """The program with sends, receives and reductions."""
+        pairs = [(skip.source, to) for skip in skips for to in skip.destinations if to > skip.source]
+        return program.across(pairs, reduces=self.group.reduces)
+
+    def rank_of(self, worker: int) -> int | None:
+        """The number of the worker's process in the job."""
+        return self.group.ranks[worker]
+
+    def training(self, pipe: nn.Module, layers: Iterable[nn.Module]) -> bool:
+        """The flag of the whole pipe, since nothing is known of layers in other processes."""
+        return pipe.training
+
+    @contextlib.contextmanager
+    def calling(self, what: str) -> Iterator[None]:
+        """See `Backend.calling`."""
+        if self.group.workers is not None:
+            self.group.workers.refuse_own_thread()
+        self.group.leave_if_unseen(what)
+        with self.group.calling(what):
+            yield
+
+    def check_inputs(self, inputs: Collection[Any]) -> None:
+        """Raises a TypeError if the first rank was given None."""
+        if inputs and all(value is None for value in inputs):
+            raise TypeError(
+                f"inputs do not have any tensors: they are read on rank {self.mesh.rank}, where pipe.is_first, and "
+                "were None there; only the others may pass None"
+            )
+
+    def begin(self, header: StepHeader, rows: Sequence[int] | None, *, inside: bool) -> StepFacts:
+        """Sends all ranks what the first and the last of them were given."""
+        return self.group.begin(header, rows, inside=inside)
+
+    def common_error(self, error: ValueError) -> ValueError:
+        """See `Backend.common_error`."""
+        return self.group.common_error(error)
+
+    def share_key(self, facts: StepFacts, key: Key) -> None:
+        """See `Backend.share_key`."""
+        if facts.key is None and self.group.any_of_replica(key.drawn):
+            key.value()
+
+    def request_stop(self) -> None:
+        """See `Backend.request_stop`."""
+        self.group.request_stop()
+
+    def clip_grad_norm_(
+        self, stages: Mapping[int, nn.Sequential], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor:
+        """By the norm of the gradients on all ranks of the pipe."""
+        parameters = {stage: list(partition.parameters()) for stage, partition in stages.items()}
+        with self.group.calling("clip_grad_norm_"):
+            norm = self.group.gradient_norm(parameters, norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
+                "leave error_if_nonfinite out to scale them by it anyway"
+            )
+        nn.utils.clip_grads_with_norm_(nn.ModuleList(stages.values()).parameters(), max_norm, norm)
+        return norm
+
+    def __reduce__(self) -> NoReturn:
+        """A copy would be a further process of the job."""
+        raise TypeError(
+            "a pipe whose workers are processes cannot be copied or pickled: copy its layers, or save it with "
+            "pipework.save_checkpoint"
+        )
+
+
+class DistributedRanks:
+    """The processes of a pipe and its replicas, as one of them sees them; see `pipework.backend.ProcessGroupView`."""
+
+    def __init__(self, group: PeerGroup) -> None:
+        self._group = group
+        self.rank = group.everyone.index(group.mesh.rank)
+        self.size = len(group.everyone)
+        self.everyone: Sequence[int] = group.everyone
+        self.replica = group.mesh.data_parallel_rank
+        self.replicas = group.mesh.data_parallel_size
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """The texts of all processes, in order.
+
+        Raises:
+            PipelineError: another process has failed.
+        """
+        with self._group.calling("checkpoint"):
+            self._group.faults.strike("save")
+            return self._group.all_gather_text(text)

@@ -1,0 +1,101 @@
+"""Collective work of the processes that save or load a checkpoint: they share results, and fail on all ranks or none.
+
+Each process, or rank, holds some stages of the pipe. All ranks make every call.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pipework.backend import ProcessGroupView
+    from pipework.pipe import Pipe
+
+T = TypeVar("T")
+
+
+class SingleProcess:
+    """A process that holds the whole pipe."""
+
+    rank = 0
+    size = 1
+    replica = 0
+    replicas = 1
+    everyone: Sequence[int] = (0,)
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Its own text alone."""
+        return [text]
+
+
+class MeshCoordinate(NamedTuple):
+    """The position of a rank: its worker within the replica, and its replica."""
+
+    worker: int
+    workers: int
+    replica: int
+    replicas: int
+
+    @classmethod
+    def of(cls, group: ProcessGroupView) -> Self:
+        """The position of this process.
+
+        Example:
+            >>> MeshCoordinate.of(SingleProcess())
+            MeshCoordinate(worker=0, workers=1, replica=0, replicas=1)
+        """
+        workers = group.size // group.replicas
+        return cls(group.rank - workers * group.replica, workers, group.replica, group.replicas)
+
+
+def process_group_of(pipe: Pipe) -> ProcessGroupView:
+    """The processes that hold a pipe."""
+    # An object that is no pipe is refused, with a better message, where its stages are looked up.
+    return getattr(pipe, "ranks", None) or SingleProcess()
+
+
+class RankResults(NamedTuple, Generic[T]):
+    """Results of work on all ranks.
+
+    Attributes:
+        own: the result of this rank.
+        shared: what each rank shared of its result, in the order of ranks.
+    """
+
+    own: T
+    shared: list[Any]
+
+
+def run_on_all_ranks(
+    group: ProcessGroupView, action: str, work: Callable[[], T], share: Callable[[T], Any] = lambda result: None
+) -> RankResults[T]:
+    """Does work on every rank. If it fails on one, it fails on all, so that no rank waits for one that is gone.
+
+    Args:
+        group: the ranks.
+        action: ends the message "rank 1 could not ...".
+        work: of this rank.
+        share: makes a JSON value of the work's result, which all ranks get.
+
+    Raises:
+        RuntimeError: the work of another rank failed.
+        Exception: the work of this rank raised it.
+
+    Example:
+        >>> run_on_all_ranks(SingleProcess(), "count", lambda: 3, share=lambda number: {"counted": number})
+        RankResults(own=3, shared=[{'counted': 3}])
+    """
+    try:
+        own = work()
+        text = json.dumps({"result": share(own)})
+    except Exception as error:
+        group.all_gather_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        raise
+    gathered = [json.loads(each) for each in group.all_gather_text(text)]
+    for rank, each in enumerate(gathered):
+        if "error" in each:
+            raise RuntimeError(f"rank {group.everyone[rank]} could not {action}: {each['error']}")
+    return RankResults(own, [each["result"] for each in gathered])

@@ -1,0 +1,43 @@
+import argparse
+import json
+
+import pytest
+
+from pipework.cli.arguments import costs, count, is_file, limit, read_schedule, written_costs
+from pipework.schedule import Costs, fill_drain, to_csv, to_json, to_orders_text
+
+
+def test_short_and_long_names_of_costs():
+    assert written_costs("F=2,B=3, I=1,W=2,R=4,c=.5,A=6") == Costs(
+        forward=2, backward=3, input_gradient=1, weight_gradient=2, recompute=4, transfer=0.5, activation=6
+    )
+    assert written_costs("waiting=2").waiting == 2
+
+
+def test_costs_from_a_file(tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text("\ufeff" + json.dumps({"forward": [1, 2], "B": 3}), encoding="utf-8")
+    assert costs(str(file)) == Costs(forward=[1, 2], backward=3)
+    file.write_text("[]")
+    with pytest.raises(argparse.ArgumentTypeError, match="holds a list: wanted an object"):
+        costs(str(file))
+
+
+@pytest.mark.parametrize(("read", "text"), [(count, "0"), (count, "a"), (limit, "-1"), (limit, "nan"), (limit, "a")])
+def test_numbers_out_of_range(read, text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not "):
+        read(text)
+
+
+@pytest.mark.parametrize(("suffix", "write"), [(".csv", to_csv), (".JSON", to_json), (".txt", to_orders_text)])
+def test_schedules_from_files(tmp_path, suffix, write):
+    file = tmp_path / f"mine{suffix}"
+    file.write_text(write(fill_drain(2, 3)))
+    assert is_file(file.name)
+    found = read_schedule(file)
+    assert found.orders == fill_drain(2, 3).orders
+    assert found.name == ("mine" if suffix == ".csv" else "gpipe")
+
+
+def test_names_of_schedules_are_no_files():
+    assert not is_file("1f1b")

@@ -1,0 +1,90 @@
+"""Tied parameters of two ranks, which are threads here."""
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import HashStore
+
+from pipework.distributed.gradients.tied import Tied, TiedParameters, tied_parameters
+from pipework.distributed.mesh import group_of
+from pipework.distributed.transport.channel import Channel
+
+STAGES, PLACEMENT = (0, 1, 2), (0, 1, 0)
+
+
+class Rank:
+    """A rank with its own copy of one parameter, which all three stages use."""
+
+    def __init__(self, store: HashStore, rank: int) -> None:
+        up, down = (group_of(store, name, (0, 1), rank) for name in ("up", "down"))
+        channel = Channel(1 - rank, *((up, down) if rank == 0 else (down, up)))
+        self.parameter = nn.Parameter(torch.full((2,), float(rank)))
+        self.tied = TiedParameters([Tied(self.parameter, STAGES)], PLACEMENT, rank, {1 - rank: channel})
+        self.runs: Any = {
+            stage: SimpleNamespace(aliases=SimpleNamespace(parameters=[self.parameter], leaves=[torch.zeros(2)]))
+            for stage in STAGES
+            if PLACEMENT[stage] == rank
+        }
+
+    def leaf(self, stage: int) -> Tensor:
+        leaf: Tensor = self.runs[stage].aliases.leaves[0]
+        return leaf
+
+
+@pytest.fixture
+def ranks() -> list[Rank]:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda rank: Rank(store, rank), range(2)))
+
+
+def on_both(ranks: list[Rank], name: str, *arguments: str) -> list[BaseException | None]:
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(getattr(each.tied, name), *(getattr(each, a) for a in arguments)) for each in ranks]
+        return [job.exception(20) for job in jobs]
+
+
+def test_which_parameters_are_tied() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    tied = tied_parameters([first, nn.Sequential(first, second), second], [0, 1, 1])
+    assert [each.stages for each in tied] == [(0, 1), (0, 1)]  # the second layer has stages of one worker only
+    assert tied[0].parameter is first.weight
+
+
+def test_all_copies_get_the_value_of_the_first_stage(ranks: list[Rank]) -> None:
+    assert on_both(ranks, "share_values") == [None, None]
+    assert [each.parameter.tolist() for each in ranks] == [[0.0, 0.0]] * 2
+    assert ranks[0].tied.counted_elsewhere == set()
+    assert ranks[1].tied.counted_elsewhere == {id(ranks[1].parameter)}
+
+
+def test_gradients_are_added_from_the_last_stage_to_the_first(ranks: list[Rank]) -> None:
+    gradients = [torch.tensor([1e8, 1.0]), torch.tensor([-1e8, 2.0]), torch.tensor([1.0, 4.0])]
+    for stage, gradient in enumerate(gradients):
+        ranks[PLACEMENT[stage]].leaf(stage).grad = gradient.clone()
+    assert on_both(ranks, "add_up", "runs") == [None, None]
+    total = gradients[2] + gradients[1] + gradients[0]
+    assert not torch.equal(total, gradients[0] + gradients[1] + gradients[2])  # the order matters
+    for rank, stage in ((0, 2), (1, 1)):
+        grad = ranks[rank].leaf(stage).grad
+        assert grad is not None
+        assert torch.equal(grad, total)
+    assert ranks[0].leaf(0).grad is None  # counted once on each rank
+
+
+def test_without_any_gradient_there_is_none(ranks: list[Rank]) -> None:
+    ranks[1].leaf(1).grad = None
+    assert on_both(ranks, "add_up", "runs") == [None, None]
+    assert [ranks[PLACEMENT[stage]].leaf(stage).grad for stage in STAGES] == [None] * 3
+
+
+def test_a_parameter_that_is_frozen_on_one_rank(ranks: list[Rank]) -> None:
+    ranks[1].runs[1].aliases.parameters.clear()
+    ranks[1].runs[1].aliases.leaves.clear()
+    for error in on_both(ranks, "add_up", "runs"):
+        assert isinstance(error, ValueError)
+        assert "stages 0, 1, 2 share is trained in 0, 2 and not in 1" in str(error)

@@ -1,0 +1,86 @@
+"""The state that a monitor shares with its threads, without the threads: each exchange is made by the test."""
+
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from pipework.distributed.health.detection_times import DetectionTimes
+from pipework.distributed.health.heartbeat import Heartbeat
+from pipework.distributed.health.progress import Progress
+from pipework.distributed.health.status import PeerFailure, read_beat
+from pipework.distributed.health.store_client import StoreClient
+
+
+def heartbeats(count: int) -> list[Heartbeat]:
+    store = HashStore()
+    times = DetectionTimes(beat=0.1, detect=2.0, poll=0.05, join=60.0, action_timeout=None)
+    names = [f"rank {rank}" for rank in range(count)]
+    return [
+        Heartbeat(StoreClient(store), rank, names, Progress(), times, lambda: None, hosts_store=False)
+        for rank in range(count)
+    ]
+
+
+def test_each_heartbeat_has_another_number() -> None:
+    first, second = heartbeats(2)
+    numbers = []
+    for _ in range(3):
+        first._publish_beat()
+        beat = read_beat(second._client.read("heartbeat/0"))
+        assert beat is not None
+        numbers.append(beat.number)
+    assert numbers == [1, 2, 3]
+    assert not second.detector.has_seen_all
+    second._check_others()
+    assert second.detector.has_seen_all
+
+
+def test_messages_are_read_only_after_a_change() -> None:
+    first, second = heartbeats(2)
+    first.messages["stop"] = "SIGTERM"
+    first._publish_changes(again=False)
+    second._read_changes()
+    assert second.received == {0: {"stop": "SIGTERM"}}
+    answered = second._client.answered
+    second._read_changes()
+    assert second._client.answered == answered + 1  # the key `changed` alone
+    answered = first._client.answered
+    first._publish_changes(again=True)
+    assert first._client.answered == answered  # nothing new
+
+
+def test_an_exception_is_the_cause_of_what_else_is_reported() -> None:
+    first, second, third = heartbeats(3)
+    first.own_report = PeerFailure(1, "lost", "rank 1 is gone")
+    second.own_report = PeerFailure(1, "error", "rank 1 failed: ValueError: no")
+    for each in (first, second):
+        each._publish_changes(again=False)
+        assert each.report_written.is_set()
+    third._read_changes()
+    assert third.failure == second.own_report
+    assert not third.set_failure(first.own_report)
+    third._publish_changes(again=False)
+    assert first._client.read("acknowledged/2") == b"1"
+
+
+def test_a_failure_that_was_overwritten_is_written_again() -> None:
+    first, second = heartbeats(2)
+    first.own_report = PeerFailure(0, "error", "rank 0 failed")
+    first._publish_changes(again=False)
+    second._client.write("failure/0", "garbage")
+    second._read_changes()
+    assert second.failure is None
+    first._publish_changes(again=True)
+    second._read_changes()
+    assert second.failure == first.own_report
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_a_thread_finds_is_logged_if_no_call_raises_it(inside: bool, caplog: Any) -> None:
+    (first, _) = heartbeats(2)
+    first.call = first.call.begun("training step") if inside else first.call
+    first.declare(PeerFailure(1, "lost", "rank 1 lost"))
+    assert first.own_report == first.failure == PeerFailure(1, "lost", "rank 1 lost")
+    assert ("The next call of the pipe raises this" in caplog.text) == (not inside)
+    assert first.error().rank == 1

@@ -1,0 +1,85 @@
+"""Heartbeats and failures as JSON, and calls as text."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pipework.distributed.health.status import (
+    KINDS,
+    Beat,
+    Call,
+    PeerFailure,
+    describe_exception,
+    read_beat,
+    read_failure,
+    read_messages,
+    write_beat,
+    write_failure,
+)
+
+BEAT = Beat(7, True, Call().begun("training step").ended(), "F of stage 0", 4711, "node0", "ValueError: no")
+
+
+def changed(original: str, /, **values: Any) -> bytes:
+    return json.dumps({**json.loads(original), **values}).encode()
+
+
+def test_a_heartbeat_is_read_as_it_was_written() -> None:
+    assert read_beat(write_beat(BEAT).encode()) == BEAT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failure_is_read_as_it_was_written(kind: str) -> None:
+    for failure in (PeerFailure(None, kind, "text"), PeerFailure(1, kind, "text", "stage 1", "Traceback ...")):
+        assert read_failure(write_failure(failure).encode(), ranks=2) == failure
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"number": -1}, {"number": True}, {"number": 2**63}, {"call": None}, {"action": 3}, {"pid": "1"}, {"host": []}],
+)
+def test_a_heartbeat_with_one_wrong_field_is_ignored(values: dict[str, Any]) -> None:
+    assert read_beat(changed(write_beat(BEAT), **values)) is None
+
+
+@pytest.mark.parametrize("values", [{"kind": "other"}, {"rank": 2}, {"rank": 0.5}, {"text": None}, {"where": 1}])
+def test_a_failure_with_one_wrong_field_is_ignored(values: dict[str, Any]) -> None:
+    assert read_failure(changed(write_failure(PeerFailure(1, "lost", "text")), **values), ranks=2) is None
+
+
+def test_what_is_too_large_is_not_even_parsed() -> None:
+    assert read_messages(b'{"a": 1}' + b" " * 200_000) == {}
+
+
+def test_texts_are_cut_and_have_no_control_characters() -> None:
+    beat = read_beat(changed(write_beat(BEAT), action="\x1b[31m" + "x" * 10_000))
+    assert beat is not None
+    assert beat.action.startswith("?[31mx")
+    assert len(beat.action) == 4_000
+
+
+def test_an_exception_is_described_without_the_notes_of_pipework() -> None:
+    error = ValueError("no")
+    error.add_note("of the table")
+    error.add_note("pipework: stage 1, micro-batch 0, action F")
+    assert describe_exception(error) == "ValueError: no\nof the table"
+
+
+def test_words_for_calls() -> None:
+    call = Call()
+    assert (call.total(), call.current()) == ("no call", "its 0th call")
+    for _ in range(12):
+        call = call.begun("training step").ended()
+    assert call.current() == "its 12th training step"
+    assert [call.kind(number) for number in (4, 5, 12, 13)] == [None, "training step", "training step", None]
+    for _ in range(3):
+        call = call.begun("clip_grad_norm_").ended()
+    assert call.total() == "12 training steps, 3 calls of clip_grad_norm_"
+    assert call.current() == "its 3rd call of clip_grad_norm_"
+    assert [Call(counts={"step": n}, recent=("step",)).current() for n in (2, 3, 21, 111)] == [
+        "its 2nd step",
+        "its 3rd step",
+        "its 21st step",
+        "its 111th step",
+    ]

@@ -1,0 +1,57 @@
+"""Reads that never wait, and connections that are made again."""
+
+import time
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, PrefixStore, TCPStore
+
+from pipework.distributed.health.store_client import StoreClient
+
+
+def test_a_key_that_was_never_written_is_read_at_once(store: TCPStore) -> None:
+    client = StoreClient(PrefixStore("test", store))
+    begin = time.monotonic()
+    assert client.read("a") is None
+    assert client.read_many(["a", "b"]) == [None, None]
+    assert time.monotonic() - begin < 1.0
+    client.write("b", "?")  # text as any other, except as the whole value
+    client.write("b", "1")
+    assert client.read_many(["a", "b"]) == [None, b"1"]
+    assert client.answered == 7
+
+
+def test_several_keys_take_one_request_once_all_were_written(store: TCPStore) -> None:
+    client = StoreClient(store)
+    for key in "ab":
+        client.write(key, key)
+    client.read_many("ab")
+    before = client.answered
+    assert client.read_many("ab") == [b"a", b"b"]
+    assert client.answered == before + 1
+    assert client.read_many([]) == []
+
+
+def test_a_key_that_was_deleted_has_no_value(store: TCPStore) -> None:
+    client = StoreClient(store)
+    client.write("a", "1")
+    assert client.read_many(["a"]) == client.read_many(["a"]) == [b"1"]
+    store.delete_key("a")
+    assert client.read_many(["a"]) == [None]  # after a timeout of a second
+
+
+def test_addresses(store: TCPStore) -> None:
+    assert StoreClient(PrefixStore("test", store)).address == f"127.0.0.1:{store.port}"
+    assert StoreClient(HashStore()).address == "HashStore"
+
+
+def test_reconnecting() -> None:
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+    client = StoreClient(store)
+    client.write("a", "1")
+    client.reconnect()
+    assert client.read("a") == b"1"
+    other = StoreClient(TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=30), wait_for_workers=False))
+    del client, store
+    with pytest.raises(OSError, match="refused"):
+        other.reconnect()

@@ -1,0 +1,57 @@
+import pytest
+import torch
+from torch import Tensor
+
+from pipework.runtime.skips.connections import Skip
+from pipework.runtime.skips.stashed import Stashed, StashedTensors, arrived_tensors
+
+SKIPS = [Skip(("", "features"), 0, (2,))]
+X = torch.zeros(4, 6)
+
+
+def marked(stashed: Tensor, output: Tensor, stage: int = 0) -> bool:
+    around = StashedTensors(stage, SKIPS).around(None, [output], [], [(0, stashed)])
+    assert around in (None, Stashed(None, ((0, 0),)))
+    return around is not None
+
+
+@pytest.mark.parametrize(
+    ("stashed", "output", "expected"),
+    [
+        (X, X, True),
+        (X, X.t(), True),
+        (X, X.clone(), False),
+        (X[:2], X[2:], False),
+        (X[:, :3], X[:, 3:], False),
+        (X[:, :4], X[:, 3:], True),
+        (X[:0], X, False),
+        (X, X.to_sparse(), False),
+        (X.to("meta"), X.to("meta"), False),
+    ],
+)
+def test_outputs_that_share_memory_with_a_skip_are_marked(stashed: Tensor, output: Tensor, expected: bool) -> None:
+    assert marked(stashed, output) is expected
+    assert marked(output, stashed) is expected
+
+
+def test_behind_the_last_stage_that_pops_nothing_is_marked() -> None:
+    assert marked(X, X, stage=1)
+    assert not marked(X, X, stage=2)
+
+
+def test_a_stage_that_changes_a_marked_input_is_refused_by_name() -> None:
+    stage, leaf = StashedTensors(1, SKIPS), X.clone()
+    arrived = arrived_tensors([torch.ones(1), leaf], Stashed(None, ((1, 0),)))
+    stage.refuse_overwritten(arrived)
+    leaf.add_(1)
+    with pytest.raises(RuntimeError, match=r"stage 1 has changed skip tensor 'features' in place .* by stage 0"):
+        stage.refuse_overwritten(arrived)
+
+
+def test_a_change_of_a_copy_counts_too() -> None:
+    stage, leaf = StashedTensors(1, SKIPS), X.clone()
+    arrived, copy = arrived_tensors([leaf], Stashed(None, ((0, 0),))), leaf.clone()
+    stage.refuse_overwritten(arrived, [copy])
+    copy.add_(1)
+    with pytest.raises(RuntimeError, match="stash a clone"):
+        stage.refuse_overwritten(arrived, [copy])

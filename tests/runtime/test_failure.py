@@ -1,0 +1,60 @@
+import contextlib
+import gc
+import weakref
+
+import pytest
+
+from pipework.runtime.failure import Failure, add_note
+from pipework.schedule import Action
+
+
+def test_only_the_first_error_is_kept_and_it_wakes_the_others_once() -> None:
+    woken: list[bool] = []
+    failure = Failure(lambda: woken.append(failure.happened))
+    first = ValueError("first")
+    failure.report(first, Action("F", 1, 2))
+    failure.report(ValueError("second"), Action("B", 0, 0))
+    assert woken == [True]
+    assert failure.error is first
+    assert first.__notes__ == ["pipework: stage 1, micro-batch 2, action F"]
+
+
+def test_an_action_without_a_micro_batch_is_named_without_one() -> None:
+    failure, error = Failure(lambda: None), ValueError()
+    failure.report(error, Action("REDUCE", 3, -1))
+    assert error.__notes__ == ["pipework: stage 3, action REDUCE"]
+
+
+def test_a_note_stands_on_an_error_once() -> None:
+    error = ValueError()
+    add_note(error, "in layer '0'")
+    add_note(error, "in layer '0'")
+    assert error.__notes__ == ["pipework: in layer '0'"]
+
+
+def test_the_error_can_be_replaced_before_it_is_raised() -> None:
+    failure, other = Failure(lambda: None), RuntimeError("rank 2 is gone")
+    failure.explain(lambda error: other)  # nothing has happened yet
+    assert failure.error is None
+    failure.report(ValueError(), None)
+    failure.explain(lambda error: other)
+    with pytest.raises(RuntimeError, match="rank 2 is gone"):
+        failure.raise_first()
+
+
+class Weak(Exception):
+    """One that weak references may refer to."""
+
+
+def test_after_it_is_raised_nothing_refers_to_the_error() -> None:
+    failure, error = Failure(lambda: None), Weak()
+    alive = weakref.ref(error)
+    failure.report(error, None)
+    gc.disable()  # a cycle through its traceback would keep the tensors of the step alive
+    try:
+        del error
+        with contextlib.suppress(Weak):
+            failure.raise_first()
+        assert alive() is None
+    finally:
+        gc.enable()

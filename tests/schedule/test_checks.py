@@ -1,0 +1,139 @@
+"""Every mistake in an argument is told in a sentence: what was got, and what was wanted."""
+
+import math
+
+import pytest
+
+from pipework.schedule import (
+    SCHEDULES,
+    Action,
+    Costs,
+    Schedule,
+    Timeline,
+    build,
+    check,
+    compare,
+    fill_drain,
+    grid,
+    list_schedule,
+    lower_bounds,
+    restricted,
+    simulate,
+    svg,
+    to_csv,
+    validate,
+    with_communication,
+)
+
+PIPE = fill_drain(2, 2)
+F0, B0, F1, B1 = (Action(kind, stage, 0) for stage in (0, 1) for kind in "FB")
+
+
+@pytest.mark.parametrize("value", [0, -3, True, 2.0, "2", None])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_generators_want_counts(name, value):
+    spec = SCHEDULES[name]
+    for place, what in enumerate(("workers", "micro_batches", "stages_per_worker")[: 3 if spec.several else 2]):
+        sizes = [2, 2, 2][: 3 if spec.several else 2]
+        sizes[place] = value
+        error = ValueError if type(value) is int else TypeError
+        with pytest.raises(error, match=rf"^{what} is .*: wanted an integer of at least 1"):
+            spec.generator(*sizes)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda costs: simulate(PIPE, costs),
+        lambda costs: validate(PIPE, costs),
+        lambda costs: check(PIPE, costs),
+        lambda costs: with_communication(PIPE, costs),
+        lambda costs: compare(workers=2, chunks=2, costs=costs),
+        lambda costs: lower_bounds((0, 1), 2, costs),
+        lambda costs: build("zb-v", workers=2, chunks=2, costs=costs),
+    ],
+)
+@pytest.mark.parametrize("costs", [2, "forward=1", {"forward": 1}, (1, 2)])
+def test_costs_are_costs(function, costs):
+    with pytest.raises(TypeError, match=r"^costs is .*: wanted Costs"):
+        function(costs)
+
+
+REFUSED = {
+    "a number of no cost": (
+        lambda: Costs(forward=[1, math.nan]),
+        "Costs: forward of stage 1 is nan: wanted a finite number of at least 0",
+    ),
+    "a worker without a stage": (
+        lambda: Schedule("s", (0,), ((F0,), (F1,))),
+        "worker 1 holds no stage: place a stage on it, or leave its order out",
+    ),
+    "a stage that is placed nowhere": (
+        lambda: Schedule("s", (0,), ((F0, F1),)),
+        "1F0 in worker 0's order: placement has the stages 0 to 0",
+    ),
+    "a stage of a worker without an order": (
+        lambda: Schedule("s", (0, 1), ((F0,),)),
+        "stage 1 is placed on worker 1, but there are orders for the workers 0 to 0: correct placement, or give an "
+        "order for each worker",
+    ),
+    "a bound of no pipe": (
+        lambda: lower_bounds((), 2),
+        "placement is empty: give the worker of each stage, such as (0, 1) for two stages",
+    ),
+    "a bound of workers with a hole": (
+        lambda: lower_bounds((0, 2), 2),
+        "worker 1 holds no stage: place a stage on it, or leave its order out",
+    ),
+    "more micro-batches than there are": (
+        lambda: restricted(PIPE, 3),
+        "micro_batches is 3: wanted an integer from 1 to the 2 of the schedule",
+    ),
+    "a worker that does not exist": (
+        lambda: PIPE.stages_of(-1),
+        "worker is -1, but this schedule has the workers 0 to 1",
+    ),
+    "a form that does not exist": (
+        lambda: to_csv(PIPE, form="plain"),
+        "form is 'plain': wanted one of 'compute_only', 'compute_comms'",
+    ),
+    "a line too short": (lambda: grid(Timeline((), 1), max_width=0), "max_width is 0: wanted at least 40 characters"),
+    "a timeline of nobody": (lambda: Timeline((), 0), "workers is 0: a timeline has at least one worker"),
+    "colours of nothing": (
+        lambda: svg(Timeline((), 1), colors="red"),
+        "colors is 'red': wanted one of 'action', 'worker'",
+    ),
+    "priorities of too few workers": (
+        lambda: list_schedule((0, 1), [[F0, B0]], 1),
+        "there are priorities for 1 workers, but the placement has 2",
+    ),
+    "priorities for nothing": (
+        lambda: list_schedule((), [], 1),
+        "there are priorities for 0 workers, but the placement has 0",
+    ),
+    "a backward that is missing": (
+        lambda: list_schedule((0, 1), [[F0, B0], [F1]], 1),
+        "the priorities of worker 1 lack a backward of stage 1, which it holds",
+    ),
+    "a forward on the wrong worker": (
+        lambda: list_schedule((0, 1), [[F0, B0, F1], [F1, B1]], 1),
+        "the priorities of worker 0 contain a forward of stage 1, which it does not hold",
+    ),
+    "no memory": (lambda: list_schedule((0,), [[F0, B0]], 0), "limit is 0: wanted an integer of at least 1"),
+    "an unknown overtaking": (
+        lambda: list_schedule((0,), [[F0, B0]], 1, overtaking="some"),
+        "overtaking is 'some': wanted one of 'none', 'backwards', 'all'",
+    ),
+    "costs of other stages": (
+        lambda: list_schedule((0,), [[F0, B0]], 1, Costs(forward=[1, 2])),
+        "Costs: forward has 2 numbers: wanted 1, one for each stage, or a single number for all",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_was_got_and_what_was_wanted(case):
+    call, message = REFUSED[case]
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  the message is compared as a whole
+        call()
+    assert str(caught.value) == message

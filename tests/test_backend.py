@@ -1,0 +1,112 @@
+"""Backends: the local one, and that a further kind of workers needs a file and a line only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipework import Pipe
+from pipework import pipe as pipe_module
+from pipework.backend import LocalBackend, StepHeader
+from pipework.runtime.peers import LocalPeers, RunSpec
+from pipework.runtime.random.streams import Key
+from pipework.runtime.transport import LocalTransport
+from pipework.schedule import Action
+from pipework.testing import draw_key, reference_step
+
+if TYPE_CHECKING:
+    from pipework.runtime.transport import Address, Message, Send
+
+
+def test_one_process_has_everything() -> None:
+    backend = LocalBackend()
+    header = StepHeader(training=True, grad=True, everywhere=False, returns_output=False, recorded=False)
+    facts = backend.begin(header, [3, 2], inside=True)
+    assert (facts.rows, facts.micro_batches, facts.key, facts.inside) == (5, 2, None, True)
+    key = Key()
+    backend.share_key(facts, key)
+    assert not key.drawn
+    assert backend.rank_of(1) is None
+    assert backend.ranks is None
+
+
+def test_a_request_to_stop_is_seen() -> None:
+    backend = LocalBackend()
+    assert not backend.stopping
+    backend.request_stop()
+    assert backend.stopping
+
+
+class CountingEndpoint:
+    """Passes messages on, and counts those that it sends."""
+
+    def __init__(self, inner: Any, sent: list[tuple[str, int]]) -> None:
+        self._inner = inner
+        self._sent = sent
+
+    def sender(self, kind: str, stage: int) -> Send:
+        send = self._inner.sender(kind, stage)
+
+        def counted(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Any) -> None:
+            self._sent.append((kind, stage))
+            send(micro_batch, tensors, structure)
+
+        return counted
+
+    def receive(self, address: Address) -> Message:
+        return self._inner.receive(address)  # type: ignore[no-any-return]
+
+    @property
+    def handlers(self) -> Mapping[str, Callable[[Action], None]]:
+        return {}
+
+    def finish(self) -> None:
+        self._inner.finish()
+
+
+class CountingTransport(LocalTransport):
+    """A transport of one's own."""
+
+    def __init__(self, spec: RunSpec, sent: list[tuple[str, int]]) -> None:
+        super().__init__(spec.placement, spec.links)
+        self.endpoints = {  # type: ignore[assignment]
+            worker: CountingEndpoint(endpoint, sent) for worker, endpoint in self.endpoints.items()
+        }
+
+
+class CountingPeers(LocalPeers):
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, int]] = []
+
+    def transport(self, spec: RunSpec) -> CountingTransport:
+        return CountingTransport(spec, self.sent)
+
+
+def test_another_backend_is_a_file_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = CountingPeers()
+
+    def backend(mesh: Any, devices: Any) -> LocalBackend:
+        made = LocalBackend(devices)
+        made.peers = peers
+        return made
+
+    monkeypatch.setattr(pipe_module, "_backend", backend)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    x, y = torch.randn(6, 4), torch.randn(6, 2)
+    torch.manual_seed(1)
+    expected = reference_step(plain, x, y, F.mse_loss, 3, draw_key())
+    gradients = [parameter.grad for parameter in plain.parameters()]
+    plain.zero_grad()
+    pipe = Pipe(plain, 3, balance=[1, 2], devices=["cpu", "cpu"], schedule="1f1b", loss_fn=F.mse_loss)
+    torch.manual_seed(1)
+    loss = pipe(x, target=y)
+    loss.backward()
+    assert torch.equal(loss, expected.loss)
+    assert all(torch.equal(p.grad, g) for p, g in zip(pipe.parameters(), gradients, strict=True))
+    assert peers.sent.count(("F", 1)) == 3
+    assert peers.sent.count(("B", 0)) == 3

@@ -1,0 +1,24 @@
+import pytest
+from torch import nn
+
+from pipework import Pipe
+from pipework.summary import readable_bytes, table
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**30, "3.0 GiB"), (2**52, "4096.0 TiB")]
+)
+def test_readable_bytes(size, text):
+    assert readable_bytes(size) == text
+
+
+def test_a_row_for_each_partition_and_the_predicted_bubble():
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    pipe = Pipe(layers, chunks=4, balance=[2, 1], devices=["cpu", "cpu"])
+    assert table(pipe).splitlines() == [
+        "Pipe: 3 layers in 2 partitions",
+        "  partition  device  layers      parameters  bytes",
+        "          0  cpu     0 .. 1 (2)          72  288 B",
+        "          1  cpu     2                   72  288 B",
+        "schedule gpipe, 4 chunks, checkpoint 'except_last', bubble 16.7% if all partitions take equally long",
+    ]
