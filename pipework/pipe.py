@@ -418,7 +418,7 @@ class Pipe(Layers):
         self._backend.share_key(facts, key)
         rooted = not self._backend.is_whole
         if inner is not None:
-            shared = LossInside(step, split.seams.join, returned, inner.scale_in(results[0][0][0].dtype))
+            shared = LossInside(step, split.splits.join, returned, inner.scale_in(results[0][0][0].dtype))
             has_output = return_output and (everywhere or self.is_last)
             loss, output = _loss_and_output(results, split, shared, has_output=has_output, rooted=rooted)
             return (loss, output) if return_output else loss
@@ -427,7 +427,7 @@ class Pipe(Layers):
         joined = microbatch.join(results, split.rows)
         tensors = joined.tensors
         if context.grad and any(joined.differentiable):
-            backward = LossOutside(step, cut=joined.seams.cut, join=split.seams.join)
+            backward = LossOutside(step, cut=joined.splits.cut, join=split.splits.join)
             tensors = attach(backward, split.tensors, tensors, joined.differentiable, step.stages, rooted=rooted)
         return nested.unflatten(tensors, joined.structure)
 

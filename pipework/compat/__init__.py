@@ -1,4 +1,4 @@
-"""Old scripts run again: adapters for `torch.distributed.pipeline.sync`, torchgpipe and fairscale's `Pipe`.
+"""Runs old scripts: adapters for `torch.distributed.pipeline.sync`, torchgpipe and fairscale's `Pipe`.
 
     import pipework.compat
     pipework.compat.install()                                  # then the old import lines find the adapters

@@ -1,4 +1,4 @@
-"""The `Pipe` that works inside of an adapter: it cuts mini-batches as the old libraries did."""
+"""The `Pipe` inside of an adapter, which splits mini-batches as the old libraries did."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Kind = TypeVar("Kind", bound=nn.Sequential)
 
 
 class TupleKeeping(nn.Sequential):
-    """Layers of which each gets a tuple as one argument, as in torchgpipe and fairscale."""
+    """Layers that get a tuple as one argument, as in torchgpipe and fairscale."""
 
     _tuple_rule: ClassVar[TupleRule] = TupleRule.WHOLE
 
 
 def sequence(kind: type[Kind], module: nn.Sequential) -> Kind:
-    """The layers of a module in a sequence of another kind."""
+    """A sequence of another class with the layers of a module."""
     layers = kind(OrderedDict((name, layer) for name, layer in module._modules.items() if layer is not None))
     layers.training = module.training
     return layers
@@ -33,28 +33,28 @@ def sequence(kind: type[Kind], module: nn.Sequential) -> Kind:
 
 @dataclass(frozen=True)
 class Whole:
-    """An input of which no tensor is cut, in however deep a structure."""
+    """An input whose tensors are not split, also inside of nested structures."""
 
     value: Any
 
 
 class AdaptedPipe(Pipe):
-    """Cuts every tensor with `torch.chunk`, by itself.
+    """Splits each tensor separately with `torch.chunk`.
 
-    Nine rows in eight chunks are five micro-batches then, and tensors need not have the same number of rows if as many
-    pieces come out.
+    Nine rows in eight chunks become five micro-batches, and tensors may have different numbers of rows if they are
+    split into equally many pieces.
     """
 
     def use(self, chunks: int, checkpoint: str) -> None:
-        """Sets what the old pipes let their users change after the construction."""
+        """Sets the attributes that can be changed after the construction of an old pipe."""
         self._chunks = chunks
         self._checkpoint = checkpoint
 
     def forward(self, *inputs: Any, **keyword_inputs: Any) -> Any:
-        """As `Pipe.forward`; but outputs never share memory with what the layers hold.
+        """As `Pipe.forward`, but outputs never share memory with tensors of the layers.
 
-        The outputs of several micro-batches are concatenated. The old libraries did so with a single one, too: it could
-        be overwritten, and viewed in another shape.
+        The outputs of several micro-batches are concatenated. The old libraries also copied the output of a single
+        micro-batch, so that scripts could overwrite it.
         """
         output = super().forward(*inputs, **keyword_inputs)
         if self._chunks == 1 or any(isinstance(each, Tensor) and len(each) == 1 for each in pytree.tree_leaves(inputs)):
@@ -82,7 +82,7 @@ class AdaptedPipe(Pipe):
 
 
 def _unwrapped(value: Any, whole: list[Tensor]) -> Any:
-    """The input itself; adds the tensors that are not to be cut to the list."""
+    """The input without its wrapper; adds tensors that are not split to `whole`."""
     if not isinstance(value, Whole):
         return value
     tensors, structure = nested.flatten(value.value)

@@ -1,4 +1,4 @@
-"""What the three old pipes have in common: the old names outside, a `Pipe` inside."""
+"""The common base of the three adapters: the interface of the old pipes around a `Pipe`."""
 
 from __future__ import annotations
 
@@ -21,53 +21,51 @@ _PLACES = (torch.device, int, str, Tensor)
 
 
 class Adapter(nn.Module):
-    """A module that looks like an old pipe.
+    """A module with the interface of an old pipe.
 
-    Its parameters are called `partitions.<partition>.<layer>...`, as they are in old checkpoints. They are those of the
-    engine's layers, which does not count as a child of this module.
+    Its parameters have the names of old checkpoints: `partitions.<partition>.<layer>...`. They are the parameters of
+    the inner pipe, which is not a child of this module.
 
     Attributes:
-        partitions: the layers in groups, which tell the names. A layer in them may be replaced. Layers are called one
-            by one: hooks of a group itself are not.
+        partitions: the layers in groups, which give the names. A layer in them may be replaced. The layers are called
+            one by one, so hooks of a group itself are not called.
         devices: of each partition.
 
     Args:
-        engine: does the work.
+        pipe: runs the layers.
         partitions: see above.
         devices: see above.
     """
 
     partitions: nn.ModuleList
     devices: list[torch.device]
-    _engine: AdaptedPipe
+    _pipe: AdaptedPipe
 
-    def __init__(
-        self, engine: AdaptedPipe, partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]
-    ) -> None:
+    def __init__(self, pipe: AdaptedPipe, partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
         super().__init__()
-        self.__dict__["_engine"] = engine
+        self.__dict__["_pipe"] = pipe
         self.partitions = nn.ModuleList(partitions)
         self.devices = list(devices)
         for container in (self, self.partitions, *self.partitions):
-            container.training = engine.training
+            container.training = pipe.training
 
     @property
     def chunks(self) -> int:
-        """How many micro-batches a mini-batch is split into, at most; may be changed between mini-batches."""
-        return self._engine.chunks
+        """The largest number of micro-batches of a mini-batch; may be changed between mini-batches."""
+        return self._pipe.chunks
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        self._engine.use(checked_chunks(chunks), self.checkpoint)
+        self._pipe.use(checked_chunks(chunks), self.checkpoint)
 
     @property
     def checkpoint(self) -> str:
-        """Which micro-batches are computed again, as `Pipe` says it; may be changed between mini-batches."""
-        return self._engine.checkpoint
+        """The checkpoint mode, as in `Pipe`; may be changed between mini-batches."""
+        return self._pipe.checkpoint
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: str) -> None:
-        self._engine.use(self.chunks, checked_mode(checkpoint))
+        self._pipe.use(self.chunks, checked_mode(checkpoint))
 
     def __len__(self) -> int:
         """The number of layers."""
@@ -100,19 +98,19 @@ class Adapter(nn.Module):
         self._refuse_to_move()
 
     def _run(self, *inputs: Any) -> Any:
-        """What the layers make of the inputs, also those that have replaced others in their partition."""
-        if len(self) != len(self._engine):
+        """The output of the layers, including those that have replaced others in their partition."""
+        if len(self) != len(self._pipe):
             raise ValueError(
-                f"{type(self).__name__} was made with {len(self._engine)} layers, and its partitions have {len(self)} "
+                f"{type(self).__name__} was made with {len(self._pipe)} layers, and its partitions have {len(self)} "
                 "now: a layer can be replaced, but make a new one to add or remove layers"
             )
-        known = list(self._engine._modules.items())
+        known = list(self._pipe._modules.items())
         places = [(partition, place) for partition in self._groups() for place in partition._modules]
         for number, ((name, layer), (partition, place)) in enumerate(zip(known, places, strict=True)):
             if partition._modules[place] is not layer:
-                setattr(self._engine, name, partition._modules[place])
-                partition._modules[place] = self._engine[number]  # moved, and perhaps converted
-        return self._engine(*inputs)
+                setattr(self._pipe, name, partition._modules[place])
+                partition._modules[place] = self._pipe[number]  # moved, and perhaps converted
+        return self._pipe(*inputs)
 
     def _refuse_to_move(self) -> NoReturn:
         name = type(self).__name__
@@ -120,10 +118,10 @@ class Adapter(nn.Module):
 
 
 def checked_chunks(chunks: Any) -> int:
-    """A number of micro-batches, as old pipes accept it: anything that `int()` takes.
+    """The number of micro-batches; old pipes accept any value that `int()` accepts.
 
     Raises:
-        ValueError: it is less than 1, or no number.
+        ValueError: the value is less than 1, or not a number.
     """
     count = int(chunks)
     if count <= 0:
@@ -132,10 +130,10 @@ def checked_chunks(chunks: Any) -> int:
 
 
 def checked_mode(checkpoint: Any) -> str:
-    """A checkpoint mode.
+    """The checkpoint mode.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the mode is unknown.
     """
     mode = str(checkpoint)
     if mode not in MODES:
@@ -144,10 +142,10 @@ def checked_mode(checkpoint: Any) -> str:
 
 
 def refuse_unfit(module: Any) -> None:
-    """What an old pipe can wrap.
+    """Refuses modules that an old pipe cannot wrap.
 
     Raises:
-        TypeError: the module is no `nn.Sequential`.
+        TypeError: the module is not an `nn.Sequential`.
         ValueError: a layer occurs in it twice.
     """
     if not isinstance(module, nn.Sequential):
@@ -157,7 +155,7 @@ def refuse_unfit(module: Any) -> None:
 
 
 def refuse_shared_parameters(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """A parameter that is on two devices would be two.
+    """Refuses partitions on different devices that share a parameter, since moving would split it into two.
 
     Raises:
         ValueError: partitions on different devices share a parameter.

@@ -1,4 +1,4 @@
-"""torchgpipe's `GPipe` and fairscale's `Pipe`, which differ in little more than their names."""
+"""The common base of torchgpipe's `GPipe` and fairscale's `Pipe`."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 
 
 class BalancedPipe(Adapter):
-    """A pipe that is told its balance and its devices.
+    """A pipe with a given balance and given devices.
 
-    One input, a tensor or a tuple of tensors, goes through the layers, and each gets a tuple as one argument, as in
-    `nn.Sequential`. Layers keep their names: `partitions.<partition>.<name>...`.
+    It takes one input, a tensor or a tuple of tensors. Each layer gets a tuple as one argument, as in `nn.Sequential`.
+    Layers keep their names: `partitions.<partition>.<name>...`.
 
     Args:
-        module: the layers; all on the CPU, or wherever: they are moved.
+        module: the layers, on any device: the pipe moves them.
         balance: the number of layers of each partition.
-        devices: one for each partition, further ones are dropped; None: all CUDA devices.
+        devices: one for each partition, further ones are ignored; None: all CUDA devices.
         chunks: the number of micro-batches.
         checkpoint: 'always', 'except_last' or 'never'.
         deferred_batch_norm: whether batch norms take their running statistics from whole mini-batches.
 
     Raises:
-        TypeError: the module is no `nn.Sequential`, or skips do not match.
-        ValueError: no balance, one that does not fit, or other invalid arguments.
+        TypeError: the module is not an `nn.Sequential`, or stashes and pops do not match.
+        ValueError: the balance is missing or does not fit, or another argument is invalid.
         IndexError: fewer devices than partitions.
     """
 
-    _balance_package: ClassVar[str]  # what a user without a balance is sent to
+    _balance_package: ClassVar[str]  # named in the message about a missing balance
     _import_line: ClassVar[str]
 
     def __init__(
@@ -72,18 +72,18 @@ class BalancedPipe(Adapter):
         self._verify_split(module, counts, places)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)
-        engine = AdaptedPipe(sequence(TupleKeeping, module), chunks, checkpoint, balance=counts, devices=places)
-        super().__init__(engine, engine.partitions, places)
+        pipe = AdaptedPipe(sequence(TupleKeeping, module), chunks, checkpoint, balance=counts, devices=places)
+        super().__init__(pipe, pipe.partitions, places)
         self.balance = counts
 
     def forward(self, input: Tensor | tuple[Tensor, ...]) -> Any:
-        """Computes what the layers would, one after the other, and prepares for the backward.
+        """Runs the layers one after the other on each micro-batch, and prepares the backward.
 
         Args:
             input: split along dimension 0.
 
         Returns:
-            What the last layer returns, on the last device.
+            The output of the last layer, on the last device.
 
         Raises:
             TypeError: the input is neither a tensor nor a tuple of tensors.
@@ -102,7 +102,7 @@ class BalancedPipe(Adapter):
         )
 
     def _checked_balance(self, balance: Iterable[int], layers: int) -> list[int]:
-        # As tensors and NumPy have them, too; what is no whole number is left for the messages.
+        # Also integers of tensors and NumPy; other values stay as they are for the messages.
         counts = [int(each) if isinstance(each, SupportsInt) and each == int(each) else each for each in balance]
         if sum(counts) != layers:
             raise ValueError(
@@ -115,11 +115,11 @@ class BalancedPipe(Adapter):
         return counts
 
     def _verify(self, module: Any) -> None:
-        """Refuses modules that this library refuses."""
+        """Raises an error for modules that the library refuses."""
         refuse_unfit(module)
 
     def _verify_split(self, module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> None:
-        """Refuses a split that this library refuses."""
+        """Raises an error for splits that the library refuses."""
         layers, start = list(module), 0
         partitions = []
         for count in balance:

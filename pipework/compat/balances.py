@@ -1,4 +1,4 @@
-"""`balance_by_time` and `balance_by_size` as the old libraries have them."""
+"""`balance_by_time`, `balance_by_size` and `solve` with the parameters of the old libraries."""
 
 from __future__ import annotations
 

@@ -16,21 +16,21 @@ _VARIABLE = "PIPEWORK_COMPAT_SCRIPT"  # of the environment, which spawned proces
 
 
 def run_as_main(script: Path, arguments: list[str]) -> None:
-    """Runs a script as `python script.py ...` would, with the adapters installed.
+    """Runs a script like `python script.py ...`, with the adapters installed.
 
     A spawned process imports the main module of its parent by the name in its `__spec__`. Here that is the name of
     `pipework.compat.spawned`, which installs the adapters before it runs the script.
 
     Args:
         script: the file.
-        arguments: its own.
+        arguments: the arguments of the script.
     """
     path = script.absolute()
     sys.argv = [str(script), *arguments]
-    if not sys.flags.safe_path:  # else Python puts no folder in front
+    if not sys.flags.safe_path:  # in safe-path mode Python adds no folder
         sys.path[0] = str(path.resolve().parent)
     home = str(Path(pipework.__file__).resolve().parents[1])
-    if home not in sys.path:  # it was the current folder, and spawned processes have to find it, too
+    if home not in sys.path:  # spawned processes must find the package, too, if it was in the current folder
         sys.path.append(home)
     os.environ[_VARIABLE] = str(path)
     install()
@@ -42,7 +42,7 @@ def run_as_main(script: Path, arguments: list[str]) -> None:
 
 
 def run_as_spawned(namespace: dict[str, Any]) -> None:
-    """Runs the script of the parent process as its spawned processes do, which take functions and classes from it.
+    """Runs the script of the parent process in a spawned process, which needs its functions and classes.
 
     Args:
         namespace: of the module that becomes the main one.
@@ -54,5 +54,5 @@ def run_as_spawned(namespace: dict[str, Any]) -> None:
 
 
 def _execute(path: Path, namespace: dict[str, Any]) -> None:
-    # Bytes, for the sake of an encoding that the first line may declare; and no __future__ of this file.
+    # Bytes, since the first line may declare an encoding; the __future__ imports of this file are not inherited.
     exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), namespace)

@@ -1,6 +1,6 @@
-"""What a process that an old script has spawned imports in place of the script; see `pipework.compat.script`.
+"""The main module of processes that an old script spawns; see `pipework.compat.script`.
 
-Imported in any other way it does nothing.
+An ordinary import has no effect.
 """
 
 from pipework.compat.script import run_as_spawned

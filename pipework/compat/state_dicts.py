@@ -1,4 +1,4 @@
-"""State dicts of old pipes and new ones: the same tensors under other names."""
+"""Converts state dicts between old and new pipes, which name the same tensors differently."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ _Layer = dict[str, str]  # from the name of an entry within the layer to its nam
 def convert_state_dict(state_dict: Mapping[str, Any], to: nn.Module) -> OrderedDict[str, Any]:
     """Renames the entries of a state dict, so that another kind of pipe (or the un-partitioned module) can load it.
 
-    Old pipes call a layer `partitions.<partition>.<layer>`, with the layer's name (torchgpipe, fairscale) or its index
-    within the partition (`torch.distributed.pipeline.sync`); `pipework.Pipe` and the un-partitioned module call it by
-    its name alone. Where names do not tell which layer is meant, layers are matched in their order; so balances may
-    differ, and nested sequences may be flat on one side. Indices may stand in any order in the state dict, as in a file
-    that was sorted.
+    Old pipes name a layer `partitions.<partition>.<layer>`, with the layer's name (torchgpipe, fairscale) or its index
+    within the partition (`torch.distributed.pipeline.sync`). `pipework.Pipe` and the un-partitioned module use the
+    layer's name alone. Where the names do not identify the layer, layers are matched in their order, so balances may
+    differ, and nested sequences may be flat on one side. Indices may be in any order, as in a sorted file.
 
-    What the deferred batch norms of old libraries have collected is left out, and zero where it is wanted.
+    Sums that deferred batch norms of old libraries have collected are left out, and are zero where `to` has them.
 
     A state dict of an optimizer needs no conversion: it numbers the parameters, whose order is the same in all pipes.
 
     Args:
         state_dict: of a pipe of any kind, or of the un-partitioned module.
-        to: what is to load it: a `pipework.Pipe`, one of the adapters, or an `nn.Sequential`.
+        to: the module that will load it: a `pipework.Pipe`, one of the adapters, or an `nn.Sequential`.
 
     Returns:
-        The same tensors under the names that `to` has.
+        The same tensors under the names of `to`.
 
     Raises:
-        ValueError: it is no state dict of a model; or it has entries for another number of layers, or other entries in
-            a layer; or the order of its layers has been lost, as far as that shows: layers of one entry each do not
-            show it.
+        ValueError: the argument is not the state dict of a model; or it has another number of layers, or other entries
+            in a layer; or the order of its layers has been lost. The last is not noticed where each layer has one
+            entry.
 
     Example:
         >>> import torch
@@ -77,7 +76,7 @@ def convert_state_dict(state_dict: Mapping[str, Any], to: nn.Module) -> OrderedD
 
 
 def _without_collected(names: Iterable[str]) -> list[str]:
-    """All names but those of what deferred batch norms collect during a mini-batch."""
+    """All names except those of the sums that deferred batch norms collect during a mini-batch."""
     names = list(names)
     batch_norms = [name.removesuffix(_MEAN) for name in names if name.split(".")[-1] == _MEAN]
     collected = {prefix + name for prefix in batch_norms for name in COLLECTED}
@@ -85,7 +84,7 @@ def _without_collected(names: Iterable[str]) -> list[str]:
 
 
 def _collected(name: str, names: Mapping[str, str], state_dict: Mapping[str, Any]) -> Any:
-    """What a deferred batch norm has collected: nothing, if the state dict does not know."""
+    """The sums of a deferred batch norm; zeros if the state dict does not have them."""
     last = name.split(".")[-1]
     mean = names[name.removesuffix(last) + _MEAN]
     old = mean.removesuffix(_MEAN) + last
@@ -93,9 +92,9 @@ def _collected(name: str, names: Mapping[str, str], state_dict: Mapping[str, Any
 
 
 def _same_names(given: Collection[str], wanted: Collection[str]) -> dict[str, str] | None:
-    """For each wanted name the given one, if layers are called the same on both sides but for the partition.
+    """For each wanted name the given one, if the names of both sides differ only in the partition.
 
-    Indices within partitions, which begin anew in each, are no such names.
+    This does not hold for indices within partitions, which start at 0 in each partition.
     """
     if _begins_anew(given) or _begins_anew(wanted):
         return None
@@ -106,7 +105,7 @@ def _same_names(given: Collection[str], wanted: Collection[str]) -> dict[str, st
 
 
 def _begins_anew(names: Iterable[str]) -> bool:
-    """Whether layers are called by their indices within the partitions, as far as can be seen."""
+    """Whether the layers' names look like indices within the partitions."""
     places = {_parts(name)[:2] for name in names}
     if not all(layer.isdecimal() for _, layer in places):
         return False
@@ -166,7 +165,7 @@ def _parts(name: str) -> tuple[str, str, str]:
 
 
 def _ordered_by_names(places: Iterable[tuple[str, str]]) -> set[str]:
-    """The partitions whose layers are called by their indices."""
+    """The partitions whose layers are named by their indices."""
     partitions: dict[str, list[str]] = {}
     for partition, layer in places:
         partitions.setdefault(partition, []).append(layer)
@@ -174,14 +173,14 @@ def _ordered_by_names(places: Iterable[tuple[str, str]]) -> set[str]:
 
 
 def _is_order_needed(names: Iterable[str]) -> bool:
-    """Whether a partition has several layers whose names say nothing about their order."""
+    """Whether a partition has several layers whose names do not give their order."""
     places = {_parts(name)[:2] for name in names}
     partitions = [partition for partition, _ in places]
     return any(partitions.count(partition) > 1 for partition in set(partitions) - _ordered_by_names(places))
 
 
 def _opened(stack: list[_Layer]) -> bool:
-    """Puts the layers of the sequence on top of the stack in its place; False if it is no sequence."""
+    """Replaces the sequence on top of the stack by its layers; False if it is not a sequence."""
     inner = _layers(stack[-1])
     if any("" in layer for layer in inner):
         return False

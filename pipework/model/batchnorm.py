@@ -1,14 +1,15 @@
 """Batch norm whose running statistics are those of the whole mini-batch, although it only sees micro-batches.
 
-Each micro-batch is normalised with its own statistics, since the others are not there yet. But running statistics that
-were updated for each micro-batch would decay m times as fast, and know nothing of how the micro-batches differ. So the
-statistics of the micro-batches are collected, and `commit` updates the running ones once.
+Each micro-batch is normalised with its own statistics, since the other micro-batches do not exist yet. Running
+statistics that were updated for each of m micro-batches would decay m times as fast, and would miss the differences
+between the micro-batches. So the statistics of the micro-batches are collected, and `commit` updates the running ones
+once.
 
 Of k groups of n_i values with means μ_i and sums of squared deviations M_i, the whole has
 
     n = Σ n_i        μ = Σ n_i μ_i / n        M = Σ M_i + Σ n_i (μ_i - μ)²
 
-which loses no digits, as Σx² - (Σx)²/n would (Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for
+which is numerically stable, unlike Σx² - (Σx)²/n (Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for
 computing sample variances, 1979; here for all groups at once).
 """
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 COLLECTED = ("sum", "sum_squares")
-"""Buffers of the deferred batch norms of older libraries, which are no state of a model."""
+"""Buffers of the deferred batch norms of older libraries, which are not part of a model's state."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,7 @@ class Moments:
     """Statistics of some values, for each channel.
 
     Attributes:
-        count: how many values there are for each channel.
+        count: the number of values of each channel.
         mean: their mean.
         deviations: the sum of their squared deviations from it.
     """
@@ -69,12 +70,12 @@ def merged(groups: Sequence[Moments]) -> Moments:
 
 
 class _Collected:
-    """What the micro-batches of the present mini-batch have left; shared by shallow copies of a module."""
+    """The statistics of the current mini-batch's micro-batches; shallow copies of a module share them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.moments: list[Moments] = []
-        self.is_managed = False  # whether somebody else commits
+        self.is_managed = False  # whether a pipe calls commit()
 
     def __getstate__(self) -> dict[str, Any]:
         with self.lock:
@@ -90,8 +91,8 @@ class DeferredBatchNorm(BatchNorm):
     The running mean, the running (unbiased) variance and `num_batches_tracked` are what `nn.BatchNorm1d`, `2d` or `3d`
     would have had from the whole mini-batch. In evaluation mode it is an ordinary batch norm.
 
-    Inside a `Pipe` the update follows the forward of the last micro-batch. Elsewhere it comes by itself after every
-    `chunks` forwards in training mode.
+    Inside a `Pipe` the update follows the forward of the last micro-batch. Elsewhere it follows every `chunks` forwards
+    in training mode.
 
     Args:
         num_features: the number of channels, C in an input of shape (N, C, ...).
@@ -99,12 +100,12 @@ class DeferredBatchNorm(BatchNorm):
         momentum: the weight of a mini-batch in the running statistics; None: all mini-batches weigh the same.
         affine: whether there are a weight and a bias to learn.
         chunks: the number of micro-batches of a mini-batch.
-        device: where parameters and buffers lie.
+        device: the device of parameters and buffers.
         dtype: of parameters and buffers.
         bias: whether an affine one has a bias.
 
     Raises:
-        ValueError: `chunks` is no positive integer.
+        ValueError: `chunks` is not a positive integer.
 
     Example:
         >>> batch = torch.randn(8, 3)
@@ -136,7 +137,7 @@ class DeferredBatchNorm(BatchNorm):
         self._collected = _Collected()
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalises one micro-batch; in training mode, remembers its statistics.
+        """Normalises one micro-batch; in training mode, keeps its statistics.
 
         Args:
             input: of shape (N, C, ...).
@@ -144,8 +145,8 @@ class DeferredBatchNorm(BatchNorm):
         if not (self.training and self.track_running_stats and self.running_mean is not None):
             return super().forward(input)
         self._check_input_dim(input)
-        # With momentum 1 the kernel writes the micro-batch's own statistics over what stands in the running ones. They
-        # are computed in any case, so that the statistics cost no second pass over the input.
+        # With momentum 1 the kernel replaces the running statistics by those of the micro-batch. It computes these in
+        # any case, so the statistics cost no second pass over the input.
         mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_mean)
         output = functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         count = input.numel() // self.num_features
@@ -161,26 +162,26 @@ class DeferredBatchNorm(BatchNorm):
         return convert_deferred_batch_norm(module, chunks)
 
     def begin_mini_batch(self) -> None:
-        """Forgets what a mini-batch that failed has left. From here to `commit` nothing is committed by itself."""
+        """Discards the statistics of a mini-batch that failed. Until `commit`, forwards do not update by themselves."""
         with self._collected.lock:
             self._collected.moments.clear()
             self._collected.is_managed = True
 
     def abandon(self) -> None:
-        """Forgets what a mini-batch that failed has left, and commits by itself again."""
+        """Discards the statistics of a mini-batch that failed; forwards update by themselves again."""
         with self._collected.lock:
             self._collected.moments.clear()
             self._collected.is_managed = False
 
     def commit(self) -> None:
-        """Updates the running statistics with all that was collected, if anything was."""
+        """Updates the running statistics with the collected ones, if there are any."""
         with self._collected.lock:
             self._collected.is_managed = False
             self._commit()
 
     def _collect(self, moments: Moments) -> None:
-        # Two stages may run the same module at the same time. The question stands inside the lock, where torch.compile
-        # does not go: before it, the answer was compiled in and stayed for good.
+        # Two stages may run the same module at the same time. torch.compile does not trace the code inside the lock;
+        # outside of it, it would compile the value of is_recomputing() in as a constant.
         with self._collected.lock:
             if is_recomputing():
                 return
@@ -220,7 +221,7 @@ class DeferredBatchNorm(BatchNorm):
             raise ValueError(f"expected an input of 2 dimensions or more, (N, C, ...), got shape {tuple(input.shape)}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        # torchgpipe and its descendants saved what they had collected, too: zeros, but in the middle of a mini-batch.
+        # torchgpipe and its descendants also saved the collected sums, which are zero between mini-batches.
         for name in COLLECTED:
             state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *others)
@@ -234,19 +235,19 @@ class DeferredBatchNorm(BatchNorm):
 def convert_deferred_batch_norm(module: nn.Module, chunks: int) -> nn.Module:
     """Replaces all batch norms that track statistics by deferred ones, at any depth and in place.
 
-    `nn.SyncBatchNorm`, instance norms and subclasses with a forward of their own stay as they are. So do deferred batch
-    norms for the same number of chunks. Parameters and buffers stay the same objects, and device, dtype, training flag
-    and hooks are kept. A batch norm that stands at several places is replaced by one and the same.
+    `nn.SyncBatchNorm`, instance norms, subclasses with a forward of their own, and deferred batch norms for the same
+    number of chunks stay as they are. Parameters and buffers stay the same objects; device, dtype, training flag and
+    hooks are kept. A batch norm that occurs several times is replaced by one object.
 
     Args:
-        module: what to search; may be a batch norm itself.
+        module: the module to search; it may be a batch norm itself.
         chunks: the number of micro-batches of a mini-batch.
 
     Returns:
-        The module, or what replaces it.
+        The module, or its replacement.
 
     Raises:
-        ValueError: `chunks` is no positive integer, or a lazy batch norm has no shape yet.
+        ValueError: `chunks` is not a positive integer, or a lazy batch norm has no shape yet.
 
     Example:
         >>> module = convert_deferred_batch_norm(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)), chunks=8)
@@ -294,7 +295,7 @@ def _checked(chunks: int) -> int:
 
 @torch.no_grad()
 def _moments_in_float32(input: Tensor, count: int) -> Moments:
-    """For batch norms of a half type, whose own statistics have too few digits to be merged."""
+    """The moments for batch norms of a 16-bit type, whose own statistics have too few digits to be merged."""
     dimensions = [dimension for dimension in range(input.dim()) if dimension != 1]
     variance, mean = torch.var_mean(input.float(), dimensions, correction=0)
     return Moments(count, mean, variance * count)

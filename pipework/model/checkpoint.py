@@ -1,4 +1,4 @@
-"""Which micro-batches are recomputed: the three checkpoint modes."""
+"""The three checkpoint modes, which choose the micro-batches that are recomputed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ MODES = ("always", "except_last", "never")
 
 
 def checkpointed_micro_batches(mode: str, micro_batches: int) -> int:
-    """How many micro-batches, counted from the first, are recomputed.
+    """The number of micro-batches, counted from the first, that are recomputed.
 
-    To leave out the last one saves one recomputation, at the price of its activations: its backward is the last.
-    While the others are recomputed, one after the other, its activations wait.
+    'except_last' saves one recomputation and costs the memory of the last micro-batch's activations, which are kept
+    while the others are recomputed one after the other.
 
     Args:
         mode: 'always', 'except_last' or 'never'.
-        micro_batches: the actual number, which a small batch makes smaller than `chunks`.
+        micro_batches: the actual number; with a small batch it is smaller than `chunks`.
 
     Example:
         >>> [checkpointed_micro_batches(mode, 4) for mode in MODES]

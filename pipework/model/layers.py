@@ -1,4 +1,4 @@
-"""What a pipe is as a container: layers under the names of the un-partitioned module, which stay where they are put."""
+"""A pipe as a container: its layers have the names of the un-partitioned module and stay on their devices."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Layers(nn.Module):
     """Layers in partitions, each of which has a device.
 
     Args:
-        partitions: the layers, grouped and moved already, by the number of their stage.
+        partitions: for each stage number its layers, on their device already.
         devices: of each partition.
-        first_layers: of each partition, the number of its first layer in the un-partitioned module.
-        key: from which the layers on the meta device were initialised, if there were any.
+        first_layers: the index of each partition's first layer in the un-partitioned module.
+        key: the key of the random values of layers on the meta device.
         elsewhere: the names of the layers of other processes.
     """
 
-    # Everything else that is set is a layer, whose name may be any: "chunks", "devices".
+    # Every other attribute is a layer, which may have any name, such as "chunks" or "devices".
     _own_attributes: ClassVar[frozenset[str]] = frozenset(
         ("_elsewhere", "_first_layers", "_key", "_partitions", "_stage_devices", "_waiting")
     )
 
-    # What a pipe is made with is read only. Methods such as `forward` may be replaced.
+    # The arguments of a pipe are read-only. Methods such as `forward` may be replaced.
     _refused_attributes: ClassVar[frozenset[str]] = frozenset(
         (
             "balance",
@@ -60,7 +60,7 @@ class Layers(nn.Module):
         elsewhere: Collection[str] = (),
     ) -> None:
         super().__init__()
-        # Not add_module: it would refuse the names of children that are called as something in this class.
+        # Not add_module: it refuses names that are attributes of this class.
         for partition in partitions.values():
             self._modules.update(partition._modules)
         self._stage_devices = tuple(devices)
@@ -72,22 +72,22 @@ class Layers(nn.Module):
 
     @property
     def partitions(self) -> list[nn.Sequential]:
-        """The partitions, which are the same layers in groups; those of this process."""
+        """The partitions of this process: the same layers in groups."""
         return list(self._partitions.values())
 
     @property
     def stages(self) -> list[int]:
-        """The number of the stage of each of `partitions`: all of them, unless workers are processes."""
+        """The stage numbers of `partitions`: all stages, unless workers are processes."""
         return list(self._partitions)
 
     @property
     def input_device(self) -> torch.device:
-        """Where the inputs are moved to."""
+        """The device that the inputs are moved to."""
         return self._stage_devices[0] if self._stage_devices else torch.device("cpu")
 
     @property
     def output_device(self) -> torch.device:
-        """Where the outputs lie, and where the target is moved to."""
+        """The device of the outputs, to which the target is moved."""
         return self._stage_devices[-1] if self._stage_devices else torch.device("cpu")
 
     def __len__(self) -> int:
@@ -136,9 +136,9 @@ class Layers(nn.Module):
         _refuse_to_move()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads parameters and buffers, as `nn.Module.load_state_dict` does; layers on the meta device are filled.
+        """Loads parameters and buffers, as `nn.Module.load_state_dict` does; fills layers on the meta device.
 
-        The state dict may be that of the whole model: what belongs to layers of other processes is left out.
+        The state dict may be that of the whole model: entries of layers of other processes are left out.
         """
         if self._elsewhere:
             own = {key: value for key, value in state_dict.items() if key.partition(".")[0] not in self._elsewhere}
@@ -154,9 +154,9 @@ class Layers(nn.Module):
 
     @contextlib.contextmanager
     def _filling(self) -> Iterator[None]:
-        """Layers on the meta device have memory inside, to copy values into; an error sends them back.
+        """Gives layers on the meta device memory to copy values into; after an error they go back there.
 
-        Afterwards, what nobody has written into, such as a mask that no state dict has, is initialised if it can be.
+        Afterwards, tensors that were not written, such as a mask that is in no state dict, are initialised if possible.
         """
         waiting = self._on_meta()
         with filling(waiting):
@@ -171,7 +171,7 @@ class Layers(nn.Module):
         return [(layer, device) for part, device in pairs for layer in part if waits(layer, device)]
 
     def _materialize(self) -> list[str]:
-        """Tries again to initialise what lies on the meta device; returns the names of layers that cannot be."""
+        """Tries again to initialise layers on the meta device; returns the names of those that cannot be."""
         if not self._waiting:
             return []
         left = materialize_partitions(self.partitions, self._stage_devices, self._first_layers, self._key)
@@ -181,7 +181,7 @@ class Layers(nn.Module):
         return left
 
     def _refuse_to_run_without_data(self) -> None:
-        """Raises a RuntimeError if a layer lies on the meta device, although it is to run elsewhere."""
+        """Raises a RuntimeError if a layer lies on the meta device although its partition runs elsewhere."""
         left = self._materialize()
         if left:
             layers: dict[str, Any] = dict(self._modules)
@@ -194,7 +194,7 @@ class Layers(nn.Module):
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Keeps the pipe's own attributes apart from children of the same name; a child can be replaced."""
+        """Sets an attribute of the pipe, or replaces the layer of that name."""
         if name in self._own_attributes:
             object.__setattr__(self, name, value)
             return
@@ -212,13 +212,13 @@ class Layers(nn.Module):
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        """A layer cannot be taken out."""
+        """Deletes an attribute; refuses to remove a layer."""
         if name in self.__dict__.get("_modules", {}):
             raise AttributeError(f"layer {name!r} cannot be removed from a pipe; replace it, as by nn.Identity()")
         super().__delattr__(name)
 
     def _replace(self, name: str, layer: Any) -> None:
-        """Puts another layer in the place of one."""
+        """Replaces a layer."""
         if not isinstance(layer, nn.Module):
             raise TypeError(f"layer {name!r} of a pipe can be replaced by a module only, got {type(layer).__name__}")
         layer = self._prepared(layer.module if isinstance(layer, WithDevice) else layer)
@@ -234,17 +234,17 @@ class Layers(nn.Module):
 
         Raises:
             AttributeError: there is no layer of that name.
-            TypeError: it is no module.
+            TypeError: the argument is not a module.
         """
         self.__setattr__(name, module)
 
     def _prepared(self, layer: nn.Module) -> nn.Module:
-        """What really takes the place of a layer that is replaced."""
+        """The module that takes the place of a replaced layer; a subclass may convert it."""
         return layer
 
 
 def refuse_own_behaviour(module: nn.Sequential) -> None:
-    """A pipe runs the layers; whatever else the module does would silently be left out."""
+    """Raises a TypeError if the module does more than run its layers, which a pipe would leave out silently."""
     own = [
         what
         for what, there in (

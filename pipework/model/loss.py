@@ -1,4 +1,4 @@
-"""The loss inside of a pipe, as its user describes it."""
+"""The settings of the loss inside of a pipe."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ REDUCTIONS = ("mean", "sum")
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What the arguments of `Pipe` say of the loss.
+    """The arguments of `Pipe` for the loss.
 
     Attributes:
-        function: from a micro-batch's output and target to its loss; None: the last layer returns the loss.
-        reduction: 'mean': the mini-batch's loss is the weighted mean of its micro-batches'; 'sum': their sum.
-        weight: from a micro-batch's target to its weight in the mean; None: its rows.
-        grad_scaler: whose scale the gradients carry on their way through the pipe.
+        function: computes the loss of a micro-batch from its output and target; None: the last layer returns the loss.
+        reduction: 'mean': the mini-batch's loss is the weighted mean of its micro-batches' losses; 'sum': their sum.
+        weight: computes a micro-batch's weight in the mean from its target; None: the number of its rows.
+        grad_scaler: scales the gradients inside of the pipe.
 
     Raises:
-        TypeError: something is not callable, or no `GradScaler`.
-        ValueError: an unknown reduction, a weight for a sum, a function with another reduction, or with parameters.
+        TypeError: a function is not callable, or `grad_scaler` is not a `GradScaler`.
+        ValueError: the reduction is unknown, a sum has a weight, or the function has another reduction or parameters.
     """
 
     function: Callable[[Any, Any], Tensor] | None = None
@@ -51,7 +51,7 @@ class LossSettings:
             raise ValueError(f"loss_reduction is {self.reduction!r}: wanted one of {', '.join(map(repr, REDUCTIONS))}")
         if self.weight is not None and self.reduction == "sum":
             raise ValueError(
-                "loss_weight says what counts in a mean, but loss_reduction is 'sum': leave one of them out"
+                "loss_weight is for the weights of a mean, but loss_reduction is 'sum': leave one of them out"
             )
         self._refuse_other_reduction()
         if isinstance(self.function, nn.Module) and next(self.function.parameters(), None) is not None:
@@ -63,7 +63,7 @@ class LossSettings:
             raise TypeError(f"grad_scaler is {self.grad_scaler!r}: wanted a torch.amp.GradScaler")
 
     def _refuse_other_reduction(self) -> None:
-        """Raises a ValueError if the function says itself that it reduces in another way, as PyTorch's losses do."""
+        """Raises a ValueError if the function has another `reduction`, an attribute that PyTorch's losses have."""
         own = getattr(self.function, "reduction", None)
         name = type(self.function).__name__
         if own == "none":
@@ -86,13 +86,13 @@ class LossSettings:
         call: str = "pipe",
         reader: int | None = None,
     ) -> ValueError:
-        """The error of a training step without a target, if the schedule goes backward before the last output is there.
+        """The error of a training step without a target, if the first backward comes before the last forward.
 
         Args:
-            schedule: its name.
-            inputs: how many positional inputs were given.
-            keywords: the names of the others.
-            call: what was called.
+            schedule: the name of the schedule.
+            inputs: the number of positional inputs.
+            keywords: the names of the keyword inputs.
+            call: the called method, for the message.
             reader: if workers are processes, the rank that reads the target.
         """
         outputs = "For outputs alone use torch.no_grad() or pipe.eval()"
@@ -116,7 +116,7 @@ class LossSettings:
         )
 
     def outside_of_one_rank(self, reader: int) -> ValueError:
-        """The error of a training step whose loss is outside, if the outputs reach one of several processes only.
+        """The error of a training step with the loss outside, if only one of several processes gets the outputs.
 
         Args:
             reader: the rank that reads the target.
@@ -135,13 +135,13 @@ class LossSettings:
     def inner(
         self, targets: Sequence[Message] | None, rows: Sequence[int], *, grad: bool, keeps_output: bool
     ) -> InnerLoss:
-        """What the last stage of one mini-batch computes.
+        """The loss that the last stage computes for one mini-batch.
 
         Args:
             targets: of the micro-batches; None: another process has them, and computes the loss.
             rows: of the micro-batches.
-            grad: whether gradients are wanted.
-            keeps_output: whether the output is wanted, too.
+            grad: whether gradients are needed.
+            keeps_output: whether the output is returned, too.
         """
         return InnerLoss(
             self.function,
@@ -151,7 +151,7 @@ class LossSettings:
         )
 
     def _amounts(self, targets: Sequence[Message], rows: Sequence[int]) -> list[float]:
-        # Before the first action: a schedule may go backward with the first micro-batch before the last goes forward.
+        # Before the first action: the first backward may come before the last forward.
         if self.weight is None:
             return list(rows)
         amounts = []
@@ -169,5 +169,5 @@ class LossSettings:
 
 
 def _not_there(rank: int) -> str:
-    """Where the target is missing, if workers are processes."""
+    """The place where the target is missing, if workers are processes."""
     return f"it is read on rank {rank}, where pipe.is_last, and it was None there"

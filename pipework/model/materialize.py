@@ -1,9 +1,9 @@
-"""Layers that were built on the meta device are given memory and initialised, each where it will run.
+"""Gives layers on the meta device memory and initialises them, each on the device where it will run.
 
-A model that is larger than the host is built under `with torch.device("meta")`, which makes tensors without data. What
-fills a module is its `reset_parameters()`, PyTorch's convention: the constructors of torch.nn call it, and so do most
-that users write. It is called for children first, then for their parent, which is the order of constructors: where a
-parent fills a child's parameter anew, as `nn.MultiheadAttention` does with a bias, the parent has the last word.
+A model that is larger than the host's memory is built under `with torch.device("meta")`, which makes tensors without
+data. `reset_parameters()` fills a module. This is PyTorch's convention: the constructors of torch.nn call it, and so do
+most that users write. It is called for children first, then for their parent, which is the order of constructors. A
+parent may fill a child's parameter again, as `nn.MultiheadAttention` does with a bias.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """Where a module has a tensor: among its parameters, its buffers, or its plain attributes."""
+    """The place of a tensor in a module: among its parameters, its buffers, or its plain attributes."""
 
     module: nn.Module
     path: str
@@ -36,13 +36,13 @@ class _Slot:
 
     @property
     def registry(self) -> dict[str, Any]:
-        """The dict with the tensor in it."""
+        """The dict that contains the tensor."""
         if self.kind == "attribute":
             return self.module.__dict__
         return self.module._parameters if self.kind == "parameter" else self.module._buffers
 
     def why(self) -> str:
-        """What is wrong, for the error message."""
+        """The reason why the tensor is not filled, for the error message."""
         kind = type(self.module).__name__
         cause = "has no reset_parameters()" if _reset_of(self.module) is None else "does not fill it when it is reset"
         unsaved = self.kind == "attribute" or (
@@ -68,22 +68,22 @@ def waits(layer: nn.Module, device: torch.device) -> bool:
 
 
 def materialize_layers(layers: Sequence[tuple[int, str, nn.Module]], device: torch.device | str, key: int) -> list[str]:
-    """Gives what lies on the meta device memory on a device, and initialises it.
+    """Gives layers on the meta device memory on a device, and initialises them.
 
-    A layer's values depend on the key and its index alone, not on which other layers are here or on the device: they
-    are drawn on the CPU. What has data already keeps it, also where it is tied to what has none. Parameters stay the
-    same objects.
+    A layer's values depend on the key and its index alone, not on the device or on the other layers: they are drawn on
+    the CPU. Tensors that have data keep it, also if they are tied to tensors without data. Parameters stay the same
+    objects.
 
     Args:
-        layers: the index of each in the un-partitioned module, its name and the layer.
-        device: where they will run.
+        layers: for each layer its index in the un-partitioned module, its name, and the layer.
+        device: the device where they will run.
         key: from `draw_key`.
 
     Returns:
-        The names of the layers that cannot be initialised, and lie on the meta device still (see `why_not`).
+        The names of the layers that cannot be initialised and stay on the meta device (see `why_not`).
 
     Raises:
-        RuntimeError: something holds on to a tensor in a way that giving it memory would break.
+        RuntimeError: another object refers to a tensor in a way that an exchange would break.
 
     Example:
         >>> layer = nn.Linear(2, 3, device="meta")
@@ -120,7 +120,7 @@ def materialize_partitions(
         partitions: Layers of a module.
         devices: One for each partition.
         first_layers: The number of the first layer of each partition in the module.
-        key: What values depend on, beside the layer; None: drawn from the caller's generator if there are such layers.
+        key: The key of the random values; None: drawn from the caller's generator if there are such layers.
 
     Returns:
         The names of the layers that cannot be initialised.
@@ -159,7 +159,7 @@ def why_not(layer: nn.Module) -> str:
 
 
 def move(layer: nn.Module, device: torch.device) -> None:
-    """Moves what has data to a device. What has none stays on the meta device."""
+    """Moves tensors with data to a device. Tensors without data stay on the meta device."""
     if not waits(layer, device):
         layer.to(device)
     else:
@@ -168,7 +168,7 @@ def move(layer: nn.Module, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def filling(layers: Sequence[tuple[nn.Module, torch.device]]) -> Iterator[None]:
-    """What lies on the meta device has memory inside, to copy into. What nobody has written into goes back there.
+    """Gives layers on the meta device memory to copy into. Afterwards, unwritten tensors go back to the meta device.
 
     Example:
         >>> layer = nn.Linear(2, 2, device="meta")
@@ -177,22 +177,22 @@ def filling(layers: Sequence[tuple[nn.Module, torch.device]]) -> Iterator[None]:
         >>> layer.weight.device.type, layer.bias.device.type
         ('cpu', 'meta')
     """
-    allotments: list[MetaMemory] = []
+    memories: list[MetaMemory] = []
     failed = True
     try:
         for layer, device in layers:
-            allotments.append(MetaMemory(layer, device))
+            memories.append(MetaMemory(layer, device))
         yield
         failed = False
     finally:
-        for meta_memory in allotments:
+        for meta_memory in memories:
             back = [tensor for tensor in meta_memory.tensors if failed or not meta_memory.is_written(tensor)]
             if back:
                 meta_memory.take_back(*back)
 
 
 def _initialised(layer: nn.Module, seed: int) -> tuple[MetaMemory | None, list[_Slot]]:
-    """Memory for a layer, filled; or what could not be filled, and then the whole layer lies on meta as before."""
+    """The filled memory of a layer, or the tensors that cannot be filled; then the layer is on meta as before."""
     slots = _slots(layer)
     missing = [slot for slot in slots if slot.tensor.is_meta]
     hopeless = [slot for slot in missing if all(_reset_of(m) is None for m in layer.modules() if _owns(m, slot))]
@@ -214,7 +214,7 @@ def _initialised(layer: nn.Module, seed: int) -> tuple[MetaMemory | None, list[_
 
 
 def _reset(layer: nn.Module, slots: list[_Slot], bare: set[int], meta_memory: MetaMemory) -> None:
-    """Calls what fills the modules that have a tensor in `bare`, children first."""
+    """Resets the modules that have a tensor in `bare`, children first."""
     done: set[int] = set()
     for module in _children_first(layer, set()):
         inside = set(module.modules())
@@ -239,7 +239,7 @@ def _reset(layer: nn.Module, slots: list[_Slot], bare: set[int], meta_memory: Me
 
 
 def _put_back(slot: _Slot) -> None:
-    """A reset that puts a new tensor into the slot has filled the old one, which others know."""
+    """Copies a new tensor that a reset has put into the slot into the old tensor, to which others may refer."""
     new = slot.registry.get(slot.name)
     if slot.kind == "attribute" or new is None or new is slot.tensor:
         return
@@ -270,7 +270,7 @@ def _owns(module: nn.Module, slot: _Slot) -> bool:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    """What fills a module, if it can be called without being told anything."""
+    """The method that fills a module, if it can be called without arguments."""
     for name in torch_private.RESETS:
         found = getattr(module, name, None)
         if callable(found):
@@ -291,7 +291,7 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def _as_in_a_constructor(seed: int) -> Iterator[None]:
-    """On the CPU, from a seed; the caller's generator is as before afterwards, and no default device interferes."""
+    """Draws on the CPU from a seed, with no default device; restores the caller's generator afterwards."""
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield

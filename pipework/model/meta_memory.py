@@ -1,9 +1,9 @@
-"""Memory for tensors on the meta device, which stay the same objects, and can be sent back there."""
+"""Gives tensors on the meta device memory and takes it back; they stay the same objects."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,22 +11,19 @@ from torch.utils import swap_tensors
 
 from pipework import torch_private
 
-if TYPE_CHECKING:
-    pass
-
 
 class MetaMemory:
     """Gives a module's parameters and buffers on the meta device memory.
 
-    The tensors stay the same objects, so that an optimizer which has them already keeps working, and what is tied stays
-    tied. What they hold is marked, so that it can be told what nobody has filled.
+    The tensors stay the same objects, so an optimizer that has them keeps working, and tied tensors stay tied. The
+    memory is filled with marks, which show later whether a tensor has been filled.
 
     Args:
         module: the module.
-        device: where the memory is.
+        device: the device of the memory.
 
     Raises:
-        RuntimeError: something holds on to a tensor in a way that an exchange would break. Nothing has changed then.
+        RuntimeError: another object refers to a tensor in a way that an exchange would break. Nothing has changed then.
 
     Example:
         >>> layer = nn.Linear(2, 2, bias=False, device="meta")
@@ -41,7 +38,7 @@ class MetaMemory:
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module = module
-        self._meta: dict[int, tuple[Tensor, Tensor, int]] = {}  # the tensor, its other self, its version when marked
+        self._meta: dict[int, tuple[Tensor, Tensor, int]] = {}  # the tensor, its replacement, its version when marked
         with torch.inference_mode(False), torch_private.without_flat_weights(module):
             try:
                 for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -53,26 +50,26 @@ class MetaMemory:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that have been given memory, and have it still."""
+        """The tensors that have got memory and still have it."""
         return [tensor for tensor, _, _ in self._meta.values()]
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Whether anything has been written into the tensor, other than through `.data`."""
+        """Whether the tensor has been written to, other than through `.data`."""
         return torch_private.version(tensor) != self._meta[id(tensor)][2] or not tensor.numel()
 
     def is_filled(self, tensor: Tensor) -> bool:
-        """Whether all of the tensor has been filled, as well as can be told: no floating-point number is NaN.
+        """Whether the whole tensor has been filled: no floating-point number is NaN.
 
-        Of integers it can only be told that something was written.
+        For integers the check finds only whether anything was written.
         """
         if tensor.is_floating_point() or tensor.is_complex():
-            with contextlib.suppress(NotImplementedError, RuntimeError):  # some narrow types cannot be looked at
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # some narrow types have no isnan
                 return not bool(torch.isnan(tensor.detach()).any())
             return self.is_written(tensor)
         return self.is_written(tensor) or not bool(torch.all(tensor == _mark(tensor.dtype)))
 
     def take_back(self, *tensors: Tensor) -> None:
-        """Sends tensors back to the meta device; all that were given memory if none is named."""
+        """Moves tensors back to the meta device; without arguments, all tensors that have got memory."""
         with torch_private.without_flat_weights(self._module):
             for tensor in tensors or self.tensors:
                 _exchange(tensor, self._meta.pop(id(tensor))[1])
@@ -85,13 +82,13 @@ class MetaMemory:
         if isinstance(tensor, nn.Parameter):
             other = nn.Parameter(other, tensor.requires_grad)
         other.__class__ = type(tensor)
-        other.__dict__.update(tensor.__dict__)  # what users note on a parameter, such as that it has no weight decay
+        other.__dict__.update(tensor.__dict__)  # attributes that users have set on a parameter
         try:
             _exchange(tensor, other)
         except RuntimeError as error:
             raise RuntimeError(
-                f"{name!r} lies on the meta device and cannot be given memory, because something holds on to it "
-                f"({error}): make that, such as a graph, a compiled module or a wrapper, after the pipe"
+                f"{name!r} lies on the meta device and cannot be given memory, because another object holds on to it "
+                f"({error}): make that object, such as a graph, a compiled module or a wrapper, after the pipe"
             ) from error
         self._meta[id(tensor)] = (tensor, other, torch_private.version(tensor))
 
@@ -107,7 +104,7 @@ def _mark(dtype: torch.dtype) -> Any:
 
 
 def _refuse_hooks(name: str, tensor: Tensor) -> None:
-    """An exchange would drop them without a word."""
+    """Raises a RuntimeError if the tensor has hooks, which an exchange would drop silently."""
     if torch_private.has_tensor_hooks(tensor):
         raise RuntimeError(
             f"{name!r} lies on the meta device and cannot be given memory without losing its hooks: register them "

@@ -1,6 +1,6 @@
-"""Splits a mini-batch into micro-batches, and joins what comes out of them.
+"""Splits a mini-batch into micro-batches, and joins their outputs.
 
-Tensors are split along dimension 0. Everything else goes to every micro-batch as it is.
+Tensors are split along dimension 0. Every micro-batch gets all other values as they are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NoChunk:
         tensor: the tensor.
 
     Raises:
-        TypeError: it is no tensor.
+        TypeError: the argument is not a tensor.
 
     Example:
         >>> from torch import nn
@@ -50,12 +50,12 @@ class NoChunk:
 
 @dataclass(frozen=True)
 class Split:
-    """A mini-batch taken apart.
+    """A mini-batch, split into micro-batches.
 
     Attributes:
         tensors: the tensors among the inputs, whole.
         sizes: for each of them its rows in each micro-batch; None: every micro-batch gets all of it.
-        micro_batches: for each micro-batch what stage 0 gets: a leaf for each of `tensors`, and what stands around
+        micro_batches: for each micro-batch the input of stage 0: a leaf for each of `tensors`, and the structure around
             them.
         rows: of each micro-batch.
     """
@@ -73,13 +73,13 @@ class Split:
         structure: Structure | None,
         device: torch.device | None = None,
     ) -> Split:
-        """Cuts tensors.
+        """Cuts tensors into the parts of the micro-batches.
 
         Args:
-            tensors: whole.
-            sizes: see above; at least one is not None, and all others have the same length.
-            structure: what stands around the tensors.
-            device: where the tensors are moved to first; None: they stay.
+            tensors: the whole tensors.
+            sizes: see above; at least one is not None, and all that are not None have the same length.
+            structure: the structure around the tensors.
+            device: the device that the tensors are moved to first; None: they stay.
         """
         rows = next(each for each in sizes if each is not None)
         if device is not None:
@@ -89,28 +89,28 @@ class Split:
 
     @classmethod
     def elsewhere(cls, rows: int, micro_batches: int) -> Split:
-        """A mini-batch of which another process has the tensors."""
+        """A mini-batch whose tensors another process has."""
         return cls((), (), [], _sizes(rows, micro_batches))
 
     @property
-    def seams(self) -> InputSeams:
-        """Where the inputs were split."""
-        return InputSeams(tuple([tensor.shape for tensor in self.tensors]), self.sizes)
+    def splits(self) -> InputSplits:
+        """The sizes of the parts, to join their gradients."""
+        return InputSplits(tuple([tensor.shape for tensor in self.tensors]), self.sizes)
 
 
 def split(
     arguments: tuple[Any, ...], keywords: dict[str, Any], chunks: int, device: torch.device | None = None
 ) -> Split:
-    """Splits the pipe's arguments into micro-batches that differ by one row at most.
+    """Splits the pipe's arguments into micro-batches whose numbers of rows differ by one at most.
 
-    There are `min(chunks, rows)` of them, or one if there are no rows. Each gets views of the tensors, cut from their
-    graph; one requires a gradient if the tensor does.
+    There are `min(chunks, rows)` micro-batches, or one if there are no rows. Each gets views of the tensors, detached
+    from their graph; a view requires a gradient if its tensor does.
 
     Args:
-        arguments: positional.
-        keywords: by name.
-        chunks: how many micro-batches are wanted.
-        device: where the tensors are moved to first; None: they stay.
+        arguments: the positional arguments.
+        keywords: the keyword arguments.
+        chunks: the wanted number of micro-batches.
+        device: the device that the tensors are moved to first; None: they stay.
 
     Raises:
         TypeError: there is no tensor to split among the inputs.
@@ -121,7 +121,7 @@ def split(
         [(3, 2), (2, 2), (2, 2), (2, 2)]
     """
     if len(arguments) == 1 and not keywords and isinstance(arguments[0], Tensor):
-        # One tensor alone travels without the structure of a call around it.
+        # A single tensor is sent without the structure of a call.
         tensors, structure = nested.flatten(arguments[0])
         is_split: tuple[bool, ...] = (True,)
     else:
@@ -132,12 +132,12 @@ def split(
 
 
 def split_target(target: Any, rows: Sequence[int], device: torch.device) -> list[Message]:
-    """Splits what the loss compares the outputs with, like the inputs.
+    """Splits the target of the loss like the inputs.
 
     Args:
-        target: any nested structure; what is no tensor, and `NoChunk`, goes to every micro-batch as it is.
+        target: any nested structure; every micro-batch gets `NoChunk` and values that are not tensors as they are.
         rows: of each micro-batch.
-        device: where the tensors are moved to.
+        device: the device that the tensors are moved to.
 
     Raises:
         ValueError: a tensor has another number of rows than the inputs, or requires a gradient.
@@ -168,7 +168,7 @@ def split_target(target: Any, rows: Sequence[int], device: torch.device) -> list
 
 
 def arguments_of(message: Message) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments that a micro-batch of `split` stands for.
+    """The positional and keyword arguments of a micro-batch of `split`.
 
     Example:
         >>> arguments_of(split((torch.zeros(2), 5), {}, 1).micro_batches[0])
@@ -183,19 +183,19 @@ def arguments_of(message: Message) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Joined:
-    """The outputs of all micro-batches as the outputs of the mini-batch.
+    """The outputs of all micro-batches, joined to the outputs of the mini-batch.
 
     Attributes:
         tensors: joined along dimension 0, without a graph.
-        structure: what stands around them.
+        structure: the structure around them.
         differentiable: for each tensor, whether any micro-batch's part requires a gradient.
-        seams: where each tensor is to be cut again.
+        splits: the sizes of the parts of each tensor, to cut its gradient.
     """
 
     tensors: tuple[Tensor, ...]
     structure: Structure | None
     differentiable: tuple[bool, ...]
-    seams: Seams
+    splits: OutputSplits
 
 
 def join(outputs: Sequence[Message], rows: Sequence[int]) -> Joined:
@@ -210,10 +210,10 @@ def join(outputs: Sequence[Message], rows: Sequence[int]) -> Joined:
     for number, (_, structure) in enumerate(outputs):
         if not (structure is first is None or nested.same_nesting(structure, first)):
             raise ValueError(
-                "the outputs of all micro-batches must be nested alike, but "
+                "the outputs of all micro-batches must have the same nesting, but "
                 f"micro-batch 0 gave {nested.describe(first)} and "
                 f"micro-batch {number} gave {nested.describe(structure)}; "
-                "let the last layer return the same nesting whatever the number of rows"
+                "let the last layer return the same nesting for every number of rows"
             )
     columns = list(zip(*(tensors for tensors, _ in outputs), strict=True))
     total = max(1, sum(rows))
@@ -224,13 +224,13 @@ def join(outputs: Sequence[Message], rows: Sequence[int]) -> Joined:
         tensors=tensors,
         structure=nested.collect([structure for _, structure in outputs]),
         differentiable=tuple([any(part.requires_grad for part in column) for column in columns]),
-        seams=Seams(sizes, shares),
+        splits=OutputSplits(sizes, shares),
     )
 
 
 @dataclass(frozen=True)
-class Seams:
-    """Where joined outputs are to be cut again: the gradients of the whole become those of the micro-batches.
+class OutputSplits:
+    """The sizes of the parts of joined outputs; cuts the gradients of the whole into those of the micro-batches.
 
     Attributes:
         sizes: for each tensor the rows of each micro-batch's part; None: it was averaged.
@@ -254,8 +254,8 @@ class Seams:
 
 
 @dataclass(frozen=True)
-class InputSeams:
-    """Where inputs were split: the gradients of the micro-batches become those of the whole tensors.
+class InputSplits:
+    """The sizes of the parts of split inputs; joins the gradients of the micro-batches to those of the whole tensors.
 
     Attributes:
         shapes: of the whole input tensors.
@@ -274,13 +274,13 @@ class InputSeams:
 
 
 def flattened(value: Any) -> tuple[tuple[Tensor, ...], Structure | None, tuple[bool, ...]]:
-    """The tensors of a value, what stands around them, and for each tensor whether it is to be split."""
-    if type(value) is Tensor:  # the usual case; subclasses, too, go the way of all other values
+    """The tensors of a value, the structure around them, and for each tensor whether it is split."""
+    if type(value) is Tensor:  # the usual case; subclasses take the general way below
         return (value,), None, (True,)
     whole: set[int] = set()
 
     def unwrap(wrapper: NoChunk) -> Tensor:
-        # Not the tensor itself, which may be there without a wrapper, too.
+        # Not the tensor itself, which may also be among the inputs without a wrapper.
         tensor = wrapper.tensor.view_as(wrapper.tensor)
         whole.add(id(tensor))
         return tensor
@@ -314,16 +314,16 @@ def _common_rows(tensors: Sequence[Tensor], arguments: tuple[Any, ...], keywords
 
 
 def _sizes(rows: int, count: int) -> list[int]:
-    """The rows of each micro-batch, as `torch.tensor_split` has them."""
+    """The rows of each micro-batch, as in `torch.tensor_split`."""
     least, more = divmod(rows, count)
     return [least + 1] * more + [least] * (count - more)
 
 
 def _leaves(tensor: Tensor, sizes: Sequence[int] | None, count: int) -> Sequence[Tensor]:
-    """The tensor's part in each micro-batch; without sizes all of it in each."""
+    """The tensor's part in each micro-batch; without sizes the whole tensor."""
     whole = tensor.detach()
     pieces: Sequence[Tensor] = [whole] * count if sizes is None else whole.split_with_sizes(sizes)
-    # A view is no leaf that could require a gradient: each is taken out of its base.
+    # A view of its base cannot be a leaf that requires a gradient: each part is detached.
     return [piece.detach().requires_grad_() for piece in pieces] if tensor.requires_grad else pieces
 
 

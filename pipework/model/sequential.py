@@ -12,8 +12,8 @@ from pipework.model.tuples import TupleRule
 class PipeSequential(nn.Sequential):
     """An `nn.Sequential` whose layers may take several inputs.
 
-    A tuple that a layer returns is spread into the positional arguments of the next one. `Pipe` does the same between
-    its layers; this class is for several layers that are to stay together as one, and for running without a pipe.
+    A tuple that a layer returns becomes the positional arguments of the next one. `Pipe` does the same between its
+    layers. Use this class for several layers that form one layer of a pipe, or to run layers without a pipe.
 
     Args:
         modules: as for `nn.Sequential`.
@@ -39,7 +39,7 @@ class PipeSequential(nn.Sequential):
             inputs: the positional arguments of the first layer.
 
         Returns:
-            What the last layer returns; without layers, the input (a tuple of several).
+            The output of the last layer; without layers, the input (several inputs as a tuple).
         """
         value: Any = inputs[0] if len(inputs) == 1 and not self else inputs
         for layer in self:
@@ -48,7 +48,7 @@ class PipeSequential(nn.Sequential):
 
 
 def tuple_rule(module: nn.Module) -> TupleRule:
-    """How a tuple gets from one layer of the module to the next if a pipe runs them.
+    """The rule for tuples between the layers of the module if a pipe runs them.
 
     Example:
         >>> tuple_rule(PipeSequential()), tuple_rule(nn.Sequential())

@@ -1,4 +1,4 @@
-"""How a tuple that one layer returns reaches the next: as its positional arguments, or whole, as one of them."""
+"""The rule for a tuple between two layers: it becomes the positional arguments of the next layer, or one argument."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TupleRule(Enum):
-    """What decides it."""
+    """The rules for a tuple between two layers."""
 
     BY_SIGNATURE = "by signature"
     """Whole if the layer's forward can take no more than one argument, as in `nn.Sequential`; else spread."""
@@ -27,7 +27,7 @@ class TupleRule(Enum):
 
         Args:
             layer: the layer.
-            others: how many positional arguments it gets beside the tuple.
+            others: the number of its other positional arguments.
 
         Example:
             >>> from torch import nn
@@ -38,7 +38,7 @@ class TupleRule(Enum):
         return self is TupleRule.WHOLE or (self is TupleRule.BY_SIGNATURE and _takes_only_one(layer, others))
 
     def arguments(self, value: Any, layer: nn.Module, others: int = 0) -> tuple[Any, ...]:
-        """The positional arguments that a value of the layer before becomes.
+        """The positional arguments of a layer for the output of the layer before.
 
         Example:
             >>> from torch import nn

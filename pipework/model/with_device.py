@@ -1,4 +1,4 @@
-"""A layer that says on which device it is to run."""
+"""A wrapper that sets the device of a layer."""
 
 import torch
 from torch import nn
@@ -7,15 +7,15 @@ Device = torch.device | str | int
 
 
 class WithDevice(nn.Module):
-    """Says on which device a layer runs, above all a layer without parameters, whose device nothing else tells.
+    """Sets the device of a layer, in particular of a layer without parameters.
 
-    ``Pipe`` moves the layer there and takes the wrapper off, so that names are those of the layer alone. By itself the
-    wrapper runs the layer as it is.
+    ``Pipe`` moves the layer to the device and removes the wrapper, so that names are those of the layer alone. Without
+    a pipe the wrapper runs the layer as it is.
 
     Args:
         module: The layer.
-        device: Where it runs. Consecutive layers on the same accelerator form one partition; each layer that is wrapped
-            with ``"cpu"`` begins a partition of its own, since several CPU workers can run at the same time.
+        device: The device that it runs on. Consecutive layers on the same accelerator form one partition; each layer
+            that is wrapped with ``"cpu"`` begins a new partition, since several CPU workers can run at the same time.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), WithDevice(nn.Linear(4, 2), "cpu"))
@@ -31,7 +31,7 @@ class WithDevice(nn.Module):
 
     @property
     def device(self) -> Device:
-        """The device as it was given."""
+        """The device that was given."""
         return self._device
 
     def forward(self, *args: object, **kwargs: object) -> object:

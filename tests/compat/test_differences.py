@@ -949,7 +949,7 @@ def test_layers_without_parameters() -> None:
     """They ran on the CPU, with a copy to it and one back."""
     linear = nn.Linear(2, 2, device="meta")
     pipe = sync_pipe(linear, nn.ReLU(), nn.Linear(2, 2, device="meta"))
-    assert [str(device) for device in pipe._engine.devices] == ["meta"]
+    assert [str(device) for device in pipe._pipe.devices] == ["meta"]
 
 
 @only_sync

@@ -26,9 +26,9 @@ def test_joining_undoes_splitting(rows: int, chunks: int) -> None:
     parts = split((x,), {}, chunks)
     joined = join(parts.micro_batches, parts.rows)
     assert torch.equal(joined.tensors[0], x)
-    gradients = joined.seams.cut([x * 2])
+    gradients = joined.splits.cut([x * 2])
     assert torch.equal(torch.cat([gradient for (gradient,) in gradients]), x * 2)
-    assert torch.equal(parts.seams.join([(gradient, None) for gradient in gradients])[0], x * 2)
+    assert torch.equal(parts.splits.join([(gradient, None) for gradient in gradients])[0], x * 2)
 
 
 def test_nine_rows_in_eight_chunks() -> None:
@@ -60,19 +60,19 @@ def test_scalars_are_averaged_by_rows() -> None:
     outputs = [((torch.tensor(value),), None) for value in (1.0, 4.0)]
     joined = join(outputs, [3, 1])
     assert joined.tensors[0].item() == 1.0 * 0.75 + 4.0 * 0.25
-    assert joined.seams.cut([torch.tensor(1.0)]) == [(torch.tensor(0.75),), (torch.tensor(0.25),)]
+    assert joined.splits.cut([torch.tensor(1.0)]) == [(torch.tensor(0.75),), (torch.tensor(0.25),)]
 
 
 def test_an_output_without_gradient_has_none_for_any_micro_batch() -> None:
     outputs = [((torch.zeros(2),), None), ((torch.zeros(1),), None)]
-    assert join(outputs, [2, 1]).seams.cut([None]) == [(None,), (None,)]
+    assert join(outputs, [2, 1]).splits.cut([None]) == [(None,), (None,)]
 
 
 def test_a_micro_batch_without_an_input_gradient_contributes_zeros() -> None:
-    seams = split((torch.zeros(3, 2),), {}, 2).seams
-    (gradient,) = seams.join([((None,), None), ((torch.ones(1, 2),), None)])
+    splits = split((torch.zeros(3, 2),), {}, 2).splits
+    (gradient,) = splits.join([((None,), None), ((torch.ones(1, 2),), None)])
     assert torch.equal(gradient, torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]))
-    assert seams.join([((None,), None), ((None,), None)]) == [None]
+    assert splits.join([((None,), None), ((None,), None)]) == [None]
 
 
 def test_structures_that_differ_are_refused() -> None:
@@ -85,7 +85,7 @@ def test_a_whole_tensor_goes_to_every_micro_batch_and_gets_the_sum() -> None:
     mask = torch.ones(1, 3, requires_grad=True)
     parts = split((torch.zeros(4, 3), NoChunk(mask)), {}, 2)
     assert [tuple(tensor.shape) for tensor in parts.micro_batches[1][0]] == [(2, 3), (1, 3)]
-    _, gradient = parts.seams.join([((None, torch.ones(1, 3)), None), ((None, torch.ones(1, 3)), None)])
+    _, gradient = parts.splits.join([((None, torch.ones(1, 3)), None), ((None, torch.ones(1, 3)), None)])
     assert torch.equal(gradient, torch.full((1, 3), 2.0))
 
 

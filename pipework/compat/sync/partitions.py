@@ -1,4 +1,4 @@
-"""Which layers form a partition in `torch.distributed.pipeline.sync`, and which run together here."""
+"""The partitions of `torch.distributed.pipeline.sync`, and the groups of layers that run on one worker here."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class Group:
     """Consecutive layers.
 
     Attributes:
-        layers: the layers; those of a nested `nn.Sequential` one by one.
-        device: where they lie.
-        told: whether the user has said so, by parameters or by `WithDevice`.
-        grouped: whether they stood in a nested `nn.Sequential`.
-        wrapped: whether they stood in `WithDevice`.
+        layers: the layers; a nested `nn.Sequential` is replaced by its layers.
+        device: the device of the layers.
+        placed: whether parameters or `WithDevice` determine the device.
+        grouped: whether the layers come from a nested `nn.Sequential`.
+        wrapped: whether the layers come from `WithDevice`.
     """
 
     layers: tuple[nn.Module, ...]
     device: torch.device
-    told: bool
+    placed: bool
     grouped: bool = False
     wrapped: bool = False
 
 
 def group(module: nn.Sequential) -> list[Group]:
-    """The partitions that give layers their old names.
+    """The partitions of the old library, which give the layers their old names.
 
     Raises:
         ValueError: the parameters of a layer lie on several devices.
@@ -58,21 +58,21 @@ def group(module: nn.Sequential) -> list[Group]:
 
 
 def merged(groups: Iterable[Group]) -> list[Group] | None:
-    """What each worker gets; None if all is on the CPU, nobody has said more, and layers may be spread freely there.
+    """The layers of each worker; None if all layers are on the CPU and the groups do not determine the workers.
 
-    Layers that lie nowhere join their neighbour, instead of going to the CPU and back.
+    Layers without a device join their neighbour, instead of going to the CPU and back.
     """
     groups = list(groups)
-    devices = {each.device for each in groups if each.told}
+    devices = {each.device for each in groups if each.placed}
     freely = devices <= {torch.device("cpu")} and not any(each.wrapped for each in groups)
     if freely and not all(each.grouped for each in groups):
         return None
     workers: list[Group] = []
     waiting: Group | None = None
     for each in groups:
-        if not each.told and workers:
+        if not each.placed and workers:
             workers[-1] = _joined(workers[-1], each)
-        elif not each.told:
+        elif not each.placed:
             waiting = each if waiting is None else _joined(waiting, each)
         elif waiting is not None:
             workers.append(replace(_joined(waiting, each), device=each.device))
@@ -85,7 +85,7 @@ def merged(groups: Iterable[Group]) -> list[Group] | None:
 
 
 def cpu_workers(layers: int) -> list[torch.device]:
-    """The devices of layers that are spread freely: they stay on the CPU, also where there are accelerators.
+    """The devices for layers whose groups do not determine the workers: CPU workers, also beside accelerators.
 
     Example:
         >>> cpu_workers(1)
@@ -95,23 +95,23 @@ def cpu_workers(layers: int) -> list[torch.device]:
 
 
 def _joined(left: Group, right: Group) -> Group:
-    return replace(left, layers=left.layers + right.layers, told=left.told or right.told)
+    return replace(left, layers=left.layers + right.layers, placed=left.placed or right.placed)
 
 
 def _group_of(child: nn.Module) -> Group:
     wrapped = isinstance(child, WithDevice)
     if isinstance(child, WithDevice):
-        (device,) = checked_devices([child.device], Machine.here())  # "cuda" as "cuda:0", which parameters say
+        (device,) = checked_devices([child.device], Machine.here())  # "cuda" becomes "cuda:0", as parameters have it
         child = child.module.to(device)
     else:
         device = _device_of(child)
-    told = wrapped or next(child.parameters(), None) is not None
+    placed = wrapped or next(child.parameters(), None) is not None
     grouped = isinstance(child, nn.Sequential)
-    return Group(tuple(_flat(child)), device, told, grouped, wrapped)
+    return Group(tuple(_flat(child)), device, placed, grouped, wrapped)
 
 
 def _flat(child: nn.Module) -> Iterable[nn.Module]:
-    """The layers of a nested sequence, if it does nothing but run them."""
+    """The layers of a nested sequence that only runs them; otherwise the module itself."""
     plain = type(child).forward in (nn.Sequential.forward, PipeSequential.forward)
     if not isinstance(child, nn.Sequential) or not plain or has_hooks(child):
         return (child,)

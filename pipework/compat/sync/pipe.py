@@ -1,4 +1,4 @@
-"""`torch.distributed.pipeline.sync.Pipe`, which stands here for `pipework.Pipe`."""
+"""The adapter for `torch.distributed.pipeline.sync.Pipe`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class BalanceError(ValueError):
 
 
 class WithDevice(with_device.WithDevice):
-    """Says on which device a layer runs; see `pipework.WithDevice`.
+    """Sets the device of a layer; see `pipework.WithDevice`.
 
     Args:
         module: the layer.
-        device: where it runs.
+        device: the device that it runs on.
     """
 
     @property
@@ -64,7 +64,7 @@ class Pipe(Adapter):
 
     Raises:
         RuntimeError: RPC has not been initialised.
-        TypeError: the module is no `nn.Sequential`, or skips do not match.
+        TypeError: the module is not an `nn.Sequential`, or stashes and pops do not match.
         ValueError: an argument is invalid.
     """
 
@@ -92,25 +92,25 @@ class Pipe(Adapter):
             balance, places = None, cpu_workers(len(layers))
         else:
             balance, places = [len(each.layers) for each in workers], [each.device for each in workers]
-        engine = AdaptedPipe(layers, chunks, checkpoint, deferred_batch_norm, balance=balance, devices=places)
-        remaining = iter(engine)
+        pipe = AdaptedPipe(layers, chunks, checkpoint, deferred_batch_norm, balance=balance, devices=places)
+        remaining = iter(pipe)
         partitions = [PipeSequential(*(next(remaining) for _ in each.layers)) for each in groups]
-        super().__init__(engine, partitions, devices)
+        super().__init__(pipe, partitions, devices)
 
     def forward(self, *inputs: Any) -> RRef[Any]:
-        """Computes what the layers would, one after the other, and prepares for the backward.
+        """Runs the layers one after the other on each micro-batch, and prepares the backward.
 
         Args:
-            inputs: of the first layer. Tensors are split along dimension 0; everything else, and `NoChunk`, goes to
-                every micro-batch as it is.
+            inputs: of the first layer. Tensors are split along dimension 0; every micro-batch gets other values, and
+                tensors in `NoChunk`, as they are.
 
         Returns:
-            A reference to the output, here in this process: `local_value()`.
+            A reference to the output, which is in this process: call `local_value()`.
 
         Raises:
             TypeError: there is no tensor among the inputs.
             ValueError: a tensor lies on another device than the first partition.
-            RuntimeError: tensors do not fall into equally many pieces.
+            RuntimeError: tensors are split into different numbers of pieces.
         """
         tensors = [each for each in inputs if isinstance(each, Tensor)]
         if not tensors:
@@ -130,5 +130,5 @@ def _flat(module: nn.Sequential, layers: list[nn.Module]) -> PipeSequential:
 
 
 def _only_itself_split(value: Any) -> Any:
-    """Tensors within other values go to every micro-batch whole."""
+    """The input, marked so that only a tensor itself is split, not tensors within other values."""
     return value if isinstance(value, (Tensor, NoChunk)) else Whole(value)

@@ -1,4 +1,4 @@
-"""`GPipe`, which stands here for `pipework.Pipe`."""
+"""The adapter for torchgpipe's `GPipe`."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -26,4 +26,4 @@ class GPipe(BalancedPipe):
             raise ValueError("module with duplicate parameters in distinct children is not supported")
 
     def _verify_split(self, module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> None:
-        """No layers share parameters."""
+        """Accepts every split: `_verify` has refused layers that share parameters."""

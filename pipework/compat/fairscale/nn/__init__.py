@@ -1,4 +1,4 @@
-"""Has `Pipe`."""
+"""The adapter for `fairscale.nn`, of which it has `Pipe` alone."""
 
 from pipework.compat.fairscale.nn.pipe import Pipe
 
@@ -20,7 +20,7 @@ _OTHERS = frozenset(
         "enable_wrap",
         "wrap",
     )
-)  # which fairscale has there
+)  # the names that fairscale has there
 
 
 def __getattr__(name: str) -> object:
@@ -28,6 +28,6 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'fairscale.nn' has no attribute {name!r}")
     # An AttributeError would become "cannot import name", without the hint.
     raise ImportError(
-        f"fairscale.nn has no {name!r} here: pipework stands in for fairscale's Pipe alone; for the rest install "
+        f"fairscale.nn has no {name!r} here: pipework replaces fairscale's Pipe alone; for the rest install "
         "fairscale, of which only Pipe is then replaced"
     )

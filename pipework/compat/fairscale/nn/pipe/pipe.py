@@ -1,4 +1,4 @@
-"""fairscale's `Pipe`, which stands here for `pipework.Pipe`."""
+"""The adapter for fairscale's `Pipe`."""
 
 from typing import ClassVar
 
