@@ -1,0 +1,67 @@
+"""A container of layers on devices; as a pipe it is tested in `tests/test_pipe.py` and `tests/pitfalls`."""
+
+import pytest
+import torch
+from torch import nn
+
+from pipework.model.layers import Layers, refuse_own_behaviour
+
+CPU = torch.device("cpu")
+
+
+def layers(**options: object) -> Layers:
+    first = nn.Sequential()
+    first.add_module("chunks", nn.Linear(2, 2))
+    first.add_module("b", nn.ReLU())
+    second = nn.Sequential()
+    second.add_module("c", nn.Linear(2, 2))
+    return Layers({0: first, 1: second}, [CPU, CPU], [0, 2], **options)
+
+
+def test_layers_keep_their_names_even_those_of_attributes() -> None:
+    container = layers()
+    assert list(container.state_dict()) == ["chunks.weight", "chunks.bias", "c.weight", "c.bias"]
+    assert len(container) == 3
+    assert container[-1] is container.partitions[1][0]
+    assert container.stages == [0, 1]
+
+
+def test_a_replaced_layer_is_replaced_in_its_partition() -> None:
+    container, layer = layers(), nn.Tanh()
+    container.b = layer
+    assert container[1] is container.partitions[0][1] is layer
+
+
+@pytest.mark.parametrize("index", [slice(0, 2), slice(None, None, -1)])
+def test_slices_are_refused_with_a_line_that_works(index: slice) -> None:
+    with pytest.raises(TypeError, match=r"wanted the position of one layer; .* nn.Sequential\(\*list\(pipe\)\["):
+        layers()[index]
+
+
+def test_the_state_dict_may_have_layers_of_other_processes() -> None:
+    container = layers(elsewhere=["d"])
+    state = {**container.state_dict(), "d.weight": torch.zeros(1)}
+    assert container.load_state_dict(state).missing_keys == []
+
+
+def test_the_training_flag_reaches_the_partitions() -> None:
+    container = layers().eval()
+    assert not any(part.training for part in container.partitions)
+
+
+@pytest.mark.parametrize(
+    "move", [lambda each: each.to("cpu"), lambda each: each.cuda(), lambda each: each.to(torch.ones(1))]
+)
+def test_moves_are_refused_and_dtypes_are_not(move: object) -> None:
+    container = layers()
+    with pytest.raises(TypeError, match="should manage device placement"):
+        move(container)
+    assert container.to(torch.float64)[0].weight.dtype == torch.float64
+
+
+def test_own_parameters_are_behaviour_that_a_pipe_would_leave_out() -> None:
+    module = nn.Sequential(nn.ReLU())
+    refuse_own_behaviour(module)
+    module.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    with pytest.raises(TypeError, match="Sequential has parameters of its own"):
+        refuse_own_behaviour(module)
