@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-# With a pipeline of several processes, which there is not yet.
+# For pipelines of several processes, which the adapters do not have.
 OF_PROCESSES = {"async_pipe", "async_pipeline", "async_schedule", "messages", "rpc", "types"}
 NAMES_OF_PROCESSES = {"AsyncPipe", "LazyModule", "PipeRPCWrapper"}
 # How the originals work inside: nothing in them is meant for users.
