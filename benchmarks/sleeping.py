@@ -1,9 +1,9 @@
 """Layers that sleep instead of computing, so that two cores stand for many devices.
 
-A sleeping thread needs neither core nor Python's lock, as one that waits for an accelerator. But a sleep wakes up late:
-on Linux by 60 to 100 microseconds, of which 50 are slack that the kernel gives itself to bundle timers. The slack can
-be turned off (`without_timer_slack`), and each sleep is asked to end earlier by what is left, measured before with as
-many threads. What the layers really slept is kept: on the average it must be what was asked.
+A sleeping thread needs neither a core nor Python's lock, like a thread that waits for an accelerator. But a sleep ends
+late: on Linux by 60 to 100 microseconds, of which 50 are slack that the kernel adds to bundle timers. The slack can be
+turned off (`without_timer_slack`). Each sleep is shortened by the remaining lateness, which is measured before with as
+many threads. The real durations of all sleeps are kept: their mean must be the requested one.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Times:
     weight: float
 
 
-class Nap(torch.autograd.Function):
-    """Identity that takes its time in both directions."""
+class SleepFunction(torch.autograd.Function):
+    """Identity that sleeps in both directions."""
 
     @staticmethod
     def forward(
@@ -102,17 +102,17 @@ class Nap(torch.autograd.Function):
         return gradient, of_weight, None, None, None, None
 
 
-def nap(x: Tensor, weight: Tensor, alarm: Alarm, times: Times, start: float) -> Tensor:
-    """An operator with one parameter that computes nothing, slowly, and began to at `start`."""
+def sleep(x: Tensor, weight: Tensor, alarm: Alarm, times: Times, start: float) -> Tensor:
+    """An operator with one parameter that sleeps instead of computing; its forward began at `start`."""
     if has_torch_function((weight,)):
-        return handle_torch_function(nap, (weight,), x, weight, alarm, times, start)  # type: ignore[no-any-return]
-    return Nap.apply(x, weight, alarm, times.forward, times.backward, start)  # type: ignore[no-any-return,no-untyped-call]
+        return handle_torch_function(sleep, (weight,), x, weight, alarm, times, start)  # type: ignore[no-any-return]
+    return SleepFunction.apply(x, weight, alarm, times.forward, times.backward, start)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _HalfNap(Operation):
-    """The same, but that the weight's share of the backward is slept in W."""
+class _SplitSleep(Operation):
+    """The same operator with a split backward: the weight's share is slept in W."""
 
-    name = "nap"
+    name = "sleep"
 
     def __init__(self, x: Tensor, weight: DeferrableAlias, alarm: Alarm, times: Times, start: float) -> None:
         self.kept, self.parameters = x, (weight,)
@@ -121,10 +121,10 @@ class _HalfNap(Operation):
     def run(self) -> Tensor:
         backward = self.times.backward - self.times.weight
         weight = self.parameters[0].plain
-        return Nap.apply(self.kept, weight, self.alarm, self.times.forward, backward, self.start)  # type: ignore[no-any-return,no-untyped-call]
+        return SleepFunction.apply(self.kept, weight, self.alarm, self.times.forward, backward, self.start)  # type: ignore[no-any-return,no-untyped-call]
 
     def run_whole(self) -> Tensor:
-        return nap(self.kept, self.parameters[0], self.alarm, self.times, self.start)
+        return sleep(self.kept, self.parameters[0], self.alarm, self.times, self.start)
 
     def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
         self.alarm.sleep(self.times.weight)
@@ -133,9 +133,9 @@ class _HalfNap(Operation):
 
 @contextmanager
 def sleeping_in_halves() -> Iterator[None]:
-    """Schedules that split backwards split those of layers that sleep, too."""
+    """Registers the sleeping operator among those whose backward is split."""
     operators = store.OPERATORS
-    store.OPERATORS = MappingProxyType({**operators, nap: _HalfNap})  # type: ignore[misc]
+    store.OPERATORS = MappingProxyType({**operators, sleep: _SplitSleep})  # type: ignore[misc]
     try:
         yield
     finally:
@@ -143,13 +143,13 @@ def sleeping_in_halves() -> Iterator[None]:
 
 
 class Sleeper(nn.Module):
-    """A layer that computes nothing, slowly.
+    """A layer that sleeps instead of computing.
 
     Args:
-        alarm: what it sleeps with.
+        alarm: sleeps, and keeps the durations.
         forward: seconds.
         backward: seconds.
-        weight_share: which part of a backward is the weight's, and may be slept in a W.
+        weight_share: the share of a backward for the weight, which a W sleeps.
     """
 
     def __init__(self, alarm: Alarm, forward: float, backward: float, weight_share: float = 0.0) -> None:
@@ -159,4 +159,4 @@ class Sleeper(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return nap(x, self.weight, self.alarm, self.times, time.perf_counter())
+        return sleep(x, self.weight, self.alarm, self.times, time.perf_counter())

@@ -1,6 +1,6 @@
-"""Two gloo processes that run steps when told to, of pipework's pipes and of torch.distributed.pipelining's schedules.
+"""Two gloo processes that run steps on request, of pipework's pipes and of torch.distributed.pipelining's schedules.
 
-They live as long as the benchmark, and block without using their cores while others have their turn.
+They live as long as the benchmark, and block without using their cores while other candidates run.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Part(Protocol):
 class PyTorchPart:
     """A schedule of torch.distributed.pipelining.
 
-    The loss is inside, one for each micro-batch: their mean is the loss of the whole batch, as for everyone.
+    The loss is inside, one for each micro-batch: their mean is the loss of the whole batch, as for all candidates.
     """
 
     def __init__(self, rank: int, task: Task, schedule: str) -> None:
@@ -161,7 +161,7 @@ class Taken(NamedTuple):
 
     Attributes:
         seconds: from the first process's start to the last one's end; both read the same system clock.
-        processor: seconds of the cores, of both processes together. Others who want the cores, too, change it less.
+        processor: seconds of the cores, of both processes together. Other load on the machine changes it less.
     """
 
     seconds: float
@@ -248,7 +248,7 @@ def two_processes(make: Make) -> Iterator[TwoProcesses]:
 
 
 def _serve(rank: int, port: int, make: Make, connection: Any) -> None:
-    """One of the processes: executes commands until told to end."""
+    """Runs in each of the processes: executes commands until the command to end."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORKERS), "LOCAL_WORLD_SIZE": str(WORKERS)}
     os.environ.update({**address, **ranks, "OMP_NUM_THREADS": "1"})

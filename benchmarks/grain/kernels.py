@@ -1,4 +1,4 @@
-"""What the actions of `grain` do: multiply matrices, or sleep, for a given time in both directions."""
+"""The layers of `grain`: they multiply matrices, or sleep, for a given time in both directions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Work:
         return work
 
     def seconds(self, repetitions: int = 8) -> float:
-        """How long it takes if nobody disturbs it."""
+        """The seconds of the fastest of some repetitions."""
         times = []
         for _ in range(repetitions):
             start = time.perf_counter()
@@ -48,8 +48,8 @@ class Work:
         return min(times)
 
 
-class Labour(torch.autograd.Function):
-    """Identity that works in both directions."""
+class MultiplyFunction(torch.autograd.Function):
+    """Identity that multiplies matrices in both directions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, work: Work) -> Tensor:
@@ -71,7 +71,7 @@ class Worker(nn.Module):
         self.work = work
 
     def forward(self, x: Tensor) -> Tensor:
-        return Labour.apply(x, self.work)  # type: ignore[no-any-return]
+        return MultiplyFunction.apply(x, self.work)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ def picture(measured: dict[Line, list[Point]], micro_batches: int) -> str:
 
 
 def report(measured: dict[Line, list[Point]], micro_batches: int) -> list[Verdict]:
-    """Prints both tables; returns what was to be reached."""
+    """Prints both tables; returns the verdicts."""
     print(f"ideal step of the schedule over the measured one, for {micro_batches} micro-batches and actions of\n")
     rows = []
     for line, points in measured.items():

@@ -176,7 +176,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def report(results: Sequence[tuple[Case, Result]], micro_batches: int, milliseconds: float) -> list[Verdict]:
-    """Prints the table; returns what was to be reached."""
+    """Prints the table; returns the verdicts."""
     print(
         f"{micro_batches} micro-batches, {milliseconds:g} ms for a forward and each half of a backward; medians in ms\n"
     )

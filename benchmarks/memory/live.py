@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CALLER = -1  # who owns what no worker allocates
-ON_ITS_WAY = -2  # who owns a copy that its receiver has not taken yet
+CALLER = -1  # the owner of storages that no worker allocates
+ON_ITS_WAY = -2  # the owner of a copy that its receiver has not taken yet
 
 
 @dataclass

@@ -180,9 +180,7 @@ def measure(subject: Subject, stages: int, chunks: int, mode: str, costs: Costs)
     predicted = predicted_peaks(costs, stages, chunks, mode)
     memory = []
     for stage in range(stages):
-        own = (
-            batch.nbytes if stage == 0 else 0
-        )  # the caller's batch lies on the first stage's device for the whole step
+        own = batch.nbytes if stage == 0 else 0  # the first stage's device holds the caller's batch for the whole step
         memory.append(
             StageMemory(
                 stage,
@@ -198,7 +196,7 @@ def measure(subject: Subject, stages: int, chunks: int, mode: str, costs: Costs)
 
 
 def measure_process(subject: Subject, chunks: int, costs: Costs) -> Process:
-    """Two stages that keep everything, seen between forward and backward, when nobody works."""
+    """Two stages without checkpointing, measured between forward and backward, when no worker runs."""
     batch = subject.batch(chunks)
     predicted = sum(predicted_peaks(costs, 2, chunks, "never"))
 
@@ -253,7 +251,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def report(cases: Sequence[Case], processes: Sequence[Process]) -> list[Verdict]:
-    """Prints both tables; returns what was to be reached."""
+    """Prints both tables; returns the verdicts."""
     print(
         f"peaks of the stage whose prediction is worst, in MB (1e6 bytes); predicted from {RECORDED} recorded "
         "micro-batches;\nthe last three columns: the largest of all stages, above the prediction\n"
@@ -301,7 +299,7 @@ def above(value: float, reference: float) -> str:
 
 
 def judge(cases: Sequence[Case], processes: Sequence[Process]) -> list[Verdict]:
-    """What was to be reached: within 5 %, in either direction, on the worst stage."""
+    """The targets: within 5 %, in either direction, on the worst stage."""
     verdicts = []
     for what, name in (
         ("kept", "kept"),

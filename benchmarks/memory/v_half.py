@@ -110,7 +110,7 @@ def look(storages: LiveStorages, worker: int, layers: nn.Sequential, *, last: bo
 
 
 def most_between_actions(storages: LiveStorages, worker: int) -> int:
-    """The peak of everything that is not for somebody else: saved values, and the gradients that wait for a W."""
+    """The peak of a worker's own storages: saved values, and the gradients that wait for a W."""
     sizes: dict[int, int] = {}
     most = 0
     for sign, block in storages.events:
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def report(cases: Sequence[Case]) -> list[Verdict]:
-    """Prints the table; returns what was to be reached."""
+    """Prints the table; returns the verdicts."""
     print(f"activations of the worker that holds most, {CHUNKS} micro-batches, in MB (1e6 bytes), and beside 1F1B's\n")
     rows, verdicts = [], []
     for case in cases:

@@ -37,7 +37,7 @@ MODELS = ("transformer", "unet")
 
 @dataclass(frozen=True)
 class Line:
-    """What the table says about an entrant besides its times.
+    """A line of the table.
 
     Attributes:
         mode: of checkpointing; None: no pipe.
@@ -51,7 +51,7 @@ class Line:
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """Its name in the table."""
         if self.mode is None:
             return ONE_CORE
         what = REWRITTEN
@@ -87,7 +87,7 @@ def check(scripts: dict[Line, Script]) -> None:
 
 
 def measure(task: Task, modes: list[str], rounds: int) -> dict[Line, list[float]]:
-    """The seconds of everyone's steps, in turns."""
+    """The seconds of the steps of all scripts, in turns."""
     with running() as start:
         scripts = {Line(): unpipelined(task)}
         for mode in modes:

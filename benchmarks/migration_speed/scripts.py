@@ -1,4 +1,4 @@
-"""What the old scripts do: make a pipe, and take training steps with it. The same lines run on either library."""
+"""Old scripts, which make a pipe and train with it. The same lines run on the old library and on its adapter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEVICES = ["cpu", "cpu"]
 
 @dataclass(frozen=True)
 class Task:
-    """What everyone computes.
+    """The model and the mini-batch of all scripts.
 
     Attributes:
         build: makes the model, with the same values each time, from a library's skip connections.
@@ -56,10 +56,10 @@ Starter = Callable[[Task, str], Script]
 
 
 def balanced(pipe_class: Any, skips: Any) -> Starter:
-    """What scripts for torchgpipe's `GPipe` and fairscale's `Pipe` do.
+    """Scripts for torchgpipe's `GPipe` and fairscale's `Pipe`.
 
     Args:
-        pipe_class: one of these two, or what stands for it.
+        pipe_class: one of these two, or its adapter.
         skips: the skip connections that belong to it.
     """
 
@@ -78,7 +78,7 @@ def balanced(pipe_class: Any, skips: Any) -> Starter:
 
 
 def synchronous(pipe_class: Any, skips: Any) -> Starter:
-    """What scripts for the `Pipe` of `torch.distributed.pipeline.sync` do: they place the layers themselves."""
+    """Scripts for the `Pipe` of `torch.distributed.pipeline.sync`, which place the layers themselves."""
 
     def start(task: Task, mode: str) -> Script:
         layers = list(task.build(skips))
@@ -124,10 +124,10 @@ class Library:
         name: as the table calls it.
         version: that scripts are written for; None: the library does not run on today's PyTorch.
         package: has the pipe's class.
-        adapter: has the class that stands for it.
+        adapter: has the adapter's class.
         pipe_class: its name.
         skips: of both packages, the module of the skip connections.
-        script: what those who use it do.
+        script: makes a script for the library from a pipe's class and skip connections.
     """
 
     name: str

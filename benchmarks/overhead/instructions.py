@@ -22,7 +22,7 @@ FEW = 20  # steps, in which everything that happens once has happened
 
 
 def run(case: Case, what: str, micro_batches: int, steps: int) -> None:
-    """What the child processes do."""
+    """Runs steps in a child process."""
     torch.set_num_threads(1)
     batch, target = torch.randn(micro_batches), torch.randn(micro_batches)
     module = case.model() if what == "plain" else case.pipe(micro_batches)

@@ -119,7 +119,7 @@ def piped(case: Case, pipe: Pipe, batch: Tensor, target: Tensor) -> Callable[[],
 
 
 def candidates(case: Case, micro_batches: int) -> dict[str, harness.Candidate]:
-    """The plain loop and the pipe, which must leave the same gradients."""
+    """The plain loop and the pipe; both must compute the same gradients."""
     batch, target = torch.randn(micro_batches), torch.randn(micro_batches)
     model, pipe = case.model(), case.pipe(micro_batches)
     loop, pipeline = plain_loop(case, model, batch, target), piped(case, pipe, batch, target)
@@ -189,7 +189,7 @@ def off_the_line(by_chunks: dict[int, Times]) -> float:
 
 
 def report(measured: dict[Case, dict[int, Times]]) -> list[Verdict]:
-    """Prints both tables; returns what was to be reached."""
+    """Prints both tables; returns the verdicts."""
     rows, fits, verdicts = [], [], []
     for case, by_chunks in measured.items():
         label = [case.name, str(case.workers), str(case.stages_per_worker)]

@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def report(trained: Mapping[tuple[str, int], Times], rounds: int) -> list[Verdict]:
-    """Prints the table of steps; returns what was to be reached."""
+    """Prints the table of steps; returns the verdicts."""
     for name in dict.fromkeys(name for name, _ in trained):
         print(f"{name}: two stages, each {SIZES[name]} for each micro-batch")
     print(

@@ -1,4 +1,4 @@
-"""What everyone in `p2p_overhead` computes: equal blocks, from tiny to large, one half of them on each process."""
+"""The models of `p2p_overhead`: equal blocks, from tiny to large, one half of them on each process."""
 
 from __future__ import annotations
 

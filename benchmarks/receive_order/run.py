@@ -1,4 +1,4 @@
-"""How much time does it cost to post receives at the wrong place?
+"""How much time does it cost to post receives in the wrong place?
 
 Simulated, not measured: the schedules of torch.distributed.pipelining, with receives where PyTorch posts them and where
 pipework posts them, on channels that keep an order. Each is compared with its own order on channels that keep none.
@@ -16,7 +16,7 @@ TARGET = 0.2
 
 
 def makespan(schedule: Schedule, costs: Costs, channel: Channel = "unbounded") -> float:
-    """Infinity if workers wait for ever."""
+    """The simulated makespan; infinity if the workers deadlock."""
     try:
         return simulate(schedule, costs, channel=channel).makespan
     except ScheduleError:

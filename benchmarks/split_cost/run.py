@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def report(costs: Mapping[str, Cost]) -> list[Verdict]:
-    """Prints the table; returns what was to be reached."""
+    """Prints the table; returns the verdicts."""
     rows, verdicts = [], []
     for name, cost in costs.items():
         case = CASES[name]

@@ -90,7 +90,7 @@ def forecast(subjects: Mapping[str, Subject], steps: int) -> dict[str, Forecast]
 
 
 def report(forecasts: Mapping[str, Forecast], steps: int) -> list[Verdict]:
-    """Prints the table; returns what was to be reached."""
+    """Prints the table; returns the verdicts."""
     print(f"\npredicted and measured seconds of a step, the measured ones medians of {steps} recorded steps in turns\n")
     rows, verdicts = [], []
     for name, each in forecasts.items():

@@ -1,4 +1,4 @@
-"""Who takes part in `two_stage_speed` with two processes, and what one process does of each."""
+"""The candidates of `two_stage_speed` with two processes, and the part of one process in each."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ BEST_TARGET = 0.52  # of the one-core time: within 4 % of a perfect split, for t
 
 
 @dataclass(frozen=True)
-class Entrant:
-    """Someone who takes part.
+class Variant:
+    """A candidate: a model that trains in some way.
 
     Attributes:
         step: times forward, loss and backward, with cleared gradients.
@@ -48,12 +48,12 @@ class Entrant:
     schedule: str | None = None
 
 
-def entrant(model: nn.Module, run: Callable[[], object], schedule: str | None = None) -> Entrant:
-    """Someone in this process."""
-    return Entrant(harness.timed(run, before=model.zero_grad), lambda: harness.gradients_of(model), schedule)
+def variant(model: nn.Module, run: Callable[[], object], schedule: str | None = None) -> Variant:
+    """A variant in this process."""
+    return Variant(harness.timed(run, before=model.zero_grad), lambda: harness.gradients_of(model), schedule)
 
 
-def unpipelined(task: Task, *, micro_batched: bool) -> Entrant:
+def unpipelined(task: Task, *, micro_batched: bool) -> Variant:
     """The model as it is, on the calling thread."""
     model = task.model()
     pieces = list(zip(*(each.chunk(task.chunks if micro_batched else 1) for each in task.batch()), strict=True))
@@ -62,19 +62,19 @@ def unpipelined(task: Task, *, micro_batched: bool) -> Entrant:
         for piece, target in pieces:
             (task.loss_of(model(piece), target) / len(pieces)).backward()
 
-    return entrant(model, run)
+    return variant(model, run)
 
 
-def outside_loss(task: Task, model: nn.Module) -> Entrant:
+def outside_loss(task: Task, model: nn.Module) -> Variant:
     """A pipeline in this process that gives its outputs to a loss outside."""
     batch, target = task.batch()
-    return entrant(model, lambda: task.loss_of(model(batch), target).backward(), "gpipe")
+    return variant(model, lambda: task.loss_of(model(batch), target).backward(), "gpipe")
 
 
-def inside_loss(task: Task, pipe: Pipe, schedule: str) -> Entrant:
+def inside_loss(task: Task, pipe: Pipe, schedule: str) -> Variant:
     """A pipe that computes the loss itself."""
     batch, target = task.batch()
-    return entrant(pipe, lambda: pipe(batch, target=target).backward(), schedule)
+    return variant(pipe, lambda: pipe(batch, target=target).backward(), schedule)
 
 
 def pipe_of(task: Task, schedule: str, *, inside: bool = True) -> Pipe:
@@ -99,29 +99,29 @@ def torchgpipe_model(task: Task) -> nn.Module | None:
     return pipe
 
 
-def all_entrants(task: Task, processes: TwoProcesses, pipes: dict[str, Pipe]) -> dict[str, Entrant]:
-    """Everyone, with what belongs together next to each other."""
-    entrants = {
+def all_variants(task: Task, processes: TwoProcesses, pipes: dict[str, Pipe]) -> dict[str, Variant]:
+    """All variants, related ones next to each other."""
+    variants = {
         ONE_CORE: unpipelined(task, micro_batched=True),
         WHOLE: unpipelined(task, micro_batched=False),
         OUTSIDE: outside_loss(task, pipes[OUTSIDE]),
     }
     for schedule in TRAINING:
         name = f"pipework {schedule}"
-        entrants[name] = inside_loss(task, pipes[name], schedule)
+        variants[name] = inside_loss(task, pipes[name], schedule)
     other = torchgpipe_model(task)
     if other is not None:
-        entrants[TORCHGPIPE] = outside_loss(task, other)
+        variants[TORCHGPIPE] = outside_loss(task, other)
     for name, schedule in {**ranks.NAMES, **ranks.RIVALS}.items():
-        entrants[name] = Entrant(partial(processes.seconds, name), partial(processes.gradients, name), schedule)
-    return entrants
+        variants[name] = Variant(partial(processes.seconds, name), partial(processes.gradients, name), schedule)
+    return variants
 
 
-def check(entrants: dict[str, Entrant]) -> None:
+def check(variants: dict[str, Variant]) -> None:
     """All candidates must compute the same gradients."""
-    entrants[ONE_CORE].step()
-    expected = entrants[ONE_CORE].gradients()
-    for name, each in entrants.items():
+    variants[ONE_CORE].step()
+    expected = variants[ONE_CORE].gradients()
+    for name, each in variants.items():
         each.step()
         harness.check_gradients(name, each.gradients(), expected)
 
@@ -142,15 +142,15 @@ def main(argv: list[str] | None = None) -> None:
             OUTSIDE: pipe_of(task, "gpipe", inside=False),
             **{f"pipework {schedule}": pipe_of(task, schedule) for schedule in TRAINING},
         }
-        entrants = all_entrants(task, processes, pipes)
-        check(entrants)
-        seconds = harness.alternate({name: each.step for name, each in entrants.items()}, rounds, warm_up=1)
+        variants = all_variants(task, processes, pipes)
+        check(variants)
+        seconds = harness.alternate({name: each.step for name, each in variants.items()}, rounds, warm_up=1)
         forecasts = predictions.forecast(
-            {name: subject(task, name, pipe, entrants[name], arguments.predict) for name, pipe in pipes.items()},
+            {name: subject(task, name, pipe, variants[name], arguments.predict) for name, pipe in pipes.items()},
             recorded,
         )
 
-    schedules = {name: each.schedule for name, each in entrants.items()}
+    schedules = {name: each.schedule for name, each in variants.items()}
     report(seconds, schedules, task, rounds)
     verdicts = [*judge(seconds, schedules, task), *predictions.report(forecasts, recorded)]
     results = {
@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     harness.conclude("two_stage_speed", arguments, machine, verdicts, results)
 
 
-def subject(task: Task, name: str, pipe: Pipe, one: Entrant, timeout: float) -> predictions.Subject:
+def subject(task: Task, name: str, pipe: Pipe, one: Variant, timeout: float) -> predictions.Subject:
     """A pipe whose steps are to be predicted."""
     batch, target = task.batch()
     inside = None if name == OUTSIDE else target
@@ -199,7 +199,7 @@ def report(seconds: dict[str, list[float]], schedules: dict[str, str | None], ta
 
 
 def judge(seconds: dict[str, list[float]], schedules: dict[str, str | None], task: Task) -> list[Verdict]:
-    """What was to be reached: near the ideal, ahead of one core and of whoever runs the same schedule."""
+    """The targets: near the ideal, faster than one core and than other libraries with the same schedule."""
     verdicts = []
     for name, times in seconds.items():
         schedule = schedules[name]

@@ -1,4 +1,4 @@
-"""What everyone in `two_stage_speed` computes, and what each schedule makes of it at best."""
+"""The model and mini-batch of all candidates of `two_stage_speed`, and the ideal step of each schedule."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A U-Net with long skips trains for one mini-batch: forward, loss, backward. The plain model on one core is the baseline.
 pipework and torchgpipe run the same layers in one and in two partitions, without checkpointing and with all of it. The
-plain model with two intra-op threads shows what PyTorch makes of two cores by itself. Everyone takes turns in one run.
+plain model with two intra-op threads shows how PyTorch alone uses two cores. All candidates take turns in one run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TARGET = 1.6  # times as fast as one core
 
 @dataclass(frozen=True)
 class Task:
-    """What everyone computes."""
+    """The model and the mini-batch of all candidates."""
 
     network: UNet
     size: int  # of the square images
@@ -143,10 +143,10 @@ def named(library: str, partitions: int, mode: str) -> str:
     return f"{library}, pipeline-{partitions}, checkpoint {mode!r}"
 
 
-def check(everyone: dict[str, Runner]) -> None:
+def check(candidates: dict[str, Runner]) -> None:
     """All candidates must compute the same gradients."""
     gradients: dict[str, list[Tensor]] = {}
-    for name, runner in everyone.items():
+    for name, runner in candidates.items():
         runner.candidate()()
         gradients[name] = harness.gradients_of(runner.model)
         harness.check_gradients(name, gradients[name], gradients[runner.like], of_largest=1e-4, atol=1e-7)
@@ -193,9 +193,11 @@ def main(argv: list[str] | None = None) -> None:
     keeps = keep_freed_memory()
     with harness.on_this_machine() as machine:
         balance = halves(task, arguments.balance)
-        everyone = runners(task, balance)
-        check(everyone)
-        seconds = harness.alternate({name: runner.candidate() for name, runner in everyone.items()}, rounds, warm_up=1)
+        candidates = runners(task, balance)
+        check(candidates)
+        seconds = harness.alternate(
+            {name: runner.candidate() for name, runner in candidates.items()}, rounds, warm_up=1
+        )
         busy = busy_shares(task, balance)
 
     report(seconds, task, balance, busy, rounds)
@@ -255,7 +257,7 @@ def share(seconds: dict[str, list[float]], name: str, of: str) -> float:
 
 
 def judge(seconds: dict[str, list[float]], task: Task) -> list[Verdict]:
-    """What was to be reached. Smaller is better in a verdict, so speed-ups stand upside down: 1.6 x is 0.625."""
+    """The targets. Smaller is better in a verdict, so speed-ups stand upside down: 1.6 x is 0.625."""
     verdicts = []
     if "never" in task.modes:
         ours, one = named("pipework", 2, "never"), named("pipework", 1, "never")
