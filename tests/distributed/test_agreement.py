@@ -178,6 +178,7 @@ def published(text: str) -> str:
 
 
 @pytest.mark.parametrize("text", ["5", "[" * 100_000, "{", "", '{"key": 5}'])
+@pytest.mark.thorough
 def test_a_contract_that_cannot_be_read_is_named_as_different(store: TCPStore, text: str) -> None:
     text_digest = hashlib.sha256(text.encode()).hexdigest()
     content = published(text if text != '{"key": 5}' else '{"key": 6}')  # whose digest is another one

@@ -131,6 +131,7 @@ for _ in range(3):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS and /proc")
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.thorough
 def test_a_cpu_whose_memory_ends(checkpoint: str) -> None:
     result = subprocess.run([sys.executable, "-c", REAL, checkpoint], timeout=60, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -50,6 +50,7 @@ def at_once(*calls: Callable[[], None]) -> list[BaseException]:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.thorough
 def test_the_first_call_from_two_threads_at_once(
     way: Any, checkpoint: str, own_workers: Callable[[], list[threading.Thread]]
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_forked_process_knows_that_its_threads_are_gone() -> None:
 
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "import os; del pipe", "output = pipe(x)"])
+@pytest.mark.thorough
 def test_a_process_with_idle_workers_ends_at_once(ending: str) -> None:
     script = (
         "import torch\nfrom torch import nn\nfrom pipework import Pipe\n"

@@ -68,6 +68,7 @@ MESSAGES: dict[str, tuple[Tensor | None, ...]] = {
 
 
 @pytest.mark.parametrize("first", MESSAGES)
+@pytest.mark.thorough
 def test_every_message_comes_after_every_other_one(ends: list[Channel], first: str) -> None:
     for name in MESSAGES:
         for _ in range(2):

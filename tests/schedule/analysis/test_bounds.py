@@ -294,6 +294,7 @@ def tiny(seed):
 
 
 @pytest.mark.parametrize("seeds", [range(150), pytest.param(range(150, 1000), marks=pytest.mark.slow)])
+@pytest.mark.thorough
 def test_the_best_of_all_schedules_does_not_beat_them(seeds):
     tight = possible = 0
     for seed in seeds:

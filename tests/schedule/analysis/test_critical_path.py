@@ -86,6 +86,7 @@ def costs_of(draw, schedule):
     channel=st.sampled_from(["unbounded", "pair", "worker"]),
     data=st.data(),
 )
+@pytest.mark.thorough
 def test_it_has_no_holes_and_is_as_long_as_the_step(name, workers, chunks, channel, data):
     schedule = build(name, workers=workers, chunks=chunks)
     if not schedule.inference:

@@ -86,6 +86,7 @@ def test_the_look_of_one_color_a_worker():
         assert rgb(ACTION["F"]) not in there
 
 
+@pytest.mark.thorough
 def test_labels_can_be_left_out():
     line = predicted(2, 2)
     boxes = list(cells(line))
@@ -127,6 +128,7 @@ def test_titles_are_no_formulas():
     assert decoded(png(simulate(schedule).timeline)).width > 100
 
 
+@pytest.mark.thorough
 def test_a_large_timeline_is_drawn():
     line = simulate(build("1f1b", workers=64, chunks=512)).timeline
     there = colors(decoded(png(line, scale=1)))
