@@ -33,6 +33,7 @@ def test_each_has_its_names_from_their_sources(package: str, name: str) -> None:
         "from pipework.compat.torchgpipe import GPipe, balance; balance.blockpartition.solve",
     ],
 )
+@pytest.mark.thorough
 def test_each_kind_of_import_line_works_first(line: str) -> None:
     subprocess.run([sys.executable, "-c", line], check=True)
 

@@ -67,6 +67,7 @@ def test_ranks_that_agree(store: TCPStore) -> None:
         ({"schedule": ["1f1b"]}, 'schedule: "1f1b" on rank 0, 2; ["1f1b"] on rank 1'),
     ],
 )
+@pytest.mark.thorough
 def test_differences_are_shown_on_every_rank(store: TCPStore, changed: dict[str, Any], line: str) -> None:
     begun = time.monotonic()
     outcomes = all_agree(store, {0: SAME, 1: {**SAME, **changed}, 2: SAME}, 3)
@@ -125,6 +126,7 @@ LIST = [f"layer {n}" for n in range(3000)]
     ],
     ids=lambda value: "" if isinstance(value, (list, dict, int)) else value[:40],
 )
+@pytest.mark.thorough
 def test_of_long_lists_and_dicts_the_first_difference_is_shown(
     store: TCPStore, left: Any, right: Any, line: str
 ) -> None:

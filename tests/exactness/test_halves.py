@@ -130,6 +130,7 @@ COMPILED: dict[str, Callable[[str], nn.Module]] = {
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("how", COMPILED)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.thorough
 def test_a_compiled_layer_forms_its_whole_gradient_at_once_and_nothing_waits(
     way: Any, how: str, backend: str, checkpoint: str, assert_trained_alike: Callable[..., None]
 ) -> None:

@@ -47,6 +47,7 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
     indirect=["way"],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.thorough
 def test_compiled_layers(way: Any, checkpoint: str, backend: str) -> None:
     torch._dynamo.reset()
     plain = nn.Sequential(*(Block() for _ in range(4)))

@@ -34,6 +34,7 @@ def perplexities(told: str) -> list[float]:
     return [float(found) for found in re.findall(r"perplexity ([\d.]+)", told)]
 
 
+@pytest.mark.thorough
 def test_a_transformer_of_2021_learns(run: Callable[..., str]) -> None:
     told = run("transformer_sync.py", *TINY, "--layers", "2")
     assert "4 layers in 2 partitions on" in told
@@ -42,6 +43,7 @@ def test_a_transformer_of_2021_learns(run: Callable[..., str]) -> None:
     assert test < 100
 
 
+@pytest.mark.thorough
 def test_two_replicas_of_2021_learn_the_same(run: Callable[..., str]) -> None:
     told = run("transformer_ddp_sync.py", *TINY)
     first, second, test = perplexities(told)

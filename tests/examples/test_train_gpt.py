@@ -172,6 +172,7 @@ def test_every_schedule_gives_the_same_loss_curve(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.thorough
 def test_resuming_goes_on_as_if_nothing_had_happened(
     script: ModuleType,
     tiny: list[str],

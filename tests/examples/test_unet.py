@@ -25,6 +25,7 @@ def script(load: Callable[[str], ModuleType]) -> ModuleType:
     return load("unet")
 
 
+@pytest.mark.thorough
 def test_a_user_sees_it_learn_without_any_warning(
     run_python: RunPython, environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
@@ -225,6 +226,7 @@ def everything(mesh: Mesh) -> dict[str, str]:
     return failures
 
 
+@pytest.mark.thorough
 def test_1_to_10_two_ranks_do_what_the_plain_model_does(on_ranks: Callable[..., list[Any]]) -> None:
     failures = on_ranks(2, everything)
     for rank, its in enumerate(failures):

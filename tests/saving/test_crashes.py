@@ -170,6 +170,7 @@ def crash_everywhere(monkeypatch, tmp_path, scenario, dead, chosen: Callable[[in
 
 @pytest.mark.parametrize("dead", [True, False], ids=["stops", "fails"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.thorough
 def test_a_crash_at_some_calls(monkeypatch, tmp_path, scenario, dead):
     seed = random.Random(f"{scenario} {dead}")
     crash_everywhere(monkeypatch, tmp_path, scenario, dead, lambda count: [*seed.sample(range(count), 12), count - 1])

@@ -70,6 +70,7 @@ def test_the_files(saved):
     saved.assert_is_of(2)
 
 
+@pytest.mark.thorough
 def test_two_hundred_flipped_bits(saved, caplog):
     draw = random.Random(0)
     files = files_of(saved.paths[1])
@@ -101,6 +102,7 @@ def test_truncated_and_deleted_files(saved, caplog, name, how):
 
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(NAMES, 2)), ids="-".join)
+@pytest.mark.thorough
 def test_swapped_files(saved, caplog, pair):
     first, second = (saved.paths[1] / name for name in pair)
     if first.read_bytes() == second.read_bytes():

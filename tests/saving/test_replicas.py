@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -63,6 +64,7 @@ def train(mesh: Mesh, folder: str) -> list[dict[str, Any]]:
     return [*seen, {"drawn": drawn()}]
 
 
+@pytest.mark.thorough
 def test_they_go_on_with_the_same_bits(on_ranks: Run, tmp_path: Path) -> None:
     whole = on_ranks(4, train, init={"dp": 2}, folder=str(tmp_path))
     rest = on_ranks(4, train, init={"dp": 2}, folder=str(tmp_path))

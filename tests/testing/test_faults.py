@@ -106,6 +106,7 @@ def test_raising() -> None:
 
 
 @pytest.mark.parametrize(("kind", "others_run"), [("sleep", True), ("hang", True), ("hold_gil", False)])
+@pytest.mark.thorough
 def test_taking_time(kind: str, others_run: bool) -> None:
     times: list[float] = []
     done = threading.Event()
@@ -128,11 +129,13 @@ def test_taking_time(kind: str, others_run: bool) -> None:
 
 
 @pytest.mark.parametrize(("kind", "number"), [("kill", signal.SIGKILL), ("terminate", signal.SIGTERM)])
+@pytest.mark.thorough
 def test_signals(kind: str, number: int) -> None:
     code = f"from pipework.testing.faults import fail_at; fail_at(kind={kind!r}).strike()"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -number
 
 
+@pytest.mark.thorough
 def test_stopping_for_a_while() -> None:
     code = "from pipework.testing.faults import fail_at; fail_at(kind='stop', seconds=0.5).strike(); print('woken')"
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)

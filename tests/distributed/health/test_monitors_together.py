@@ -61,6 +61,7 @@ def test_another_kind_of_call_that_is_over(watched: Watching) -> None:
     assert "call 1 is 'evaluation' on rank 0" in failure.text
 
 
+@pytest.mark.thorough
 def test_who_is_ahead_or_behind_is_no_failure(watched: Watching) -> None:
     first, second = watched(0), watched(1)
     for _ in range(3):
@@ -71,6 +72,7 @@ def test_who_is_ahead_or_behind_is_no_failure(watched: Watching) -> None:
     assert (first.failure, second.failure) == (None, None)
 
 
+@pytest.mark.thorough
 def test_who_leaves_after_the_same_calls_is_no_failure(watched: Watching) -> None:
     first, second = watched(0), watched(1)
     for monitor in (first, second):
@@ -223,6 +225,7 @@ GARBAGE = [
 ]
 
 
+@pytest.mark.thorough
 def test_garbage_in_every_key_is_ignored(watched: Watching, store: TCPStore) -> None:
     first, second = watched(0, detect=6), watched(1, detect=6)
     for monitor in (first, second):
@@ -247,6 +250,7 @@ def test_garbage_in_every_key_is_ignored(watched: Watching, store: TCPStore) -> 
     assert failure.text.endswith("ValueError: bad row")
 
 
+@pytest.mark.thorough
 def test_a_broken_connection_is_made_anew(watched: Watching, caplog: Any) -> None:
     first, second = watched(0, detect=10), watched(1, detect=10)
     first.announce("too much", "x" * 9_000_000)  # the server closes the connection of who sends that much

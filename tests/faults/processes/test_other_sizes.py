@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -58,6 +59,7 @@ def merged(parts: list[dict[str, list[float]]]) -> dict[str, list[float]]:
     return {name: gradient for part in parts for name, gradient in part.items()}
 
 
+@pytest.mark.thorough
 def test_any_number_of_workers_goes_on(on_ranks: Run, tmp_path: Path) -> None:
     expected = merged(on_ranks(4, save, folder=str(tmp_path)))
     assert len(expected) == 2 * 16

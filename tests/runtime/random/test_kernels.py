@@ -103,6 +103,7 @@ def test_installing_changes_nothing_that_pytorch_draws() -> None:
 
 
 @pytest.mark.parametrize(("layer", "installs"), [("nn.ReLU()", False), ("nn.Dropout(0.1)", True)])
+@pytest.mark.thorough
 def test_the_kernels_are_replaced_only_when_a_layer_may_draw(layer: str, installs: bool) -> None:
     script = (
         "import torch\nfrom torch import nn\nfrom pipework import Pipe\nfrom pipework.runtime.random import kernels\n"

@@ -147,6 +147,7 @@ def test_memory_strip_only_where_memory_is_known():
     st.booleans(),
     st.text(max_size=20),
 )
+@pytest.mark.thorough
 def test_any_picture_is_whole_and_inside_its_frame(workers, micro_batches, colors, update, title):
     schedule = Schedule(title, range(workers), fill_drain(workers, micro_batches).orders)
     line = simulate(with_recompute(schedule, micro_batches // 2)).timeline
