@@ -66,6 +66,20 @@ class StepHeader(NamedTuple):
     recorded: bool
 
 
+class MiniBatch(NamedTuple):
+    """What a process gave the pipe in a call; None where another process has it.
+
+    Attributes:
+        arguments: the positional inputs.
+        keywords: the keyword inputs.
+        target: of the loss.
+    """
+
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    target: Any
+
+
 class StepFacts(NamedTuple):
     """What all processes know of a call.
 
@@ -180,16 +194,16 @@ class Backend(Protocol):
     def check_inputs(self, inputs: Collection[Any]) -> None:
         """Raises a TypeError if inputs are missing in a process that must read them."""
 
-    def begin(self, header: StepHeader, rows: Sequence[int] | None, *, inside: bool) -> StepFacts:
+    def begin(self, header: StepHeader, rows: Sequence[int] | None, data: MiniBatch) -> StepFacts:
         """What all processes know of a call.
 
         Args:
             header: how this process makes the call.
             rows: of each micro-batch; None: another process reads the inputs.
-            inside: whether this process was given a target.
+            data: what this process was given.
 
         Raises:
-            ValueError: the processes make different calls.
+            ValueError: the processes make different calls, or were given different data.
         """
 
     def common_error(self, error: ValueError) -> ValueError:
@@ -264,10 +278,10 @@ class LocalBackend:
     def check_inputs(self, inputs: Collection[Any]) -> None:
         """Splitting them finds what is missing."""
 
-    def begin(self, header: StepHeader, rows: Sequence[int] | None, *, inside: bool) -> StepFacts:
+    def begin(self, header: StepHeader, rows: Sequence[int] | None, data: MiniBatch) -> StepFacts:
         """This process knows everything. The key is drawn when the call has been checked."""
         assert rows is not None
-        return StepFacts(sum(rows), len(rows), None, inside)
+        return StepFacts(sum(rows), len(rows), None, data.target is not None)
 
     def common_error(self, error: ValueError) -> ValueError:
         """The error itself."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipework.autograd.nodes import LossInside, LossOutside, attach
-from pipework.backend import LocalBackend, PipeSpec, StepHeader
+from pipework.backend import LocalBackend, MiniBatch, PipeSpec, StepHeader
 from pipework.model import microbatch
 from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from pipework.model.checkpoint import MODES, checkpointed_micro_batches
@@ -38,10 +38,11 @@ from pipework.timeline import Recording
 from pipework.values import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence, Sized
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.data.distributed import DistributedSampler
 
     from pipework.backend import Backend, ProcessGroupView
     from pipework.distributed.mesh import Mesh
@@ -229,13 +230,36 @@ class Pipe(Layers):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of several replicas of the pipe this process belongs to; for a DistributedSampler."""
+        """Which of several replicas of the pipe this process belongs to; see `sampler`."""
         return self._backend.data_parallel_rank
 
     @property
     def data_parallel_size(self) -> int:
         """How many replicas of the pipe there are, each of which is to be given other data."""
         return self._backend.data_parallel_size
+
+    def sampler(
+        self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> DistributedSampler[Any]:
+        """A sampler of rows for a `DataLoader`: the same rows for all ranks of a pipe, others for each of its replicas.
+
+        Args:
+            dataset: the rows.
+            shuffle: whether in a new order in every epoch; call its `set_epoch(epoch)` before each.
+            seed: of the order; the same on all ranks.
+            drop_last: leave out rows at the end that do not fill all replicas, instead of repeating some.
+
+        Example:
+            >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), devices=["cpu"])
+            >>> list(pipe.sampler(range(4), shuffle=False))
+            [0, 1, 2, 3]
+        """
+        from torch.utils.data.distributed import DistributedSampler  # needs torch.distributed, which a build may lack
+
+        data: Any = dataset
+        return DistributedSampler(
+            data, self.data_parallel_size, self.data_parallel_rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
 
     @property
     def ranks(self) -> ProcessGroupView | None:
@@ -370,7 +394,8 @@ class Pipe(Layers):
             returns_output=return_output,
             recorded=self._recording is not None,
         )
-        facts = self._backend.begin(header, None if split is None else split.rows, inside=target is not None)
+        given = MiniBatch(inputs, keyword_inputs, target)
+        facts = self._backend.begin(header, None if split is None else split.rows, given)
         training, inside = header.training, facts.inside
         split = split or microbatch.Split.elsewhere(facts.rows, facts.micro_batches)
         targets = None

@@ -15,6 +15,7 @@ library that walks through modules use them:
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import operator
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -287,10 +288,16 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return {name: buffer for name, buffer in module._buffers.items() if name not in left_out}
 
 
-apply_to_tensors: Callable[[nn.Module, Callable[[Tensor], Tensor]], nn.Module] = _required(
-    nn.Module, "_apply", "to move a layer of which a part lies on the meta device"
-)
-"""Replaces every parameter and buffer of a module by what a function makes of it, as `nn.Module.to` does."""
+_apply: Any = _required(nn.Module, "_apply", "to move a layer of which a part lies on the meta device")
+
+
+def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replaces every parameter and buffer of a module by what a function makes of it, as `nn.Module.to` does.
+
+    No fallback. Classes such as `nn.RNNBase` override the method, so it is looked up in the module.
+    """
+    apply: Any = _apply if isinstance(_apply, _Missing) else module._apply
+    apply(function)
 
 
 def copy_metadata(source: Any, target: Any) -> None:
@@ -437,6 +444,46 @@ def norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
     if _foreach_norm is not None and _has_foreach(tensors, tensors[0].device):
         return list(_foreach_norm(tensors, norm_type))
     return [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
+
+
+_clip_grad: Any = _find(torch, "nn.utils.clip_grad")
+_CLIP: Final = "_clip_grads_with_norm_"
+
+
+class _CheckedClip:
+    """Stands for the function that `clip_grad_norm_` calls with the parameters once it has their norm."""
+
+    def __init__(self, clip: Callable[..., Any]) -> None:
+        self.clip = clip
+        self.checks: list[Callable[[Iterable[Any]], None]] = []
+
+    def __call__(self, parameters: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+        for check in tuple(self.checks):
+            check(parameters)
+        return self.clip(parameters, *args, **kwargs)
+
+    def remove(self, check: Callable[[Iterable[Any]], None]) -> None:
+        self.checks.remove(check)
+        if not self.checks and getattr(_clip_grad, _CLIP) is self:
+            setattr(_clip_grad, _CLIP, self.clip)
+
+
+def before_clip_grad_norm(check: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
+    """Calls a function with the parameters before `nn.utils.clip_grad_norm_` changes their gradients.
+
+    There is no public way to see that call. Fallback: the function is never called.
+
+    Returns:
+        A function that ends this.
+    """
+    clip = _find(_clip_grad, _CLIP)
+    if clip is None:
+        return lambda: None
+    if not isinstance(clip, _CheckedClip):
+        clip = _CheckedClip(clip)
+        setattr(_clip_grad, _CLIP, clip)
+    clip.checks.append(check)
+    return functools.partial(clip.remove, check)
 
 
 # Process groups

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from pipework import Pipe
 from pipework import pipe as pipe_module
-from pipework.backend import LocalBackend, StepHeader
+from pipework.backend import LocalBackend, MiniBatch, StepHeader
 from pipework.runtime.peers import LocalPeers, RunSpec
 from pipework.runtime.random.streams import Key
 from pipework.runtime.transport import LocalTransport
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def test_one_process_has_everything() -> None:
     backend = LocalBackend()
     header = StepHeader(training=True, grad=True, everywhere=False, returns_output=False, recorded=False)
-    facts = backend.begin(header, [3, 2], inside=True)
+    facts = backend.begin(header, [3, 2], MiniBatch((), {}, 1))
     assert (facts.rows, facts.micro_batches, facts.key, facts.inside) == (5, 2, None, True)
     key = Key()
     backend.share_key(facts, key)

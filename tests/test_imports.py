@@ -46,7 +46,8 @@ MAY_IMPORT = {
     "summary": {"schedule", "schedule.draw"},
     "testing": {"model", "runtime", "runtime.random", "schedule"},
     "distributed": {
-        "backend", "distributed.gradients", "distributed.health", "distributed.transport", "runtime", "runtime.random",
+        "backend", "distributed.gradients", "distributed.health", "distributed.transport", "model", "runtime",
+        "runtime.random",
         "schedule", "testing", "timeline", "__init__",
     },
     "distributed.gradients": {"distributed.transport"},

@@ -9,11 +9,14 @@ import torch
 from torch import nn
 
 from pipework.distributed.contract import contract
+from pipework.distributed.gradients.clip_check import ClipCheck
 from pipework.distributed.gradients.tied import tied_parameters
 from pipework.distributed.mesh import mesh_of
+from pipework.distributed.optimizer_check import OptimizerCheck
 from pipework.distributed.parameter_check import check_parameters
 from pipework.distributed.peer_group import PeerGroup
 from pipework.distributed.rendezvous import RendezvousSpec
+from pipework.model.release import release_layers
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-    from pipework.backend import PipeSpec, StepFacts, StepHeader
+    from pipework.backend import MiniBatch, PipeSpec, StepFacts, StepHeader
     from pipework.distributed.mesh import Mesh
     from pipework.planning.plan import Plan
     from pipework.runtime.peers import Peers
@@ -55,6 +58,7 @@ class DistributedBackend:
         self.data_parallel_rank = self.mesh.data_parallel_rank
         self.data_parallel_size = self.mesh.data_parallel_size
         self._group: PeerGroup | None = None
+        self._checks: list[object] = []  # open as long as this object
 
     @property
     def group(self) -> PeerGroup:
@@ -109,6 +113,26 @@ class DistributedBackend:
         agreed = contract(spec.module, spec.plan, **spec.settings)
         tied = tied_parameters(spec.partitions, placement)
         self._group = PeerGroup(mesh, RendezvousSpec(placement, pairs, tied, agreed), spec.tensors)
+        self._leave_to_others(spec)
+
+    def _leave_to_others(self, spec: PipeSpec) -> None:
+        """Frees the layers of other ranks, and refuses what would silently work with this rank's layers alone."""
+        placed = list(zip(spec.plan.placement, spec.partitions, strict=True))
+        own = [partition for worker, partition in placed if worker == self.mesh.worker]
+        own_ids = {id(parameter) for partition in own for parameter in partition.parameters()}
+        others = [(self.mesh.ranks[worker], part) for worker, part in placed if worker != self.mesh.worker]
+
+        def parameters() -> list[tuple[str, int, Tensor]]:
+            named = [(name, rank, tensor) for rank, part in others for name, tensor in part.named_parameters()]
+            return [each for each in named if id(each[2]) not in own_ids]
+
+        before = parameters()
+        release_layers([(n, layer, f"rank {rank}") for rank, part in others for n, layer in part.named_children()], own)
+        if others:
+            self._checks = [
+                OptimizerCheck([*before, *parameters()]),
+                ClipCheck(lambda: nn.ModuleList(own).parameters()),
+            ]
 
     def use(self, workers: WorkerThreads) -> None:
         """See `Backend.use`."""
@@ -144,9 +168,9 @@ class DistributedBackend:
                 "were None there; only the others may pass None"
             )
 
-    def begin(self, header: StepHeader, rows: Sequence[int] | None, *, inside: bool) -> StepFacts:
+    def begin(self, header: StepHeader, rows: Sequence[int] | None, data: MiniBatch) -> StepFacts:
         """Sends all ranks what the first and the last of them were given."""
-        return self.group.begin(header, rows, inside=inside)
+        return self.group.begin(header, rows, data)
 
     def common_error(self, error: ValueError) -> ValueError:
         """See `Backend.common_error`."""

@@ -1,12 +1,17 @@
-"""Step headers: at the start of a call the last rank sends the first whether it has a target, the first informs all."""
+"""Step headers: at the start of a call the last rank sends the first whether it has a target, the first informs all.
+
+In the first calls, and now and then later, the headers carry digests of the inputs and targets, so that ranks that were
+given different data see it.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from pipework.backend import StepFacts, StepHeader
+from pipework.distributed.data_digest import NO_DATA, data_digest
 from pipework.distributed.transport.channel import LostConnectionError
 
 if TYPE_CHECKING:
@@ -14,9 +19,24 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pipework.backend import MiniBatch
     from pipework.distributed.transport.channel import Group
 
-_NO_KEY = -1
+_NO_KEY: Final = -1
+_FIRST_CALLS: Final = 4  # whose data are compared
+_INTERVAL: Final = 32  # of later calls; reading a sample takes up to 0.1 ms
+
+
+class _Numbers(NamedTuple):
+    """What is sent."""
+
+    flags: int
+    has_target: int
+    rows: int = 0
+    micro_batches: int = 0
+    key: int = _NO_KEY
+    inputs: int = NO_DATA
+    targets: int = NO_DATA
 
 
 class StepHeaders:
@@ -38,42 +58,59 @@ class StepHeaders:
         self._calls = 0
         self._sends: list[tuple[Tensor, int, Any]] = []  # sends that have not ended yet, and their memory
 
-    def exchange(self, header: StepHeader, rows: Sequence[int] | None, key: int | None, *, inside: bool) -> StepFacts:
+    def exchange(self, header: StepHeader, rows: Sequence[int] | None, key: int | None, data: MiniBatch) -> StepFacts:
         """Gives all ranks the facts of a call that only the first and the last rank know.
 
         Args:
             header: of this rank.
             rows: on the first rank, of each micro-batch.
             key: on the first rank, if it has been drawn.
-            inside: on the last rank, whether there is a target.
+            data: what this rank was given; the target of the last rank is the one that counts.
 
         Raises:
-            ValueError: the ranks make different calls.
+            ValueError: the ranks make different calls, or were given different data.
             LostConnectionError: a rank is gone.
         """
         self._calls += 1
         for _, worker, work in self._sends:
             self._transfer(worker, work.wait)
         self._sends.clear()
-        flags = sum(value << position for position, value in enumerate(header))
+        mine = self._own(header, data)
         if self._worker == self._last != self._first:
-            self._send(self._first, [flags, int(inside), 0, 0, 0])
+            self._send(self._first, mine)
         if self._worker != self._first:
-            theirs, has_target, count, micro_batches, drawn = self._receive(self._first)
-            self._check(theirs, flags, self._first)
+            theirs = facts = self._receive(self._first)
+            other = self._first
         else:
             assert rows is not None
-            count, micro_batches, drawn = sum(rows), len(rows), _NO_KEY if key is None else key
-            theirs, has_target = flags, int(inside)
-            if self._last != self._first:
-                theirs, has_target, _, _, _ = self._receive(self._last)
+            theirs = self._receive(self._last) if self._last != self._first else mine
+            key = _NO_KEY if key is None else key
+            facts = mine._replace(has_target=theirs.has_target, rows=sum(rows), micro_batches=len(rows), key=key)
             for worker in range(len(self._ranks)):  # also if headers differ: then every rank raises
                 if worker != self._first:
-                    self._send(worker, [flags, has_target, count, micro_batches, drawn])
-            self._check(theirs, flags, self._last)
-        return StepFacts(count, micro_batches, None if drawn == _NO_KEY else drawn, bool(has_target))
+                    self._send(worker, facts)
+            other = self._last
+        self._check_flags(theirs.flags, mine.flags, other)
+        if mine.has_target and not facts.has_target and not (header.training and header.grad):
+            # A training step without a target has an error of its own.
+            raise ValueError(
+                f"a target was given here, and none on rank {self._ranks[self._last]}, which has the last stage and "
+                "reads it: give it there"
+            )
+        self._check_data("inputs", theirs.inputs, mine.inputs, other)
+        self._check_data("targets", theirs.targets, mine.targets, other)
+        return StepFacts(
+            facts.rows, facts.micro_batches, None if facts.key == _NO_KEY else facts.key, bool(facts.has_target)
+        )
 
-    def _check(self, theirs: int, mine: int, worker: int) -> None:
+    def _own(self, header: StepHeader, data: MiniBatch) -> _Numbers:
+        flags = sum(value << position for position, value in enumerate(header))
+        numbers = _Numbers(flags, int(data.target is not None))
+        if len(self._ranks) == 1 or (self._calls > _FIRST_CALLS and self._calls % _INTERVAL):
+            return numbers
+        return numbers._replace(inputs=data_digest((data.arguments, data.keywords)), targets=data_digest(data.target))
+
+    def _check_flags(self, theirs: int, mine: int, worker: int) -> None:
         if theirs != mine:
             there, here = (
                 {name: bool(flags >> n & 1) for n, name in enumerate(StepHeader._fields)} for flags in (theirs, mine)
@@ -85,12 +122,22 @@ class StepHeaders:
             )
             raise ValueError(f"the ranks call the pipe differently: {differences}; call it alike on all of them")
 
-    def _send(self, worker: int, numbers: Sequence[int]) -> None:
+    def _check_data(self, what: str, theirs: int, mine: int, worker: int) -> None:
+        if theirs != mine and NO_DATA not in (theirs, mine):
+            raise ValueError(
+                f"rank {self._ranks[self._worker]} was given other {what} than rank {self._ranks[worker]} in call "
+                f"{self._calls} of the pipe. All ranks of a pipe take the same mini-batch: inputs are read on rank "
+                f"{self._ranks[self._first]}, targets on rank {self._ranks[self._last]}, and other ranks may pass "
+                "None. A DistributedSampler gives each rank other rows: take pipe.sampler(dataset), which gives "
+                "other rows to each replica of the pipe only; without one, seed the shuffling alike on all ranks"
+            )
+
+    def _send(self, worker: int, numbers: _Numbers) -> None:
         data = torch.tensor([self._calls, *numbers])
         self._sends.append((data, worker, self._transfer(worker, lambda: self._group.send([data], worker, 0))))
 
-    def _receive(self, worker: int) -> list[int]:
-        data = torch.empty(6, dtype=torch.int64)
+    def _receive(self, worker: int) -> _Numbers:
+        data = torch.empty(1 + len(_Numbers._fields), dtype=torch.int64)
         self._transfer(worker, lambda: self._group.recv([data], worker, 0).wait())
         calls, *numbers = data.tolist()
         if calls != self._calls:
@@ -98,7 +145,7 @@ class StepHeaders:
             raise ValueError(
                 f"this is call {self._calls} of the pipe here and {there}: call it equally often everywhere"
             )
-        return numbers
+        return _Numbers(*numbers)
 
     def _transfer(self, worker: int, transfer: Callable[[], Any]) -> Any:
         try:

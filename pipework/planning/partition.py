@@ -12,6 +12,7 @@ from pipework.balance.by_parameters import estimated_costs
 from pipework.balance.checks import check_initialised, checked_balance, not_sequential, too_few_devices
 from pipework.balance.minimax import minimax_partition
 from pipework.model.materialize import materialize_partitions, move
+from pipework.model.release import refuse_released
 from pipework.model.with_device import Device, WithDevice
 from pipework.planning.devices import Machine, checked_devices, default_devices, usable_device
 
@@ -134,6 +135,7 @@ def split_layers(
         start += count
     stages = [number for number in range(len(partitions)) if here is None or number in here]
     own, devices = [partitions[n] for n in stages], [partitioning.devices[n] for n in stages]
+    refuse_released(own)
     materialize_partitions(own, devices, [sum(partitioning.balance[:n]) for n in stages], key)
     for part, device in zip(reversed(own), reversed(devices), strict=True):
         move(part, device)  # in reverse order, so that shared parameters end on the device of the first partition

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _STEP: Final = "training step"
 _SAME_DATA: Final = (
-    "If one has run out of data before the other, give every rank the same number of batches: drop_last=True, or a "
-    "DistributedSampler"
+    "If one has run out of data before the other, give all ranks of a pipe the same batches: a DataLoader with "
+    "sampler=pipe.sampler(dataset)"
 )
 _FOR_ALL: Final = {
     "checkpoint": "Every rank calls save_checkpoint and load_checkpoint, not one of them alone. ",

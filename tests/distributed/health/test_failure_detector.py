@@ -121,7 +121,7 @@ def test_outside_of_calls_nobody_is_missed() -> None:
 def test_a_rank_that_ran_out_of_data() -> None:
     """It may leave, or go on to something else."""
     mine = CALL.ended().begun("clip_grad_norm_").ended().begun("training step")
-    hint = "give every rank the same number of batches: drop_last=True, or a DistributedSampler"
+    hint = "give all ranks of a pipe the same batches: a DataLoader with sampler=pipe.sampler(dataset)"
     left = make_detector().check(0.0, {1: beat(1, left=True, call=CALL.ended())}, mine)
     assert left is not None
     assert left.text == (

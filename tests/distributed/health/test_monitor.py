@@ -100,8 +100,8 @@ def test_a_rank_that_ends_too_early(member: Starting, watched: Watching, store: 
     assert (failure.kind, failure.rank) == ("left", 1)
     assert failure.text == (
         "rank 1 (stage 1) left after 3 training steps, and rank 0 (stage 0) is in its 4th training step. If one has "
-        "run out of data before the other, give every rank the same number of batches: drop_last=True, or a "
-        "DistributedSampler"
+        "run out of data before the other, give all ranks of a pipe the same batches: a DataLoader with "
+        "sampler=pipe.sampler(dataset)"
     )
     assert other.ended() == 0
 

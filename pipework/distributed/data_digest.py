@@ -1,0 +1,50 @@
+"""A digest of a mini-batch, by which ranks see that they were given the same one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from pipework.model.microbatch import flattened
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NO_DATA: Final = 0
+_SAMPLES: Final = 512  # elements of a tensor; more take longer than a small step may be delayed
+_SPREAD: Final = 2654435761  # Knuth's multiplier: its multiples fall between rows and columns of any shape
+
+
+def data_digest(value: Any) -> int:
+    """A number of 63 bits for the tensors of a nested value: their shapes, dtypes and a sample of their elements.
+
+    Returns:
+        The number; `NO_DATA` if there is no tensor.
+
+    Example:
+        >>> x = torch.randn(4, 8)
+        >>> data_digest((x,)) == data_digest((x.clone(),)), data_digest((x,)) == data_digest((x.flip(0),))
+        (True, False)
+        >>> data_digest((None,)) == NO_DATA
+        True
+    """
+    tensors, _, _ = flattened(value)
+    if not tensors:
+        return NO_DATA
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        # A tensor that cannot be read by position, such as a sparse one, counts with its shape.
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            digest.update(_sample(tensor.detach()))
+    return int.from_bytes(digest.digest(), "little") >> 1 or 1
+
+
+def _sample(tensor: Tensor) -> bytes:
+    flat = tensor.reshape(-1)
+    if len(flat) > _SAMPLES:
+        flat = flat[torch.arange(_SAMPLES, device=flat.device).mul_(_SPREAD).remainder_(len(flat))]
+    return bytes(flat.contiguous().view(torch.uint8).tolist())

@@ -1,0 +1,86 @@
+"""Layers of other processes: they give up their memory, and say where their values are instead of answering."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from pipework import torch_private
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+
+_ATTRIBUTE: Final = "_pipework_released"
+
+
+class _Released:
+    """The hooks of a layer that another process trains; an attribute of the layer."""
+
+    def __init__(self, name: str, layer: nn.Module, owner: str) -> None:
+        self.name = name
+        self.owner = owner
+        layer.register_forward_pre_hook(self.refuse_forward)
+        layer.register_state_dict_pre_hook(self.refuse_state_dict)  # type: ignore[no-untyped-call]
+        layer.__dict__[_ATTRIBUTE] = self
+
+    def refuse_forward(self, layer: nn.Module, arguments: Any) -> NoReturn:
+        raise RuntimeError(
+            f"layer {self.name!r} ({type(layer).__name__}) has no values in this process: {self.owner} trains it. "
+            "Call the pipe itself, pipe(x), on all ranks; for one process that has all layers, save the pipe with "
+            "pipework.save_checkpoint, turn the checkpoint into a state dict with `python -m pipework convert`, and "
+            "load that into a new model"
+        )
+
+    def refuse_state_dict(self, layer: nn.Module, prefix: str, keep_vars: bool) -> NoReturn:
+        raise RuntimeError(
+            f"layer {self.name!r} ({type(layer).__name__}) has no values in this process: {self.owner} trains it. "
+            "pipe.state_dict() has the layers of this process; pipework.save_checkpoint saves those of all, and "
+            "`python -m pipework convert` turns the checkpoint into a state dict of the whole model"
+        )
+
+
+def release_layers(layers: Iterable[tuple[str, nn.Module, str]], kept: Collection[nn.Module]) -> None:
+    """Moves layers to the meta device, which frees their memory; afterwards a call or a state dict of them raises.
+
+    Parameters and buffers become new objects, so that another holder of the old ones, such as a second model, is not
+    disturbed. A layer without any stays as it is.
+
+    Args:
+        layers: for each its name, the layer, and who trains it, for the error's message.
+        kept: layers of this process; what they share with the others stays.
+
+    Example:
+        >>> first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        >>> release_layers([("1", second, "rank 1")], [first])
+        >>> first.weight.device.type, second.weight.device.type
+        ('cpu', 'meta')
+    """
+    own = {id(tensor) for layer in kept for tensor in (*layer.parameters(), *layer.buffers())}
+    own_modules = {id(module) for layer in kept for module in layer.modules()}
+
+    def released(tensor: Tensor) -> Tensor:
+        return tensor if id(tensor) in own or tensor.is_meta else torch.empty_like(tensor, device="meta")
+
+    for name, layer, owner in layers:
+        tensors = [*layer.parameters(), *layer.buffers()]
+        if id(layer) in own_modules or all(id(tensor) in own for tensor in tensors) or _ATTRIBUTE in layer.__dict__:
+            continue
+        for parameter in layer.parameters():
+            if id(parameter) not in own:
+                parameter.grad = None
+        torch_private.apply_to_tensors(layer, released)
+        _Released(name, layer, owner)
+
+
+def refuse_released(partitions: Iterable[nn.Sequential]) -> None:
+    """Raises a ValueError if a layer has given up its values, because another process trains it in another pipe."""
+    for name, layer in (named for partition in partitions for named in partition.named_children()):
+        released = getattr(layer, _ATTRIBUTE, None)
+        if released is not None:
+            raise ValueError(
+                f"layer {name!r} gave up its values when a pipe was made of this model before: {released.owner} has "
+                "them. Make the model again for a second pipe, and load a checkpoint of the first into it"
+            )

@@ -1,0 +1,40 @@
+"""Digests of mini-batches: alike for alike data, different for other rows, shapes and dtypes."""
+
+import torch
+
+from pipework import NoChunk
+from pipework.distributed.data_digest import NO_DATA, data_digest
+
+
+def test_equal_data_has_equal_digests_whatever_their_memory() -> None:
+    x = torch.randn(64, 48)
+    assert data_digest((x,)) == data_digest((x.t().clone().t(),)) == data_digest((x.clone(),))
+
+
+def test_other_data_has_other_digests() -> None:
+    x = torch.randint(0, 9, (64, 784))
+    others = [x.flip(0), x.roll(1, 0), x + 1, x[:-1], x.to(torch.int32), x.reshape(784, 64)]
+    assert len({data_digest(each) for each in (x, *others)}) == len(others) + 1
+
+
+def test_rows_that_differ_in_few_columns_are_seen() -> None:
+    """Columns at equal distances are the same in all rows of padded images."""
+    one, other = torch.zeros(64, 28, 28), torch.zeros(64, 28, 28)
+    one[:, 10:18, 10:18] = torch.randn(64, 8, 8)
+    other[:, 10:18, 10:18] = torch.randn(64, 8, 8)
+    assert data_digest(one) != data_digest(other)
+
+
+def test_every_kind_of_tensor_counts() -> None:
+    kinds = (torch.bool, torch.bfloat16, torch.complex64, torch.int8)
+    for dtype in kinds:
+        assert data_digest(torch.zeros(4, 4, dtype=dtype)) != data_digest(torch.ones(4, 4, dtype=dtype))
+    assert data_digest(torch.eye(3).to_sparse()) == data_digest(torch.eye(3).to_sparse())
+    assert data_digest(torch.empty(3, device="meta")) != NO_DATA
+    assert data_digest(torch.tensor(1.0)) != data_digest(torch.tensor(2.0))
+    assert data_digest({"mask": NoChunk(torch.ones(3))}) != data_digest({"mask": NoChunk(torch.zeros(3))})
+
+
+def test_without_tensors_there_is_nothing_to_compare() -> None:
+    assert data_digest((None, {"rows": 3})) == data_digest(None) == NO_DATA
+    assert data_digest(torch.empty(0, 4)) != NO_DATA

@@ -1,0 +1,60 @@
+"""Layers that another process trains have no memory, and say so."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from pipework import Pipe
+from pipework.model.release import release_layers
+
+
+def test_memory_is_freed_and_every_use_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4), nn.BatchNorm1d(4), nn.ReLU())
+    model[1](torch.ones(1, 1, 4))[0].sum().backward()
+    kept = weakref.ref(model[0].weight)
+    tensors = [*model[1].parameters(), *model[2].parameters(), *model[2].buffers()]
+    gone = [weakref.ref(tensor) for tensor in tensors] + [weakref.ref(model[1].weight_ih_l0.grad)]
+    del tensors
+    release_layers([(name, model[int(name)], "rank 1") for name in "123"], [model[0]])
+    gc.collect()
+    assert kept() is not None
+    assert [reference() for reference in gone] == [None] * len(gone)
+    for layer in (model[1], model[2]):
+        assert {tensor.device.type for tensor in (*layer.parameters(), *layer.buffers())} == {"meta"}
+    assert torch.equal(model[3](torch.ones(1)), torch.ones(1))
+    with pytest.raises(RuntimeError, match=r"layer '1' \(LSTM\) has no values in this process: rank 1 trains it"):
+        model(torch.ones(1, 1, 4))
+    with pytest.raises(RuntimeError, match=r"save_checkpoint saves those of all, and `python -m pipework convert`"):
+        model.state_dict()
+    assert list(model[0].state_dict()) == ["weight", "bias"]
+
+
+def test_what_is_shared_with_own_layers_stays() -> None:
+    shared = nn.Linear(3, 3)
+    model = nn.Sequential(nn.Sequential(shared, nn.Tanh()), nn.Sequential(nn.Linear(3, 3), shared))
+    other = nn.Linear(3, 3)
+    model[1].append(other)
+    release_layers([("1", model[1], "rank 1")], [model[0]])
+    assert not shared.weight.is_meta
+    assert model[1][0].weight.is_meta
+    assert model[0](torch.ones(1, 3)).shape == (1, 3)
+
+
+def test_another_holder_of_the_parameters_is_not_disturbed() -> None:
+    layer = nn.Linear(2, 2)
+    weight, before = layer.weight, layer.weight.detach().clone()
+    release_layers([("0", layer, "rank 1")], [])
+    assert torch.equal(weight, before)
+
+
+def test_a_second_pipe_does_not_begin_with_other_values() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    copied = copy.deepcopy(model)
+    release_layers([("1", model[1], "rank 1")], [model[0]])
+    with pytest.raises(ValueError, match=r"layer '1' gave up its values .*: rank 1 has them\. Make the model again"):
+        Pipe(model, balance=[1, 1], devices=["cpu", "cpu"])
+    Pipe(copied, balance=[1, 1], devices=["cpu", "cpu"])
