@@ -11,7 +11,7 @@ from torch import nn
 from pipework.runtime.peers import LocalPeers
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -37,6 +37,7 @@ class PipeSpec:
         settings: the pipe's other arguments, as JSON values.
         tensors: the parameters and buffers of this process's stages, by name.
         grad_scaler: of the pipe; None: there is none.
+        open_workers: starts the pipe's workers, if they do not run, and passes them to `Backend.use`.
     """
 
     module: nn.Sequential
@@ -46,6 +47,7 @@ class PipeSpec:
     settings: Mapping[str, Any]
     tensors: Iterable[tuple[str, Tensor]]
     grad_scaler: torch.amp.GradScaler | None
+    open_workers: Callable[[], object]
 
 
 class StepHeader(NamedTuple):
@@ -176,6 +178,9 @@ class Backend(Protocol):
     def program(self, program: Program, skips: Sequence[Skip]) -> Program:
         """The program with the transfers that these workers need."""
 
+    def check_copyable(self) -> None:
+        """Raises a TypeError if a copy of the pipe would not work."""
+
     # ---- a call -----------------------------------------------------------------------------------------------------
 
     def rank_of(self, worker: int) -> int | None:
@@ -262,6 +267,9 @@ class LocalBackend:
     def program(self, program: Program, skips: Sequence[Skip]) -> Program:
         """Values are sent as they are made, so no transfers are added."""
         return program
+
+    def check_copyable(self) -> None:
+        """A copy gets workers of its own."""
 
     def rank_of(self, worker: int) -> int | None:
         """Every worker is here."""

@@ -180,7 +180,7 @@ class Pipe(Layers):
             "random key of layers on the meta device": key,
         }
         own = [*self.named_parameters(), *self.named_buffers()]
-        backend.join(PipeSpec(module, plan, partitions, self._skips, settings, own, grad_scaler))
+        backend.join(PipeSpec(module, plan, partitions, self._skips, settings, own, grad_scaler, self._engine_in_use))
         loss.place(self.output_device)
         self._chunks = chunks
         self._checkpoint = checkpoint
@@ -264,8 +264,6 @@ class Pipe(Layers):
     @property
     def ranks(self) -> ProcessGroupView | None:
         """The processes of the pipe and its replicas, as one of them sees them; None: workers are threads."""
-        if not self._backend.is_whole:
-            self._engine_in_use()  # its workers exchange texts
         return self._backend.ranks
 
     @property
@@ -314,8 +312,6 @@ class Pipe(Layers):
             >>> pipe.clip_grad_norm_(1.0) <= 1.0
             tensor(True)
         """
-        if not self._backend.is_whole:
-            self._engine_in_use()  # its workers exchange norms
         return self._backend.clip_grad_norm_(self._partitions, max_norm, norm_type, error_if_nonfinite)
 
     def forward(
@@ -560,6 +556,7 @@ class Pipe(Layers):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: everything but the threads, which are made again when they are needed."""
+        self._backend.check_copyable()
         return {**self.__dict__, "_engine": None, "_recording": None, "_engine_lock": None, "_deferring": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

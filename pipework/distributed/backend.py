@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -112,7 +112,7 @@ class DistributedBackend:
         pairs += [(skip.source, to) for skip in spec.skips for to in skip.destinations]
         agreed = contract(spec.module, spec.plan, **spec.settings)
         tied = tied_parameters(spec.partitions, placement)
-        self._group = PeerGroup(mesh, RendezvousSpec(placement, pairs, tied, agreed), spec.tensors)
+        self._group = PeerGroup(mesh, RendezvousSpec(placement, pairs, tied, agreed), spec.tensors, spec.open_workers)
         self._leave_to_others(spec)
 
     def _leave_to_others(self, spec: PipeSpec) -> None:
@@ -136,12 +136,19 @@ class DistributedBackend:
 
     def use(self, workers: WorkerThreads) -> None:
         """See `Backend.use`."""
-        self.group.workers = workers
+        self.group.use(workers)
 
     def program(self, program: Program, skips: Sequence[Skip]) -> Program:
         """The program with sends, receives and reductions."""
         pairs = [(skip.source, to) for skip in skips for to in skip.destinations if to > skip.source]
         return program.across(pairs, reduces=self.group.reduces)
+
+    def check_copyable(self) -> None:
+        """A copy would be a further process of the job."""
+        raise TypeError(
+            "a pipe whose workers are processes cannot be copied or pickled: copy its layers, or save it with "
+            "pipework.save_checkpoint"
+        )
 
     def rank_of(self, worker: int) -> int | None:
         """The number of the worker's process in the job."""
@@ -199,13 +206,6 @@ class DistributedBackend:
             )
         nn.utils.clip_grads_with_norm_(nn.ModuleList(stages.values()).parameters(), max_norm, norm)
         return norm
-
-    def __reduce__(self) -> NoReturn:
-        """A copy would be a further process of the job."""
-        raise TypeError(
-            "a pipe whose workers are processes cannot be copied or pickled: copy its layers, or save it with "
-            "pipework.save_checkpoint"
-        )
 
 
 class DistributedRanks:

@@ -55,13 +55,20 @@ class PeerGroup:
         mesh: the processes.
         spec: the pipe.
         tensors: this rank's parameters and buffers by name, which get the values of those of the first replica.
+        open_workers: see `PipeSpec`; a method of the pipe, which is not kept.
 
     Raises:
         ValueError: the ranks disagree about the pipe.
         TimeoutError: a rank has not come.
     """
 
-    def __init__(self, mesh: Mesh, spec: RendezvousSpec, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        spec: RendezvousSpec,
+        tensors: Iterable[tuple[str, Tensor]],
+        open_workers: Callable[[], object],
+    ) -> None:
         self.mesh = mesh
         self.worker = mesh.worker
         self.ranks = mesh.ranks
@@ -90,7 +97,8 @@ class PeerGroup:
         self._headers = StepHeaders(control, self.ranks, self._first, self._last)
         self._replica_gather = AllGather(control, self.ranks)
         self._all_gather = AllGather(everyone, self.everyone)
-        self.workers: WorkerThreads | None = None
+        self._open_workers = weakref.WeakMethod(open_workers)
+        self._workers: weakref.ref[WorkerThreads] | None = None  # the pipe replaces them with its layers
         self._in_call = threading.Lock()  # held during a call
         self._caller = 0  # the thread that makes the call
         self._lock = threading.Lock()
@@ -120,6 +128,15 @@ class PeerGroup:
     def reduces(self) -> bool:
         """Whether gradients are averaged over replicas."""
         return self._connections.replicas is not None
+
+    @property
+    def workers(self) -> WorkerThreads | None:
+        """The workers that calls run on; None: there are none now."""
+        return None if self._workers is None else self._workers()
+
+    def use(self, workers: WorkerThreads) -> None:
+        """See `pipework.backend.Backend`."""
+        self._workers = weakref.ref(workers)
 
     # ---- calls --------------------------------------------------------------------------------------------------
 
@@ -230,7 +247,13 @@ class PeerGroup:
 
     def _on_worker(self, function: Callable[[], Result]) -> Result:
         """Runs a function that waits for other ranks: on a worker, because no signal could interrupt the caller."""
-        assert self.workers is not None
+        workers = self.workers
+        if workers is None:
+            open_workers = self._open_workers()
+            assert open_workers is not None, "the pipe makes the call"
+            open_workers()
+            workers = self.workers
+        assert workers is not None
         results: list[Result] = []
         failure = Failure(self.abort)
         self.during(failure)
@@ -245,7 +268,7 @@ class PeerGroup:
             except BaseException as error:
                 failure.report(error, None)
 
-        self.workers.run([job], lambda error: failure.report(error, None))
+        workers.run([job], lambda error: failure.report(error, None))
         if failure.happened:
             self._connections.forget()
             failure.explain(self.explained)

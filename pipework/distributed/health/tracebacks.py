@@ -13,7 +13,7 @@ from pipework import torch_private
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_PACKAGE: Final = str(Path(__file__).resolve().parents[2]) + os.sep
+_PACKAGE: Final = str(Path(__file__).absolute().parents[2]) + os.sep  # links stay, as in the names of frames' files
 _MODULE: Final = os.path.join("torch", "nn", "modules", "module.py")
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import Mesh, Pipe, PipelineError, load_checkpoint, pop, save_checkpoint, skippable, stash
+from pipework import pipe as pipe_module
 from pipework.schedule import from_orders_text
 
 Run = Callable[..., list[Any]]
@@ -484,3 +485,35 @@ def two_replicas(mesh: Mesh) -> None:
 
 def test_a_parameter_that_no_replica_has_used_gets_no_gradient(on_ranks: Run) -> None:
     on_ranks(2, two_replicas, init={"dp": 2})
+
+
+def replaced_layer(mesh: Mesh) -> list[str]:
+    pipe, x, y = small_training(mesh)
+    pipe(x, target=y).backward()
+    setattr(pipe, next(iter(pipe._modules)), nn.Linear(3, 3))
+    gc.collect()
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("pipework worker")]
+    for parameter in pipe.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    pipe.clip_grad_norm_(1.0)  # with workers of their own, before the next step
+    pipe(x, target=y).backward()
+    return left
+
+
+def test_replacing_a_layer_ends_the_old_workers(on_ranks: Run) -> None:
+    assert on_ranks(2, replaced_layer) == [[], []]
+
+
+def clip_without_workers(mesh: Mesh) -> None:
+    def no_engine(*_: object, **__: object) -> None:
+        raise MemoryError("no memory for the engine")
+
+    if mesh.rank == 1:
+        pipe_module.make_engine = no_engine  # type: ignore[assignment]
+    with pytest.raises(MemoryError if mesh.rank == 1 else PipelineError, match="no memory for the engine"):
+        small_training(mesh)[0].clip_grad_norm_(1.0)  # the other rank may fail while this one makes the pipe
+
+
+def test_an_engine_that_cannot_be_made_is_reported(start: Callable[..., Any]) -> None:
+    for ended in start(2, clip_without_workers).ended():
+        assert ended.code == 0, ended.errors

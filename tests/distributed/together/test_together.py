@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -230,8 +231,9 @@ def record(mesh: Mesh, folder: str) -> list[float]:
     assert len(timeline.intervals) == sum(action.kind in "FBR" for order in pipe.schedule().orders for action in order)
     recording.save(f"{folder}/{mesh.rank}.svg")
     assert "this process has 1 partition" in repr(pipe)
-    with pytest.raises(TypeError, match="cannot be copied"):
-        copy.deepcopy(pipe)
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied"):
+            attempt(pipe)
     with pytest.raises(ValueError, match="without a mesh"):
         pipe.predict(x, target=y)
     return [timeline.makespan]
