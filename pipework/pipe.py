@@ -165,8 +165,9 @@ class Pipe(Layers):
             key,
             {name for stage in stages if stage not in here for name in partitions[stage]._modules},
         )
-        self._skips = _skips(partitions)
         self._backend = backend
+        self._plan = plan
+        self._skips = self._skips_between(partitions)
         settings = {
             "chunks": chunks,
             "checkpoint": checkpoint,
@@ -184,7 +185,6 @@ class Pipe(Layers):
         self._chunks = chunks
         self._checkpoint = checkpoint
         self._check_finite = bool(check_finite)
-        self._plan = plan
         self._loss = loss
         self._tuples = tuple_rule(module)
         self._defers = bool(deferred_batch_norm)
@@ -588,7 +588,7 @@ class Pipe(Layers):
                 # Again for each engine, since replacing a layer makes a new one.
                 verify_skippables(self)
                 refuse_shared_statistics(self.partitions)
-                self._skips = _skips(self.partitions)
+                self._skips = self._skips_between(self.partitions)
             self._deferred = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
             self._engine = make_engine(
                 self._partitions,
@@ -603,6 +603,11 @@ class Pipe(Layers):
             self._backend.use(self._engine.workers)
         return self._engine
 
+    def _skips_between(self, partitions: Sequence[nn.Sequential]) -> list[Skip]:
+        # The stages of a process share its device; those of threads may share a device with other workers.
+        places = self._plan.partitioning.devices if self._backend.is_whole else self._plan.placement
+        return [Skip(edge.key, edge.source, edge.destinations, tuple(places)) for edge in skip_edges(partitions)]
+
 
 def _loss_and_output(
     results: list[Message], split: microbatch.Split, shared: LossInside, *, has_output: bool, rooted: bool
@@ -616,10 +621,6 @@ def _loss_and_output(
         return loss, None
     joined = microbatch.join([(tensors[1:], structure) for tensors, structure in results], split.rows)
     return loss, nested.unflatten(joined.tensors, joined.structure)
-
-
-def _skips(partitions: Sequence[nn.Sequential]) -> list[Skip]:
-    return [Skip(edge.key, edge.source, edge.destinations) for edge in skip_edges(partitions)]
 
 
 def _backend(mesh: Mesh | DeviceMesh | None, devices: Sequence[int | str | torch.device] | None) -> Backend:
