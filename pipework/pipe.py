@@ -35,6 +35,7 @@ from pipework.skip.layout import skip_edges
 from pipework.skip.verify import verify_skippables
 from pipework.summary import table
 from pipework.timeline import Recording
+from pipework.tracebacks import ShortTracebacks
 from pipework.values import nested
 
 if TYPE_CHECKING:
@@ -340,7 +341,7 @@ class Pipe(Layers):
                 raise ValueError("a pipe without layers has no loss: leave the target out")
             return nn.Sequential()(*inputs, **keyword_inputs)
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
-        with self._backend.calling(what):
+        with ShortTracebacks(), self._backend.calling(what):
             return self._run(inputs, keyword_inputs, target, return_output=return_output, outputs=outputs)
 
     def _run(
