@@ -376,7 +376,8 @@ class Pipe(Layers):
         split = split or microbatch.Split.elsewhere(facts.rows, facts.micro_batches)
         targets = None
         if inside and self.is_last:
-            targets = microbatch.split_target(target, split.rows, self.output_device)
+            first, last = (self._backend.rank_of(self._plan.placement[stage]) for stage in (0, -1))
+            targets = microbatch.split_target(target, split.rows, self.output_device, (first, last))
         micro_batches = len(split.rows)
         checkpointed = checkpointed_micro_batches(self._checkpoint, micro_batches) if training and context.grad else 0
         program = self._program(micro_batches, checkpointed, inside=inside)
