@@ -35,6 +35,7 @@ from pipework.skip.layout import skip_edges
 from pipework.skip.verify import verify_skippables
 from pipework.summary import table
 from pipework.timeline import Recording
+from pipework.tracebacks import ShortTracebacks
 from pipework.values import nested
 
 if TYPE_CHECKING:
@@ -166,8 +167,9 @@ class Pipe(Layers):
             key,
             {name for stage in stages if stage not in here for name in partitions[stage]._modules},
         )
-        self._skips = _skips(partitions)
         self._backend = backend
+        self._plan = plan
+        self._skips = self._skips_between(partitions)
         settings = {
             "chunks": chunks,
             "checkpoint": checkpoint,
@@ -185,7 +187,6 @@ class Pipe(Layers):
         self._chunks = chunks
         self._checkpoint = checkpoint
         self._check_finite = bool(check_finite)
-        self._plan = plan
         self._loss = loss
         self._tuples = tuple_rule(module)
         self._defers = bool(deferred_batch_norm)
@@ -360,7 +361,7 @@ class Pipe(Layers):
                 raise ValueError("a pipe without layers has no loss: leave the target out")
             return nn.Sequential()(*inputs, **keyword_inputs)
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
-        with self._backend.calling(what):
+        with ShortTracebacks(), self._backend.calling(what):
             return self._run(inputs, keyword_inputs, target, return_output=return_output, outputs=outputs)
 
     def _run(
@@ -396,7 +397,8 @@ class Pipe(Layers):
         split = split or microbatch.Split.elsewhere(facts.rows, facts.micro_batches)
         targets = None
         if inside and self.is_last:
-            targets = microbatch.split_target(target, split.rows, self.output_device)
+            first, last = (self._backend.rank_of(self._plan.placement[stage]) for stage in (0, -1))
+            targets = microbatch.split_target(target, split.rows, self.output_device, (first, last))
         micro_batches = len(split.rows)
         checkpointed = checkpointed_micro_batches(self._checkpoint, micro_batches) if training and context.grad else 0
         program = self._program(micro_batches, checkpointed, inside=inside)
@@ -610,7 +612,7 @@ class Pipe(Layers):
                 # Again for each engine, since replacing a layer makes a new one.
                 verify_skippables(self)
                 refuse_shared_statistics(self.partitions)
-                self._skips = _skips(self.partitions)
+                self._skips = self._skips_between(self.partitions)
             self._deferred = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
             self._engine = make_engine(
                 self._partitions,
@@ -625,6 +627,11 @@ class Pipe(Layers):
             self._backend.use(self._engine.workers)
         return self._engine
 
+    def _skips_between(self, partitions: Sequence[nn.Sequential]) -> list[Skip]:
+        # The stages of a process share its device; those of threads may share a device with other workers.
+        places = self._plan.partitioning.devices if self._backend.is_whole else self._plan.placement
+        return [Skip(edge.key, edge.source, edge.destinations, tuple(places)) for edge in skip_edges(partitions)]
+
 
 def _loss_and_output(
     results: list[Message], split: microbatch.Split, shared: LossInside, *, has_output: bool, rooted: bool
@@ -638,10 +645,6 @@ def _loss_and_output(
         return loss, None
     joined = microbatch.join([(tensors[1:], structure) for tensors, structure in results], split.rows)
     return loss, nested.unflatten(joined.tensors, joined.structure)
-
-
-def _skips(partitions: Sequence[nn.Sequential]) -> list[Skip]:
-    return [Skip(edge.key, edge.source, edge.destinations) for edge in skip_edges(partitions)]
 
 
 def _backend(mesh: Mesh | DeviceMesh | None, devices: Sequence[int | str | torch.device] | None) -> Backend:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipework import Pipe
+from pipework import Pipe, pop, skippable, stash
+from pipework.runtime.device import Link
 from pipework.testing import draw_key, reference_backward
 
 pytestmark = pytest.mark.gpu
@@ -124,3 +125,36 @@ def test_memory_does_not_grow() -> None:
         return torch.accelerator.memory_allocated()
 
     assert steps(50) == steps(100)
+
+
+@skippable(stash=["skip"])
+class Fork(nn.Module):
+    def forward(self, x):
+        yield stash("skip", x)
+        return x[:1].sum()
+
+
+@skippable(pop=["skip"])
+class Use(nn.Module):
+    def forward(self, x):
+        skip = yield pop("skip")
+        return x + skip.sum()
+
+
+def test_a_skip_to_several_workers_of_one_device_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, large = accelerator(), 64 * WIDTH
+    copied: list[int] = []
+    copy_one = Link._copy
+
+    def counting(self, tensor):
+        copied.append(tensor.numel())
+        return copy_one(self, tensor)
+
+    monkeypatch.setattr(Link, "_copy", counting)
+    pipe = Pipe(nn.Sequential(Fork(), Use(), Use(), Use()), balance=[1] * 4, devices=["cpu", gpu, gpu, gpu])
+    x = torch.randn(64, WIDTH, requires_grad=True)
+    output = pipe(x)
+    assert copied.count(large) == 1
+    output.backward()
+    assert copied.count(large) == 2
+    torch.testing.assert_close(x.grad[1:], torch.full((63, WIDTH), 3.0))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pipework import torch_private
+from pipework.tracebacks import ShortTracebacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -175,7 +176,8 @@ class StageNode(torch.autograd.Function):
         # backward, which runs within a hook of this one.
         factor: float | None
         if ctx.is_last:
-            factor = shared.begin(gradients, retain_graph=retain_graph)
+            with ShortTracebacks():
+                factor = shared.begin(gradients, retain_graph=retain_graph)
         else:
             factor = None if gradients[0] is None else float(gradients[0])
         if factor is None:

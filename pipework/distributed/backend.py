@@ -109,7 +109,7 @@ class DistributedBackend:
         mesh, placement = self.mesh, spec.plan.placement
         check_parameters(spec.partitions, placement, mesh.ranks, mesh.worker, spec.grad_scaler)
         pairs = [(stage, stage + 1) for stage in range(len(placement) - 1)]
-        pairs += [(skip.source, to) for skip in spec.skips for to in skip.destinations]
+        pairs += [pair for skip in spec.skips for pair in skip.hops]
         agreed = contract(spec.module, spec.plan, **spec.settings)
         tied = tied_parameters(spec.partitions, placement)
         self._group = PeerGroup(mesh, RendezvousSpec(placement, pairs, tied, agreed), spec.tensors, spec.open_workers)
@@ -140,8 +140,7 @@ class DistributedBackend:
 
     def program(self, program: Program, skips: Sequence[Skip]) -> Program:
         """The program with sends, receives and reductions."""
-        pairs = [(skip.source, to) for skip in skips for to in skip.destinations if to > skip.source]
-        return program.across(pairs, reduces=self.group.reduces)
+        return program.across([pair for skip in skips for pair in skip.hops], reduces=self.group.reduces)
 
     def check_copyable(self) -> None:
         """A copy would be a further process of the job."""

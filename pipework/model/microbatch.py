@@ -131,13 +131,16 @@ def split(
     return Split.of(tensors, tuple([sizes if split else None for split in is_split]), structure, device)
 
 
-def split_target(target: Any, rows: Sequence[int], device: torch.device) -> list[Message]:
+def split_target(
+    target: Any, rows: Sequence[int], device: torch.device, readers: tuple[int | None, int | None] = (None, None)
+) -> list[Message]:
     """Splits the target of the loss like the inputs.
 
     Args:
         target: any nested structure; every micro-batch gets `NoChunk` and values that are not tensors as they are.
         rows: of each micro-batch.
         device: the device that the tensors are moved to.
+        readers: the ranks that read the inputs and the target; None: this process does.
 
     Raises:
         ValueError: a tensor has another number of rows than the inputs, or requires a gradient.
@@ -155,16 +158,29 @@ def split_target(target: Any, rows: Sequence[int], device: torch.device) -> list
                 "detach() it, or give it to the pipe as an input"
             )
         if split and (tensor.dim() == 0 or tensor.shape[0] != total):
-            raise ValueError(
-                f"the inputs have {total} rows and a target tensor has shape {tuple(tensor.shape)}: wanted as many "
-                "rows; wrap a tensor that every micro-batch should get whole in NoChunk"
-            )
+            raise _other_rows(total, tensor, *readers)
     moved = [tensor.to(device, non_blocking=True) for tensor in tensors]
     pieces = [
         _leaves(tensor, list(rows) if split else None, len(rows)) for tensor, split in zip(moved, is_split, strict=True)
     ]
     columns = list(zip(*pieces, strict=True)) if pieces else [()] * len(rows)
     return [(column, structure) for column in columns]
+
+
+def _other_rows(rows: int, target: Tensor, first: int | None, last: int | None) -> ValueError:
+    whole = "wrap a tensor that every micro-batch should get whole in NoChunk"
+    shape = tuple(target.shape)
+    if first == last:
+        return ValueError(
+            f"the inputs have {rows} rows and a target tensor has shape {shape}: wanted as many rows; {whole}"
+        )
+    found = f"{len(target)} rows" if shape else "no rows"
+    return ValueError(
+        f"the inputs on rank {first} have {rows} rows and a target tensor on rank {last} has {found}, shape {shape}: "
+        "wanted as many rows, of the same mini-batch. Give all ranks of a pipe the same data in the same order (a "
+        "DistributedSampler needs num_replicas=pipe.data_parallel_size and rank=pipe.data_parallel_rank); "
+        f"{whole}"
+    )
 
 
 def arguments_of(message: Message) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -104,7 +104,7 @@ def make_engine(
         for index, layers in named_layers.items()
     }
     ways = {(stage, stage) for stage in stages} | {(stage, stage + 1) for stage in stages if stage + 1 in stages}
-    ways |= {(skip.source, to) for skip in skips for to in skip.destinations if skip.source in stages and to in stages}
+    ways |= {(a, b) for skip in skips for a, b in skip.hops if a in stages and b in stages}
     pairs = {(placement[a], placement[b]) for a, b in ways} | {(placement[b], placement[a]) for a, b in ways}
     return Engine(
         stages=stages,

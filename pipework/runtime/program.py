@@ -63,7 +63,7 @@ class Program:
         """The program for workers that are processes, with actions that send, receive and reduce.
 
         Args:
-            skips: the pairs of stages between which skip connections go.
+            skips: the pairs of stages between which skip connections go, see `Skip.hops`.
             reduces: whether gradients are summed over replicas.
         """
         lowered = with_skips(self.schedule, skips)

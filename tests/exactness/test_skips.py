@@ -147,6 +147,63 @@ def test_also_in_the_stage_that_pops_it(checkpoint: str, balance: list[int]) -> 
         pipe(torch.randn(4, WIDTH))
 
 
+@skippable(pop=["skip"])
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        skip = yield pop("skip")
+        return torch.tanh(self.linear(x)) + skip
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_residual_that_every_block_pops_is_bitwise_equal(
+    way: Any, checkpoint: str, assert_trained_alike: Callable[..., None]
+) -> None:
+    plain = nn.Sequential(Down(), *(Residual() for _ in range(5)))
+    verify_skippables(plain)
+    pipe = way.pipe(plain, 3, checkpoint, balance=[1] * 6)
+    assert_trained_alike(plain, pipe, [(torch.randn(6, WIDTH),) for _ in range(2)], way=way)
+
+
+@skippable(stash=["skip"])
+class DownAside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        yield stash("skip", self.linear(x))
+        return x
+
+
+@skippable(pop=["skip"])
+class Doubles(nn.Module):
+    def forward(self, x):
+        skip = yield pop("skip")
+        return x + skip.mul_(2)
+
+
+@pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([Doubles(), nn.Identity(), Residual()], "stage 1 has changed .* still to be popped; stash a clone"),
+        ([Residual(), nn.Identity(), Doubles()], "stage 3 has changed .* another stage has popped it, too; clone it"),
+    ],
+    ids=["first", "last"],
+)
+def test_one_of_several_layers_that_pop_must_not_overwrite_the_tensor(
+    checkpoint: str, layers: list[nn.Module], message: str
+) -> None:
+    pipe = Pipe(nn.Sequential(DownAside(), *layers), 2, checkpoint, balance=[1] * 4, devices=["cpu"] * 4)
+    with pytest.raises(RuntimeError, match=message):
+        pipe(torch.randn(4, WIDTH)).sum().backward()
+
+
 @pytest.mark.one_process("values are seen by all, in one process")
 def test_what_no_later_stage_pops_may_be_overwritten() -> None:
     x = torch.randn(4, WIDTH)

@@ -140,3 +140,12 @@ def test_a_target_without_tensors_goes_to_every_micro_batch(target: object) -> N
 def test_a_target_that_does_not_fit_is_refused(target: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split_target(target, [3, 2], torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("target", "found"), [(torch.zeros(4, 2), r"4 rows, shape \(4, 2\)"), (torch.tensor(1.0), r"no rows, shape \(\)")]
+)
+def test_where_two_ranks_read_the_error_names_both(target: torch.Tensor, found: str) -> None:
+    message = f"inputs on rank 2 have 5 rows and a target tensor on rank 7 has {found}: wanted .* same data .* NoChunk"
+    with pytest.raises(ValueError, match=message):
+        split_target(target, [3, 2], torch.device("cpu"), (2, 7))

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from pipework.distributed.health.errors import PipelineError, exit_code
-from pipework.distributed.health.tracebacks import outer_part
+from pipework.tracebacks import outer_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable

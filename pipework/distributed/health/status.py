@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
-from pipework.distributed.health.tracebacks import shortened
+from pipework.tracebacks import shortened
 
 KINDS: Final = ("error", "lost", "left", "disagreement", "stuck")
 """How ranks fail; see `pipework.PipelineError`."""

@@ -208,6 +208,9 @@ class RankEndpoint:
 def names_of_messages(kind: str, source: int, target: int, skips: Sequence[Skip]) -> list[str]:
     """The messages from one stage straight to another, in the order in which they are sent.
 
+    A skip connection may have a gradient to send where its value came another way, so there may be none in one
+    direction.
+
     Args:
         kind: "F" values, "B" gradients.
         source: the stage that sends.
@@ -216,14 +219,15 @@ def names_of_messages(kind: str, source: int, target: int, skips: Sequence[Skip]
 
     Example:
         >>> from pipework.runtime.skips.connections import Skip
-        >>> names_of_messages("B", 2, 1, [Skip("a", 0, (2,)), Skip("b", 1, (2,))])
+        >>> places = (0, 1, 2)
+        >>> names_of_messages("B", 2, 1, [Skip("a", 0, (2,), places), Skip("b", 1, (2,), places)])
         ['B', 'B skip 1 from 2']
     """
     step = 1 if kind == "F" else -1
     names = [kind] if target == source + step else []
     for number, skip in enumerate(skips):
-        if kind == "F" and skip.source == source and target in skip.destinations:
+        if kind == "F" and target in skip.later and skip.value_from(target) == source:
             names.append(f"F skip {number}")
-        if kind == "B" and skip.source == target and source in skip.destinations:
+        if kind == "B" and source in skip.later and skip.gradient_to(source) == target:
             names.append(f"B skip {number} from {source}")
     return names

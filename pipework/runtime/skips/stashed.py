@@ -1,8 +1,9 @@
-"""Refuses a stage that changes a stashed tensor in place while the skip is on its way to the stage that pops it.
+"""Refuses a stage that changes a stashed tensor in place while the skip is on its way to a stage that pops it.
 
 In the un-partitioned module, the layer that pops would read the changed tensor. In a pipe, value and skip are separate
 tensors, copies if devices or processes differ, and it would read the unchanged one. So the value carries a mark for
-each of its tensors that shares memory with a skip, and a stage that changes a marked tensor raises an error.
+each of its tensors that shares memory with a skip, and a stage that changes a marked tensor raises an error. So does a
+stage that changes what it pops if another stage pops it, too: its gradient would not pass through that change.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Stashed(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """An input of a stage that an earlier stage has stashed.
+    """An input of a stage that an earlier stage has stashed, whether it comes as a value or is popped.
 
     Attributes:
         number: of the input.
@@ -68,6 +69,23 @@ class StashedTensors:
         self._stage = stage
         self._skips = skips
         self._further = {n for n, skip in enumerate(skips) if skip.source <= stage < max(skip.destinations)}
+        self._popped_elsewhere = {n for n, skip in enumerate(skips) if set(skip.later) - {stage}}
+
+    def popped(self, first: int, leaves: Sequence[Tensor], skips: Sequence[int]) -> list[Arrived]:
+        """The inputs that the stage pops and must not change, before its layers run.
+
+        The last stage that pops may change its input if no gradient is wanted: the others have read it.
+
+        Args:
+            first: the number of the first of them among all inputs.
+            leaves: all inputs that it pops.
+            skips: the number of the skip of each.
+        """
+        return [
+            Arrived(n, skip, leaf, _version(leaf))
+            for n, (leaf, skip) in enumerate(zip(leaves, skips, strict=True), start=first)
+            if skip in self._further or (skip in self._popped_elsewhere and leaf.requires_grad)
+        ]
 
     def refuse_overwritten(self, arrived: Sequence[Arrived], copies: Sequence[Tensor] = ()) -> None:
         """Checks the stashed inputs after the layers have run.
@@ -83,9 +101,13 @@ class StashedTensors:
             if _version(tensor) != version or (copies and _version(copies[n])):
                 key, source = self._skips[skip].key, self._skips[skip].source
                 name = key[1] if isinstance(key, tuple) else key
+                if skip in self._further:
+                    why, remedy = "it is still to be popped", "stash a clone"
+                else:
+                    why, remedy = "another stage has popped it, too", "clone it first"
                 raise RuntimeError(
                     f"stage {self._stage} has changed skip tensor {name!r} in place after it was stashed by stage "
-                    f"{source}, and it is still to be popped; stash a clone, or make that layer not in-place"
+                    f"{source}, and {why}; {remedy}, or make that layer not in-place"
                 )
 
     def around(

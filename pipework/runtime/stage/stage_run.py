@@ -152,6 +152,8 @@ class StageRun:
             arrived, structure = arrived_tensors(leaves, structure), structure.structure
         if self._skips is not None:
             leaves, structure = self._skips.receive(micro_batch, leaves, structure)
+            own, popped = structure.own, self._skips.popped(structure.present)
+            arrived += self._stashed.popped(own, leaves[own:], popped)
         if self._loss is not None:
             tensors, around = self._receive(("target", self._index, micro_batch))
             # Slices of one tensor share a version counter; these get one each.

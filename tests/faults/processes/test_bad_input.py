@@ -15,7 +15,14 @@ BAD = {
     "no tensor": (0, ("text",), GOOD, "TypeError", "do not have any tensors"),
     "nothing": (0, (None,), GOOD, "TypeError", "do not have any tensors"),
     "a number": (0, (torch.tensor(3.0),), GOOD, "ValueError", "dimension"),
-    "other rows": (1, (GOOD,), GOOD[:3], "ValueError", "wanted as many rows"),
+    "other rows": (
+        1,
+        (GOOD,),
+        GOOD[:3],
+        "ValueError",
+        "the inputs on rank 0 have 4 rows and a target tensor on rank 1 has 3 rows, shape (3, 8): wanted as many rows, "
+        "of the same mini-batch. Give all ranks of a pipe the same data in the same order",
+    ),
     "differentiable target": (1, (GOOD,), GOOD.clone().requires_grad_(), "ValueError", "requires a gradient"),
     "other width": (0, (torch.randn(4, 7),), GOOD, "RuntimeError", "cannot be multiplied"),
     "meta": (0, (GOOD.to("meta"),), GOOD, "NotImplementedError", "meta"),

@@ -124,7 +124,7 @@ def test_others_do_not_wait_for_a_rank_that_lingers(failing: Failing) -> None:
     assert (error.rank, error.where) == (1, "stage 1, micro-batch 0, action F")
     assert "in layer '1' (Odd)" in (error.traceback_text or "")
     assert 'raise ZeroDivisionError("all zero")' in (error.traceback_text or "")
-    assert "stage_run.py" not in (error.traceback_text or "")  # where it went through pipework, that rank shows itself
+    assert "stage_run.py" not in (error.traceback_text or "")
     assert outcome.seconds <= BOUND * PATIENCE
     assert outcome.ended[0].code == 71
 
@@ -151,3 +151,5 @@ def trains_with_bad_loss(mesh: Mesh, folder: str) -> dict[str, Any]:
 def test_in_the_loss(failing: Failing) -> None:
     outcome = failing(2, "", body=trains_with_bad_loss)
     check_exception(outcome, 1, 2, "ArithmeticError", "seven", "stage 1, micro-batch 0, action F")
+    assert all("stage_run.py" not in each.errors for each in outcome.ended)
+    assert "in bad_loss" in outcome.ended[1].errors

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -5,7 +7,8 @@ from torch import Tensor
 from pipework.runtime.skips.connections import Skip, SkipPorts
 from pipework.runtime.transport import LocalTransport
 
-SKIPS = [Skip("a", 0, (1, 2)), Skip("b", 0, (2,)), Skip("inside", 1, (1,))]
+PLACES = (0, 1, 2)
+SKIPS = [Skip("a", 0, (1, 2), PLACES), Skip("b", 0, (2,), PLACES), Skip("inside", 1, (1,), PLACES)]
 
 
 @pytest.fixture
@@ -69,3 +72,66 @@ def test_the_tracker_of_a_stage_has_what_it_pops_and_collects_what_it_stashes(po
     stashing.save("b", alias, 1)
     stashing.save("a", None, 2)
     assert stashing.outgoing() == (None, alias)
+
+
+def connected(places: tuple[int, ...], destinations: tuple[int, ...]) -> tuple[list[SkipPorts], list[tuple[str, int]]]:
+    """The ports of stages with a worker each, and a list that gets the name and the receiver of what they send."""
+    transport = LocalTransport(tuple(range(len(places))), {})
+    sent: list[tuple[str, int]] = []
+
+    class Counting:
+        def __init__(self, endpoint: Any) -> None:
+            self.receive = endpoint.receive
+            self._endpoint = endpoint
+
+        def sender(self, kind: str, stage: int) -> Any:
+            send = self._endpoint.sender(kind, stage)
+
+            def counted(*message: Any) -> None:
+                sent.append((kind, stage))
+                send(*message)
+
+            return counted
+
+    ports = [SkipPorts(stage, [Skip("a", 0, destinations, places)]) for stage in range(len(places))]
+    for stage, each in enumerate(ports):
+        each.connect(Counting(transport.endpoints[stage]))
+    return ports, sent
+
+
+def test_stages_of_one_place_hand_a_tensor_on_and_sum_where_the_order_allows() -> None:
+    ports, sent = connected((0, 1, 0, 1, 0, 1), (1, 2, 3, 5))
+    ports[0].send(0, [torch.ones(2, requires_grad=True)], (True,))
+    for stage in (1, 2, 3, 5):
+        leaves, _ = ports[stage].receive(0, (), None)
+        assert leaves[0].is_leaf
+        assert leaves[0].requires_grad
+    assert sent == [("F skip 0", 1), ("F skip 0", 2), ("F skip 0", 3), ("F skip 0", 5)]
+    sent.clear()
+    parts = {stage: torch.rand(2) * 10**stage for stage in (5, 3, 2, 1)}
+    for stage, part in parts.items():
+        ports[stage].send_gradients(0, (part,))
+    (total,) = ports[0].receive_gradients(0)
+    assert torch.equal(total, ((parts[5] + parts[3]) + parts[2]) + parts[1])
+    assert sent == [("B skip 0 from 5", 3), ("B skip 0 from 3", 0), ("B skip 0 from 2", 0), ("B skip 0 from 1", 0)]
+
+
+@pytest.mark.parametrize("present", [(True, False), (False, True), (False, False)])
+def test_a_stage_without_a_gradient_hands_on_that_of_a_later_one(present: tuple[bool, bool]) -> None:
+    ports, _ = connected((0, 1, 1), (1, 2))
+    ports[0].send(0, [torch.ones(2, requires_grad=True)], (True,))
+    for stage in (1, 2):
+        ports[stage].receive(0, (), None)
+    parts = [torch.ones(2) if each else None for each in present]
+    for stage in (2, 1):
+        ports[stage].send_gradients(0, (parts[stage - 1],))
+    (total,) = ports[0].receive_gradients(0)
+    assert total is (None if present == (False, False) else parts[present.index(True)])
+
+
+def test_a_device_gets_one_copy() -> None:
+    skip = Skip("a", 0, (1, 2, 3), places=("cpu", "cuda:0", "cuda:1", "cuda:0"))
+    assert sorted(skip.hops) == [(0, 1), (0, 2), (0, 3), (1, 3)]
+    assert [skip.value_from(stage) for stage in (1, 2, 3)] == [0, 0, 1]
+    one = Skip("a", 0, (1, 2), places=("cpu", "cuda:0", "cuda:0"))
+    assert sorted(one.hops) == [(0, 1), (1, 2)]

@@ -1,11 +1,12 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from pipework.runtime.skips.connections import Skip
 from pipework.runtime.skips.stashed import Stashed, StashedTensors, arrived_tensors
 
-SKIPS = [Skip(("", "features"), 0, (2,))]
+SKIPS = [Skip(("", "features"), 0, (2,), places=(0, 1, 2))]
 X = torch.zeros(4, 6)
 
 
@@ -55,3 +56,16 @@ def test_a_change_of_a_copy_counts_too() -> None:
     copy.add_(1)
     with pytest.raises(RuntimeError, match="stash a clone"):
         stage.refuse_overwritten(arrived, [copy])
+
+
+def test_what_other_stages_pop_too_is_not_changed_by_one_of_them() -> None:
+    skips = [Skip("a", 0, (1, 2), (0, 1, 2)), Skip("b", 0, (2,), (0, 1, 2))]
+    leaves = [torch.ones(1, requires_grad=True), torch.ones(1), torch.ones(1)]
+    first, last = StashedTensors(1, skips), StashedTensors(2, skips)
+    assert [each.number for each in first.popped(3, leaves[1:2], [0])] == [3]
+    # The last one: others have saved it if it has a gradient; what nobody else pops is its own.
+    arrived = last.popped(3, leaves, [0, 0, 1])
+    assert [each.number for each in arrived] == [3]
+    increment_version(leaves[0])
+    with pytest.raises(RuntimeError, match=r"skip tensor 'a' in place .* another stage has popped it, too; clone"):
+        last.refuse_overwritten(arrived)
