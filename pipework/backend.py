@@ -74,12 +74,30 @@ class StepFacts(NamedTuple):
         micro_batches: how many it is split into.
         key: names the random numbers; None: it has not been drawn.
         inside: whether there is a target, so that the loss is computed inside of the pipe.
+        given: for micro-batches that the caller has made, the rows of each, -1 if it has none; processes that have
+            neither inputs nor targets may know -1 only. None: the pipe splits the mini-batch.
     """
 
     rows: int
     micro_batches: int
     key: int | None
     inside: bool
+    given: Sequence[int] | None = None
+
+
+class MiniBatch(Protocol):
+    """What a backend asks of a mini-batch.
+
+    Attributes:
+        rows: of each micro-batch.
+        is_given: whether the caller has made the micro-batches; then a micro-batch may have -1 in place of its rows.
+    """
+
+    @property
+    def rows(self) -> Sequence[int]: ...  # noqa: D102
+
+    @property
+    def is_given(self) -> bool: ...  # noqa: D102
 
 
 class ProcessGroupView(Protocol):
@@ -180,12 +198,12 @@ class Backend(Protocol):
     def check_inputs(self, inputs: Collection[Any]) -> None:
         """Raises a TypeError if inputs are missing in a process that must read them."""
 
-    def begin(self, header: StepHeader, rows: Sequence[int] | None, *, inside: bool) -> StepFacts:
+    def begin(self, header: StepHeader, batch: MiniBatch | None, *, inside: bool) -> StepFacts:
         """What all processes know of a call.
 
         Args:
             header: how this process makes the call.
-            rows: of each micro-batch; None: another process reads the inputs.
+            batch: the mini-batch; None: another process reads the inputs.
             inside: whether this process was given a target.
 
         Raises:
@@ -264,10 +282,10 @@ class LocalBackend:
     def check_inputs(self, inputs: Collection[Any]) -> None:
         """Splitting them finds what is missing."""
 
-    def begin(self, header: StepHeader, rows: Sequence[int] | None, *, inside: bool) -> StepFacts:
+    def begin(self, header: StepHeader, batch: MiniBatch | None, *, inside: bool) -> StepFacts:
         """This process knows everything. The key is drawn when the call has been checked."""
-        assert rows is not None
-        return StepFacts(sum(rows), len(rows), None, inside)
+        assert batch is not None
+        return StepFacts(sum(batch.rows), len(batch.rows), None, inside, batch.rows if batch.is_given else None)
 
     def common_error(self, error: ValueError) -> ValueError:
         """The error itself."""

@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 from pipework.autograd.nodes import LossInside, LossOutside, attach
-from pipework.backend import LocalBackend, PipeSpec, StepHeader
+from pipework.backend import LocalBackend, PipeSpec, StepFacts, StepHeader
 from pipework.model import microbatch
 from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from pipework.model.checkpoint import MODES, checkpointed_micro_batches
+from pipework.model.given import Given, MicroBatches, given
 from pipework.model.layers import Layers, refuse_own_behaviour
 from pipework.model.loss import LossSettings
 from pipework.model.materialize import on_meta
+from pipework.model.microbatch import Split
 from pipework.model.sequential import tuple_rule
 from pipework.planning.partition import split_layers
 from pipework.planning.plan import make_plan
@@ -370,12 +372,12 @@ class Pipe(Layers):
             returns_output=return_output,
             recorded=self._recording is not None,
         )
-        facts = self._backend.begin(header, None if split is None else split.rows, inside=target is not None)
+        facts = self._backend.begin(header, split, inside=target is not None)
         training, inside = header.training, facts.inside
-        split = split or microbatch.Split.elsewhere(facts.rows, facts.micro_batches)
-        targets = None
+        split = split or _elsewhere(facts)
+        targets, weighing = None, split.rows
         if inside and self.is_last:
-            targets = microbatch.split_target(target, split.rows, self.output_device)
+            targets, weighing = split.targets(target, self.output_device)
         micro_batches = len(split.rows)
         checkpointed = checkpointed_micro_batches(self._checkpoint, micro_batches) if training and context.grad else 0
         program = self._program(micro_batches, checkpointed, inside=inside)
@@ -388,7 +390,7 @@ class Pipe(Layers):
                 raise self._backend.common_error(self._loss.outside_of_one_rank(reader))
         inner = None
         if inside:
-            inner = self._loss.inner(targets, split.rows, grad=context.grad, keeps_output=return_output)
+            inner = self._loss.inner(targets, weighing, grad=context.grad, keeps_output=return_output)
         key = Key(facts.key)
         if training:
             key.value()
@@ -405,7 +407,7 @@ class Pipe(Layers):
                 scaler=self._loss.grad_scaler,
             ),
             loss=inner,
-            own_leaves=frozenset([n for n, t in enumerate(split.tensors) if t.is_leaf and t.requires_grad]),
+            own_leaves=split.own_leaves,
             input_gradients=any(tensor.requires_grad for tensor in split.tensors),
         )
         self._steps += 1
@@ -424,12 +426,12 @@ class Pipe(Layers):
             return (loss, output) if return_output else loss
         if not results:
             return None
-        joined = microbatch.join(results, split.rows)
+        joined = split.joined(results)
         tensors = joined.tensors
         if context.grad and any(joined.differentiable):
             backward = LossOutside(step, cut=joined.splits.cut, join=split.splits.join)
             tensors = attach(backward, split.tensors, tensors, joined.differentiable, step.stages, rooted=rooted)
-        return nested.unflatten(tensors, joined.structure)
+        return joined.value(tensors)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recording]:
@@ -492,15 +494,17 @@ class Pipe(Layers):
         self._refuse_to_run_without_data()
         split = self._split(inputs, keyword_inputs)
         count = len(split.micro_batches)
-        arguments, keywords = microbatch.arguments_of(split.micro_batches[0])
+        sizes = [sum(tensor.nbytes for tensor in tensors) for tensors, _ in split.micro_batches]
+        largest = sizes.index(max(sizes))
+        arguments, keywords = microbatch.arguments_of(split.micro_batches[largest])
         sample = Sample(arguments, keywords, tuples=self._tuples)
         plain = Program(self._plan.schedule(len(split.micro_batches)))
         if target is None and not plain.loss_may_be_outside:
             raise self._loss.missing_target(plain.schedule.name, len(inputs), keyword_inputs, call="pipe.predict")
         if target is not None:
-            targets = microbatch.split_target(target, split.rows, self.output_device)
-            loss = self._loss.inner(targets, split.rows, grad=True, keeps_output=False)
-            sample = replace(sample, loss=loss, target=nested.unflatten(*targets[0]))
+            targets, weighing = split.targets(target, self.output_device)
+            loss = self._loss.inner(targets, weighing, grad=True, keeps_output=False)
+            sample = replace(sample, loss=loss, target=nested.unflatten(*targets[largest]))
         return predict_step(
             self.partitions,
             self._plan.partitioning.devices,
@@ -543,10 +547,12 @@ class Pipe(Layers):
         self._engine_lock = threading.Lock()
         self._deferring = threading.Lock()
 
-    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> microbatch.Split:
+    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> Split | Given:
         """The mini-batch in micro-batches."""
         if not keyword_inputs:
             self._backend.check_inputs(inputs)
+        if any(isinstance(value, MicroBatches) for value in (*inputs, *keyword_inputs.values())):
+            return given(inputs, keyword_inputs, self.input_device)
         return microbatch.split(inputs, keyword_inputs, self._chunks, self.input_device)
 
     @contextlib.contextmanager
@@ -605,7 +611,7 @@ class Pipe(Layers):
 
 
 def _loss_and_output(
-    results: list[Message], split: microbatch.Split, shared: LossInside, *, has_output: bool, rooted: bool
+    results: list[Message], split: Split | Given, shared: LossInside, *, has_output: bool, rooted: bool
 ) -> tuple[Tensor, Any]:
     """What comes out of a mini-batch whose loss is inside."""
     parts = [tensors[0] for tensors, _ in results]
@@ -614,8 +620,13 @@ def _loss_and_output(
         (loss,) = attach(shared, split.tensors, (loss,), (True,), shared.step.stages, rooted=rooted)
     if not has_output:
         return loss, None
-    joined = microbatch.join([(tensors[1:], structure) for tensors, structure in results], split.rows)
-    return loss, nested.unflatten(joined.tensors, joined.structure)
+    joined = split.joined([(tensors[1:], structure) for tensors, structure in results])
+    return loss, joined.value(joined.tensors)
+
+
+def _elsewhere(facts: StepFacts) -> Split | Given:
+    """A mini-batch whose tensors another process has."""
+    return Split.elsewhere(facts.rows, facts.micro_batches) if facts.given is None else Given.elsewhere(facts.given)
 
 
 def _skips(partitions: Sequence[nn.Sequential]) -> list[Skip]:

@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pipework.backend import MiniBatch
     from pipework.distributed.transport.channel import Group
 
 _NO_KEY = -1
+_GIVEN = -1  # in place of the rows of the mini-batch: the caller has made the micro-batches
+_NO_ROWS = -1
 
 
 class StepHeaders:
@@ -38,12 +41,12 @@ class StepHeaders:
         self._calls = 0
         self._sends: list[tuple[Tensor, int, Any]] = []  # sends that have not ended yet, and their memory
 
-    def exchange(self, header: StepHeader, rows: Sequence[int] | None, key: int | None, *, inside: bool) -> StepFacts:
+    def exchange(self, header: StepHeader, batch: MiniBatch | None, key: int | None, *, inside: bool) -> StepFacts:
         """Gives all ranks the facts of a call that only the first and the last rank know.
 
         Args:
             header: of this rank.
-            rows: on the first rank, of each micro-batch.
+            batch: on the first rank, the mini-batch.
             key: on the first rank, if it has been drawn.
             inside: on the last rank, whether there is a target.
 
@@ -62,8 +65,9 @@ class StepHeaders:
             theirs, has_target, count, micro_batches, drawn = self._receive(self._first)
             self._check(theirs, flags, self._first)
         else:
-            assert rows is not None
-            count, micro_batches, drawn = sum(rows), len(rows), _NO_KEY if key is None else key
+            assert batch is not None
+            count, micro_batches = _GIVEN if batch.is_given else sum(batch.rows), len(batch.rows)
+            drawn = _NO_KEY if key is None else key
             theirs, has_target = flags, int(inside)
             if self._last != self._first:
                 theirs, has_target, _, _, _ = self._receive(self._last)
@@ -71,7 +75,16 @@ class StepHeaders:
                 if worker != self._first:
                     self._send(worker, [flags, has_target, count, micro_batches, drawn])
             self._check(theirs, flags, self._last)
-        return StepFacts(count, micro_batches, None if drawn == _NO_KEY else drawn, bool(has_target))
+        given = self._exchange_rows(batch, micro_batches) if count == _GIVEN else None
+        return StepFacts(count, micro_batches, None if drawn == _NO_KEY else drawn, bool(has_target), given)
+
+    def _exchange_rows(self, batch: MiniBatch | None, micro_batches: int) -> Sequence[int]:
+        """Gives the last rank the rows of micro-batches that the caller of the first has made; others need none."""
+        if batch is not None:
+            if self._last != self._first:
+                self._send(self._last, batch.rows)
+            return batch.rows
+        return self._receive(self._first, micro_batches) if self._worker == self._last else [_NO_ROWS] * micro_batches
 
     def _check(self, theirs: int, mine: int, worker: int) -> None:
         if theirs != mine:
@@ -89,16 +102,16 @@ class StepHeaders:
         data = torch.tensor([self._calls, *numbers])
         self._sends.append((data, worker, self._transfer(worker, lambda: self._group.send([data], worker, 0))))
 
-    def _receive(self, worker: int) -> list[int]:
-        data = torch.empty(6, dtype=torch.int64)
+    def _receive(self, worker: int, numbers: int = 5) -> list[int]:
+        data = torch.empty(1 + numbers, dtype=torch.int64)
         self._transfer(worker, lambda: self._group.recv([data], worker, 0).wait())
-        calls, *numbers = data.tolist()
+        calls, *values = data.tolist()
         if calls != self._calls:
             there = f"call {calls} on rank {self._ranks[worker]}"
             raise ValueError(
                 f"this is call {self._calls} of the pipe here and {there}: call it equally often everywhere"
             )
-        return numbers
+        return values
 
     def _transfer(self, worker: int, transfer: Callable[[], Any]) -> Any:
         try:
