@@ -380,7 +380,10 @@ class Pipe(Layers):
             targets, weighing = split.targets(target, self.output_device)
         micro_batches = len(split.rows)
         checkpointed = checkpointed_micro_batches(self._checkpoint, micro_batches) if training and context.grad else 0
-        program = self._program(micro_batches, checkpointed, inside=inside)
+        try:
+            program = self._program(micro_batches, checkpointed, inside=inside)
+        except ValueError as error:  # a schedule of the caller's own is for fewer micro-batches
+            raise self._backend.common_error(error) from None
         if not inside and training and context.grad:
             reader = self._backend.rank_of(self._plan.placement[-1])
             if not program.loss_may_be_outside:
