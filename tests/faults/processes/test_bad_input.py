@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipework import Mesh, Pipe
+from pipework import Mesh, MicroBatches, Pipe
 from tests.faults.processes.training import BOUND, PATIENCE, Failing, mean_square, model, note_error
 
 GOOD = torch.randn(4, 8)
@@ -16,6 +16,15 @@ BAD = {
     "nothing": (0, (None,), GOOD, "TypeError", "do not have any tensors"),
     "a number": (0, (torch.tensor(3.0),), GOOD, "ValueError", "dimension"),
     "other rows": (1, (GOOD,), GOOD[:3], "ValueError", "wanted as many rows"),
+    "other micro-batches": (
+        1,
+        (MicroBatches([GOOD] * 3),),
+        MicroBatches([GOOD] * 2),
+        "ValueError",
+        "have 3 micro-batches and the target has 2",
+    ),
+    "a target to split": (1, (MicroBatches([GOOD]),), GOOD, "ValueError", "the target has tensors outside of MicroB"),
+    "a target that is split": (1, (GOOD,), MicroBatches([GOOD]), "TypeError", "MicroBatches and the inputs are not"),
     "differentiable target": (1, (GOOD,), GOOD.clone().requires_grad_(), "ValueError", "requires a gradient"),
     "other width": (0, (torch.randn(4, 7),), GOOD, "RuntimeError", "cannot be multiplied"),
     "meta": (0, (GOOD.to("meta"),), GOOD, "NotImplementedError", "meta"),
