@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pipework.model.sequential import PipeSequential
     from pipework.model.with_device import WithDevice
     from pipework.pipe import Pipe
+    from pipework.pipe_warning import PipeWarning
     from pipework.planning.partition import partition_model
     from pipework.saving import Checkpoint, load_checkpoint, save_checkpoint
     from pipework.skip import Namespace, pop, skippable, stash, verify_skippables
@@ -48,6 +49,7 @@ __all__ = [
     "load_checkpoint",
     "Checkpoint",
     "PipelineError",
+    "PipeWarning",
     "exit_code",
     "__version__",
 ]
@@ -61,6 +63,8 @@ def __getattr__(name: str) -> object:
             home = "pipework.model.no_chunk"
         case "MicroBatches":
             home = "pipework.model.given"
+        case "PipeWarning":
+            home = "pipework.pipe_warning"
         case "WithDevice":
             home = "pipework.model.with_device"
         case "partition_model":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -21,6 +22,8 @@ from pipework.model.loss import LossSettings
 from pipework.model.materialize import on_meta
 from pipework.model.microbatch import Split
 from pipework.model.sequential import tuple_rule
+from pipework.pipe_warning import PipeWarning
+from pipework.planning.doubts import doubts_about
 from pipework.planning.partition import split_layers
 from pipework.planning.plan import make_plan
 from pipework.planning.predict import Sample, predict_step
@@ -107,6 +110,8 @@ class Pipe(Layers):
         (torch.Size([16, 2]), torch.Size([8, 4]))
     """
 
+    _warns: ClassVar[bool] = True  # of what is probably not meant; see `PipeWarning`
+
     _own_attributes: ClassVar[frozenset[str]] = Layers._own_attributes | {
         "_check_finite",
         "_checkpoint",
@@ -154,6 +159,8 @@ class Pipe(Layers):
         backend = _backend(mesh, devices)
         plan = make_plan(module, schedule, chunks, balance, backend.devices)
         here = backend.own_stages(plan)
+        if self._warns and (doubts := doubts_about(module, plan, chunks, balance, backend.devices)) is not None:
+            warnings.warn(doubts, PipeWarning, stacklevel=2)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)
         stages = range(len(plan.placement))
@@ -311,9 +318,9 @@ class Pipe(Layers):
 
         Args:
             inputs: go to the first layer, moved to its device. Tensors are split along dimension 0, everything else
-                goes to every micro-batch as it is.
+                goes to every micro-batch as it is. `MicroBatches` are split already.
             target: what the loss compares the output with, any nested structure, moved to the last device and split
-                like the inputs. None: the loss is computed outside.
+                like the inputs, or `MicroBatches` like these. None: the loss is computed outside.
             return_output: return loss and output.
             outputs: if workers are processes: 'last' returns outputs in that of the last stage, and None in all others;
                 'all' returns them everywhere.
@@ -322,14 +329,15 @@ class Pipe(Layers):
         Returns:
             With a target the loss of the mini-batch, 0-dimensional; if `return_output`, a pair of it and the output,
             which has no graph. Without one the last layer's output, on the last device: tensors are concatenated over
-            the micro-batches (0-dimensional ones averaged by rows), other values collected in a list.
+            the micro-batches (0-dimensional ones averaged by rows), other values collected in a list. If the inputs are
+            `MicroBatches`, so are the outputs.
 
             If workers are processes, all of them return the same loss.
 
         Raises:
             TypeError: there is no tensor among the inputs, or the loss is no tensor.
-            ValueError: a tensor cannot be split, tensors have different numbers of rows, the schedule needs a target,
-                or the loss has dimensions.
+            ValueError: a tensor cannot be split, tensors have different numbers of rows or arguments different numbers
+                of micro-batches, rows cannot weigh the mean, the schedule needs a target, or the loss has dimensions.
         """
         if outputs not in ("last", "all"):
             raise ValueError(f"outputs is not one of 'last' or 'all': got {outputs!r}")
@@ -473,7 +481,7 @@ class Pipe(Layers):
         each other down, which this does not know.
 
         Args:
-            inputs: of a mini-batch, as for the pipe itself.
+            inputs: of a mini-batch, as for the pipe itself. All micro-batches are taken to be like the largest one.
             target: likewise; None: the loss is outside.
             timeout: for how many seconds to measure each stage.
             progress: called with a line for each stage, such as `print`; None: lines are logged to "pipework" (INFO).

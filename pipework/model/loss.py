@@ -173,11 +173,11 @@ class LossSettings:
 def _no_rows(targets: Sequence[Message], rows: Sequence[int]) -> ValueError:
     """The error of a mean over micro-batches that rows do not weigh."""
     shapes = [tuple(tensor.shape) for tensor in targets[min(range(len(rows)), key=rows.__getitem__)][0]]
+    shown = "no tensor" if not shapes else f"the shape {shapes[0]}" if len(shapes) == 1 else f"the shapes {shapes}"
     return ValueError(
-        "the mean of the micro-batches' losses is weighted by rows, and these micro-batches have none that all their "
-        f"inputs and targets have in common, or their targets differ in other dimensions, too (a target has the shapes "
-        f"{', '.join(map(str, shapes)) or 'of no tensor'}): give Pipe the weight of a micro-batch, such as "
-        "loss_weight=lambda target: target.numel() for a mean over all numbers, or loss_reduction='sum'"
+        "rows do not say how much each micro-batch weighs in the mean: inputs and target of a micro-batch have "
+        f"different numbers of them, or targets differ in other dimensions, too (a target has {shown}). Give Pipe the "
+        "weight, such as loss_weight=torch.numel for a mean over all numbers of the targets, or loss_reduction='sum'"
     )
 
 

@@ -61,7 +61,7 @@ def reference_backward(
         leaves = [leaf.requires_grad_() for leaf in (whole if isinstance(whole, MicroBatches) else [whole])]
         loss = loss_fn(whole)
         torch.autograd.backward(loss)
-        gradients = [leaf.grad for leaf in leaves]
+        gradients: Sequence[Any] = [leaf.grad for leaf in leaves]
         if not isinstance(whole, MicroBatches):
             gradients = torch.split(gradients[0], [len(output) for output in outputs])
         for output, gradient in zip(outputs, gradients, strict=True):
