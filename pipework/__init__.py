@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from pipework.distributed.mesh import Mesh, init
     from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
     from pipework.model.checkpoint import is_checkpointing, is_recomputing
-    from pipework.model.microbatch import NoChunk
+    from pipework.model.given import MicroBatches
+    from pipework.model.no_chunk import NoChunk
     from pipework.model.sequential import PipeSequential
     from pipework.model.with_device import WithDevice
     from pipework.pipe import Pipe
+    from pipework.pipe_warning import PipeWarning
     from pipework.planning.partition import partition_model
     from pipework.saving import Checkpoint, load_checkpoint, save_checkpoint
     from pipework.skip import Namespace, pop, skippable, stash, verify_skippables
@@ -26,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Pipe",
     "NoChunk",
+    "MicroBatches",
     "PipeSequential",
     "WithDevice",
     "partition_model",
@@ -46,6 +49,7 @@ __all__ = [
     "load_checkpoint",
     "Checkpoint",
     "PipelineError",
+    "PipeWarning",
     "exit_code",
     "__version__",
 ]
@@ -56,7 +60,11 @@ def __getattr__(name: str) -> object:
         case "Pipe":
             home = "pipework.pipe"
         case "NoChunk":
-            home = "pipework.model.microbatch"
+            home = "pipework.model.no_chunk"
+        case "MicroBatches":
+            home = "pipework.model.given"
+        case "PipeWarning":
+            home = "pipework.pipe_warning"
         case "WithDevice":
             home = "pipework.model.with_device"
         case "partition_model":

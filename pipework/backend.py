@@ -68,7 +68,7 @@ class StepHeader(NamedTuple):
     recorded: bool
 
 
-class MiniBatch(NamedTuple):
+class StepData(NamedTuple):
     """What a process gave the pipe in a call; None where another process has it.
 
     Attributes:
@@ -90,12 +90,30 @@ class StepFacts(NamedTuple):
         micro_batches: how many it is split into.
         key: names the random numbers; None: it has not been drawn.
         inside: whether there is a target, so that the loss is computed inside of the pipe.
+        given: for micro-batches that the caller has made, the rows of each, -1 if it has none; processes that have
+            neither inputs nor targets may know -1 only. None: the pipe splits the mini-batch.
     """
 
     rows: int
     micro_batches: int
     key: int | None
     inside: bool
+    given: Sequence[int] | None = None
+
+
+class MiniBatch(Protocol):
+    """What a backend asks of a mini-batch.
+
+    Attributes:
+        rows: of each micro-batch.
+        is_given: whether the caller has made the micro-batches; then a micro-batch may have -1 in place of its rows.
+    """
+
+    @property
+    def rows(self) -> Sequence[int]: ...  # noqa: D102
+
+    @property
+    def is_given(self) -> bool: ...  # noqa: D102
 
 
 class ProcessGroupView(Protocol):
@@ -199,12 +217,12 @@ class Backend(Protocol):
     def check_inputs(self, inputs: Collection[Any]) -> None:
         """Raises a TypeError if inputs are missing in a process that must read them."""
 
-    def begin(self, header: StepHeader, rows: Sequence[int] | None, data: MiniBatch) -> StepFacts:
+    def begin(self, header: StepHeader, batch: MiniBatch | None, data: StepData) -> StepFacts:
         """What all processes know of a call.
 
         Args:
             header: how this process makes the call.
-            rows: of each micro-batch; None: another process reads the inputs.
+            batch: the mini-batch; None: another process reads the inputs.
             data: what this process was given.
 
         Raises:
@@ -286,10 +304,11 @@ class LocalBackend:
     def check_inputs(self, inputs: Collection[Any]) -> None:
         """Splitting them finds what is missing."""
 
-    def begin(self, header: StepHeader, rows: Sequence[int] | None, data: MiniBatch) -> StepFacts:
+    def begin(self, header: StepHeader, batch: MiniBatch | None, data: StepData) -> StepFacts:
         """This process knows everything. The key is drawn when the call has been checked."""
-        assert rows is not None
-        return StepFacts(sum(rows), len(rows), None, data.target is not None)
+        assert batch is not None
+        given = batch.rows if batch.is_given else None
+        return StepFacts(sum(batch.rows), len(batch.rows), None, data.target is not None, given)
 
     def common_error(self, error: ValueError) -> ValueError:
         """The error itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -11,14 +12,18 @@ import torch
 from torch import nn
 
 from pipework.autograd.nodes import LossInside, LossOutside, attach
-from pipework.backend import LocalBackend, MiniBatch, PipeSpec, StepHeader
+from pipework.backend import LocalBackend, PipeSpec, StepData, StepFacts, StepHeader
 from pipework.model import microbatch
 from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from pipework.model.checkpoint import MODES, checkpointed_micro_batches
+from pipework.model.given import Given, MicroBatches, given
 from pipework.model.layers import Layers, refuse_own_behaviour
 from pipework.model.loss import LossSettings
 from pipework.model.materialize import on_meta
+from pipework.model.microbatch import Split
 from pipework.model.sequential import tuple_rule
+from pipework.pipe_warning import PipeWarning
+from pipework.planning.doubts import doubts_about
 from pipework.planning.partition import split_layers
 from pipework.planning.plan import make_plan
 from pipework.planning.predict import Sample, predict_step
@@ -107,6 +112,8 @@ class Pipe(Layers):
         (torch.Size([16, 2]), torch.Size([8, 4]))
     """
 
+    _warns: ClassVar[bool] = True  # of what is probably not meant; see `PipeWarning`
+
     _own_attributes: ClassVar[frozenset[str]] = Layers._own_attributes | {
         "_check_finite",
         "_checkpoint",
@@ -154,6 +161,8 @@ class Pipe(Layers):
         backend = _backend(mesh, devices)
         plan = make_plan(module, schedule, chunks, balance, backend.devices)
         here = backend.own_stages(plan)
+        if self._warns and (doubts := doubts_about(module, plan, chunks, balance, backend.devices)) is not None:
+            warnings.warn(doubts, PipeWarning, stacklevel=2)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)
         stages = range(len(plan.placement))
@@ -330,9 +339,9 @@ class Pipe(Layers):
 
         Args:
             inputs: go to the first layer, moved to its device. Tensors are split along dimension 0, everything else
-                goes to every micro-batch as it is.
+                goes to every micro-batch as it is. `MicroBatches` are split already.
             target: what the loss compares the output with, any nested structure, moved to the last device and split
-                like the inputs. None: the loss is computed outside.
+                like the inputs, or `MicroBatches` like these. None: the loss is computed outside.
             return_output: return loss and output.
             outputs: if workers are processes: 'last' returns outputs in that of the last stage, and None in all others;
                 'all' returns them everywhere.
@@ -341,14 +350,15 @@ class Pipe(Layers):
         Returns:
             With a target the loss of the mini-batch, 0-dimensional; if `return_output`, a pair of it and the output,
             which has no graph. Without one the last layer's output, on the last device: tensors are concatenated over
-            the micro-batches (0-dimensional ones averaged by rows), other values collected in a list.
+            the micro-batches (0-dimensional ones averaged by rows), other values collected in a list. If the inputs are
+            `MicroBatches`, so are the outputs.
 
             If workers are processes, all of them return the same loss.
 
         Raises:
             TypeError: there is no tensor among the inputs, or the loss is no tensor.
-            ValueError: a tensor cannot be split, tensors have different numbers of rows, the schedule needs a target,
-                or the loss has dimensions.
+            ValueError: a tensor cannot be split, tensors have different numbers of rows or arguments different numbers
+                of micro-batches, rows cannot weigh the mean, the schedule needs a target, or the loss has dimensions.
         """
         if outputs not in ("last", "all"):
             raise ValueError(f"outputs is not one of 'last' or 'all': got {outputs!r}")
@@ -391,17 +401,19 @@ class Pipe(Layers):
             returns_output=return_output,
             recorded=self._recording is not None,
         )
-        given = MiniBatch(inputs, keyword_inputs, target)
-        facts = self._backend.begin(header, None if split is None else split.rows, given)
+        facts = self._backend.begin(header, split, StepData(inputs, keyword_inputs, target))
         training, inside = header.training, facts.inside
-        split = split or microbatch.Split.elsewhere(facts.rows, facts.micro_batches)
-        targets = None
+        split = split or _elsewhere(facts)
+        targets, weighing = None, split.rows
         if inside and self.is_last:
-            first, last = (self._backend.rank_of(self._plan.placement[stage]) for stage in (0, -1))
-            targets = microbatch.split_target(target, split.rows, self.output_device, (first, last))
+            readers = (self._backend.rank_of(self._plan.placement[0]), self._backend.rank_of(self._plan.placement[-1]))
+            targets, weighing = split.targets(target, self.output_device, readers)
         micro_batches = len(split.rows)
         checkpointed = checkpointed_micro_batches(self._checkpoint, micro_batches) if training and context.grad else 0
-        program = self._program(micro_batches, checkpointed, inside=inside)
+        try:
+            program = self._program(micro_batches, checkpointed, inside=inside)
+        except ValueError as error:  # a schedule of the caller's own is for fewer micro-batches
+            raise self._backend.common_error(error) from None
         if not inside and training and context.grad:
             reader = self._backend.rank_of(self._plan.placement[-1])
             if not program.loss_may_be_outside:
@@ -411,7 +423,7 @@ class Pipe(Layers):
                 raise self._backend.common_error(self._loss.outside_of_one_rank(reader))
         inner = None
         if inside:
-            inner = self._loss.inner(targets, split.rows, grad=context.grad, keeps_output=return_output)
+            inner = self._loss.inner(targets, weighing, grad=context.grad, keeps_output=return_output)
         key = Key(facts.key)
         if training:
             key.value()
@@ -428,7 +440,7 @@ class Pipe(Layers):
                 scaler=self._loss.grad_scaler,
             ),
             loss=inner,
-            own_leaves=frozenset([n for n, t in enumerate(split.tensors) if t.is_leaf and t.requires_grad]),
+            own_leaves=split.own_leaves,
             input_gradients=any(tensor.requires_grad for tensor in split.tensors),
         )
         self._steps += 1
@@ -447,12 +459,12 @@ class Pipe(Layers):
             return (loss, output) if return_output else loss
         if not results:
             return None
-        joined = microbatch.join(results, split.rows)
+        joined = split.joined(results)
         tensors = joined.tensors
         if context.grad and any(joined.differentiable):
             backward = LossOutside(step, cut=joined.splits.cut, join=split.splits.join)
             tensors = attach(backward, split.tensors, tensors, joined.differentiable, step.stages, rooted=rooted)
-        return nested.unflatten(tensors, joined.structure)
+        return joined.value(tensors)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recording]:
@@ -491,7 +503,7 @@ class Pipe(Layers):
         each other down, which this does not know.
 
         Args:
-            inputs: of a mini-batch, as for the pipe itself.
+            inputs: of a mini-batch, as for the pipe itself. All micro-batches are taken to be like the largest one.
             target: likewise; None: the loss is outside.
             timeout: for how many seconds to measure each stage.
             progress: called with a line for each stage, such as `print`; None: lines are logged to "pipework" (INFO).
@@ -515,15 +527,17 @@ class Pipe(Layers):
         self._refuse_to_run_without_data()
         split = self._split(inputs, keyword_inputs)
         count = len(split.micro_batches)
-        arguments, keywords = microbatch.arguments_of(split.micro_batches[0])
+        sizes = [sum(tensor.nbytes for tensor in tensors) for tensors, _ in split.micro_batches]
+        largest = sizes.index(max(sizes))
+        arguments, keywords = microbatch.arguments_of(split.micro_batches[largest])
         sample = Sample(arguments, keywords, tuples=self._tuples)
         plain = Program(self._plan.schedule(len(split.micro_batches)))
         if target is None and not plain.loss_may_be_outside:
             raise self._loss.missing_target(plain.schedule.name, len(inputs), keyword_inputs, call="pipe.predict")
         if target is not None:
-            targets = microbatch.split_target(target, split.rows, self.output_device)
-            loss = self._loss.inner(targets, split.rows, grad=True, keeps_output=False)
-            sample = replace(sample, loss=loss, target=nested.unflatten(*targets[0]))
+            targets, weighing = split.targets(target, self.output_device)
+            loss = self._loss.inner(targets, weighing, grad=True, keeps_output=False)
+            sample = replace(sample, loss=loss, target=nested.unflatten(*targets[largest]))
         return predict_step(
             self.partitions,
             self._plan.partitioning.devices,
@@ -567,10 +581,12 @@ class Pipe(Layers):
         self._engine_lock = threading.Lock()
         self._deferring = threading.Lock()
 
-    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> microbatch.Split:
+    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> Split | Given:
         """The mini-batch in micro-batches."""
         if not keyword_inputs:
             self._backend.check_inputs(inputs)
+        if any(isinstance(value, MicroBatches) for value in (*inputs, *keyword_inputs.values())):
+            return given(inputs, keyword_inputs, self.input_device)
         return microbatch.split(inputs, keyword_inputs, self._chunks, self.input_device)
 
     @contextlib.contextmanager
@@ -634,7 +650,7 @@ class Pipe(Layers):
 
 
 def _loss_and_output(
-    results: list[Message], split: microbatch.Split, shared: LossInside, *, has_output: bool, rooted: bool
+    results: list[Message], split: Split | Given, shared: LossInside, *, has_output: bool, rooted: bool
 ) -> tuple[Tensor, Any]:
     """What comes out of a mini-batch whose loss is inside."""
     parts = [tensors[0] for tensors, _ in results]
@@ -643,8 +659,13 @@ def _loss_and_output(
         (loss,) = attach(shared, split.tensors, (loss,), (True,), shared.step.stages, rooted=rooted)
     if not has_output:
         return loss, None
-    joined = microbatch.join([(tensors[1:], structure) for tensors, structure in results], split.rows)
-    return loss, nested.unflatten(joined.tensors, joined.structure)
+    joined = split.joined([(tensors[1:], structure) for tensors, structure in results])
+    return loss, joined.value(joined.tensors)
+
+
+def _elsewhere(facts: StepFacts) -> Split | Given:
+    """A mini-batch whose tensors another process has."""
+    return Split.elsewhere(facts.rows, facts.micro_batches) if facts.given is None else Given.elsewhere(facts.given)
 
 
 def _backend(mesh: Mesh | DeviceMesh | None, devices: Sequence[int | str | torch.device] | None) -> Backend:

@@ -45,6 +45,8 @@ class AdaptedPipe(Pipe):
     split into equally many pieces.
     """
 
+    _warns: ClassVar[bool] = False  # old scripts run as they did
+
     def use(self, chunks: int, checkpoint: str) -> None:
         """Sets the attributes that can be changed after the construction of an old pipe."""
         self._chunks = chunks

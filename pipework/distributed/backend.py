@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-    from pipework.backend import MiniBatch, PipeSpec, StepFacts, StepHeader
+    from pipework.backend import MiniBatch, PipeSpec, StepData, StepFacts, StepHeader
     from pipework.distributed.mesh import Mesh
     from pipework.planning.plan import Plan
     from pipework.runtime.peers import Peers
@@ -174,9 +174,9 @@ class DistributedBackend:
                 "were None there; only the others may pass None"
             )
 
-    def begin(self, header: StepHeader, rows: Sequence[int] | None, data: MiniBatch) -> StepFacts:
+    def begin(self, header: StepHeader, batch: MiniBatch | None, data: StepData) -> StepFacts:
         """Sends all ranks what the first and the last of them were given."""
-        return self.group.begin(header, rows, data)
+        return self.group.begin(header, batch, data)
 
     def common_error(self, error: ValueError) -> ValueError:
         """See `Backend.common_error`."""

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from pipework.model.given import MicroBatches
 from pipework.model.microbatch import flattened
+from pipework.values import nested
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +33,7 @@ def data_digest(value: Any) -> int:
         >>> data_digest((None,)) == NO_DATA
         True
     """
-    tensors, _, _ = flattened(value)
+    tensors, _, _ = flattened(nested.replaced(value, MicroBatches, list))
     if not tensors:
         return NO_DATA
     digest = hashlib.blake2b(digest_size=8)

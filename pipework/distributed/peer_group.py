@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.distributed_c10d import Store
 
-    from pipework.backend import MiniBatch, StepFacts, StepHeader
+    from pipework.backend import MiniBatch, StepData, StepFacts, StepHeader
     from pipework.distributed.mesh import Mesh
     from pipework.distributed.rendezvous import Connections, RendezvousSpec
     from pipework.runtime.peers import RunSpec
@@ -205,17 +205,17 @@ class PeerGroup:
             _LOG.warning("leaving before the next training step, as a process was asked to end%s", who)
             raise SystemExit(PREEMPTED)
 
-    def begin(self, header: StepHeader, rows: Sequence[int] | None, data: MiniBatch) -> StepFacts:
+    def begin(self, header: StepHeader, batch: MiniBatch | None, data: StepData) -> StepFacts:
         """Begins a call of the pipe on all ranks.
 
         Args:
             header: how this rank makes the call.
-            rows: on the first rank, of each micro-batch.
+            batch: on the first rank, the mini-batch.
             data: what this rank was given.
         """
         self.faults.step += header.training and header.grad
         key = draw_key() if header.training else None
-        return self._on_worker(lambda: self._headers.exchange(header, rows, key, data))
+        return self._on_worker(lambda: self._headers.exchange(header, batch, key, data))
 
     def all_gather_text(self, text: str) -> list[str]:
         """The texts of all ranks of the job, in order. Every rank calls this, and waits for all others."""

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipework.backend import MiniBatch
+    from pipework.backend import MiniBatch, StepData
     from pipework.distributed.transport.channel import Group
 
 _NO_KEY: Final = -1
+_GIVEN: Final = -1  # in place of the rows of the mini-batch: the caller has made the micro-batches
+_NO_ROWS: Final = -1
 _FIRST_CALLS: Final = 4  # whose data are compared
 _INTERVAL: Final = 32  # of later calls; reading a sample takes up to 0.1 ms
 
@@ -58,12 +60,12 @@ class StepHeaders:
         self._calls = 0
         self._sends: list[tuple[Tensor, int, Any]] = []  # sends that have not ended yet, and their memory
 
-    def exchange(self, header: StepHeader, rows: Sequence[int] | None, key: int | None, data: MiniBatch) -> StepFacts:
+    def exchange(self, header: StepHeader, batch: MiniBatch | None, key: int | None, data: StepData) -> StepFacts:
         """Gives all ranks the facts of a call that only the first and the last rank know.
 
         Args:
             header: of this rank.
-            rows: on the first rank, of each micro-batch.
+            batch: on the first rank, the mini-batch.
             key: on the first rank, if it has been drawn.
             data: what this rank was given; the target of the last rank is the one that counts.
 
@@ -79,13 +81,17 @@ class StepHeaders:
         if self._worker == self._last != self._first:
             self._send(self._first, mine)
         if self._worker != self._first:
-            theirs = facts = self._receive(self._first)
+            theirs = facts = _Numbers(*self._receive(self._first))
             other = self._first
         else:
-            assert rows is not None
-            theirs = self._receive(self._last) if self._last != self._first else mine
-            key = _NO_KEY if key is None else key
-            facts = mine._replace(has_target=theirs.has_target, rows=sum(rows), micro_batches=len(rows), key=key)
+            assert batch is not None
+            theirs = mine if self._last == self._first else _Numbers(*self._receive(self._last))
+            facts = mine._replace(
+                has_target=theirs.has_target,
+                rows=_GIVEN if batch.is_given else sum(batch.rows),
+                micro_batches=len(batch.rows),
+                key=_NO_KEY if key is None else key,
+            )
             for worker in range(len(self._ranks)):  # also if headers differ: then every rank raises
                 if worker != self._first:
                     self._send(worker, facts)
@@ -99,11 +105,19 @@ class StepHeaders:
             )
         self._check_data("inputs", theirs.inputs, mine.inputs, other)
         self._check_data("targets", theirs.targets, mine.targets, other)
-        return StepFacts(
-            facts.rows, facts.micro_batches, None if facts.key == _NO_KEY else facts.key, bool(facts.has_target)
-        )
+        given = self._exchange_rows(batch, facts.micro_batches) if facts.rows == _GIVEN else None
+        drawn = None if facts.key == _NO_KEY else facts.key
+        return StepFacts(facts.rows, facts.micro_batches, drawn, bool(facts.has_target), given)
 
-    def _own(self, header: StepHeader, data: MiniBatch) -> _Numbers:
+    def _exchange_rows(self, batch: MiniBatch | None, micro_batches: int) -> Sequence[int]:
+        """Gives the last rank the rows of micro-batches that the caller of the first has made; others need none."""
+        if batch is not None:
+            if self._last != self._first:
+                self._send(self._last, batch.rows)
+            return batch.rows
+        return self._receive(self._first, micro_batches) if self._worker == self._last else [_NO_ROWS] * micro_batches
+
+    def _own(self, header: StepHeader, data: StepData) -> _Numbers:
         flags = sum(value << position for position, value in enumerate(header))
         numbers = _Numbers(flags, int(data.target is not None))
         if len(self._ranks) == 1 or (self._calls > _FIRST_CALLS and self._calls % _INTERVAL):
@@ -132,20 +146,20 @@ class StepHeaders:
                 "other rows to each replica of the pipe only; without one, seed the shuffling alike on all ranks"
             )
 
-    def _send(self, worker: int, numbers: _Numbers) -> None:
+    def _send(self, worker: int, numbers: Sequence[int]) -> None:
         data = torch.tensor([self._calls, *numbers])
         self._sends.append((data, worker, self._transfer(worker, lambda: self._group.send([data], worker, 0))))
 
-    def _receive(self, worker: int) -> _Numbers:
-        data = torch.empty(1 + len(_Numbers._fields), dtype=torch.int64)
+    def _receive(self, worker: int, numbers: int = len(_Numbers._fields)) -> list[int]:
+        data = torch.empty(1 + numbers, dtype=torch.int64)
         self._transfer(worker, lambda: self._group.recv([data], worker, 0).wait())
-        calls, *numbers = data.tolist()
+        calls, *values = data.tolist()
         if calls != self._calls:
             there = f"call {calls} on rank {self._ranks[worker]}"
             raise ValueError(
                 f"this is call {self._calls} of the pipe here and {there}: call it equally often everywhere"
             )
-        return _Numbers(*numbers)
+        return values
 
     def _transfer(self, worker: int, transfer: Callable[[], Any]) -> Any:
         try:

@@ -139,7 +139,7 @@ class LossSettings:
 
         Args:
             targets: of the micro-batches; None: another process has them, and computes the loss.
-            rows: of the micro-batches.
+            rows: of the micro-batches, which weigh their losses; negative where there is no such number.
             grad: whether gradients are needed.
             keeps_output: whether the output is returned, too.
         """
@@ -153,6 +153,8 @@ class LossSettings:
     def _amounts(self, targets: Sequence[Message], rows: Sequence[int]) -> list[float]:
         # Before the first action: the first backward may come before the last forward.
         if self.weight is None:
+            if min(rows) < 0:
+                raise _no_rows(targets, rows)
             return list(rows)
         amounts = []
         for number, target in enumerate(targets):
@@ -166,6 +168,17 @@ class LossSettings:
                     f"loss_weight gave {amounts[-1]} for micro-batch {number}: wanted a number of at least 0"
                 )
         return amounts
+
+
+def _no_rows(targets: Sequence[Message], rows: Sequence[int]) -> ValueError:
+    """The error of a mean over micro-batches that rows do not weigh."""
+    shapes = [tuple(tensor.shape) for tensor in targets[min(range(len(rows)), key=rows.__getitem__)][0]]
+    shown = "no tensor" if not shapes else f"the shape {shapes[0]}" if len(shapes) == 1 else f"the shapes {shapes}"
+    return ValueError(
+        "rows do not say how much each micro-batch weighs in the mean: inputs and target of a micro-batch have "
+        f"different numbers of them, or targets differ in other dimensions, too (a target has {shown}). Give Pipe the "
+        "weight, such as loss_weight=torch.numel for a mean over all numbers of the targets, or loss_reduction='sum'"
+    )
 
 
 def _not_there(rank: int) -> str:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pipework.model.given import MicroBatches, refuse_gradient, refuse_inside
+from pipework.model.no_chunk import NoChunk
 from pipework.values import nested
 
 if TYPE_CHECKING:
@@ -18,34 +20,6 @@ if TYPE_CHECKING:
 
     from pipework.runtime.transport import Message
     from pipework.values.nested import Structure
-
-
-class NoChunk:
-    """An input tensor that every micro-batch gets whole, such as a mask of shape (1, 1, tokens, tokens).
-
-    If it requires a gradient, it gets the sum over the micro-batches.
-
-    Args:
-        tensor: the tensor.
-
-    Raises:
-        TypeError: the argument is not a tensor.
-
-    Example:
-        >>> from torch import nn
-        >>> from pipework import Pipe
-        >>> pipe = Pipe(nn.Sequential(nn.Bilinear(2, 2, 3)), chunks=2)
-        >>> pipe(torch.ones(4, 2), NoChunk(torch.ones(2, 2))).shape
-        torch.Size([4, 3])
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"NoChunk only supported for tensors: got {type(tensor).__name__}")
-        self.tensor = tensor
-
-    def __repr__(self) -> str:
-        return f"NoChunk({self.tensor!r})"
 
 
 @dataclass(frozen=True)
@@ -64,6 +38,7 @@ class Split:
     sizes: tuple[Sequence[int] | None, ...]
     micro_batches: list[Message]
     rows: Sequence[int]
+    is_given = False
 
     @classmethod
     def of(
@@ -93,9 +68,24 @@ class Split:
         return cls((), (), [], _sizes(rows, micro_batches))
 
     @property
+    def own_leaves(self) -> frozenset[int]:
+        """The positions of the caller's own leaves that require a gradient."""
+        return frozenset([n for n, tensor in enumerate(self.tensors) if tensor.is_leaf and tensor.requires_grad])
+
+    @property
     def splits(self) -> InputSplits:
         """The sizes of the parts, to join their gradients."""
         return InputSplits(tuple([tensor.shape for tensor in self.tensors]), self.sizes)
+
+    def targets(
+        self, target: Any, device: torch.device, readers: tuple[int | None, int | None] = (None, None)
+    ) -> tuple[list[Message], Sequence[int]]:
+        """The targets of the micro-batches, and the rows that weigh their losses; see `split_target`."""
+        return split_target(target, self.rows, device, readers), self.rows
+
+    def joined(self, outputs: Sequence[Message]) -> Joined:
+        """The outputs of the mini-batch; see `join`."""
+        return join(outputs, self.rows)
 
 
 def split(
@@ -143,20 +133,22 @@ def split_target(
         readers: the ranks that read the inputs and the target; None: this process does.
 
     Raises:
+        TypeError: it is `MicroBatches`.
         ValueError: a tensor has another number of rows than the inputs, or requires a gradient.
 
     Example:
         >>> [tensors[0].tolist() for tensors, _ in split_target(torch.arange(3), [2, 1], torch.device("cpu"))]
         [[0, 1], [2]]
     """
+    if isinstance(target, MicroBatches):
+        raise TypeError(
+            "the target is MicroBatches and the inputs are not: give both as MicroBatches, or neither; inputs that are "
+            "not are split along dimension 0"
+        )
     tensors, structure, is_split = flattened(target)
     total = sum(rows)
     for tensor, split in zip(tensors, is_split, strict=True):
-        if tensor.requires_grad:
-            raise ValueError(
-                f"a target tensor of shape {tuple(tensor.shape)} requires a gradient, which it would not get: "
-                "detach() it, or give it to the pipe as an input"
-            )
+        refuse_gradient(tensor)
         if split and (tensor.dim() == 0 or tensor.shape[0] != total):
             raise _other_rows(total, tensor, *readers)
     moved = [tensor.to(device, non_blocking=True) for tensor in tensors]
@@ -212,6 +204,10 @@ class Joined:
     structure: Structure | None
     differentiable: tuple[bool, ...]
     splits: OutputSplits
+
+    def value(self, tensors: tuple[Tensor, ...]) -> Any:
+        """What the pipe returns, made of these tensors or of their counterparts with a graph."""
+        return nested.unflatten(tensors, self.structure)
 
 
 def join(outputs: Sequence[Message], rows: Sequence[int]) -> Joined:
@@ -293,6 +289,7 @@ def flattened(value: Any) -> tuple[tuple[Tensor, ...], Structure | None, tuple[b
     """The tensors of a value, the structure around them, and for each tensor whether it is split."""
     if type(value) is Tensor:  # the usual case; subclasses take the general way below
         return (value,), None, (True,)
+    refuse_inside(value)
     whole: set[int] = set()
 
     def unwrap(wrapper: NoChunk) -> Tensor:

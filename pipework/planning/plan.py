@@ -52,6 +52,12 @@ class Plan:
             ValueError: the user's own schedule has fewer micro-batches.
         """
         if isinstance(self.source, Schedule):
+            if micro_batches > self.source.micro_batches:
+                raise ValueError(
+                    f"the mini-batch has {micro_batches} micro-batches, and the schedule {self.source.name!r} is made "
+                    f"for {self.source.micro_batches}: give at most as many, or a pipe the schedule's name, if it has "
+                    "one, which makes it for any number"
+                )
             return restricted(self.source, micro_batches)
         stages_per_worker = len(self.placement) // max(1, self.workers)
         return build(self.source, workers=self.workers, chunks=micro_batches, stages_per_worker=stages_per_worker)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipework.model.given import MicroBatches
 from pipework.testing.random import micro_batch_random
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -26,8 +27,8 @@ class Reference:
 
 def reference_backward(
     model: nn.Sequential,
-    inputs: Tensor | tuple[Tensor, ...],
-    loss_fn: Callable[[Tensor], Tensor],
+    inputs: Any,
+    loss_fn: Callable[[Any], Tensor],
     chunks: int,
     key: int,
 ) -> Reference:
@@ -39,9 +40,9 @@ def reference_backward(
 
     Args:
         model: the un-pipelined model.
-        inputs: the mini-batch, rows along dimension 0; several are given to the model as positional arguments. Leaves
-            that require a gradient get one.
-        loss_fn: from the output of the mini-batch to a scalar.
+        inputs: the mini-batch, rows along dimension 0, or `MicroBatches`; a tuple of several is given to the model as
+            positional arguments. Leaves that require a gradient get one.
+        loss_fn: from the output of the mini-batch, as the pipe returns it, to a scalar.
         chunks: of the pipe.
         key: of the random numbers; see `micro_batch_random`.
 
@@ -56,25 +57,40 @@ def reference_backward(
         for micro_batch, rows in enumerate(micro_batches(inputs, chunks)):
             with micro_batch_random(model, key, micro_batch):
                 outputs.append(model(*rows))
-        joined = torch.cat([output.detach() for output in outputs]).requires_grad_()
-        loss = loss_fn(joined)
+        whole = joined([output.detach() for output in outputs], inputs)
+        leaves = [leaf.requires_grad_() for leaf in (whole if isinstance(whole, MicroBatches) else [whole])]
+        loss = loss_fn(whole)
         torch.autograd.backward(loss)
-        assert joined.grad is not None
-        gradients = torch.split(joined.grad, [len(output) for output in outputs])
+        gradients: Sequence[Any] = [leaf.grad for leaf in leaves]
+        if not isinstance(whole, MicroBatches):
+            gradients = torch.split(gradients[0], [len(output) for output in outputs])
         for output, gradient in zip(outputs, gradients, strict=True):
             if output.requires_grad:
                 output.backward(gradient)
-    return Reference(joined.detach(), loss.detach())
+    return Reference(joined([output.detach() for output in outputs], inputs), loss.detach())
 
 
-def micro_batches(inputs: Tensor | tuple[Tensor, ...], chunks: int) -> list[tuple[Tensor, ...]]:
-    """The rows of each micro-batch.
+def joined(outputs: Sequence[Tensor], inputs: Any) -> Any:
+    """The outputs of the micro-batches, concatenated or as `MicroBatches`, as the inputs are."""
+    return MicroBatches(outputs) if _given(inputs) else torch.cat(list(outputs))
+
+
+def _given(inputs: Any) -> list[MicroBatches]:
+    every = inputs if isinstance(inputs, tuple) else (inputs,)
+    return [each for each in every if isinstance(each, MicroBatches)]
+
+
+def micro_batches(inputs: Any, chunks: int) -> list[tuple[Any, ...]]:
+    """The positional arguments of each micro-batch.
 
     Example:
         >>> [len(rows) for rows, in micro_batches(torch.zeros(9, 2), 4)]
         [3, 2, 2, 2]
     """
     tensors = inputs if isinstance(inputs, tuple) else (inputs,)
+    if given := _given(inputs):
+        whole = [each if isinstance(each, MicroBatches) else [each] * len(given[0]) for each in tensors]
+        return list(zip(*whole, strict=True))
     return list(zip(*(tensor.tensor_split(max(1, min(chunks, len(tensor)))) for tensor in tensors), strict=True))
 
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from pipework.model.given import MicroBatches
 from pipework.model.sequential import tuple_rule
 from pipework.testing.random import micro_batch_random
-from pipework.testing.reference import Reference, gradients_added, micro_batches
+from pipework.testing.reference import Reference, gradients_added, joined, micro_batches
 from pipework.torch_private import pytree
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def reference_step(
     model: nn.Sequential,
-    inputs: Tensor | tuple[Tensor, ...],
+    inputs: Any,
     target: Any,
     loss_fn: Callable[[Any, Any], Tensor] | None,
     chunks: int,
@@ -35,9 +36,9 @@ def reference_step(
 
     Args:
         model: the un-pipelined model.
-        inputs: the mini-batch, rows along dimension 0; several are given to the model as positional arguments. Leaves
-            that require a gradient get one.
-        target: any nested structure, whose tensors are split like the inputs.
+        inputs: the mini-batch, rows along dimension 0, or `MicroBatches`; a tuple of several is given to the model as
+            positional arguments. Leaves that require a gradient get one.
+        target: any nested structure, whose tensors are split like the inputs, or `MicroBatches`.
         loss_fn: of the pipe; None: the model's last layer takes the target, too, and returns the loss.
         chunks: of the pipe.
         key: of the random numbers; see `micro_batch_random`.
@@ -45,7 +46,7 @@ def reference_step(
         loss_weight: of the pipe.
 
     Returns:
-        The loss and the concatenated outputs; without a `loss_fn` there are no outputs.
+        The loss and the joined outputs; without a `loss_fn` there are no outputs.
 
     Example:
         >>> from torch import nn
@@ -83,7 +84,7 @@ def reference_step(
     total, *others = parts
     for part in others:
         total = total + part
-    return Reference(None if loss_fn is None else torch.cat([output.detach() for output in outputs]), total)
+    return Reference(None if loss_fn is None else joined([output.detach() for output in outputs], inputs), total)
 
 
 def _loss(
@@ -100,6 +101,9 @@ def _loss(
 
 def _split(target: Any, count: int) -> Iterator[Any]:
     """The target of each micro-batch."""
+    if isinstance(target, MicroBatches):
+        yield from target
+        return
     for number in range(count):
         yield pytree.tree_map(
             lambda leaf, number=number: leaf.tensor_split(count)[number] if isinstance(leaf, Tensor) else leaf, target

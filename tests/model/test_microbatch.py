@@ -3,7 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.model.microbatch import NoChunk, join, split, split_target
+from pipework.model.microbatch import join, split, split_target
+from pipework.model.no_chunk import NoChunk
 from pipework.values.nested import flatten, unflatten
 
 sizes = st.integers(0, 20)

@@ -3,7 +3,7 @@
 from pipework.compat.modules import add_submodules
 from pipework.compat.sync.pipe import Pipe, WithDevice
 from pipework.model.checkpoint import is_checkpointing, is_recomputing
-from pipework.model.microbatch import NoChunk
+from pipework.model.no_chunk import NoChunk
 
 __all__ = ["NoChunk", "Pipe", "WithDevice", "is_checkpointing", "is_recomputing"]
 

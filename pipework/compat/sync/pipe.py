@@ -19,7 +19,7 @@ from pipework.compat.adapter import (
 )
 from pipework.compat.sync.partitions import cpu_workers, group, merged
 from pipework.model import with_device
-from pipework.model.microbatch import NoChunk
+from pipework.model.no_chunk import NoChunk
 from pipework.model.sequential import PipeSequential
 from pipework.skip.verify import verify_skippables
 

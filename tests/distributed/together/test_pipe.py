@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipework import Mesh, Pipe
+from pipework import Mesh, MicroBatches, Pipe
 
 Run = Callable[..., list[Any]]
 
@@ -83,3 +83,50 @@ def loss_outside(mesh: Mesh) -> None:
 
 def test_a_loss_outside_is_computed_on_every_rank(on_ranks: Run) -> None:
     on_ranks(2, loss_outside)
+
+
+def mean_of_squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.flatten(0, -2).mean(1) - target.flatten()).square().mean()
+
+
+def train_given(mesh: Mesh) -> list[float]:
+    """The first rank alone has the inputs, and the last one the targets; shapes and numbers change."""
+    module = model()
+    options = {"schedule": "1f1b", "loss_fn": mean_of_squares}
+    threads = Pipe(copy.deepcopy(module), 4, devices=["cpu"] * len(mesh.ranks), **options)
+    pipe = Pipe(module, 4, mesh=mesh, **options)
+    weighted = [
+        Pipe(each, 4, **place, **options, loss_weight=torch.numel)
+        for each, place in ((copy.deepcopy(module), {"devices": ["cpu"] * len(mesh.ranks)}), (module, {"mesh": mesh}))
+    ]
+    losses = []
+    rows, packed = [(3,), (1,), (5,)], [(2, 3), (7,), (1, 1, 4)]
+    for shapes, (here, there) in ((rows, (pipe, threads)), (packed, weighted[::-1]), (packed[:2], weighted[::-1])):
+        x, y = [torch.randn(*shape, 16) for shape in shapes], [torch.randn(shape) for shape in shapes]
+        torch.manual_seed(1)
+        expected = there(MicroBatches(x), target=MicroBatches(y))
+        torch.manual_seed(1)
+        loss, outputs = here(
+            MicroBatches(x) if here.is_first else None,
+            target=MicroBatches(y) if here.is_last else None,
+            return_output=True,
+        )
+        assert torch.equal(loss, expected)
+        assert (outputs is None) == (not here.is_last)
+        for each in (loss, expected):
+            each.backward()
+        for name, parameter in here.named_parameters():
+            assert torch.equal(parameter.grad, there.get_parameter(name).grad), name
+        here.zero_grad()
+        there.zero_grad()
+        with torch.no_grad():
+            outputs = here(MicroBatches(x) if here.is_first else None, outputs="all")
+        assert [tuple(each.shape) for each in outputs] == [(*shape, 4) for shape in shapes]
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_micro_batches_that_one_rank_has_made(on_ranks: Run, ranks: int) -> None:
+    losses = on_ranks(ranks, train_given)
+    assert losses == losses[:1] * ranks

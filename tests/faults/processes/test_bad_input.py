@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipework import Mesh, Pipe
+from pipework import Mesh, MicroBatches, Pipe
 from tests.faults.processes.training import BOUND, PATIENCE, Failing, mean_square, model, note_error
 
 GOOD = torch.randn(4, 8)
@@ -23,6 +23,15 @@ BAD = {
         "the inputs on rank 0 have 4 rows and a target tensor on rank 1 has 3 rows, shape (3, 8): wanted as many rows, "
         "of the same mini-batch. Give all ranks of a pipe the same data in the same order",
     ),
+    "other micro-batches": (
+        1,
+        (MicroBatches([GOOD] * 3),),
+        MicroBatches([GOOD] * 2),
+        "ValueError",
+        "have 3 micro-batches and the target has 2",
+    ),
+    "a target to split": (1, (MicroBatches([GOOD]),), GOOD, "ValueError", "the target has tensors outside of MicroB"),
+    "a target that is split": (1, (GOOD,), MicroBatches([GOOD]), "TypeError", "MicroBatches and the inputs are not"),
     "differentiable target": (1, (GOOD,), GOOD.clone().requires_grad_(), "ValueError", "requires a gradient"),
     "other width": (0, (torch.randn(4, 7),), GOOD, "RuntimeError", "cannot be multiplied"),
     "meta": (0, (GOOD.to("meta"),), GOOD, "NotImplementedError", "meta"),

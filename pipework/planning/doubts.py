@@ -1,0 +1,66 @@
+"""Plans that run, but under which nothing happens at the same time: what to warn of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipework.planning.partition import is_placed
+from pipework.schedule import Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from pipework.model.with_device import Device
+    from pipework.planning.plan import Plan
+
+
+def doubts_about(
+    module: nn.Sequential,
+    plan: Plan,
+    chunks: int,
+    balance: Sequence[int] | None,
+    devices: Sequence[Device] | None,
+) -> str | None:
+    """Why a pipe of this plan pipelines nothing, unless its maker has asked for that; None: it does.
+
+    Args:
+        module: the layers.
+        plan: made of them.
+        chunks: the number of micro-batches.
+        balance: as it was given.
+        devices: as they were given; those of processes are given, too.
+
+    Example:
+        >>> from torch import nn
+        >>> from pipework.planning.plan import make_plan
+        >>> module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> doubts_about(module, make_plan(module, "gpipe", 1, None, ["cpu"]), 1, None, ["cpu"])
+    """
+    layers = len(module)
+    if plan.workers > 1:
+        if chunks > 1:
+            return None
+        return (
+            f"chunks is 1, so {plan.workers} workers wait for each other and nothing is pipelined: give Pipe "
+            f"chunks={4 * plan.workers} or so, the number of micro-batches that a mini-batch is split into"
+        )
+    if not layers or balance is not None:
+        return None
+    if layers == 1 and (devices is None or len(devices) > 1):
+        return (
+            f"the nn.Sequential has one layer ({type(module[0]).__name__}), so one worker does everything and nothing "
+            "is pipelined: a pipe cuts between the layers of the nn.Sequential, not within one of them. Give it the "
+            "layers of the model, such as nn.Sequential(model.embed, *model.blocks, model.head); for one worker on "
+            "purpose give balance=[1]"
+        )
+    chosen = isinstance(plan.source, Schedule) or is_placed(module)
+    if layers > 1 and devices is None and not chosen:
+        (device,) = plan.devices
+        return (
+            f"only one device was found ({device}), so one worker has all {layers} layers and nothing is pipelined: "
+            'give devices=["cpu", "cpu"] for two workers on the CPU, make more accelerators visible, or give '
+            f"balance=[{layers}] for one worker on purpose"
+        )
+    return None
