@@ -94,7 +94,7 @@ def train_given(mesh: Mesh) -> list[float]:
     module = model()
     options = {"schedule": "1f1b", "loss_fn": mean_of_squares}
     threads = Pipe(copy.deepcopy(module), 4, devices=["cpu"] * len(mesh.ranks), **options)
-    pipe = Pipe(module, 4, mesh=mesh, **options)
+    pipe = Pipe(copy.deepcopy(module), 4, mesh=mesh, **options)
     weighted = [
         Pipe(each, 4, **place, **options, loss_weight=torch.numel)
         for each, place in ((copy.deepcopy(module), {"devices": ["cpu"] * len(mesh.ranks)}), (module, {"mesh": mesh}))

@@ -10,7 +10,7 @@ import torch
 from pipework import Mesh, MicroBatches, Pipe
 from tests.faults.processes.training import BOUND, PATIENCE, Failing, mean_square, model, note_error
 
-GOOD = torch.randn(4, 8)
+GOOD = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))  # the same on all ranks
 BAD = {
     "no tensor": (0, ("text",), GOOD, "TypeError", "do not have any tensors"),
     "nothing": (0, (None,), GOOD, "TypeError", "do not have any tensors"),
