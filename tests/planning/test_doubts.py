@@ -33,9 +33,7 @@ def test_a_model_in_one_layer() -> None:
 def test_one_accelerator_found(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = planning_devices.Machine((torch.device("cpu"),), cores=8)  # stands for an accelerator
     monkeypatch.setattr(planning_devices.Machine, "here", lambda: machine)
-    with pytest.warns(
-        PipeWarning, match=r"^only one device was found \(cpu\), so one worker has all 2 layers"
-    ):
+    with pytest.warns(PipeWarning, match=r"^only one device was found \(cpu\), so one worker has all 2 layers"):
         Pipe(copy.deepcopy(TWO), 4)
     Pipe(copy.deepcopy(TWO), 4, balance=[2])
 
