@@ -21,6 +21,7 @@ from pipework.model.layers import Layers, refuse_own_behaviour
 from pipework.model.loss import LossSettings
 from pipework.model.materialize import on_meta
 from pipework.model.microbatch import Split
+from pipework.model.rows import doubts_about_masks, modules_with_batch_second, watched
 from pipework.model.sequential import tuple_rule
 from pipework.pipe_warning import PipeWarning
 from pipework.planning.doubts import doubts_about
@@ -123,6 +124,7 @@ class Pipe(Layers):
         "_deferring",
         "_defers",
         "_engine",
+        "_cut_before",
         "_loss",
         "_engine_lock",
         "_plan",
@@ -206,6 +208,7 @@ class Pipe(Layers):
         self._recording: Recording | None = None
         self._programs: dict[tuple[int, int, bool], Program] = {}
         self._steps = 0
+        self._cut_before = False
         self.training = module.training
 
     @property
@@ -290,7 +293,7 @@ class Pipe(Layers):
         """Asks for `stopping`, in all processes; a program's signal handler may call it.
 
         Example:
-            >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2)))
+            >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), balance=[1])
             >>> pipe.request_stop()
             >>> pipe.stopping
             True
@@ -316,7 +319,7 @@ class Pipe(Layers):
 
         Example:
             >>> module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-            >>> pipe = Pipe(module, balance=[1, 1], devices=["cpu", "cpu"])
+            >>> pipe = Pipe(module, chunks=4, balance=[1, 1], devices=["cpu", "cpu"])
             >>> pipe(torch.randn(8, 4)).sum().backward()
             >>> norm = pipe.clip_grad_norm_(1.0)
             >>> pipe.clip_grad_norm_(1.0) <= 1.0
@@ -445,7 +448,9 @@ class Pipe(Layers):
         )
         self._steps += 1
         returned: list[Message] = []
-        with self._mini_batch_of_batch_norms():
+        first = not self._cut_before and self._warns and not split.is_given and micro_batches > 1
+        watching = self._rows_watched(split.rows, inputs, keyword_inputs) if first else contextlib.nullcontext()
+        with self._mini_batch_of_batch_norms(), watching:
             if inside:
                 results, returned = step.run(split.micro_batches, targets or [])
             else:
@@ -568,6 +573,7 @@ class Pipe(Layers):
 
     def _prepared(self, layer: nn.Module) -> nn.Module:
         self._engine = None  # its stages run the layer that was there before; whether it fits is checked for the next
+        self._cut_before = False
         return convert_deferred_batch_norm(layer, self._chunks) if self._defers else layer
 
     def __getstate__(self) -> dict[str, Any]:
@@ -606,6 +612,20 @@ class Pipe(Layers):
                 raise
             for batch_norm in self._deferred:
                 batch_norm.commit()
+
+    @contextlib.contextmanager
+    def _rows_watched(
+        self, rows: Sequence[int], inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]
+    ) -> Iterator[None]:
+        """For the first mini-batch that is cut: looks for uses in which dimension 0 is not that of the rows."""
+        if self.is_first and len(inputs) + len(keyword_inputs) > 1:
+            for doubt in doubts_about_masks(inputs, keyword_inputs):
+                warnings.warn(doubt, PipeWarning, stacklevel=7)
+        with watched(modules_with_batch_second(self.named_children()), {*rows}) as doubts:
+            yield
+        self._cut_before = True
+        for doubt in doubts:
+            warnings.warn(doubt, PipeWarning, stacklevel=7)
 
     def _program(self, micro_batches: int, checkpointed: int, *, inside: bool) -> Program:
         """The schedule, ready for the runtime; made once for each number of micro-batches that occurs."""

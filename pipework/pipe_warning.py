@@ -15,3 +15,5 @@ class PipeWarning(UserWarning):
         ...     warnings.filterwarnings("ignore", "chunks is 1", PipeWarning)
         ...     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), devices=["cpu", "cpu"])
     """
+
+    __module__ = "pipework"  # the public name, for messages

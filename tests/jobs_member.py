@@ -54,6 +54,7 @@ def run_member(member: Member) -> None:
     """What a process does that was forked for this, until it ends."""
     enter(member.output, member.errors, member.environment)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "chunks is 1", pipework.PipeWarning)  # as pyproject.toml has it
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location(Path(member.path).stem, member.path)
     assert spec is not None

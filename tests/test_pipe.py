@@ -280,7 +280,7 @@ def test_values_that_are_no_tensors() -> None:
         def forward(self, x: torch.Tensor, factor: int, *, flip: bool = False) -> tuple[torch.Tensor, int]:
             return (-x if flip else x) * factor, len(x)
 
-    pipe = Pipe(nn.Sequential(Scale()), chunks=2)
+    pipe = Pipe(nn.Sequential(Scale()), chunks=2, balance=[1])
     output, rows = pipe(torch.ones(5, 2), 3, flip=True)
     assert torch.equal(output, -3 * torch.ones(5, 2))
     assert rows == [3, 2]

@@ -20,7 +20,7 @@ class NoChunk:
         >>> import torch
         >>> from torch import nn
         >>> from pipework import Pipe
-        >>> pipe = Pipe(nn.Sequential(nn.Bilinear(2, 2, 3)), chunks=2)
+        >>> pipe = Pipe(nn.Sequential(nn.Bilinear(2, 2, 3), nn.Tanh()), chunks=2, balance=[1, 1], devices=["cpu"] * 2)
         >>> pipe(torch.ones(4, 2), NoChunk(torch.ones(2, 2))).shape
         torch.Size([4, 3])
     """

@@ -20,7 +20,7 @@ class WithDevice(nn.Module):
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), WithDevice(nn.Linear(4, 2), "cpu"))
         >>> from pipework import Pipe
-        >>> Pipe(model).balance
+        >>> Pipe(model, chunks=4).balance
         [1, 1]
     """
 

@@ -45,7 +45,7 @@ def convert(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, 
         >>> import tempfile
         >>> from torch import nn
         >>> from pipework import Pipe, save_checkpoint
-        >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), balance=[1, 1], devices=["cpu", "cpu"])
+        >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 4, balance=[1, 1], devices=["cpu", "cpu"])
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     path = save_checkpoint(directory, pipe, step=12)
         ...     convert(path, path.parent / "model.safetensors").tensors

@@ -90,7 +90,7 @@ def load_checkpoint(
         >>> from pipework import Pipe, load_checkpoint, save_checkpoint
         >>> def pipe(*balance):
         ...     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-        ...     return Pipe(module, balance=balance, devices=["cpu"] * len(balance))
+        ...     return Pipe(module, 4, balance=balance, devices=["cpu"] * len(balance))
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     print(load_checkpoint(directory, pipe(1, 1, 1)))
         ...     path = save_checkpoint(directory, pipe(1, 1, 1), step=12)

@@ -83,7 +83,7 @@ def save_checkpoint(
         >>> import tempfile, torch
         >>> from torch import nn
         >>> from pipework import Pipe, load_checkpoint, save_checkpoint
-        >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), balance=[1, 1], devices=["cpu", "cpu"])
+        >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 4, balance=[1, 1], devices=["cpu", "cpu"])
         >>> optimizer = torch.optim.Adam(pipe.parameters())
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     path = save_checkpoint(directory, pipe, optimizer, step=12, data_position={"epoch": 1})

@@ -33,7 +33,7 @@ def stages_of(pipe: Pipe, *, to_load: bool = False) -> Stages:
 
     Example:
         >>> from pipework import Pipe
-        >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), balance=[1, 1], devices=["cpu", "cpu"])
+        >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), 4, balance=[1, 1], devices=["cpu", "cpu"])
         >>> {number: list(tensors)[:3] for number, tensors in stages_of(pipe).items()}
         {0: ['0.weight', '0.bias'], 1: ['1.weight', '1.bias', '1.running_mean']}
     """

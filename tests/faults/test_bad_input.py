@@ -79,4 +79,4 @@ def test_outputs_that_are_nested_differently_in_each_micro_batch() -> None:
             return x if len(x) == 2 else (x, x)
 
     with pytest.raises(ValueError, match=r"micro-batch 0 gave tensor and micro-batch 1 gave \(tensor, tensor\)"):
-        Pipe(nn.Sequential(Odd()), chunks=2)(torch.ones(3, 1))
+        Pipe(nn.Sequential(Odd()), chunks=2, balance=[1])(torch.ones(3, 1))

@@ -66,7 +66,7 @@ def test_the_flags_are_reset_after_a_failure(fail_in: tuple[bool, bool]) -> None
                 raise ArithmeticError
             return super().forward(x)
 
-    pipe = Pipe(nn.Sequential(Fail()), 2, "always")
+    pipe = Pipe(nn.Sequential(Fail()), 2, "always", balance=[1])
     with pytest.raises(ArithmeticError):
         pipe(torch.ones(2, 1)).sum().backward()
     with torch.no_grad():

@@ -209,7 +209,7 @@ def test_modules_are_filled_as_their_constructors_do(make: Callable[[], nn.Modul
 
 def test_recurrent_layers_still_know_their_weights() -> None:
     module = nn.Sequential(on_meta_device(lambda: nn.LSTM(4, 4)))
-    pipe = Pipe(module)
+    pipe = Pipe(module, balance=[1])
     assert module[0]._flat_weight_refs[0]() is module[0].weight_ih_l0
     output, _ = pipe(torch.randn(3, 2, 4))
     output.sum().backward()
@@ -220,7 +220,7 @@ def test_what_users_note_on_parameters_stays() -> None:
     layer = on_meta_device(lambda: nn.Linear(2, 2))
     layer.weight.no_decay = True
     layer.bias.requires_grad_(False)
-    Pipe(nn.Sequential(layer))
+    Pipe(nn.Sequential(layer), balance=[1])
     assert layer.weight.no_decay
     assert isinstance(layer.weight, nn.Parameter)
     assert not layer.bias.requires_grad
@@ -242,7 +242,7 @@ def test_tied_parameters_stay_tied_with_the_values_of_the_first(inside: bool) ->
         return nn.Sequential(nn.Sequential(embedding, head)) if inside else nn.Sequential(embedding, nn.ReLU(), head)
 
     module = on_meta_device(tied)
-    Pipe(module, balance=None if inside else [2, 1], devices=["cpu"] * 2)
+    Pipe(module, balance=[1] if inside else [2, 1], devices=["cpu"] * 2)
     embedding, head = (module[0][0], module[0][1]) if inside else (module[0], module[2])
     assert embedding.weight is head.weight
     assert 0.9 < float(embedding.weight.detach().std()) < 1.1  # that of a linear layer would be 0.1
@@ -395,7 +395,7 @@ def test_a_reset_that_fails_leaves_the_layer_as_it_was() -> None:
 
     module = nn.Sequential(on_meta_device(lambda: ByHand(fail)))
     with pytest.raises(ZeroDivisionError) as caught:
-        Pipe(module)
+        Pipe(module, balance=[1])
     assert caught.value.__notes__ == ["while layer '0', which was built on the meta device, was initialised"]
     assert module[0].weight.is_meta
 
@@ -404,7 +404,7 @@ def test_what_holds_on_to_a_parameter_must_come_later() -> None:
     layer = on_meta_device(lambda: nn.Linear(2, 2))
     reference = weakref.ref(layer.bias)
     with pytest.raises(RuntimeError, match=r"'bias' lies on the meta device .* holds on to it .* after the pipe"):
-        Pipe(nn.Sequential(layer))
+        Pipe(nn.Sequential(layer), balance=[1])
     assert reference() is layer.bias
     assert layer.weight.is_meta
     for register in (layer.weight.register_hook, layer.weight.register_post_accumulate_grad_hook):

@@ -105,7 +105,7 @@ def test_retained_graphs_recompute_from_the_same_buffers() -> None:
 
 
 def test_a_buffer_that_changes_late_is_not_counted_twice() -> None:
-    pipe = Pipe(nn.Sequential(CountsLater()), 1, "always")
+    pipe = Pipe(nn.Sequential(CountsLater()), 1, "always", balance=[1])
     pipe(torch.zeros(1, 2)).sum().backward()
     for _ in range(3):
         pipe(torch.ones(1, 2)).sum().backward()

@@ -1,0 +1,141 @@
+"""Uses in which dimension 0, along which a pipe cuts, is probably not that of the batch's rows."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pipework import torch_private
+from pipework.model.no_chunk import NoChunk
+from pipework.values import nested
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+_IGNORE = "to ignore this, use warnings.filterwarnings('ignore', category=pipework.PipeWarning)"
+
+
+def modules_with_batch_second(layers: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """The modules that declare `batch_first=False`, with what they are called in messages.
+
+    Compiled layers are left out: a hook would have them compiled again.
+
+    Args:
+        layers: with their names.
+
+    Example:
+        >>> encoder = nn.TransformerEncoderLayer(4, 2, 8)
+        >>> [name for name, _ in modules_with_batch_second([("0", nn.LSTM(4, 4)), ("1", encoder)])]
+        ["layer '0' (LSTM)", "'self_attn' (MultiheadAttention) of layer '1' (TransformerEncoderLayer)"]
+    """
+    found = []
+    for name, layer in layers:
+        if any(torch_private.is_compiled(each) or isinstance(each, torch.jit.ScriptModule) for each in layer.modules()):
+            continue
+        place = f"layer {name!r} ({type(layer).__name__})"
+        for path, module in layer.named_modules():
+            if getattr(module, "batch_first", None) is False:
+                found.append((f"{path!r} ({type(module).__name__}) of {place}" if path else place, module))
+    return found
+
+
+@contextlib.contextmanager
+def watched(modules: Sequence[tuple[str, nn.Module]], sizes: Collection[int]) -> Iterator[list[str]]:
+    """A context in which these modules must not be given the rows of a micro-batch in dimension 0.
+
+    Args:
+        modules: from `modules_with_batch_second`. They have hooks inside of the context only.
+        sizes: the rows of the micro-batches.
+
+    Returns:
+        A list that gets a text for each module of which it cannot be told.
+
+    Raises:
+        ValueError: within a module, if dimension 0 of its input has the rows, and dimension 1 cannot have them.
+    """
+    doubts: dict[str, str] = {}
+
+    def look(what: str, given: Iterable[Any]) -> None:
+        shape = next((tuple(value.shape) for value in given if isinstance(value, Tensor)), ())
+        if len(shape) not in (2, 3) or shape[0] not in sizes:
+            return
+        got = f"{what} was made with batch_first=False and got an input of shape {shape}"
+        if len(shape) == 2:
+            doubts.setdefault(
+                what,
+                f"{got}, which it takes for one sequence. If dimension 0 is that of the batch, the rows of a "
+                "micro-batch influence each other: give it three dimensions. Otherwise " + _IGNORE,
+            )
+        elif shape[1] and all(size == 0 or shape[1] % size for size in sizes):
+            raise ValueError(
+                f"{got}: it takes dimension 1 for the batch, but dimension 0 has the {shape[0]} rows of a micro-batch, "
+                "since a pipe cuts along dimension 0. The rows would influence each other. Make it with "
+                "batch_first=True, or transpose before and after it within the layer; an input of shape [T, B, D] is "
+                "given to the pipe as [B, T, D]"
+            )
+        else:
+            doubts.setdefault(
+                what,
+                f"{got}: it takes dimension 1 for the batch, and a pipe cuts along dimension 0, which has as many rows "
+                "as a micro-batch. Compare pipe(x) with the module's own output, both in eval(): if they differ, "
+                "make it with batch_first=True and give [B, T, D]. If the layer transposes its input, " + _IGNORE,
+            )
+
+    handles = [
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs, what=what: look(what, (*args, *kwargs.values())), with_kwargs=True
+        )
+        for what, module in modules
+    ]
+    found: list[str] = []
+    try:
+        yield found
+        found += doubts.values()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def doubts_about_masks(arguments: Sequence[Any], keywords: dict[str, Any]) -> list[str]:
+    """A text for each input that is split along dimension 0, but may be a mask between the positions of a sequence.
+
+    Such a mask is square, and another input has as many positions as the batch has rows.
+
+    Args:
+        arguments: the positional inputs.
+        keywords: the others.
+
+    Example:
+        >>> len(doubts_about_masks([torch.zeros(4, 4, 8), torch.zeros(4, 4)], {}))
+        1
+    """
+    named = [(f"input {number}", value) for number, value in enumerate(arguments)]
+    named += [(f"input {name!r}", value) for name, value in keywords.items()]
+    tensors = [(name, tensor) for name, value in named for tensor in _split_tensors(value)]
+    return [
+        f"{name} has the shape {tuple(mask.shape)} and is split like the rows of the batch. If it is a mask between "
+        f"the {len(mask)} positions of a sequence, every micro-batch needs all of it: wrap it in NoChunk. If it has a "
+        f"row for each row of the batch, {_IGNORE}"
+        for number, (name, mask) in enumerate(tensors)
+        if number
+        and mask.dim() == 2
+        and mask.shape[0] == mask.shape[1]
+        and _may_be_mask(mask)
+        and any(_has_positions(other, len(mask)) for _, other in tensors if other is not mask)
+    ]
+
+
+def _split_tensors(value: Any) -> tuple[Tensor, ...]:
+    return nested.flatten(nested.replaced(value, NoChunk, lambda _: None))[0]
+
+
+def _may_be_mask(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.bool or tensor.is_floating_point()
+
+
+def _has_positions(tensor: Tensor, count: int) -> bool:
+    """Whether dimension 1 has so many positions: of vectors, or of numbers such as tokens."""
+    return tensor.dim() >= (3 if _may_be_mask(tensor) else 2) and tensor.shape[1] == count
