@@ -25,7 +25,7 @@ import time
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -289,37 +289,55 @@ def main(argv: list[str] | None = None) -> int:
         print(pipe)
         print(f"{len(text):,} bytes of text, the last tenth held out; writing into {run}", flush=True)
 
-    def interrupt(number: int, _: object) -> None:
-        pipe.request_stop()  # All processes finish the running step, so that the checkpoint is complete.
-        signal.signal(number, signal.SIG_DFL)  # A second Ctrl-C does not wait.
+    again = f"torchrun --nproc-per-node {len(mesh.ranks)}" if mesh else os.path.relpath(sys.executable)
+    to_go_on = f"to go on: {again} {sys.argv[0]} --resume {run}"
+    step = saved = first  # steps that are done, and those of the last checkpoint
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C; a cluster that takes its machine back
-        signal.signal(number, interrupt)
+    def tell(text: str) -> None:
+        if first_process:
+            os.write(1, f"\n{text}\n".encode())  # A signal may come in the middle of a print.
+
+    def handle_signals(handler: Any) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C; a cluster that takes its machine back
+            signal.signal(number, handler)
+
+    def interrupt(number: int, _: object) -> None:
+        tell("stopping after this step, saving; press again to end at once without a checkpoint")
+        pipe.request_stop()  # All processes finish the running step, so that the checkpoint is complete.
+        handle_signals(end_now)  # At a second Ctrl-C, torchrun sends SIGTERM.
+
+    def end_now(number: int, _: object) -> None:
+        lost = "the running step is" if step == saved else f"{step - saved} steps and the running one are"
+        tell(f"ended without a checkpoint: {lost} lost, the last checkpoint has {saved} steps; {to_go_on}")
+        handle_signals(signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    handle_signals(interrupt)
     start = time.perf_counter()
-    for step in range(first, steps):
+    while step < steps:
         torch.manual_seed(1_000_000 * options.seed + step)  # Random numbers depend on the step, so resuming is exact.
         x, y = draw_batch(train_text, options.batch_size)
         rate = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
         optimizer.param_groups[0]["lr"] = rate
         loss = train_step(pipe, optimizer, x, y)
 
-        seconds = (time.perf_counter() - start) / (step + 1 - first)
+        step += 1
+        seconds = (time.perf_counter() - start) / (step - first)
         speed = x.numel() / seconds
         if first_process:
-            line = {"step": step + 1, "loss": loss, "learning_rate": rate, "tokens_per_second": round(speed)}
+            line = {"step": step, "loss": loss, "learning_rate": rate, "tokens_per_second": round(speed)}
             with metrics.open("a") as file:
                 print(json.dumps(line), file=file)
-            show_progress(step + 1, steps, loss, speed, left=(steps - step - 1) * seconds)
+            show_progress(step, steps, loss, speed, left=(steps - step) * seconds)
         stopping = pipe.stopping  # the same in all processes
-        if stopping or step + 1 == steps or (step + 1) % CHECKPOINT_EVERY == 0:
-            pipework.save_checkpoint(run / "checkpoints", pipe, optimizer, step=step + 1, keep=2)
-        if stopping and step + 1 < steps:
+        if stopping or step == steps or step % CHECKPOINT_EVERY == 0:
+            pipework.save_checkpoint(run / "checkpoints", pipe, optimizer, step=step, keep=2)
+            saved = step
+        if stopping and step < steps:
             if first_process:
-                again = f"torchrun --nproc-per-node {len(mesh.ranks)}" if mesh else os.path.relpath(sys.executable)
-                print(f"\nstopped after step {step + 1}; to go on: {again} {sys.argv[0]} --resume {run}", flush=True)
+                print(f"\nstopped after step {step}; {to_go_on}", flush=True)
             return 130
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # Everything is saved: from here on, Ctrl-C ends the process.
+    handle_signals(signal.SIG_DFL)  # Everything is saved: from here on, Ctrl-C ends the process.
 
     # Records five more steps, at rate 0, which does not change the model, to measure the pipeline.
     optimizer.param_groups[0]["lr"] = 0.0

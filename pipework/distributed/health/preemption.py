@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import logging
 import os
 import signal
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("pipework")
 _SUBJECT: Final = "preempt"
+_ENDED: Final = b"pipework: a second SIGTERM: ended at once, the running step and what was not saved are lost\n"
 _EXIT_WAIT: Final = 2.0  # seconds to print the error of a training that has failed
 
 
@@ -28,9 +31,9 @@ class Preemption:
 
     The first signal only sets a flag, which all ranks receive within the `poll` seconds of their monitors. Ranks are at
     slightly different places, so that the flag alone would stop them at different steps. So one rank decides: that of
-    the last stage reads `requested` at the end of every step, and sends the answer along with the results. A second
-    SIGTERM ends the process at once, with exit code 143. If training has failed already, the first one does so within
-    two seconds.
+    the last stage reads `requested` at the end of every step, and sends the answer along with the results. The first
+    signal is logged, with what will happen. A second SIGTERM ends the process at once, with exit code 143 and a line on
+    standard error. If training has failed already, the first one does so within two seconds.
 
     A handler that the program has installed before is still called, after this one, and is restored in the end. A
     signal that native code handles, such as that of `faulthandler.register`, keeps its handler (where the system shows
@@ -139,9 +142,13 @@ class Preemption:
         if active:
             if number == signal.SIGTERM:
                 if self._terminated:
+                    with contextlib.suppress(OSError):
+                        os.write(2, _ENDED)
                     os._exit(PREEMPTED)
                 self._terminated = True
                 self._exit_if_broken()
+            if self._received is None:
+                _thread.start_new_thread(_log_first, (signal.Signals(number).name,))  # logging takes locks
             self.request(signal.Signals(number).name)
         previous = self._previous.get(number)
         while isinstance(owner := getattr(previous, "__self__", None), Preemption) and owner._unused:
@@ -152,6 +159,14 @@ class Preemption:
             # Nothing reads the flag in a forked child, such as a worker of a data loader, or when the pipe is gone.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _log_first(name: str) -> None:
+    _LOG.warning(
+        "%s: training is asked to stop after this step (pipe.stopping); a second SIGTERM ends this process at once, "
+        "without a checkpoint",
+        name,
+    )
 
 
 def _caught(number: int) -> bool:

@@ -152,6 +152,20 @@ def test_the_second_one_ends_the_process(run_python: RunPython) -> None:
     done = run_python(["-c", PROGRAM, "twice"], timeout=HARD)
     assert done.returncode == 143
     assert time.time() - float(done.stdout) < 3.0  # one second on a quiet machine
+    assert "a second SIGTERM: ended at once, the running step and what was not saved are lost" in done.stderr
+
+
+def test_the_first_one_says_what_will_happen(caplog: pytest.LogCaptureFixture) -> None:
+    with Preemption():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        begin = time.monotonic()
+        while not caplog.messages:  # a thread logs it
+            time.sleep(0.01)
+            assert time.monotonic() - begin < HARD
+    assert caplog.messages == [
+        "SIGUSR1: training is asked to stop after this step (pipe.stopping); a second SIGTERM ends this process at "
+        "once, without a checkpoint"
+    ]
 
 
 def test_a_forked_child_can_still_be_terminated(run_python: RunPython) -> None:
