@@ -572,10 +572,13 @@ class Pipe(Layers):
         key = (micro_batches, checkpointed, inside)
         if key not in self._programs:
             plain = self._plan.schedule(micro_batches)
-            program = Program.of(with_recompute(plain, checkpointed, loss_outside=not inside))
-            program = self._backend.program(program, self._skips)
-            self._programs[key] = program
+            program = self._checked(with_recompute(plain, checkpointed, loss_outside=not inside))
+            self._programs[key] = self._backend.program(program, self._skips)
         return self._programs[key]
+
+    def _checked(self, schedule: Schedule) -> Program:
+        """The program of a schedule; a subclass may change the order."""
+        return Program.of(schedule)
 
     def _engine_in_use(self) -> Engine:
         """The stages and workers, made at the first mini-batch and again after a copy, an unpickling or a fork."""
