@@ -35,6 +35,7 @@ from pipework.skip.layout import skip_edges
 from pipework.skip.verify import verify_skippables
 from pipework.summary import table
 from pipework.timeline import Recording
+from pipework.timeline.recording import checked_step
 from pipework.values import nested
 
 if TYPE_CHECKING:
@@ -118,10 +119,10 @@ class Pipe(Layers):
         "_engine_lock",
         "_plan",
         "_programs",
+        "_recorded_step",
         "_recording",
         "_skips",
         "_tuples",
-        "_steps",
     }
 
     def __init__(
@@ -194,7 +195,7 @@ class Pipe(Layers):
         self._deferring = threading.Lock()
         self._recording: Recording | None = None
         self._programs: dict[tuple[int, int, bool], Program] = {}
-        self._steps = 0
+        self._recorded_step = 0
         self.training = module.training
 
     @property
@@ -400,7 +401,7 @@ class Pipe(Layers):
             StepOptions(
                 self._check_finite,
                 self._recording,
-                self._steps,
+                self._recorded_step,
                 everywhere=everywhere,
                 scaler=self._loss.grad_scaler,
             ),
@@ -408,7 +409,7 @@ class Pipe(Layers):
             own_leaves=frozenset([n for n, t in enumerate(split.tensors) if t.is_leaf and t.requires_grad]),
             input_gradients=any(tensor.requires_grad for tensor in split.tensors),
         )
-        self._steps += 1
+        self._recorded_step += 1
         returned: list[Message] = []
         with self._mini_batch_of_batch_norms():
             if inside:
@@ -432,11 +433,18 @@ class Pipe(Layers):
         return nested.unflatten(tensors, joined.structure)
 
     @contextlib.contextmanager
-    def record(self) -> Iterator[Recording]:
+    def record(self, step: int | None = None) -> Iterator[Recording]:
         """Records what the workers do, and when, for every mini-batch inside the context.
 
         Recording also counts the memory that autograd keeps, which costs a few microseconds an operator: it is meant
         for one mini-batch now and then. If workers are processes, all of them record, and each gets the whole picture.
+
+        Args:
+            step: the number of the first mini-batch inside, in the caller's own counting; pictures show it, and the
+                next ones follow. None: the recording counts its mini-batches from 0.
+
+        Raises:
+            ValueError: the number is negative, or not an integer.
 
         Example:
             >>> module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -446,12 +454,12 @@ class Pipe(Layers):
             >>> timeline.timeline().workers
             2
         """
-        recording, before = Recording(), self._recording
-        self._recording = recording
+        recording, before = Recording(counts=step is None), (self._recording, self._recorded_step)
+        self._recording, self._recorded_step = recording, 0 if step is None else checked_step(step)
         try:
             yield recording
         finally:
-            self._recording = before
+            self._recording, self._recorded_step = before
 
     def predict(
         self,

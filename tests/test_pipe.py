@@ -528,3 +528,22 @@ def test_record_measures_every_action_once() -> None:
     assert all(measured.peak_memory(worker) > 0 for worker in range(2))
     pipe(torch.randn(8, 4))
     assert len(timeline.steps) == 1
+
+
+def test_record_numbers_mini_batches_as_the_caller_does() -> None:
+    pipe = two_stages()
+    for _ in range(3):
+        pipe(torch.randn(8, 4))
+    with pipe.record() as counted:
+        pipe(torch.randn(8, 4))
+        with pipe.record(step=200) as numbered:
+            pipe(torch.randn(8, 4))
+            pipe(torch.randn(8, 4))
+        pipe(torch.randn(8, 4))
+    assert counted.steps == [0, 1]
+    assert "step" not in counted.timeline().title
+    assert numbered.steps == [200, 201]
+    assert numbered.timeline(200).title.endswith(", step 200")
+    assert {interval.step for interval in numbered.timeline().intervals} == {201}
+    with pytest.raises(ValueError, match="step is -1: wanted an integer of at least 0"), pipe.record(step=-1):
+        pass
