@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pipework.planning.predict import Prediction
     from pipework.runtime.engine import Engine
     from pipework.runtime.transport import Message
-    from pipework.schedule import Schedule
+    from pipework.schedule import Schedule, ScheduleSpec
 
 
 class Pipe(Layers):
@@ -73,10 +73,11 @@ class Pipe(Layers):
             cost.
         devices: one for each worker, which holds one partition, or several if the schedule is one of those; numbers
             are accelerators. ["cpu", "cpu"] means two workers that really run at the same time, each with its share of
-            the cores. None: where the layers lie, else all accelerators, else the CPU.
+            the cores; a warning names those for which there is no partition. None: where the layers lie, else all
+            accelerators, else the CPU.
         schedule: the order of what the workers do: the name of any schedule that trains, such as 'gpipe', '1f1b',
             'interleaved-1f1b', 'looped-bfs', 'zb-h1' or 'zb-v' (or of its class in torch.distributed.pipelining), or a
-            `Schedule` of your own. All but 'gpipe' and 'looped-bfs' need the loss inside, `pipe(x, target=y)`.
+            `Schedule` of your own, or a `ScheduleSpec` that makes one of any size. All but 'gpipe' and 'looped-bfs' need the loss inside, `pipe(x, target=y)`.
         loss_fn: from the output and the target of a micro-batch to its loss, a 0-dimensional tensor. None: if a target
             is given, the last layer takes it as its last positional argument and returns the loss.
         loss_reduction: 'mean': the loss of the mini-batch is the mean of its micro-batches' losses, weighted by rows;
@@ -134,7 +135,7 @@ class Pipe(Layers):
         *,
         balance: Sequence[int] | None = None,
         devices: Sequence[int | str | torch.device] | None = None,
-        schedule: str | Schedule = "gpipe",
+        schedule: str | Schedule | ScheduleSpec = "gpipe",
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         loss_reduction: str = "mean",
         loss_weight: Callable[[Any], Any] | None = None,

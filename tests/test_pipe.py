@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pipework import Pipe
+from pipework.schedule import Schedule, fill_drain
 
 
 def layers(count: int = 4, width: int = 4) -> nn.Sequential:
@@ -88,8 +89,15 @@ def test_too_few_devices() -> None:
         Pipe(layers(), balance=[2, 2], devices=["cpu"])
 
 
-def test_extra_devices_are_dropped() -> None:
-    assert len(Pipe(layers(), balance=[2, 2], devices=["cpu"] * 3).devices) == 2
+@pytest.mark.parametrize("schedule", ["gpipe", fill_drain(2, 1)])
+def test_extra_devices_are_named_in_a_warning(schedule: str | Schedule) -> None:
+    message = r"4 devices for 2 workers: devices\[2\] \('cpu'\), devices\[3\] \('cpu'\) will be idle. Give as many"
+    with pytest.warns(UserWarning, match=message) as caught:
+        assert len(Pipe(layers(), balance=[2, 2], devices=["cpu"] * 4, schedule=schedule).devices) == 2
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"3 devices for 1 worker: "):
+        Pipe(nn.Sequential(nn.Linear(2, 2)), devices=["cpu"] * 3)
+    Pipe(nn.Sequential(), devices=["cpu"])
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
