@@ -15,7 +15,7 @@ from pipework.backend import LocalBackend, PipeSpec, StepHeader
 from pipework.model import microbatch
 from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from pipework.model.checkpoint import MODES, checkpointed_micro_batches
-from pipework.model.layers import Layers, refuse_own_behaviour
+from pipework.model.layers import Layers, refuse_own_behaviour, warn_of_hooks
 from pipework.model.loss import LossSettings
 from pipework.model.materialize import on_meta
 from pipework.model.sequential import tuple_rule
@@ -76,8 +76,9 @@ class Pipe(Layers):
             the cores; a warning names those for which there is no partition. None: where the layers lie, else all
             accelerators, else the CPU.
         schedule: the order of what the workers do: the name of any schedule that trains, such as 'gpipe', '1f1b',
-            'interleaved-1f1b', 'looped-bfs', 'zb-h1' or 'zb-v' (or of its class in torch.distributed.pipelining), or a
-            `Schedule` of your own, or a `ScheduleSpec` that makes one of any size. All but 'gpipe' and 'looped-bfs' need the loss inside, `pipe(x, target=y)`.
+            'interleaved-1f1b', 'looped-bfs', 'zb-h1' or 'zb-v' (or of its class in torch.distributed.pipelining), a
+            `Schedule` of your own, or a `ScheduleSpec` that makes one of any size. All but 'gpipe' and 'looped-bfs'
+            need the loss inside, `pipe(x, target=y)`.
         loss_fn: from the output and the target of a micro-batch to its loss, a 0-dimensional tensor. None: if a target
             is given, the last layer takes it as its last positional argument and returns the loss.
         loss_reduction: 'mean': the loss of the mini-batch is the mean of its micro-batches' losses, weighted by rows;
@@ -341,6 +342,7 @@ class Pipe(Layers):
             if target is not None:
                 raise ValueError("a pipe without layers has no loss: leave the target out")
             return nn.Sequential()(*inputs, **keyword_inputs)
+        warn_of_hooks(self.partitions)
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
         with self._backend.calling(what):
             return self._run(inputs, keyword_inputs, target, return_output=return_output, outputs=outputs)

@@ -118,7 +118,7 @@ def test_a_module_without_layers_has_no_stages(schedule: Any, balance: list[int]
             ScheduleSpec(hanayo, 2, several=True, timed=True),
             {"devices": ["cpu"] * 2},
             ValueError,
-            r"stages on workers \(0, 1, 0, 1\), and made .* with \(0, 1, 1, 0\): correct its generator, or its placement",
+            r"on workers \(0, 1, 0, 1\), and made .* with \(0, 1, 1, 0\): correct its generator, or its placement",
         ),
         ("interleaved-1f1b", {"balance": [3, 3, 2], "devices": ["cpu"] * 2}, ValueError, "3 partitions for 2 workers"),
         ("looped-bfs", {"balance": [4, 4], "devices": ["cpu"] * 3}, ValueError, "2 partitions for 3 workers"),

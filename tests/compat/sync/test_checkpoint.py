@@ -2,8 +2,8 @@
 
 import torch
 
-from pipework.model import checkpoint as modes
 from pipework.compat.sync.checkpoint import checkpoint, is_checkpointing, is_recomputing
+from pipework.model import checkpoint as modes
 
 
 def test_both_runs_are_marked() -> None:

@@ -19,7 +19,7 @@ def test_layers_that_share_a_parameter_are_refused() -> None:
 def test_verify_module() -> None:
     verify_module(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="must be nn.Sequential"):
+    with pytest.raises(TypeError, match=r"must be nn\.Sequential"):
         verify_module(layer)
     with pytest.raises(ValueError, match="duplicate children"):
         verify_module(nn.Sequential(layer, layer))

@@ -33,7 +33,7 @@ def test_partitions_on_several_devices_cannot_share_a_parameter() -> None:
 def test_verify_module() -> None:
     verify_module(tied())
     layer = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="must be nn.Sequential"):
+    with pytest.raises(TypeError, match=r"must be nn\.Sequential"):
         verify_module(layer)
     with pytest.raises(ValueError, match="duplicate children"):
         verify_module(nn.Sequential(layer, layer))
