@@ -17,7 +17,7 @@ from pipework.model import microbatch
 from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from pipework.model.checkpoint import MODES, checkpointed_micro_batches
 from pipework.model.given import Given, MicroBatches, given
-from pipework.model.layers import Layers, refuse_own_behaviour
+from pipework.model.layers import Layers, refuse_own_behaviour, warn_of_hooks
 from pipework.model.loss import LossSettings
 from pipework.model.materialize import on_meta
 from pipework.model.microbatch import Split
@@ -41,6 +41,7 @@ from pipework.skip.layout import skip_edges
 from pipework.skip.verify import verify_skippables
 from pipework.summary import table
 from pipework.timeline import Recording
+from pipework.timeline.recording import checked_step
 from pipework.tracebacks import ShortTracebacks
 from pipework.values import nested
 
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from pipework.planning.predict import Prediction
     from pipework.runtime.engine import Engine
     from pipework.runtime.transport import Message
-    from pipework.schedule import Schedule
+    from pipework.schedule import Schedule, ScheduleSpec
 
 
 class Pipe(Layers):
@@ -80,10 +81,12 @@ class Pipe(Layers):
             cost.
         devices: one for each worker, which holds one partition, or several if the schedule is one of those; numbers
             are accelerators. ["cpu", "cpu"] means two workers that really run at the same time, each with its share of
-            the cores. None: where the layers lie, else all accelerators, else the CPU.
+            the cores; a warning names those for which there is no partition. None: where the layers lie, else all
+            accelerators, else the CPU.
         schedule: the order of what the workers do: the name of any schedule that trains, such as 'gpipe', '1f1b',
-            'interleaved-1f1b', 'looped-bfs', 'zb-h1' or 'zb-v' (or of its class in torch.distributed.pipelining), or a
-            `Schedule` of your own. All but 'gpipe' and 'looped-bfs' need the loss inside, `pipe(x, target=y)`.
+            'interleaved-1f1b', 'looped-bfs', 'zb-h1' or 'zb-v' (or of its class in torch.distributed.pipelining), a
+            `Schedule` of your own, or a `ScheduleSpec` that makes one of any size. All but 'gpipe' and 'looped-bfs'
+            need the loss inside, `pipe(x, target=y)`.
         loss_fn: from the output and the target of a micro-batch to its loss, a 0-dimensional tensor. None: if a target
             is given, the last layer takes it as its last positional argument and returns the loss.
         loss_reduction: 'mean': the loss of the mini-batch is the mean of its micro-batches' losses, weighted by rows;
@@ -129,10 +132,10 @@ class Pipe(Layers):
         "_engine_lock",
         "_plan",
         "_programs",
+        "_recorded_step",
         "_recording",
         "_skips",
         "_tuples",
-        "_steps",
     }
 
     def __init__(
@@ -144,7 +147,7 @@ class Pipe(Layers):
         *,
         balance: Sequence[int] | None = None,
         devices: Sequence[int | str | torch.device] | None = None,
-        schedule: str | Schedule = "gpipe",
+        schedule: str | Schedule | ScheduleSpec = "gpipe",
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         loss_reduction: str = "mean",
         loss_weight: Callable[[Any], Any] | None = None,
@@ -207,8 +210,8 @@ class Pipe(Layers):
         self._deferring = threading.Lock()
         self._recording: Recording | None = None
         self._programs: dict[tuple[int, int, bool], Program] = {}
-        self._steps = 0
         self._cut_before = False
+        self._recorded_step = 0
         self.training = module.training
 
     @property
@@ -373,6 +376,7 @@ class Pipe(Layers):
             if target is not None:
                 raise ValueError("a pipe without layers has no loss: leave the target out")
             return nn.Sequential()(*inputs, **keyword_inputs)
+        warn_of_hooks(self.partitions)
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
         with ShortTracebacks(), self._backend.calling(what):
             return self._run(inputs, keyword_inputs, target, return_output=return_output, outputs=outputs)
@@ -438,7 +442,7 @@ class Pipe(Layers):
             StepOptions(
                 self._check_finite,
                 self._recording,
-                self._steps,
+                self._recorded_step,
                 everywhere=everywhere,
                 scaler=self._loss.grad_scaler,
             ),
@@ -446,7 +450,7 @@ class Pipe(Layers):
             own_leaves=split.own_leaves,
             input_gradients=any(tensor.requires_grad for tensor in split.tensors),
         )
-        self._steps += 1
+        self._recorded_step += 1
         returned: list[Message] = []
         first = not self._cut_before and self._warns and not split.is_given and micro_batches > 1
         watching = self._rows_watched(split.rows, inputs, keyword_inputs) if first else contextlib.nullcontext()
@@ -472,11 +476,18 @@ class Pipe(Layers):
         return joined.value(tensors)
 
     @contextlib.contextmanager
-    def record(self) -> Iterator[Recording]:
+    def record(self, step: int | None = None) -> Iterator[Recording]:
         """Records what the workers do, and when, for every mini-batch inside the context.
 
         Recording also counts the memory that autograd keeps, which costs a few microseconds an operator: it is meant
         for one mini-batch now and then. If workers are processes, all of them record, and each gets the whole picture.
+
+        Args:
+            step: the number of the first mini-batch inside, in the caller's own counting; pictures show it, and the
+                next ones follow. None: the recording counts its mini-batches from 0.
+
+        Raises:
+            ValueError: the number is negative, or not an integer.
 
         Example:
             >>> module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -486,12 +497,12 @@ class Pipe(Layers):
             >>> timeline.timeline().workers
             2
         """
-        recording, before = Recording(), self._recording
-        self._recording = recording
+        recording, before = Recording(counts=step is None), (self._recording, self._recorded_step)
+        self._recording, self._recorded_step = recording, 0 if step is None else checked_step(step)
         try:
             yield recording
         finally:
-            self._recording = before
+            self._recording, self._recorded_step = before
 
     def predict(
         self,
@@ -632,10 +643,13 @@ class Pipe(Layers):
         key = (micro_batches, checkpointed, inside)
         if key not in self._programs:
             plain = self._plan.schedule(micro_batches)
-            program = Program.of(with_recompute(plain, checkpointed, loss_outside=not inside))
-            program = self._backend.program(program, self._skips)
-            self._programs[key] = program
+            program = self._checked(with_recompute(plain, checkpointed, loss_outside=not inside))
+            self._programs[key] = self._backend.program(program, self._skips)
         return self._programs[key]
+
+    def _checked(self, schedule: Schedule) -> Program:
+        """The program of a schedule; a subclass may change the order."""
+        return Program.of(schedule)
 
     def _engine_in_use(self) -> Engine:
         """The stages and workers, made at the first mini-batch and again after a copy, an unpickling or a fork."""

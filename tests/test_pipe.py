@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pipework import Pipe
+from pipework.schedule import Schedule, fill_drain
 
 
 def layers(count: int = 4, width: int = 4) -> nn.Sequential:
@@ -88,8 +89,15 @@ def test_too_few_devices() -> None:
         Pipe(layers(), balance=[2, 2], devices=["cpu"])
 
 
-def test_extra_devices_are_dropped() -> None:
-    assert len(Pipe(layers(), balance=[2, 2], devices=["cpu"] * 3).devices) == 2
+@pytest.mark.parametrize("schedule", ["gpipe", fill_drain(2, 1)])
+def test_extra_devices_are_named_in_a_warning(schedule: str | Schedule) -> None:
+    message = r"4 devices for 2 workers: devices\[2\] \('cpu'\), devices\[3\] \('cpu'\) will be idle. Give as many"
+    with pytest.warns(UserWarning, match=message) as caught:
+        assert len(Pipe(layers(), balance=[2, 2], devices=["cpu"] * 4, schedule=schedule).devices) == 2
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"3 devices for 1 worker: "):
+        Pipe(nn.Sequential(nn.Linear(2, 2)), devices=["cpu"] * 3)
+    Pipe(nn.Sequential(), devices=["cpu"])
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
@@ -528,3 +536,22 @@ def test_record_measures_every_action_once() -> None:
     assert all(measured.peak_memory(worker) > 0 for worker in range(2))
     pipe(torch.randn(8, 4))
     assert len(timeline.steps) == 1
+
+
+def test_record_numbers_mini_batches_as_the_caller_does() -> None:
+    pipe = two_stages()
+    for _ in range(3):
+        pipe(torch.randn(8, 4))
+    with pipe.record() as counted:
+        pipe(torch.randn(8, 4))
+        with pipe.record(step=200) as numbered:
+            pipe(torch.randn(8, 4))
+            pipe(torch.randn(8, 4))
+        pipe(torch.randn(8, 4))
+    assert counted.steps == [0, 1]
+    assert "step" not in counted.timeline().title
+    assert numbered.steps == [200, 201]
+    assert numbered.timeline(200).title.endswith(", step 200")
+    assert {interval.step for interval in numbered.timeline().intervals} == {201}
+    with pytest.raises(ValueError, match="step is -1: wanted an integer of at least 0"), pipe.record(step=-1):
+        pass

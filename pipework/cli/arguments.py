@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,11 +10,13 @@ from types import MappingProxyType
 from typing import Any, Final, get_args
 
 from pipework.schedule import Channel, Costs, Schedule, from_csv, from_json, from_orders_text
+from pipework.schedule.costs import read_costs
 
 _COSTS_HELP: Final = (
     "times and memory of a worker's whole share of the model, such as forward=1,input_gradient=1.1,transfer=0.05 "
-    "(or F, B, I, W, R, c for the transfer, A for activations), or a .json file with these names, in which a list has "
-    "a number for each worker's whole share, or for each stage (default forward=1,backward=2,activation=1)"
+    "(or F, B, I, W, R, c for the transfer, A for activations), or a .json file with these names, as Costs.save writes "
+    "it, in which a list has a number for each worker's whole share, or for each stage (default "
+    "forward=1,backward=2,activation=1)"
 )
 
 _SHORT: Final[Mapping[str, str]] = MappingProxyType(
@@ -73,7 +74,7 @@ def count(text: str) -> int:
 def costs(text: str) -> Costs:
     """Read costs, from pairs or from a file, for argparse."""
     try:
-        return Costs(**_named(_file(Path(text)).items())) if text.endswith(".json") else written_costs(text)
+        return Costs(**_named(read_costs(Path(text)).items())) if text.endswith(".json") else written_costs(text)
     except (OSError, ValueError, TypeError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -150,15 +151,3 @@ def _pair(text: str) -> tuple[str, Any]:
         return name.strip(), float(value)
     except ValueError:
         raise ValueError(f"{text!r} is not a cost: wanted name=number, such as forward=1") from None
-
-
-def _file(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not text: wanted JSON in UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f'{path} holds a {type(values).__name__}: wanted an object such as {{"forward": [1, 2]}}')
-    return values

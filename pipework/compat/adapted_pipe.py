@@ -1,19 +1,24 @@
-"""The `Pipe` inside of an adapter, which splits mini-batches as the old libraries did."""
+"""The `Pipe` inside of an adapter: it splits mini-batches and orders backwards as the old libraries did."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from pipework.compat.backward_order import from_last_to_first
 from pipework.model import microbatch
 from pipework.model.tuples import TupleRule
 from pipework.pipe import Pipe
 from pipework.torch_private import pytree
 from pipework.values import nested
+
+if TYPE_CHECKING:
+    from pipework.runtime.program import Program
+    from pipework.schedule import Schedule
 
 Kind = TypeVar("Kind", bound=nn.Sequential)
 
@@ -42,7 +47,7 @@ class AdaptedPipe(Pipe):
     """Splits each tensor separately with `torch.chunk`.
 
     Nine rows in eight chunks become five micro-batches, and tensors may have different numbers of rows if they are
-    split into equally many pieces.
+    split into equally many pieces. Backwards run from the last micro-batch to the first.
     """
 
     _warns: ClassVar[bool] = False  # old scripts run as they did
@@ -63,6 +68,10 @@ class AdaptedPipe(Pipe):
             tensors, structure = nested.flatten(output)
             return nested.unflatten(tuple(map(_concatenated, tensors)), structure)
         return output
+
+    def _checked(self, schedule: Schedule) -> Program:
+        program = super()._checked(schedule)
+        return replace(program, schedule=from_last_to_first(program.schedule))
 
     def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> microbatch.Split:
         whole: list[Tensor] = []

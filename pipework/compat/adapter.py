@@ -28,7 +28,7 @@ class Adapter(nn.Module):
 
     Attributes:
         partitions: the layers in groups, which give the names. A layer in them may be replaced. The layers are called
-            one by one, so hooks of a group itself are not called.
+            one by one, so hooks of a group itself are not called, and a warning says so.
         devices: of each partition.
 
     Args:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 Sources = dict[str, tuple[str, ...]]  # for each module that defines names, these names
 
+_PHASES: Sources = {"pipework.model.checkpoint": ("is_checkpointing", "is_recomputing")}
 _COMMON: dict[str, Sources] = {
     "batchnorm": {"pipework.model.batchnorm": ("DeferredBatchNorm",)},
-    "checkpoint": {"pipework.model.checkpoint": ("is_checkpointing", "is_recomputing")},
     "skip": {
         "pipework.skip": ("Namespace", "pop", "skippable", "stash"),
         "pipework.compat.skippables": ("verify_skippables",),
@@ -36,8 +36,10 @@ _BALANCE: dict[str, Sources] = {
 }
 REEXPORTS: dict[str, dict[str, Sources]] = {
     "pipework.compat.sync": _COMMON | {"microbatch": {"pipework.model.microbatch": ("NoChunk",)}},
-    "pipework.compat.torchgpipe": _COMMON | _BALANCE,
-    "pipework.compat.fairscale.nn.pipe": _COMMON | _BALANCE,
+    "pipework.compat.torchgpipe": _COMMON
+    | _BALANCE
+    | {"checkpoint": _PHASES | {"pipework.compat.checkpoints": ("checkpoint",)}},
+    "pipework.compat.fairscale.nn.pipe": _COMMON | _BALANCE | {"checkpoint": _PHASES},
 }
 """For each package of an adapter its submodules without a file, parents first."""
 

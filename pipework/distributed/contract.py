@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import pipework
-from pipework.schedule import Schedule, to_json
+from pipework.schedule import Schedule, ScheduleSpec, to_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,6 +41,8 @@ def contract(module: nn.Sequential, plan: Plan, **settings: Any) -> dict[str, An
         'torch.float32 (2,), tied to 0.bias'
     """
     schedule = plan.source
+    if isinstance(schedule, ScheduleSpec):
+        schedule = plan.schedule(settings["chunks"])
     if isinstance(schedule, Schedule):  # a named schedule follows from the version; this one may differ
         schedule = f"{schedule.name}, orders {hashlib.sha256(to_json(schedule).encode()).hexdigest()[:16]}"
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]

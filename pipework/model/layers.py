@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import warnings
 from collections import OrderedDict
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
@@ -17,7 +18,7 @@ from pipework.model.sequential import PipeSequential
 from pipework.model.with_device import WithDevice
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 
 class Layers(nn.Module):
@@ -72,7 +73,7 @@ class Layers(nn.Module):
 
     @property
     def partitions(self) -> list[nn.Sequential]:
-        """The partitions of this process: the same layers in groups."""
+        """The partitions of this process: the same layers in groups. Hooks of a group are not called."""
         return list(self._partitions.values())
 
     @property
@@ -260,6 +261,17 @@ def refuse_own_behaviour(module: nn.Sequential) -> None:
             f"{type(module).__name__} has {' and '.join(own)}, which a pipe of its layers would leave out; "
             "wrap it as one layer, nn.Sequential(module), or give a plain nn.Sequential of its layers"
         )
+
+
+def warn_of_hooks(partitions: Iterable[nn.Module]) -> None:
+    """Warns if a partition has hooks: its layers are called one by one, so nothing calls the partition itself."""
+    for number, partition in enumerate(partitions):
+        if torch_private.has_hooks(partition):
+            warnings.warn(
+                f"partitions[{number}] has hooks, which are not called, since its layers are called one by one: "
+                f"register them on a layer, such as partitions[{number}][-1]",
+                stacklevel=2,
+            )
 
 
 def _refuse_to_move() -> NoReturn:

@@ -11,7 +11,7 @@ from pipework.balance.checks import checked_balance, not_sequential, too_few_dev
 from pipework.planning.devices import Machine, checked_devices, default_devices
 from pipework.planning.partition import Partitioning, choose_partitioning, is_placed, log_choice
 from pipework.runtime.program import Program
-from pipework.schedule import Schedule, build, restricted, schedule_spec
+from pipework.schedule import Schedule, ScheduleSpec, build, restricted, schedule_spec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,12 +26,12 @@ class Plan:
     """A schedule for any number of micro-batches, and the layers, workers and devices of its stages.
 
     Attributes:
-        source: the schedule's name, or the user's own schedule.
+        source: the schedule's name, or the user's own spec or schedule.
         partitioning: layers and device of each stage.
         placement: the worker of each stage.
     """
 
-    source: str | Schedule
+    source: str | ScheduleSpec | Schedule
     partitioning: Partitioning
     placement: tuple[int, ...]
 
@@ -49,7 +49,8 @@ class Plan:
         """The order of all actions, without recomputation.
 
         Raises:
-            ValueError: the user's own schedule has fewer micro-batches.
+            ValueError: the user's own schedule has fewer micro-batches, or the generator of the user's own spec makes
+                another one than it is asked for.
         """
         if isinstance(self.source, Schedule):
             if micro_batches > self.source.micro_batches:
@@ -60,12 +61,18 @@ class Plan:
                 )
             return restricted(self.source, micro_batches)
         stages_per_worker = len(self.placement) // max(1, self.workers)
-        return build(self.source, workers=self.workers, chunks=micro_batches, stages_per_worker=stages_per_worker)
+        made = build(self.source, workers=self.workers, chunks=micro_batches, stages_per_worker=stages_per_worker)
+        if (made.placement, made.micro_batches) != (self.placement, micro_batches):
+            raise ValueError(
+                f"{self.source!r} was asked for {micro_batches} micro-batches with the stages on workers "
+                f"{self.placement}, and made {made!r} with {made.placement}: correct its generator, or its placement"
+            )
+        return made
 
 
 def make_plan(
     module: nn.Sequential,
-    schedule: str | Schedule,
+    schedule: str | ScheduleSpec | Schedule,
     chunks: int,
     balance: Sequence[int] | None,
     devices: Sequence[Device] | None,
@@ -76,33 +83,43 @@ def make_plan(
     one device for each worker, and the schedule places the worker's stages.
 
     Raises:
-        TypeError: the module is not an `nn.Sequential`, or the schedule is neither a name nor a `Schedule`.
+        TypeError: the module is not an `nn.Sequential`, or the schedule is neither a name nor a `ScheduleSpec` nor a
+            `Schedule`.
         ValueError: the numbers of layers, partitions, devices, stages and chunks do not fit together; the message says
             which numbers fit.
         IndexError: fewer devices than workers.
     """
     if not isinstance(module, nn.Sequential):
         raise not_sequential(module)
-    if not isinstance(schedule, str | Schedule):
-        raise TypeError(f"schedule is {schedule!r}: wanted a name such as '1f1b', or a Schedule")
-    if isinstance(schedule, str):
-        _refuse_unrunnable(schedule)
-        known = schedule_spec(schedule)
-        if not known.several and known.stages_per_worker == 1:
-            partitioning = choose_partitioning(module, balance, devices)
-            return Plan(schedule, partitioning, tuple(range(len(partitioning.balance))))
+    if not isinstance(schedule, str | ScheduleSpec | Schedule):
+        raise TypeError(f"schedule is {schedule!r}: wanted a name such as '1f1b', a ScheduleSpec or a Schedule")
     machine = Machine.here()
     counts = None if balance is None else checked_balance(balance, len(module))
     places = None if devices is None else checked_devices(devices, machine)
     if isinstance(schedule, Schedule):
         _refuse_unfit(schedule, chunks)
         return _placed(module, schedule, schedule.placement, counts, places, machine)
-    return _several_stages(module, schedule, counts, places, machine)
+    spec = _spec(schedule)
+    if not spec.several and spec.stages_per_worker == 1:
+        partitioning = choose_partitioning(module, balance, devices)
+        plan = Plan(schedule, partitioning, tuple(range(len(partitioning.balance))))
+    else:
+        plan = _several_stages(module, schedule, counts, places, machine)
+    if isinstance(schedule, ScheduleSpec) and plan.workers:
+        Program.of(plan.schedule(chunks))
+    return plan
 
 
-def _refuse_unrunnable(schedule: str) -> None:
-    """Raises a ValueError if schedules of that name cannot be run; it tries a small one."""
+def _spec(schedule: str | ScheduleSpec) -> ScheduleSpec:
+    """The spec of a schedule by name. Raises a ValueError if it cannot be run; it tries a small one."""
+    if isinstance(schedule, ScheduleSpec):
+        return schedule  # whose generator need not make a small one
+    try:
+        spec = schedule_spec(schedule)
+    except ValueError as error:
+        raise ValueError(f"{error}; for one of your own, give the ScheduleSpec or Schedule itself") from None
     Program.of(build(schedule, workers=2, chunks=2))
+    return spec
 
 
 def _refuse_unfit(schedule: Schedule, chunks: int) -> None:
@@ -120,12 +137,12 @@ def _refuse_unfit(schedule: Schedule, chunks: int) -> None:
 
 def _several_stages(
     module: nn.Sequential,
-    schedule: str,
+    schedule: str | ScheduleSpec,
     balance: Sequence[int] | None,
     devices: Sequence[torch.device] | None,
     machine: Machine,
 ) -> Plan:
-    """The plan for a schedule by name whose workers hold several stages each."""
+    """The plan for a schedule by name or spec whose workers hold several stages each."""
     known = schedule_spec(schedule)
     per_worker = known.stages_per_worker
     if balance is None and devices is None:
@@ -156,7 +173,7 @@ def _workers(stages: int, per_worker: int) -> int:
     return max(1, -(-stages // per_worker))
 
 
-def _as_it_lies(schedule: str, partitioning: Partitioning, per_worker: int) -> Plan:
+def _as_it_lies(schedule: str | ScheduleSpec, partitioning: Partitioning, per_worker: int) -> Plan:
     """The plan for layers that lie on devices already; these must repeat in the order of the schedule's workers."""
     stages = len(partitioning.balance)
     kinds = len(set(partitioning.devices))
@@ -177,7 +194,7 @@ def _as_it_lies(schedule: str, partitioning: Partitioning, per_worker: int) -> P
 
 def _placed(
     module: nn.Sequential,
-    source: str | Schedule,
+    source: str | ScheduleSpec | Schedule,
     placement: tuple[int, ...],
     balance: Sequence[int] | None,
     devices: Sequence[torch.device] | None,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pipework.schedule.checks import positive_integer
 
@@ -107,6 +109,49 @@ class Costs:
                 object.__setattr__(self, field.name, spread)
             else:
                 object.__setattr__(self, field.name, _number(field.name, value))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Costs:
+        """Read costs from a file that :meth:`save` has written.
+
+        Args:
+            path: a file of JSON, an object with the names of the attributes.
+
+        Raises:
+            ValueError: the file is no such object, or a number is out of range.
+            TypeError: a cost is no number.
+            OSError: the file cannot be read.
+
+        Example:
+            >>> Costs.load("no such file.json")
+            Traceback (most recent call last):
+            FileNotFoundError: [Errno 2] No such file or directory: 'no such file.json'
+        """
+        values = read_costs(Path(path))
+        known = [field.name for field in fields(cls)]
+        if unknown := [name for name in values if name not in known]:
+            raise ValueError(f"{path}: no cost is called {unknown[0]!r}: choose one of {', '.join(known)}")
+        return cls(**values)
+
+    def save(self, path: str | Path) -> None:
+        """Write the costs as JSON, for :meth:`load` and for `python -m pipework compare --costs FILE`.
+
+        Args:
+            path: should end in ``.json``, by which the command line recognises the file.
+
+        Raises:
+            OSError: the file cannot be written.
+
+        Example:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     Costs(forward=[1, 2]).save(f"{folder}/costs.json")
+            ...     Costs.load(f"{folder}/costs.json").forward
+            (1.0, 2.0)
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {name: value for name, value in values.items() if value is not None}
+        Path(path).write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
 
     def divided(self, parts: int | Sequence[int]) -> Costs:
         """Costs of a stage, if these are those of a worker's whole share of the model and it has several equal stages.
@@ -250,6 +295,24 @@ def checked(costs: Costs | None) -> Costs:
     if not isinstance(costs, Costs):
         raise TypeError(f"costs is {costs!r}: wanted Costs(...), such as Costs(forward=1, backward=2)")
     return costs
+
+
+def read_costs(path: Path) -> dict[str, Any]:
+    """The names and values in a file of costs, which are not checked.
+
+    Raises:
+        ValueError: the file is no object in JSON.
+        OSError: the file cannot be read.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not text: wanted JSON in UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f'{path} holds a {type(values).__name__}: wanted an object such as {{"forward": [1, 2]}}')
+    return values
 
 
 def _crossing(values: Sequence[float], source: int, target: int) -> float:

@@ -52,6 +52,9 @@ class ScheduleSpec:
                 f"generator of a ScheduleSpec is {self.generator!r}: wanted a function that returns a Schedule"
             )
 
+    def __repr__(self) -> str:
+        return f"ScheduleSpec({getattr(self.generator, '__name__', self.generator)})"
+
 
 SCHEDULES: Final[Mapping[str, ScheduleSpec]] = MappingProxyType(
     {
@@ -80,11 +83,11 @@ _OF_TORCH: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def schedule_spec(name: str, schedules: Mapping[str, ScheduleSpec] = SCHEDULES) -> ScheduleSpec:
+def schedule_spec(name: str | ScheduleSpec, schedules: Mapping[str, ScheduleSpec] = SCHEDULES) -> ScheduleSpec:
     """Look up a schedule by its name, or by that of its class in `torch.distributed.pipelining`, ignoring case.
 
     Args:
-        name: a key of ``schedules``, or the name of a class.
+        name: a key of ``schedules``, or the name of a class. A spec is returned as it is.
         schedules: name to spec.
 
     Raises:
@@ -94,6 +97,8 @@ def schedule_spec(name: str, schedules: Mapping[str, ScheduleSpec] = SCHEDULES) 
         >>> schedule_spec("ScheduleInterleaved1F1B") is SCHEDULES["interleaved-1f1b"]
         True
     """
+    if isinstance(name, ScheduleSpec):
+        return name
     found = None
     if isinstance(name, str):
         plain = {_plain(known): known for known in schedules}
@@ -104,7 +109,7 @@ def schedule_spec(name: str, schedules: Mapping[str, ScheduleSpec] = SCHEDULES) 
 
 
 def build(
-    name: str,
+    name: str | ScheduleSpec,
     *,
     workers: int,
     chunks: int,
@@ -112,10 +117,10 @@ def build(
     costs: Costs | None = None,
     schedules: Mapping[str, ScheduleSpec] = SCHEDULES,
 ) -> Schedule:
-    """Make a schedule by its name.
+    """Make a schedule by its name, or from a spec.
 
     Args:
-        name: a key of ``schedules``, or a name that :func:`schedule_spec` understands.
+        name: a key of ``schedules``, a name that :func:`schedule_spec` understands, or a spec.
         workers: number of workers.
         chunks: number of micro-batches.
         stages_per_worker: None: the default of the spec.
@@ -140,7 +145,7 @@ def build(
 
 
 def build_for_shares(
-    name: str,
+    name: str | ScheduleSpec,
     *,
     workers: int,
     chunks: int,
@@ -180,7 +185,11 @@ def build_for_shares(
 
 
 def _spec_and_stages(
-    name: str, workers: int, chunks: int, stages_per_worker: int | None, schedules: Mapping[str, ScheduleSpec]
+    name: str | ScheduleSpec,
+    workers: int,
+    chunks: int,
+    stages_per_worker: int | None,
+    schedules: Mapping[str, ScheduleSpec],
 ) -> tuple[ScheduleSpec, int]:
     """The spec, and the number of stages per worker."""
     spec = schedule_spec(name, schedules)

@@ -29,6 +29,8 @@ class Recording:
     Args:
         schedule: the schedule of the steps, unless :meth:`begin` changes it.
         loss_outside: whether the loss is computed outside of the pipe, unless :meth:`begin` changes it.
+        counts: whether the numbers only count what is recorded here: then titles have "mini-batch 1 of 3" instead of
+            "step 0".
 
     Example:
         >>> from pipework.schedule import Action, fill_drain
@@ -38,9 +40,10 @@ class Recording:
         (1.5, (0.5,))
     """
 
-    def __init__(self, schedule: Schedule | None = None, loss_outside: bool = True) -> None:
+    def __init__(self, schedule: Schedule | None = None, loss_outside: bool = True, *, counts: bool = False) -> None:
         self.schedule = schedule
         self.loss_outside = loss_outside
+        self._counts = counts
         self._steps: dict[int, _Step] = {}
 
     def __repr__(self) -> str:
@@ -57,8 +60,7 @@ class Recording:
         Raises:
             ValueError: the number is negative or was recorded before, or no schedule is known.
         """
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step is {step!r}: wanted an integer of at least 0")
+        checked_step(step)
         if step in self._steps:
             raise ValueError(f"step {step} has been recorded already: give each step its own number")
         self.schedule = schedule if schedule is not None else self.schedule
@@ -111,7 +113,11 @@ class Recording:
             ValueError: the step was not recorded.
         """
         number, record = self._find(step)
-        title = f"measured: {record.schedule.title}, step {number}"
+        title = f"measured: {record.schedule.title}"
+        if not self._counts:
+            title += f", step {number}"
+        elif len(self._steps) > 1:
+            title += f", mini-batch {self.steps.index(number) + 1} of {len(self._steps)}"
         return _timeline(record.intervals, record.schedule.workers, title)
 
     def bubble(self, step: int | None = None) -> float:
@@ -220,6 +226,22 @@ class Recording:
         if number is None:
             raise ValueError(f"step {step} was not recorded: choose one of {_listed(self.steps)}, or -1 for the last")
         return number, self._steps[number]
+
+
+def checked_step(step: int) -> int:
+    """The number of a step.
+
+    Raises:
+        ValueError: it is negative, or not an integer.
+
+    Example:
+        >>> checked_step(-1)
+        Traceback (most recent call last):
+        ValueError: step is -1: wanted an integer of at least 0
+    """
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step is {step!r}: wanted an integer of at least 0")
+    return step
 
 
 def _timeline(intervals: Sequence[Interval], workers: int, title: str) -> Timeline:

@@ -1,7 +1,8 @@
 import json
 
 from pipework.cli import main
-from pipework.schedule import SCHEDULES, Costs, compare
+from pipework.schedule import SCHEDULES, Costs, compare, fill_drain, simulate
+from pipework.timeline import Recording
 
 
 def run(*words):
@@ -69,3 +70,15 @@ def test_mistakes(capsys):
     assert run("--workers", "8") == 2
     assert run("--workers", "8", "--chunks", "2", "--memory", "-1") == 2
     assert "'-1' is not an amount of memory" in capsys.readouterr().err
+
+
+def test_costs_that_were_measured_and_saved(tmp_path, capsys):
+    recording = Recording()
+    found = simulate(fill_drain(2, 4), Costs(forward=[1, 2], backward=[3, 4]))
+    recording.begin(0, found.schedule)
+    recording.add(0, found.timeline.intervals)
+    file = tmp_path / "costs.json"
+    recording.costs().save(file)
+    assert run("--workers", "2", "--chunks", "4", "--costs", str(file)) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[1:] == str(compare(workers=2, chunks=4, costs=recording.costs())).splitlines()[1:]

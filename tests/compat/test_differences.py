@@ -159,17 +159,23 @@ def test_slices(both: Both) -> None:
     assert here == ["Linear", "Tanh"]
 
 
-def partition_hooks(library: Any) -> list[str]:
+def partition_hooks(library: Any) -> tuple[list[str], list[str]]:
+    import warnings
+
     seen: list[str] = []
     pipe = library.pipe(layers(), [1, 2], 2)
-    pipe.partitions[0].register_forward_hook(lambda *_: seen.append("partition"))
-    pipe[0].register_forward_hook(lambda *_: seen.append("layer"))
-    pipe(torch.ones(4, 2))
-    return seen
+    pipe.partitions[1].register_forward_hook(lambda *_: seen.append("partition"))
+    pipe[2].register_forward_hook(lambda *_: seen.append("layer"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe(torch.ones(4, 2))
+    return seen, [str(warning.message)[:27] for warning in caught]
 
 
 def test_partition_hooks(both: Both) -> None:
-    assert both(partition_hooks) == (["layer", "partition"] * 2, ["layer"] * 2)
+    there, here = both(partition_hooks)
+    assert there == (["layer", "partition"] * 2, [])
+    assert here == (["layer"] * 2, ["partitions[1] has hooks, wh"])
 
 
 def added_layer(library: Any) -> Tensor:
@@ -408,16 +414,62 @@ def test_frozen_models(both: Both) -> None:
 # ---- Gradients -------------------------------------------------------------------------------------------------------
 
 
-def summed(library: Any) -> Tensor:
-    """The gradient of a weight for three micro-batches of one row each."""
-    pipe = library.pipe(nn.Sequential(nn.Linear(1, 1, bias=False)), [1], 3)
-    pipe(torch.tensor([[1.0], [2.0**-24], [2.0**-24]])).sum().backward()
+class TwoUses(nn.Module):
+    """Multiplies two columns with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x[:, 0] + self.weight * x[:, 1]
+
+
+def summed(library: Any, checkpoint: str, rows: list[list[float]], before: float | None) -> Tensor:
+    """The gradient of a weight after a mini-batch of one row in each micro-batch."""
+    pipe = library.pipe(nn.Sequential(TwoUses()), [1], len(rows), checkpoint)
+    pipe[0].weight.grad = None if before is None else torch.tensor(before)
+    pipe(torch.tensor(rows)).sum().backward()
     return pipe[0].weight.grad.item()
 
 
 def test_order_of_sums(both: Both) -> None:
     """2^-24 is half of the last digit of 1: added to it twice it is lost twice, and added to itself first it is not."""
-    assert both(summed) == (1 + 2.0**-23, 1.0)
+    small, lost, kept = 2.0**-24, 1.0, 1 + 2.0**-23
+    # From the last micro-batch to the first.
+    assert both(summed, "never", [[1, 0], [small, 0], [small, 0]], None) == (kept, kept)
+    # To what was there.
+    accumulating = [[small, 0], [small, 0]], 1.0
+    assert both(summed, "never", *accumulating) == (kept, kept)
+    assert both(summed, "always", *accumulating) == (lost, kept)
+    # Two uses in each micro-batch.
+    twice = [[small, small], [1, 0]], None
+    assert both(summed, "never", *twice) == (lost, kept)
+    assert both(summed, "always", *twice) == (kept, kept)
+
+
+def recomputed_early(library: Any) -> str:
+    """The recomputations and backwards of a layer, each with its micro-batch."""
+    seen: list[str] = []
+    pipe = library.pipe(nn.Sequential(nn.Linear(1, 1)), [1], 3, "except_last")
+
+    def forward(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        if library.module("checkpoint").is_recomputing():
+            seen.append(f"R{int(inputs[0])}")
+
+    pipe[0].register_forward_hook(forward)
+    pipe[0].register_full_backward_hook(lambda layer, of_inputs, gradients: seen.append(f"B{int(gradients[0])}"))
+    output = pipe(torch.arange(3.0, requires_grad=True).view(3, 1))
+    (output * torch.arange(3.0).view(3, 1)).sum().backward()
+    return " ".join(seen)
+
+
+@only_fairscale
+def test_recomputed_early(both: Both) -> None:
+    """torchgpipe recomputes each right before its backward, too."""
+    there, here = both(recomputed_early)
+    assert there.index("R1") < there.index("B2")
+    assert here == "B2 R1 B1 R0 B0"
 
 
 def autograd_grad(library: Any, checkpoint: str) -> list[Tensor]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from pipework.distributed.contract import contract
 from pipework.planning.plan import make_plan
+from pipework.schedule import ScheduleSpec, fill_drain, one_forward_one_backward
 
 
 def model() -> nn.Sequential:
@@ -54,6 +55,16 @@ def test_what_makes_a_difference(change: Any, key: str, name: str, form: str | N
 )
 def test_what_makes_none(change: Any) -> None:
     assert agreed(change) == agreed(lambda module: None)
+
+
+def test_a_spec_of_ones_own_is_compared_by_its_orders() -> None:
+    def of(schedule: Any) -> str:
+        module = model()
+        return contract(module, make_plan(module, schedule, 3, [2, 2], ["cpu", "cpu"]), chunks=3)["schedule"]
+
+    assert of(ScheduleSpec(fill_drain)) == of(fill_drain(2, 3))
+    assert of(ScheduleSpec(one_forward_one_backward)) == of(one_forward_one_backward(2, 3))
+    assert of(ScheduleSpec(fill_drain)) != of(ScheduleSpec(one_forward_one_backward))
 
 
 def test_settings_are_compared_too() -> None:

@@ -11,7 +11,17 @@ from torch import nn
 from pipework import Pipe, WithDevice
 from pipework.planning.devices import Machine
 from pipework.planning.plan import make_plan
-from pipework.schedule import Action, Schedule, fill_drain, interleaved_1f1b, one_forward_one_backward, with_recompute
+from pipework.schedule import (
+    Action,
+    Schedule,
+    ScheduleSpec,
+    fill_drain,
+    forward_only,
+    hanayo,
+    interleaved_1f1b,
+    one_forward_one_backward,
+    with_recompute,
+)
 
 CPU = torch.device("cpu")
 
@@ -94,12 +104,22 @@ def test_a_module_without_layers_has_no_stages(schedule: Any, balance: list[int]
 @pytest.mark.parametrize(
     ("schedule", "options", "error", "message"),
     [
-        (5, {}, TypeError, "schedule is 5: wanted a name such as '1f1b', or a Schedule"),
+        (5, {}, TypeError, "schedule is 5: wanted a name such as '1f1b', a ScheduleSpec or a Schedule"),
         (None, {}, TypeError, "schedule is None"),
         ("zb-v", {"balance": [8]}, ValueError, "stages_per_worker is 1: .*an even number"),
         ("forward-only", {}, ValueError, "'forward-only' has no backwards: give one that trains"),
         ("hanayo", {"balance": [3, 3, 2], "devices": ["cpu"]}, ValueError, "stages_per_worker is 3: .*an even number"),
-        ("2f2b", {}, ValueError, "no schedule is called '2f2b': choose one of 'gpipe'"),
+        ("2f2b", {}, ValueError, "no schedule is called '2f2b': choose one of 'gpipe'.*give the ScheduleSpec"),
+        (ScheduleSpec(fill_drain), {"balance": [4, 4], "devices": ["cpu"]}, IndexError, "too few devices"),
+        (ScheduleSpec(lambda p, m: m), {}, TypeError, "made 4: wanted a Schedule"),
+        (ScheduleSpec(forward_only), {}, ValueError, "'forward-only' has no backwards: give one that trains"),
+        (ScheduleSpec(lambda p, m: fill_drain(p, m + 1)), {}, ValueError, "was asked for 4 micro-batches"),
+        (
+            ScheduleSpec(hanayo, 2, several=True, timed=True),
+            {"devices": ["cpu"] * 2},
+            ValueError,
+            r"on workers \(0, 1, 0, 1\), and made .* with \(0, 1, 1, 0\): correct its generator, or its placement",
+        ),
         ("interleaved-1f1b", {"balance": [3, 3, 2], "devices": ["cpu"] * 2}, ValueError, "3 partitions for 2 workers"),
         ("looped-bfs", {"balance": [4, 4], "devices": ["cpu"] * 3}, ValueError, "2 partitions for 3 workers"),
         ("looped-bfs", {"balance": [3, 3, 2]}, ValueError, "3 partitions for 2 workers"),
@@ -122,6 +142,28 @@ def test_a_module_without_layers_has_no_stages(schedule: Any, balance: list[int]
 def test_what_does_not_fit_is_refused(schedule: Any, options: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         plan(schedule, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("1f1b", ScheduleSpec(one_forward_one_backward)),
+        ("interleaved-1f1b", ScheduleSpec(interleaved_1f1b, 2, several=True)),
+    ],
+)
+def test_a_spec_of_ones_own_is_planned_and_run_like_its_name(name: str, spec: ScheduleSpec) -> None:
+    for options in ({"devices": ["cpu"] * 2}, {"balance": [2, 2, 2, 2]}):
+        mine, known = plan(spec, **options), plan(name, **options)
+        assert (mine.partitioning, mine.placement) == (known.partitioning, known.placement)
+    plain = layers()
+    gradients = []
+    for schedule in (name, spec):
+        module = copy.deepcopy(plain)
+        pipe = Pipe(module, 4, schedule=schedule, loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2)
+        for rows in (8, 3):  # the second makes three micro-batches
+            pipe(torch.ones(rows, 2), target=torch.zeros(rows, 2)).backward()
+        gradients.append([weight.grad for weight in module.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "looped-bfs", one_forward_one_backward(2, 4)])

@@ -124,3 +124,30 @@ def test_a_sequence_has_a_number():
     with pytest.raises(ValueError, match=r"Costs: forward is \[\]: wanted a number for all stages, or one for each"):
         Costs(forward=[])
     assert Costs(forward=[1], transfer=[], message=[], skip_transfer=[]).spread(1).transfer == ()
+
+
+def test_saved_costs_are_loaded_as_they_were(tmp_path):
+    for costs in (
+        Costs(),
+        Costs([0.1, 1 / 3], backward=2e-7, transfer=[0.5], message=[64], activation=[1e9, 2]),
+        Costs(transfer=[], skip_transfer=[1]),
+    ):
+        costs.save(tmp_path / "costs.json")
+        assert Costs.load(tmp_path / "costs.json") == costs
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (b"\xff\xfe\xff", ValueError, "costs.json is not text: wanted JSON in UTF-8"),
+        (b"forward=1", ValueError, "costs.json is not JSON: "),
+        (b"[1]", ValueError, "costs.json holds a list: wanted an object"),
+        (b'{"forwards": 1}', ValueError, "costs.json: no cost is called 'forwards': choose one of forward, backward"),
+        (b'{"forward": -1}', ValueError, "Costs: forward is -1"),
+        (b'{"forward": "1"}', TypeError, "Costs: forward is '1'"),
+    ],
+)
+def test_files_that_are_no_costs(tmp_path, content, error, message):
+    (tmp_path / "costs.json").write_bytes(content)
+    with pytest.raises(error, match=message):
+        Costs.load(tmp_path / "costs.json")

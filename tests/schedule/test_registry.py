@@ -123,3 +123,8 @@ def test_a_larger_registry_has_ones_own():
     assert build("1f1b", workers=2, chunks=3, schedules=mine) == one_forward_one_backward(2, 3)
     with pytest.raises(ValueError, match=r"choose one of 'mine'$"):
         build("zb-v", workers=2, chunks=3, schedules={"mine": ScheduleSpec(fill_drain)})
+
+
+def test_a_spec_needs_no_name():
+    assert build(ScheduleSpec(fill_drain), workers=2, chunks=3) == fill_drain(2, 3)
+    assert repr(ScheduleSpec(fill_drain)) == "ScheduleSpec(fill_drain)"

@@ -183,6 +183,15 @@ def test_unknown_ending(tmp_path, name):
         recording.save(tmp_path / name)
 
 
+def test_numbers_that_only_count_are_not_called_steps():
+    recording = Recording(counts=True)
+    play(recording, 0, fill_drain(1, 1), Costs())
+    assert recording.timeline().title == "measured: gpipe, 1 worker, 1 micro-batch"
+    play(recording, 1, fill_drain(1, 1), Costs())
+    assert recording.timeline(0).title == "measured: gpipe, 1 worker, 1 micro-batch, mini-batch 1 of 2"
+    assert recording.timeline().title == "measured: gpipe, 1 worker, 1 micro-batch, mini-batch 2 of 2"
+
+
 def test_unknown_step():
     recording = Recording()
     for step in (1, 2, 5):

@@ -19,6 +19,7 @@ from pipework.compat.adapter import (
 )
 from pipework.compat.sync.partitions import cpu_workers, group, merged
 from pipework.model import with_device
+from pipework.model.layers import warn_of_hooks
 from pipework.model.no_chunk import NoChunk
 from pipework.model.sequential import PipeSequential
 from pipework.skip.verify import verify_skippables
@@ -119,6 +120,7 @@ class Pipe(Adapter):
             raise ValueError("All inputs should be on the same device as the first partition")
         if not self.partitions:
             return rpc.RRef(inputs[0] if len(inputs) == 1 else inputs)
+        warn_of_hooks(self._groups())
         return rpc.RRef(self._run(*map(_only_itself_split, inputs)))
 
 

@@ -24,6 +24,7 @@ _LEGEND: Final = (
     "stages: per worker; bubble: idle share of the makespan, and of the span (the longest busy window of a",
     "worker); memory: highest peak of a worker; transfers: time that they add to the makespan; to bound: excess",
     "of the makespan over its lower bound, which no schedule of this placement and memory beats",
+    "left out: recomputation, reduction of gradients, the optimizer's step, costs of splitting beyond I and W",
 )
 
 

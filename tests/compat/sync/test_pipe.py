@@ -490,3 +490,11 @@ def test_with_device_of_a_device_that_is_not_there() -> None:
 
 def test_pipe_sequential_runs_by_itself() -> None:
     assert PipeSequential(Say(lambda x: (x, x)), Say(lambda x, y: x + y))(torch.tensor(3)) == 6
+
+
+def test_hooks_of_a_partition_are_not_called_and_a_warning_says_so() -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Tanh())), 2)
+    pipe.partitions[1].register_forward_hook(lambda *arguments: pytest.fail("called"))
+    with pytest.warns(UserWarning, match=r"partitions\[1\] has hooks, which are not called") as caught:
+        pipe(torch.ones(4, 2))
+    assert len(caught) == 1

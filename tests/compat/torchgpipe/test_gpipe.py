@@ -6,6 +6,7 @@ from torch import nn
 
 from pipework.compat import torchgpipe
 from pipework.compat.torchgpipe import GPipe
+from pipework.compat.torchgpipe.gpipe import verify_module
 
 
 def test_layers_that_share_a_parameter_are_refused() -> None:
@@ -13,6 +14,18 @@ def test_layers_that_share_a_parameter_are_refused() -> None:
     b.weight = a.weight
     with pytest.raises(ValueError, match=r"^module with duplicate parameters in distinct children is not supported$"):
         GPipe(nn.Sequential(a, nn.ReLU(), b), [3], devices=["cpu"])
+
+
+def test_verify_module() -> None:
+    verify_module(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"must be nn\.Sequential"):
+        verify_module(layer)
+    with pytest.raises(ValueError, match="duplicate children"):
+        verify_module(nn.Sequential(layer, layer))
+    other.weight = layer.weight
+    with pytest.raises(ValueError, match="duplicate parameters in distinct children"):
+        verify_module(nn.Sequential(layer, other))
 
 
 def test_a_parameter_may_occur_twice_within_a_layer() -> None:

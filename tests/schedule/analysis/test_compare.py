@@ -87,3 +87,12 @@ def test_mistakes_are_not_reasons():
         compare(workers=2, chunks=4, memory_limit=float("nan"))
     with pytest.raises(ValueError, match="channel is 'tube'"):
         compare(workers=2, chunks=4, channel="tube")
+
+
+def test_the_table_says_what_it_leaves_out():
+    said = str(compare(workers=2, chunks=4))
+    assert "left out: recomputation, reduction of gradients, the optimizer's step, costs of splitting beyond I" in said
+    costly = Costs(recompute=100, reduce_gradient=100)
+    assert [row["makespan"] for row in compare(workers=2, chunks=4, costs=costly).rows()] == [
+        row["makespan"] for row in compare(workers=2, chunks=4).rows()
+    ]

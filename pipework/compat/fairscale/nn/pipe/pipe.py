@@ -1,7 +1,8 @@
 """The adapter for fairscale's `Pipe`."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from pipework.compat.adapter import refuse_unfit
 from pipework.compat.balanced import BalancedPipe
 
 __all__ = ["Pipe"]
@@ -15,3 +16,13 @@ class Pipe(BalancedPipe):
 
     _balance_package: ClassVar[str] = "fairscale.nn.pipe.balance"
     _import_line: ClassVar[str] = "from fairscale.nn import Pipe"
+
+
+def verify_module(module: Any) -> None:
+    """Refuses modules that `Pipe` does not support.
+
+    Raises:
+        TypeError: the module is not an `nn.Sequential`.
+        ValueError: a layer occurs in it twice.
+    """
+    refuse_unfit(module)

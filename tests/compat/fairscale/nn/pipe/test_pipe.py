@@ -6,6 +6,7 @@ from torch import nn
 
 from pipework.compat.fairscale.nn import Pipe
 from pipework.compat.fairscale.nn import pipe as package
+from pipework.compat.fairscale.nn.pipe.pipe import verify_module
 
 
 def tied() -> nn.Sequential:
@@ -27,6 +28,15 @@ def test_partitions_may_share_a_parameter_on_one_device() -> None:
 def test_partitions_on_several_devices_cannot_share_a_parameter() -> None:
     with pytest.raises(ValueError, match=r"^module with duplicate parameters on distinct devices is not supported$"):
         Pipe(tied(), [1, 2], devices=["cpu", "meta"])
+
+
+def test_verify_module() -> None:
+    verify_module(tied())
+    layer = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"must be nn\.Sequential"):
+        verify_module(layer)
+    with pytest.raises(ValueError, match="duplicate children"):
+        verify_module(nn.Sequential(layer, layer))
 
 
 def test_a_parameter_may_be_shared_later() -> None:
