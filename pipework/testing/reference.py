@@ -56,11 +56,14 @@ def reference_backward(
         for micro_batch, rows in enumerate(micro_batches(inputs, chunks)):
             with micro_batch_random(model, key, micro_batch):
                 outputs.append(model(*rows))
-        joined = torch.cat([output.detach() for output in outputs]).requires_grad_()
+        parts = [output.detach() for output in outputs]
+        joined = (torch.cat(parts) if len(parts) > 1 else parts[0]).requires_grad_()
+        made: list[Tensor] = []
+        joined.register_hook(made.append)  # `joined.grad` may be a copy with other strides
         loss = loss_fn(joined)
         torch.autograd.backward(loss)
-        assert joined.grad is not None
-        gradients = torch.split(joined.grad, [len(output) for output in outputs])
+        (gradient,) = made
+        gradients = torch.split(gradient, [len(output) for output in outputs])
         for output, gradient in zip(outputs, gradients, strict=True):
             if output.requires_grad:
                 output.backward(gradient)
