@@ -208,6 +208,33 @@ _hooks_of_tensor = _attribute(Tensor, "_backward_hooks", None)
 _hooks_after_accumulation = _attribute(Tensor, "_post_accumulate_grad_hooks", None)
 
 
+_knows_hooks = _has(Tensor, "_backward_hooks")
+_OWN_HOOK: Final = -1  # PyTorch counts from 0
+
+
+def add_last_hook(leaf: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Lets a backward call `hook` with a leaf's gradient, after all hooks that are registered on the leaf so far.
+
+    Fallback: `Tensor.register_hook`, 2 microseconds slower.
+    """
+    if not _knows_hooks:
+        leaf.pipework_hook = leaf.register_hook(hook)  # type: ignore[attr-defined, no-untyped-call]
+    elif leaf._backward_hooks is None:
+        leaf._backward_hooks = {_OWN_HOOK: hook}
+    else:
+        leaf._backward_hooks[_OWN_HOOK] = hook
+
+
+def remove_last_hook(leaf: Tensor) -> None:
+    """Removes what `add_last_hook` has added."""
+    if not _knows_hooks:
+        leaf.pipework_hook.remove()  # type: ignore[attr-defined]
+    elif leaf._backward_hooks is not None and len(leaf._backward_hooks) > 1:
+        del leaf._backward_hooks[_OWN_HOOK]
+    else:
+        leaf._backward_hooks = None
+
+
 def has_tensor_hooks(tensor: Tensor) -> bool:
     """Whether hooks are registered on a tensor. There is no public way to ask. Fallback: False."""
     return bool(_hooks_of_tensor(tensor) or _hooks_after_accumulation(tensor))
@@ -218,6 +245,10 @@ storage_key: Callable[[torch.UntypedStorage], int] = (
 )
 """A number that tells storages apart, also on the meta device, where none has an address. Fallback: `id`, which does so
 while the storage's Python object lives."""
+
+ALIGNMENT: Final = 64
+"""The memory of a new tensor on the CPU begins at a multiple of so many bytes. This is no name, but it is not public
+either. If it changes, a result may differ in its last bit."""
 
 sparse_values: Callable[[Tensor], Tensor] = _required(Tensor, "_values", "to write into a sparse gradient")
 """The values of a sparse tensor as they lie in memory; the public `values` refuses tensors that are not coalesced."""

@@ -1,26 +1,36 @@
 """Cuts the autograd graph between stages: a received value is a leaf, and the stage reads an alias of that leaf.
 
     sender                                 receiver
-    ... -> y                               leaf (its .grad is what goes back) -> alias -> first layer ...
+    ... -> y                               leaf (its gradient is what goes back) -> alias -> first layer ...
            |                                ^
            +-- y.detach().requires_grad_() -+   the same memory, no graph
 
 A leaf refuses in-place operations, an alias does not. Which layer comes first in a stage depends on the balance, and an
 in-place layer (nn.ReLU(inplace=True)) must behave as in the un-partitioned model: it works where PyTorch allows it, and
 raises PyTorch's own error where the sender saved the tensor for its backward.
+
+Strides decide in which order kernels add. So neither a value nor its gradient gets others on its way from stage to
+stage than it has in the un-partitioned model.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import get_gradient_edge, increment_version
 
 from pipework import torch_private
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch import Tensor
+
+
+_gradient = operator.attrgetter("grad")
 
 
 def cut(tensor: Tensor) -> Tensor:
@@ -43,7 +53,8 @@ def enter(leaf: Tensor) -> Tensor:
     """
     if not leaf.requires_grad or leaf.layout is not torch.strided:
         return leaf
-    return torch_private.unsafe_view(leaf, leaf.shape)
+    # A view has usual strides along dimensions of size 1, and so has the gradient behind it.
+    return _alias(leaf) if 1 in leaf.shape else torch_private.unsafe_view(leaf, leaf.shape)
 
 
 def enter_slice(leaf: Tensor) -> Tensor:
@@ -66,3 +77,98 @@ def report_overwriting(leaf: Tensor, alias: Tensor) -> bool:
         return False
     increment_version(leaf)
     return True
+
+
+def private_copy(leaf: Tensor) -> Tensor:
+    """A leaf with memory of its own and the same strides, also if elements share memory or have gaps between them.
+
+    Example:
+        >>> private_copy(torch.zeros(2, 6)[:, ::2]).stride(), private_copy(torch.zeros(1).expand(3)).stride()
+        ((6, 2), (0,))
+    """
+    plain = leaf.detach()
+    if leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg() or not leaf.numel():
+        return plain.clone().requires_grad_(leaf.requires_grad)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    # Kernels also add in another order if the first element is aligned in another way.
+    shift = leaf.data_ptr() % torch_private.ALIGNMENT // leaf.element_size()
+    memory = plain.new_empty(shift + extent)
+    memory[shift:] = plain.as_strided((extent,), (1,))
+    return memory.as_strided(leaf.shape, leaf.stride(), shift).detach().requires_grad_(leaf.requires_grad)
+
+
+def gradients(
+    leaves: Sequence[Tensor], differentiate: Callable[..., None], *arguments: object
+) -> tuple[Tensor | None, ...]:
+    """The gradients that a backward gives to leaves, with the strides that they would have without a cut.
+
+    A leaf's node, AccumulateGrad, copies a gradient whose strides are not the leaf's. A hook of the leaf sees the
+    gradient before, and adds a hook to the node if that is going to happen. Only the second one takes the gradient, for
+    the first one is also called when a layer differentiates something for itself during the backward.
+
+    Args:
+        leaves: whose `.grad` is None, before and afterwards.
+        differentiate: runs autograd.
+        arguments: for this function.
+
+    Example:
+        >>> leaf = torch.ones(2, 3, requires_grad=True)
+        >>> (gradient,) = gradients([leaf], leaf.sum().backward)
+        >>> gradient.stride(), leaf.grad
+        ((0, 0), None)
+    """
+    takers: dict[int, _Taker] = {}
+    differentiable = [leaf for leaf in leaves if leaf.requires_grad]
+    for leaf in differentiable:
+        torch_private.add_last_hook(leaf, functools.partial(_see, takers, leaf))
+    try:
+        differentiate(*arguments)
+    finally:
+        for leaf in differentiable:
+            torch_private.remove_last_hook(leaf)
+    found = tuple(map(_gradient, leaves))
+    for leaf in differentiable:
+        leaf.grad = None
+    if takers:
+        taken = {key: taker.end() for key, taker in takers.items()}
+        found = tuple([taken.get(id(leaf), gradient) for leaf, gradient in zip(leaves, found, strict=True)])
+    return found
+
+
+def _see(takers: dict[int, _Taker], leaf: Tensor, gradient: Tensor) -> None:
+    """The hook of the leaf."""
+    usual = gradient.is_contiguous() and gradient.stride() == leaf.stride()
+    if not usual and gradient.layout is torch.strided and id(leaf) not in takers:
+        takers[id(leaf)] = _Taker(leaf)
+
+
+class _Taker:
+    """A hook of the leaf's node that takes the gradient away from it."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self._taken: Tensor | None = None
+        self._handle = get_gradient_edge(leaf).node.register_prehook(self)
+
+    def __call__(self, gradients: tuple[Tensor, ...]) -> tuple[None]:
+        (self._taken,) = gradients
+        return (None,)
+
+    def end(self) -> Tensor | None:
+        """After the backward."""
+        self._handle.remove()
+        return self._taken
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory and strides, with a version counter of its own."""
+
+    @staticmethod
+    def forward(ctx: object, leaf: Tensor) -> Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+_alias: Callable[[Tensor], Tensor] = _Alias.apply

@@ -108,7 +108,8 @@ class LossInside:
         gradients = self.join(self.returned)
         if not retain_graph:
             self.returned = []
-        return [_multiplied(gradient, factor, keep=retain_graph) for gradient in gradients]
+        # Never in place: what came out of a backward may be one tensor for two inputs, or elements that share memory.
+        return [_multiplied(gradient, factor, keep=retain_graph or factor != 1.0) for gradient in gradients]
 
     def of_parameters(self, stage: int, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
         """See `Backward`; without `retain_graph` the buffers themselves, which autograd takes over without a copy."""

@@ -59,9 +59,12 @@ def reference_backward(
                 outputs.append(model(*rows))
         whole = joined([output.detach() for output in outputs], inputs)
         leaves = [leaf.requires_grad_() for leaf in (whole if isinstance(whole, MicroBatches) else [whole])]
+        made: list[list[Tensor]] = [[] for _ in leaves]
+        for leaf, own in zip(leaves, made, strict=True):
+            leaf.register_hook(own.append)  # `leaf.grad` may be a copy with other strides
         loss = loss_fn(whole)
         torch.autograd.backward(loss)
-        gradients: Sequence[Any] = [leaf.grad for leaf in leaves]
+        gradients: Sequence[Any] = [own[0] if own else None for own in made]
         if not isinstance(whole, MicroBatches):
             gradients = torch.split(gradients[0], [len(output) for output in outputs])
         for output, gradient in zip(outputs, gradients, strict=True):

@@ -246,8 +246,8 @@ class Channel:
                 if earlier == address or address in self._early:
                     break
                 self._early[earlier] = self._receive_message(earlier)
-        form, buffers = self._early.pop(address) if address in self._early else self._receive_message(address)
-        ready = [self._ready(buffer, each) for buffer, each in zip(buffers, form.forms, strict=True)]
+        form, tensors = self._early.pop(address) if address in self._early else self._receive_message(address)
+        ready = [self._ready(tensor, each) for tensor, each in zip(tensors, form.forms, strict=True)]
         return tuple(ready), form.around
 
     def _receive_message(self, address: Address) -> tuple[header.Description, tuple[Tensor | None, ...]]:
@@ -276,24 +276,23 @@ class Channel:
             with self._transferring():
                 for each in self._receive(number, buffers):
                     each.wait()
-        elif expected.packed:
-            buffers = packet.tensors()
+        tensors = packet.tensors() if expected.packed and not length else form.tensors(buffers)
         if not length and header.may_be_changed(form.around):
             form = header.decode(header.encode(form))
         if self._device_channel is not None:
-            buffers = _with_device_tensors(self._device_channel, buffers, form)
+            tensors = _with_device_tensors(self._device_channel, tensors, form)
         expected.packets.give_back(packet)
         self._release(acknowledged)
         self._note_arrival(number)
-        return form, buffers
+        return form, tensors
 
-    def _ready(self, buffer: Tensor | None, form: header.TensorForm | None) -> Tensor | None:
+    def _ready(self, tensor: Tensor | None, form: header.TensorForm | None) -> Tensor | None:
         """A received tensor on its device, requiring a gradient if it did so there."""
-        if buffer is None or form is None:
+        if tensor is None or form is None:
             return None
         if form.on_accelerator and self._device_channel is None and self._device is not None:
-            buffer = buffer.to(self._device)
-        return buffer.requires_grad_() if form.requires_grad else buffer
+            tensor = tensor.to(self._device)
+        return tensor.requires_grad_() if form.requires_grad else tensor
 
     @contextlib.contextmanager
     def _transferring(self) -> Iterator[None]:
@@ -341,7 +340,7 @@ class Channel:
 
     def _receive(self, number: int, buffers: Sequence[Tensor | None]) -> list[Any]:
         return [
-            self._incoming.recv([header.memory_of(buffer)], self._peer, 2 * number + 1)
+            self._incoming.recv([buffer], self._peer, 2 * number + 1)
             for buffer in buffers
             if buffer is not None and buffer.numel()
         ]
@@ -375,8 +374,8 @@ class Channel:
 
 
 def _with_device_tensors(
-    device_channel: DeviceChannel, buffers: tuple[Tensor | None, ...], form: header.Description
+    device_channel: DeviceChannel, tensors: tuple[Tensor | None, ...], form: header.Description
 ) -> tuple[Tensor | None, ...]:
     """The tensors of a message, with those that come directly from the other accelerator."""
-    pairs = zip(buffers, form.forms, strict=True)
-    return tuple([device_channel.receive(each) if each and each.on_accelerator else buffer for buffer, each in pairs])
+    pairs = zip(tensors, form.forms, strict=True)
+    return tuple([device_channel.receive(each) if each and each.on_accelerator else tensor for tensor, each in pairs])

@@ -38,10 +38,10 @@ class DeviceChannel:
 
     def receive(self, form: header.TensorForm) -> Tensor:
         """The next tensor, which is of this form."""
-        tensor = form.room(self._device)
-        if tensor.numel():
-            self._incoming.recv([header.memory_of(tensor)], self._peer, 0).wait()
-        return tensor
+        room = form.room(self._device)
+        if room.numel():
+            self._incoming.recv([room], self._peer, 0).wait()
+        return form.tensor(room)
 
     def abort(self) -> None:
         """Ends all transfers."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipework.runtime.skips.stashed import Stashed
+from pipework.torch_private import ALIGNMENT
 from pipework.values import structure_json
 from pipework.values.equality import same
 from pipework.values.json_codec import decode_scalar, encode_scalar
@@ -32,12 +33,15 @@ _UNCHANGING = {Place, type(None), bool, int, float, complex, str, bytes, torch.d
 class TensorForm:
     """The properties of a tensor that a receiver needs to allocate memory for it.
 
+    Kernels add in an order that depends on strides and on alignment, so a tensor arrives with those that it had.
+
     Attributes:
         dtype: of its elements.
         shape: its sizes.
         requires_grad: whether gradients are to be sent back.
-        strides: of a dense tensor that is not contiguous; None: contiguous.
+        strides: None: those that PyTorch gives to a new tensor of this shape.
         on_accelerator: whether it is on the sender's accelerator, and is to be on the receiver's.
+        shift: how many elements lie between an aligned address and its first one.
     """
 
     dtype: torch.dtype
@@ -45,6 +49,12 @@ class TensorForm:
     requires_grad: bool
     strides: tuple[int, ...] | None = None
     on_accelerator: bool = False
+    shift: int = 0
+    _all_strides: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        strides = _usual_strides(self.shape) if self.strides is None else self.strides
+        object.__setattr__(self, "_all_strides", strides)
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorForm:
@@ -54,12 +64,30 @@ class TensorForm:
             TypeError: the tensor is not dense, or is of a subclass of Tensor.
 
         Example:
-            >>> TensorForm.of(torch.zeros(2, 3).t())
-            TensorForm(dtype=torch.float32, shape=(3, 2), requires_grad=False, strides=(1, 3), on_accelerator=False)
+            >>> form = TensorForm.of(torch.zeros(3, 2).t()[1:])
+            >>> form.shape, form.strides, form.shift
+            ((1, 3), (1, 2), 1)
         """
         _refuse_own_class(tensor)
-        strides = _unusual_strides(tensor)
-        return cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad, strides, lies_on_accelerator(tensor))
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"a tensor with the layout {tensor.layout} cannot be sent to another process: make it dense, "
+                ".to_dense(), or keep the layers that exchange it in one partition"
+            )
+        usual = 0 in tensor.shape or tensor.stride() == _usual_strides(tensor.shape)
+        return cls(
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.requires_grad,
+            None if usual else tensor.stride(),
+            lies_on_accelerator(tensor),
+            _shift(tensor),
+        )
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether it is the form of a new tensor."""
+        return self.strides is None and not self.shift
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether this is the form of a tensor, without making its form."""
@@ -68,24 +96,53 @@ class TensorForm:
             and tensor.dtype is self.dtype
             and tensor.shape == self.shape
             and tensor.requires_grad is self.requires_grad
-            and _unusual_strides(tensor) == self.strides
+            and tensor.layout is torch.strided
+            and (tensor.stride() == self._all_strides or 0 in self.shape)
+            and _shift(tensor) == self.shift
             and lies_on_accelerator(tensor) is self.on_accelerator
         )
 
+    @property
+    def sent_sizes(self) -> tuple[int, ...]:
+        """The sizes of what is transferred."""
+        return self.shape if self.is_usual else _sent(self.shape, self._all_strides)[0]
+
     def room(self, device: torch.device | None = None) -> Tensor:
-        """Memory for a tensor of this form.
+        """Memory for what is transferred of a tensor of this form.
 
         Args:
             device: where; None: on the CPU.
-
-        Example:
-            >>> TensorForm(torch.int8, (3, 2), False, (1, 3)).room().stride()
-            (1, 3)
         """
         device = device or _CPU
-        if self.strides is None:
-            return torch.empty(self.shape, dtype=self.dtype, device=device)
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+        if self.is_usual or not self._is_block():
+            return torch.empty(self.sent_sizes, dtype=self.dtype, device=device)
+        (size,) = self.sent_sizes
+        return torch.empty(self.shift + size, dtype=self.dtype, device=device)[self.shift :]
+
+    def tensor(self, room: Tensor) -> Tensor:
+        """The tensor, after its transfer into a room.
+
+        Example:
+            >>> sent = torch.arange(6).view(2, 3)[:, ::2]
+            >>> form = TensorForm.of(sent)
+            >>> received = form.tensor(form.room().copy_(memory_of(sent)))
+            >>> received.tolist(), received.stride()
+            ([[0, 2], [3, 5]], (3, 2))
+        """
+        if self.is_usual:
+            return room
+        sizes, strides = _sent(self.shape, self._all_strides)
+        if self._is_block():
+            whole = room.as_strided(self.shape, self._all_strides)
+        else:
+            memory = room.new_empty(self.shift + _extent(self.shape, self._all_strides))
+            memory.as_strided(sizes, strides, self.shift).copy_(room)
+            whole = memory.as_strided(self.shape, self._all_strides, self.shift)
+        return whole if whole.is_inference() else whole.data  # not a view, and never changed
+
+    def _is_block(self) -> bool:
+        """Whether all memory from the first to the last element is transferred, as it is."""
+        return self.is_usual or _sent(self.shape, self._all_strides)[1] == (1,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,6 +163,11 @@ class Description:
         return self.forms == other.forms and same(self.around, other.around)
 
     __hash__ = None  # type: ignore[assignment]  # plain values may be lists
+
+    def tensors(self, rooms: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """The tensors, after their transfers into rooms; None for those that have none."""
+        pairs = zip(self.forms, rooms, strict=True)
+        return tuple([None if form is None or room is None else form.tensor(room) for form, room in pairs])
 
     def fits(self, tensors: Sequence[Tensor | None], around: Any) -> bool:
         """Whether this is the description of a message, without making its description.
@@ -133,8 +195,9 @@ def describe(tensors: Sequence[Tensor | None], around: Any) -> Description:
         TypeError: a tensor is not dense, or is of a subclass of Tensor.
 
     Example:
-        >>> describe((torch.zeros(2, 3), None), None).forms
-        (TensorForm(dtype=torch.float32, shape=(2, 3), requires_grad=False, strides=None, on_accelerator=False), None)
+        >>> form, missing = describe((torch.zeros(2, 3), None), None).forms
+        >>> form.shape, missing
+        ((2, 3), None)
     """
     return Description(tuple([None if tensor is None else TensorForm.of(tensor) for tensor in tensors]), around)
 
@@ -158,19 +221,17 @@ def lies_on_accelerator(tensor: Tensor) -> bool:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The elements of a tensor in the order of the memory of its form, as they are transferred.
+    """What is transferred of a tensor: its elements, without gaps between them, in an order that its form knows.
 
     Example:
-        >>> memory_of(torch.tensor([[1, 2], [3, 4]]).t()).tolist()
-        [1, 2, 3, 4]
+        >>> memory_of(torch.tensor([[1, 2], [3, 4]]).t()).tolist(), memory_of(torch.ones(1).expand(2, 3)).tolist()
+        ([1, 2, 3, 4], [1.0])
     """
+    tensor = tensor.detach()
+    if not tensor.is_contiguous():
+        tensor = tensor.as_strided(*_sent(tensor.shape, tensor.stride()))
     # After `conj()`, the memory has other numbers than the tensor.
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.is_contiguous():
-        return tensor
-    if _is_dense(tensor.shape, tensor.stride()):
-        return tensor.as_strided((tensor.numel(),), (1,))
-    return tensor.contiguous()
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def encode(description: Description) -> bytes:
@@ -217,32 +278,60 @@ def _refuse_own_class(tensor: Tensor) -> None:
         )
 
 
-def _unusual_strides(tensor: Tensor) -> tuple[int, ...] | None:
-    if tensor.layout is not torch.strided:
-        raise TypeError(
-            f"a tensor with the layout {tensor.layout} cannot be sent to another process: make it dense, .to_dense(), "
-            "or keep the layers that exchange it in one partition"
-        )
-    if tensor.is_contiguous() or not _is_dense(tensor.shape, tensor.stride()):
-        return None
-    return tensor.stride()
+def _shift(tensor: Tensor) -> int:
+    beyond = tensor.data_ptr() % ALIGNMENT  # 0 without elements
+    return beyond // tensor.element_size() if beyond else 0
 
 
-def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements fill their memory without gaps and overlaps, in any order."""
-    step = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
-        if stride != step:
-            return False
-        step *= size
-    return step > 0
+def _usual_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a new tensor.
+
+    Example:
+        >>> _usual_strides((4, 1, 0, 3))
+        (3, 3, 3, 1)
+    """
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements there are from the first to the last one in memory, with those of gaps."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _sent(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides of the part of a tensor that is transferred.
+
+    That is all memory from the first to the last element, if there are no gaps or if elements share memory; else the
+    elements, each once where a dimension repeats them.
+
+    Example:
+        >>> _sent((3, 2), (1, 3)), _sent((2, 2), (6, 2)), _sent((4, 2), (0, 2)), _sent((2, 3), (1, 1))
+        (((6,), (1,)), ((2, 2), (6, 2)), ((1, 2), (0, 2)), ((4,), (1,)))
+    """
+    if 0 in shape:
+        return (0,), (1,)
+    sizes = [size if stride else 1 for size, stride in zip(shape, strides, strict=True)]
+    extent, reached = _extent(shape, strides), 0
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes, strict=True) if size > 1):
+        if stride <= reached:
+            return (extent,), (1,)
+        reached += (size - 1) * stride
+    if extent == math.prod(sizes):
+        return (extent,), (1,)
+    return tuple(sizes), tuple(strides)
 
 
 def _encode_form(form: TensorForm | None) -> Any:
     if form is None:
         return None
     strides = None if form.strides is None else list(form.strides)
-    unusual = [strides, True] if form.on_accelerator else [] if strides is None else [strides]
+    unusual = [strides, form.on_accelerator, form.shift]
+    while unusual and not unusual[-1]:
+        unusual.pop()
     return [str(form.dtype), list(form.shape), form.requires_grad, *unusual]
 
 
@@ -250,17 +339,17 @@ def _decode_form(form: Any) -> TensorForm | None:
     match form:
         case None:
             return None
-        case [str(dtype), [*shape], bool(requires_grad), *rest] if _are_sizes(shape):
-            if math.prod(shape) * structure_json.DTYPES[dtype].itemsize >= 2**63:
-                raise ValueError(f"a tensor of shape {shape} is too large")
-            on_accelerator = len(rest) == 2 and rest[1] is True
-            match rest[:1] if on_accelerator else rest:
-                case [] | [None]:
-                    return TensorForm(structure_json.DTYPES[dtype], tuple(shape), requires_grad, None, on_accelerator)
-                case [[*strides]] if _are_sizes(strides) and _is_dense(shape, strides) and max(strides) < 2**63:
-                    return TensorForm(
-                        structure_json.DTYPES[dtype], tuple(shape), requires_grad, tuple(strides), on_accelerator
-                    )
+        case [str(dtype), [*shape], bool(requires_grad), *rest] if _are_sizes(shape) and len(rest) <= 3:
+            defaults: list[Any] = [None, False, 0]
+            given, on_accelerator, shift = rest + defaults[len(rest) :]
+            kind, strides = structure_json.DTYPES[dtype], _usual_strides(shape) if given is None else tuple(given)
+            well_formed = _are_sizes((*strides, shift)) and len(strides) == len(shape) and shift < ALIGNMENT
+            if well_formed and type(on_accelerator) is bool:
+                extent = 0 if 0 in shape else shift + _extent(shape, strides)
+                if max(math.prod(shape), extent, *strides) * kind.itemsize >= 2**63:
+                    raise ValueError(f"a tensor of shape {shape} is too large")
+                kept = None if given is None else strides
+                return TensorForm(kind, tuple(shape), requires_grad, kept, on_accelerator, shift)
     raise ValueError(f"{str(form)[:80]!r} stands for no tensor")
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pipework.distributed.transport.header import memory_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -47,9 +49,10 @@ class Packet:
         (tensor([1., 1.]), None)
     """
 
-    __slots__ = ("_views", "memory", "numbers")
+    __slots__ = ("_forms", "_views", "memory", "numbers")
 
     def __init__(self, forms: Sequence[TensorForm | None]) -> None:
+        self._forms = tuple(forms)
         starts, end = [], 8 * NUMBERS
         for form in forms:
             starts.append(end)
@@ -68,11 +71,13 @@ class Packet:
         """Copies tensors of these forms into the packet."""
         for view, tensor in zip(self._views, tensors, strict=True):
             if view is not None and tensor is not None:
-                view.copy_(tensor.detach())
+                memory = memory_of(tensor)
+                view.copy_(memory if memory.shape == view.shape else memory.view(view.shape))
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Copies of the tensors in the packet."""
-        return tuple([None if view is None else view.clone() for view in self._views])
+        pairs = zip(self._forms, self._views, strict=True)
+        return tuple([None if form is None or view is None else _copied(form, view) for form, view in pairs])
 
 
 class Packets:
@@ -105,13 +110,16 @@ def _is_usual(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex or dtype in _WHOLE_NUMBERS
 
 
+def _copied(form: TensorForm, view: Tensor) -> Tensor:
+    return view.clone() if form.is_usual else form.tensor(form.room().copy_(view))
+
+
 def _view(memory: Tensor, form: TensorForm) -> Tensor:
-    elements = memory.view(form.dtype)
-    return elements.view(form.shape) if form.strides is None else elements.as_strided(form.shape, form.strides)
+    return memory.view(form.dtype).view(form.sent_sizes)
 
 
 def _size(form: TensorForm) -> int:
-    return math.prod(form.shape) * form.dtype.itemsize
+    return math.prod(form.sent_sizes) * form.dtype.itemsize
 
 
 def _padded(size: int) -> int:

@@ -5,7 +5,7 @@ A `Stage` lives as long as its pipe. A `StageRun` holds the tensors of one mini-
     F  receive -> leaves -> layers -> outputs -> send, cut from the graph          keeps leaves and graph roots
        (checkpointed: the graph is dropped at once)                                 keeps leaves only
     R  leaves -> layers again                                                       now keeps graph roots, too
-    B  receive gradients -> autograd from the roots -> leaf.grad -> send            keeps nothing
+    B  receive gradients -> autograd from the roots -> leaves -> send               keeps nothing
     I  as B, without the deferred gradients of parameters                          keeps what these need
     W  the deferred gradients (see `weight_split.store`)                           keeps nothing
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
@@ -51,9 +50,6 @@ if TYPE_CHECKING:
     Root: TypeAlias = Tensor | GradientEdge | None  # where a backward starts; None: the output needs none
     # The structure of a value: a Structure, None for a single tensor, a Bundle if the stage has skips.
     Around: TypeAlias = Any
-
-
-_gradient = operator.attrgetter("grad")
 
 
 class StageRun:
@@ -207,7 +203,7 @@ class StageRun:
                 "before the batch's memory is used again, or use checkpoint='never' if autograd need not have them"
             )
         if self._overwrites:
-            leaves = tuple(map(_private_copy, leaves))
+            leaves = tuple(map(boundary.private_copy, leaves))
         context = contextlib.nullcontext() if self._context_entered else self._context.entered()
         with context, recomputing(), buffers.standing_in(again=again):
             outputs, _ = self._compute(leaves, structure, micro_batch)
@@ -254,16 +250,16 @@ class StageRun:
             self._started()
         leaves, roots = self._graphs[micro_batch] if self._retain_graph else self._graphs.pop(micro_batch)
         starts, seeds = _differentiable(roots, gradients)
+        of_leaves: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if starts:
             if self._enter_stream is not None:
                 # A backward may draw random numbers, from a stream of its own.
                 self._enter_stream(-1 - self._index, micro_batch)
             if self._weight_store is not None:
                 run = functools.partial(self._run_backward, starts, seeds)
-                self._weight_store.differentiate(micro_batch, run)
+                of_leaves = boundary.gradients(leaves, self._weight_store.differentiate, micro_batch, run)
             else:
-                self._run_backward(starts, seeds)
-        of_leaves = tuple(map(_gradient, leaves))
+                of_leaves = boundary.gradients(leaves, self._run_backward, starts, seeds)
         if self._check_finite:
             refuse_non_finite(of_leaves, f"the gradient of an input of stage {self._index}")
             self._check_parameters()
@@ -271,9 +267,6 @@ class StageRun:
             of_leaves = self._skips.send_gradients(micro_batch, of_leaves)
         if self._send_gradient is not None:
             self._send_gradient(micro_batch, of_leaves, None)
-        if self._retain_graph:
-            for leaf in leaves:
-                leaf.grad = None
 
     def _run_backward(self, starts: tuple[Tensor | GradientEdge, ...], seeds: tuple[Tensor, ...]) -> None:
         if self._autocast_off:  # as PyTorch advises for a backward
@@ -309,7 +302,7 @@ class StageRun:
         """
         buffers = self._stage.buffers.snapshot()
         # A stage that begins with an in-place operation would change the input that the recomputation needs.
-        own = leaves if self._overwrites is False else tuple(map(_private_copy, leaves))
+        own = leaves if self._overwrites is False else tuple(map(boundary.private_copy, leaves))
         versions = list(map(torch_private.version, own))
         with checkpointing():
             outputs, structure_out = self._compute(own, structure, micro_batch)
@@ -484,8 +477,3 @@ def _edge(output: Tensor) -> Root:
     """The output's edge into the graph, from which a backward can start without keeping the output's memory alive."""
     node = output.grad_fn
     return _itself(output) if node is None else GradientEdge(node, output.output_nr)
-
-
-def _private_copy(leaf: Tensor) -> Tensor:
-    """A leaf with memory of its own."""
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
