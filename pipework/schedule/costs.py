@@ -10,7 +10,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.checks import positive_integers
 
 Cost = float | Sequence[float]
 """One number for all stages, or a number for each stage."""
@@ -132,10 +132,10 @@ class Costs:
             if not parts:
                 raise ValueError("parts is empty: wanted a number for each stage")
             for stage, count in enumerate(parts):
-                positive_integer(f"parts of stage {stage}", count)
+                positive_integers(**{f"parts of stage {stage}": count})
             counts = tuple(parts)
         else:
-            positive_integer("parts", parts)
+            positive_integers(parts=parts)
             counts = (parts,)
 
         def cut(value: float) -> Cost:
