@@ -262,8 +262,8 @@ class Pipe(Layers):
         )
 
     @property
-    def ranks(self) -> ProcessGroupView | None:
-        """The processes of the pipe and its replicas, as one of them sees them; None: workers are threads."""
+    def ranks(self) -> ProcessGroupView:
+        """The processes of the pipe and its replicas, as one of them sees them."""
         if not self._backend.is_whole:
             self._engine_in_use()  # its workers exchange texts
         return self._backend.ranks
