@@ -56,39 +56,26 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    match name:
-        case "Pipe":
-            home = "pipework.pipe"
-        case "NoChunk":
-            home = "pipework.model.no_chunk"
-        case "MicroBatches":
-            home = "pipework.model.given"
-        case "PipeWarning":
-            home = "pipework.pipe_warning"
-        case "WithDevice":
-            home = "pipework.model.with_device"
-        case "partition_model":
-            home = "pipework.planning.partition"
-        case "balance_by_size" | "balance_by_time":
-            home = "pipework.balance"
-        case "DeferredBatchNorm" | "convert_deferred_batch_norm":
-            home = "pipework.model.batchnorm"
-        case "is_checkpointing" | "is_recomputing":
-            home = "pipework.model.checkpoint"
-        case "init" | "Mesh":
-            home = "pipework.distributed.mesh"
-        case "PipelineError" | "exit_code":
-            home = "pipework.distributed.health.errors"
-        case "PipeSequential":
-            home = "pipework.model.sequential"
-        case "save_checkpoint" | "load_checkpoint" | "Checkpoint":
-            home = "pipework.saving"
-        case "Namespace" | "pop" | "skippable" | "stash" | "verify_skippables":
-            home = "pipework.skip"
-        case _:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value  # from now on the name is found without this function
+    homes = {
+        "pipework.balance": ("balance_by_size", "balance_by_time"),
+        "pipework.distributed.health.errors": ("PipelineError", "exit_code"),
+        "pipework.distributed.mesh": ("Mesh", "init"),
+        "pipework.model.batchnorm": ("DeferredBatchNorm", "convert_deferred_batch_norm"),
+        "pipework.model.checkpoint": ("is_checkpointing", "is_recomputing"),
+        "pipework.model.given": ("MicroBatches",),
+        "pipework.model.no_chunk": ("NoChunk",),
+        "pipework.model.sequential": ("PipeSequential",),
+        "pipework.model.with_device": ("WithDevice",),
+        "pipework.pipe": ("Pipe",),
+        "pipework.pipe_warning": ("PipeWarning",),
+        "pipework.planning.partition": ("partition_model",),
+        "pipework.saving": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
+        "pipework.skip": ("Namespace", "pop", "skippable", "stash", "verify_skippables"),
+    }
+    home = next((module for module, names in homes.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(home), name)  # from now on it is found without this function
     return value
 
 

@@ -117,26 +117,23 @@ class MiniBatch(Protocol):
     def is_given(self) -> bool: ...  # noqa: D102
 
 
-class ProcessGroupView(Protocol):
-    """The processes of a pipe and its replicas, as one of them sees them; for checkpoints.
+@dataclass(frozen=True)
+class ProcessGroupView:
+    """The processes of a pipe and its replicas, as one of them sees them; for checkpoints. By default it is alone.
 
     Attributes:
         rank: the number of this process, replica by replica.
-        size: how many processes there are.
+        everyone: the rank of each process in the job, for messages.
         replica: the replica that this process belongs to. Rank 0 and the others of replica 0 write stages.
         replicas: how many replicas there are.
-        everyone: the rank of each process in the job, for messages.
+        all_gather_text: the texts of all processes, in order. Every process calls it, and waits there for all others.
     """
 
-    rank: int
-    size: int
-    replica: int
-    replicas: int
-    everyone: Sequence[int]
-
-    def all_gather_text(self, text: str) -> list[str]:
-        """The texts of all processes, in order. Every process calls this, and waits here for all others."""
-        ...
+    rank: int = 0
+    everyone: Sequence[int] = (0,)
+    replica: int = 0
+    replicas: int = 1
+    all_gather_text: Callable[[str], list[str]] = lambda text: [text]
 
 
 class Backend(Protocol):
@@ -171,8 +168,8 @@ class Backend(Protocol):
         """The number of replicas."""
 
     @property
-    def ranks(self) -> ProcessGroupView | None:
-        """All processes; None: there is only this one."""
+    def ranks(self) -> ProcessGroupView:
+        """All processes."""
 
     @property
     def stopping(self) -> bool:
@@ -266,7 +263,7 @@ class LocalBackend:
 
     is_whole = is_first = is_last = True
     data_parallel_rank, data_parallel_size = 0, 1
-    ranks = None
+    ranks = ProcessGroupView()
 
     def __init__(self, devices: Sequence[int | str | torch.device] | None = None) -> None:
         self.devices = devices

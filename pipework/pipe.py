@@ -278,8 +278,8 @@ class Pipe(Layers):
         )
 
     @property
-    def ranks(self) -> ProcessGroupView | None:
-        """The processes of the pipe and its replicas, as one of them sees them; None: workers are threads."""
+    def ranks(self) -> ProcessGroupView:
+        """The processes of the pipe and its replicas, as one of them sees them."""
         return self._backend.ranks
 
     @property

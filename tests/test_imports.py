@@ -45,15 +45,14 @@ MAY_IMPORT = {
     },
     "skip": {"model", "runtime.skips"},
     "summary": {"schedule", "schedule.draw"},
-    "testing": {"model", "runtime", "runtime.random", "schedule"},
     "distributed": {
         "backend", "distributed.gradients", "distributed.health", "distributed.transport", "model", "runtime",
-        "runtime.random",
-        "schedule", "testing", "timeline", "__init__",
+        "runtime.random", "schedule", "timeline", "__init__",
     },
     "distributed.gradients": {"distributed.transport"},
     "distributed.health": set(),
     "distributed.transport": {"runtime", "runtime.skips", "values"},
+    "testing": {"distributed", "model", "runtime", "runtime.random"},
     "backend": {"runtime"},
     "pipe": {
         "autograd", "backend", "distributed", "model", "pipe_warning", "planning", "runtime", "runtime.random",

@@ -25,7 +25,7 @@ from benchmarks import harness
 from benchmarks.harness import Verdict
 from benchmarks.two_processes import free_port
 from pipework import Pipe, PipelineError
-from pipework.testing import faults
+from pipework.distributed import faults
 
 RANKS = 3
 LIMIT = 60.0  # seconds after which something is wrong
@@ -36,7 +36,7 @@ class Kind:
     """A kind of fault.
 
     Attributes:
-        fault: on which rank and where, in the text form of `pipework.testing.faults`; empty: the store ends.
+        fault: on which rank and where, in the text form of `pipework.distributed.faults`; empty: the store ends.
         bound: within which all others are to raise an error, in seconds.
         says: the kind of their error; on a machine that is far too busy, one may come before the other.
         settings: of `pipework.init`.

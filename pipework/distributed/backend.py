@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pipework.backend import ProcessGroupView
 from pipework.distributed.contract import contract
 from pipework.distributed.gradients.clip_check import ClipCheck
 from pipework.distributed.gradients.tied import tied_parameters
@@ -82,9 +83,16 @@ class DistributedBackend:
         return self.group.is_last
 
     @property
-    def ranks(self) -> DistributedRanks:
+    def ranks(self) -> ProcessGroupView:
         """All processes of the pipe and its replicas."""
-        return DistributedRanks(self.group)
+        everyone, mesh = self.group.everyone, self.mesh
+        position = everyone.index(mesh.rank)
+        return ProcessGroupView(position, everyone, mesh.data_parallel_rank, mesh.data_parallel_size, self._share_text)
+
+    def _share_text(self, text: str) -> list[str]:
+        with self.group.calling("checkpoint"):
+            self.group.faults.strike("save")
+            return self.group.all_gather_text(text)
 
     @property
     def stopping(self) -> bool:
@@ -205,25 +213,3 @@ class DistributedBackend:
             )
         nn.utils.clip_grads_with_norm_(nn.ModuleList(stages.values()).parameters(), max_norm, norm)
         return norm
-
-
-class DistributedRanks:
-    """The processes of a pipe and its replicas, as one of them sees them; see `pipework.backend.ProcessGroupView`."""
-
-    def __init__(self, group: PeerGroup) -> None:
-        self._group = group
-        self.rank = group.everyone.index(group.mesh.rank)
-        self.size = len(group.everyone)
-        self.everyone: Sequence[int] = group.everyone
-        self.replica = group.mesh.data_parallel_rank
-        self.replicas = group.mesh.data_parallel_size
-
-    def all_gather_text(self, text: str) -> list[str]:
-        """The texts of all processes, in order.
-
-        Raises:
-            PipelineError: another process has failed.
-        """
-        with self._group.calling("checkpoint"):
-            self._group.faults.strike("save")
-            return self._group.all_gather_text(text)

@@ -15,9 +15,9 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 from torch.distributed.rendezvous import rendezvous
 
 from pipework import torch_private
+from pipework.distributed.faults import faults_from_environment
 from pipework.distributed.health import process_exit
 from pipework.distributed.store_prefix import attempt_prefix
-from pipework.testing.faults import faults_from_environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

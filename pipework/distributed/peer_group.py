@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from pipework.distributed.agreement import agree
 from pipework.distributed.all_gather import AllGather
+from pipework.distributed.faults import Faults
 from pipework.distributed.gradients.found_inf import FoundInf
 from pipework.distributed.gradients.grad_norm import norm_of_all, norms_of_stages
 from pipework.distributed.health.errors import PREEMPTED
@@ -26,7 +27,6 @@ from pipework.distributed.transport.rank_transport import RankTransport
 from pipework.runtime.failure import Failure
 from pipework.runtime.random.streams import draw_key
 from pipework.schedule.placement import named_stages
-from pipework.testing.faults import Faults
 from pipework.timeline.shared_clock import intervals_as_text, intervals_from_text
 
 if TYPE_CHECKING:

@@ -9,26 +9,12 @@ import json
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from pipework.backend import ProcessGroupView
     from pipework.pipe import Pipe
 
 T = TypeVar("T")
-
-
-class SingleProcess:
-    """A process that holds the whole pipe."""
-
-    rank = 0
-    size = 1
-    replica = 0
-    replicas = 1
-    everyone: Sequence[int] = (0,)
-
-    def all_gather_text(self, text: str) -> list[str]:
-        """Its own text alone."""
-        return [text]
 
 
 class MeshCoordinate(NamedTuple):
@@ -44,17 +30,24 @@ class MeshCoordinate(NamedTuple):
         """The position of this process.
 
         Example:
-            >>> MeshCoordinate.of(SingleProcess())
+            >>> from pipework.backend import ProcessGroupView
+            >>> MeshCoordinate.of(ProcessGroupView())
             MeshCoordinate(worker=0, workers=1, replica=0, replicas=1)
         """
-        workers = group.size // group.replicas
+        workers = len(group.everyone) // group.replicas
         return cls(group.rank - workers * group.replica, workers, group.replica, group.replicas)
 
 
 def process_group_of(pipe: Pipe) -> ProcessGroupView:
-    """The processes that hold a pipe."""
-    # An object that is no pipe is refused, with a better message, where its stages are looked up.
-    return getattr(pipe, "ranks", None) or SingleProcess()
+    """The processes that hold a pipe.
+
+    Raises:
+        TypeError: `pipe` is no pipe.
+    """
+    if not isinstance(getattr(pipe, "partitions", None), list):
+        inner = " (give its .module)" if hasattr(getattr(pipe, "module", None), "partitions") else ""
+        raise TypeError(f"wanted a pipework.Pipe, got a {type(pipe).__name__}{inner}")
+    return pipe.ranks
 
 
 class RankResults(NamedTuple, Generic[T]):
@@ -85,7 +78,8 @@ def run_on_all_ranks(
         Exception: the work of this rank raised it.
 
     Example:
-        >>> run_on_all_ranks(SingleProcess(), "count", lambda: 3, share=lambda number: {"counted": number})
+        >>> from pipework.backend import ProcessGroupView
+        >>> run_on_all_ranks(ProcessGroupView(), "count", lambda: 3, share=lambda number: {"counted": number})
         RankResults(own=3, shared=[{'counted': 3}])
     """
     try:

@@ -174,7 +174,7 @@ def _read(
 
     (content, _), faults = run_on_all_ranks(group, f"load {path}", read, share=lambda result: result[1])
     seen = [
-        f"{each} (seen by rank {group.everyone[rank]})" if group.size > 1 else each
+        f"{each} (seen by rank {group.everyone[rank]})" if len(group.everyone) > 1 else each
         for rank, each in enumerate(faults)
         if each
     ]

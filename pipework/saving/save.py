@@ -213,6 +213,6 @@ def _complete(partial: Path, step: int, gathered: list[Any], group: ProcessGroup
         found = [f"{stage.stage} (rank {stage.rank})" for stage in stages]
         raise ValueError(f"wanted each stage from one rank, got stages {', '.join(found)}")
     files = {name: Checksum(*each) for written in gathered for name, each in written["files"].items()}
-    content = Manifest(step, group.size, group.replicas, tuple(stages), files).to_bytes()
+    content = Manifest(step, len(group.everyone), group.replicas, tuple(stages), files).to_bytes()
     write_file(partial / MANIFEST, [content])
     steps.finish(partial, completion(content))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -28,7 +28,7 @@ def stages_of(pipe: Pipe, *, to_load: bool = False) -> Stages:
         to_load: accept layers on the meta device, as their values are to be read.
 
     Raises:
-        TypeError: `pipe` is no pipe, or a tensor cannot be saved.
+        TypeError: a tensor cannot be saved.
         ValueError: two tensors have one name.
 
     Example:
@@ -37,13 +37,9 @@ def stages_of(pipe: Pipe, *, to_load: bool = False) -> Stages:
         >>> {number: list(tensors)[:3] for number, tensors in stages_of(pipe).items()}
         {0: ['0.weight', '0.bias'], 1: ['1.weight', '1.bias', '1.running_mean']}
     """
-    partitions: Any = getattr(pipe, "partitions", None)
-    if not isinstance(partitions, list):
-        inner = " (give its .module)" if hasattr(getattr(pipe, "module", None), "partitions") else ""
-        raise TypeError(f"wanted a pipework.Pipe, got a {type(pipe).__name__}{inner}")
     waits = to_load and all(device.type != "meta" for device in pipe.devices)
     stages: Stages = {number: {} for number in pipe.stages}
-    for tensors, part in zip(stages.values(), partitions, strict=True):
+    for tensors, part in zip(stages.values(), pipe.partitions, strict=True):
         for name, tensor in _tensors(part):
             check_savable(name, tensor, waits=waits)
             if tensors.setdefault(plain_name(name), tensor) is not tensor:

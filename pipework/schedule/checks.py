@@ -14,22 +14,23 @@ _FORWARD_ONLY = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 _EVERY_KIND = (*KINDS, *TRANSFERS, *OF_STAGES)
 
 
-def positive_integer(name: str, value: object) -> None:
-    """Refuse everything but an int that is at least 1.
+def positive_integers(**values: object) -> None:
+    """Refuse everything but ints that are at least 1, by name.
 
     Raises:
         TypeError: not an int, or a bool.
         ValueError: less than 1.
 
     Example:
-        >>> positive_integer("workers", 0)
+        >>> positive_integers(workers=0)
         Traceback (most recent call last):
         ValueError: workers is 0: wanted an integer of at least 1
     """
-    if type(value) is not int:
-        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}: wanted an integer of at least 1")
-    if value < 1:
-        raise ValueError(f"{name} is {value}: wanted an integer of at least 1")
+    for name, value in values.items():
+        if type(value) is not int:
+            raise TypeError(f"{name} is {value!r}, a {type(value).__name__}: wanted an integer of at least 1")
+        if value < 1:
+            raise ValueError(f"{name} is {value}: wanted an integer of at least 1")
 
 
 def checked_tuple(name: str, value: Any, example: str) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.checks import positive_integers
 
 Cost = float | Sequence[float]
 """One number for all stages, or a number for each stage."""
@@ -177,10 +177,10 @@ class Costs:
             if not parts:
                 raise ValueError("parts is empty: wanted a number for each stage")
             for stage, count in enumerate(parts):
-                positive_integer(f"parts of stage {stage}", count)
+                positive_integers(**{f"parts of stage {stage}": count})
             counts = tuple(parts)
         else:
-            positive_integer("parts", parts)
+            positive_integers(parts=parts)
             counts = (parts,)
 
         def cut(value: float) -> Cost:

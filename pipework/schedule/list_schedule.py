@@ -10,7 +10,7 @@ from math import inf
 from typing import Literal, NamedTuple, get_args
 
 from pipework.schedule.action import Action
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.checks import positive_integers
 from pipework.schedule.costs import Costs, checked
 from pipework.schedule.phases import Orders
 
@@ -72,7 +72,7 @@ def list_schedule(
         ['0F0', '0I0', '0F1', '0I1', '0W0', '0F2', '0I2', '0W1', '0W2']
     """
     _check_priorities(placement, priorities)
-    positive_integer("limit", limit)
+    positive_integers(limit=limit)
     if overtaking not in get_args(Overtaking):
         raise ValueError(f"overtaking is {overtaking!r}: wanted one of {', '.join(map(repr, get_args(Overtaking)))}")
     spread = checked(costs).spread(len(placement))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.checks import positive_integers
 from pipework.schedule.costs import Costs, checked
 from pipework.schedule.generators.controllable_memory import v_half, v_min
 from pipework.schedule.generators.dualpipe_v import dualpipe_v
@@ -194,8 +194,7 @@ def _spec_and_stages(
     """The spec, and the number of stages per worker."""
     spec = schedule_spec(name, schedules)
     count = spec.stages_per_worker if stages_per_worker is None else stages_per_worker
-    for what, value in (("workers", workers), ("chunks", chunks), ("stages_per_worker", count)):
-        positive_integer(what, value)
+    positive_integers(workers=workers, chunks=chunks, stages_per_worker=count)
     if not spec.several and count != spec.stages_per_worker:
         several = ", ".join(repr(other) for other, its in schedules.items() if its.several)
         wanted = {1: "one stage", 2: "two stages"}.get(spec.stages_per_worker, f"{spec.stages_per_worker} stages")

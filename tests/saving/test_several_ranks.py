@@ -33,9 +33,9 @@ class Rank:
 
     def __init__(self, meeting: Meeting, rank: int, held: set[int], stages: int, replica: tuple[int, int]) -> None:
         self.meeting = meeting
-        self.rank, self.size = rank, meeting.size
+        self.rank = rank
         self.replica, self.replicas = replica
-        self.everyone = range(self.size)
+        self.everyone = range(meeting.size)
         self.pipe = make_pipe(Cut(stages, "gpipe"))
         self.stages = {number: tensors for number, tensors in stages_of(self.pipe).items() if number in held}
         own = [t for tensors in self.stages.values() for t in tensors.values() if isinstance(t, torch.nn.Parameter)]

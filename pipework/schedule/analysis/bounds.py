@@ -8,7 +8,7 @@ from math import floor, inf, isfinite
 from typing import NamedTuple
 
 from pipework.schedule.analysis.memory import SLACK, each_limit
-from pipework.schedule.checks import check_placement, checked_tuple, positive_integer
+from pipework.schedule.checks import check_placement, checked_tuple, positive_integers
 from pipework.schedule.costs import Costs, StageCosts, checked
 
 
@@ -89,7 +89,7 @@ def lower_bounds(
         >>> simulate(zb_h1(4, 8)).makespan
         27.0
     """
-    positive_integer("micro_batches", micro_batches)
+    positive_integers(micro_batches=micro_batches)
     placement = checked_tuple("placement", placement, "(0, 1)")
     check_placement(placement)
     spread = checked(costs).spread(len(placement))

@@ -11,7 +11,7 @@ from pipework.schedule.analysis.channels import Channel, check_channel
 from pipework.schedule.analysis.memory import each_limit
 from pipework.schedule.analysis.simulate import Simulation, simulate
 from pipework.schedule.analysis.validate import ValidationOptions
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.checks import positive_integers
 from pipework.schedule.costs import Costs, checked
 from pipework.schedule.draw.aligned import aligned
 from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build_for_shares
@@ -127,10 +127,9 @@ def compare(
         >>> found
         Comparison(workers=4, chunks=8: 2 schedules fit, 'v-half' the fastest; 11 do not)
     """
-    for name, value in (("workers", workers), ("chunks", chunks)):
-        positive_integer(name, value)
+    positive_integers(workers=workers, chunks=chunks)
     if stages_per_worker is not None:
-        positive_integer("stages_per_worker", stages_per_worker)
+        positive_integers(stages_per_worker=stages_per_worker)
     check_channel(channel)
     limits = each_limit(memory_limit, workers)
     costs = checked(costs)

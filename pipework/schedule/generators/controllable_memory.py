@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipework.schedule.action import Action
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.checks import positive_integers
 from pipework.schedule.costs import Costs
 from pipework.schedule.list_schedule import list_schedule
 from pipework.schedule.placement import wave_placement
@@ -42,20 +42,12 @@ def v_half(workers: int, micro_batches: int, *, costs: Costs | None = None) -> S
         micro_batches: number of micro-batches m; any.
         costs: times that decide where weight halves fit; equal ones if None.
 
-    Returns:
-        The schedule, named ``"v-half"``.
-
-    Raises:
-        TypeError: a number is not an int.
-        ValueError: a number is less than 1, or the costs are for another number of stages.
-
     Example:
         >>> from pipework.schedule import simulate
         >>> [max(simulate(v_half(p, 20), Costs(activation=0.5)).peak_memory) for p in (2, 4, 8, 16)]
         [2.0, 3.0, 5.0, 9.0]
     """
-    positive_integer("workers", workers)
-    positive_integer("micro_batches", micro_batches)
+    positive_integers(workers=workers, micro_batches=micro_batches)
     # The two forwards of worker d are 3(p - 1) + turn - 3d units apart. They must not collide modulo the six units of a
     # micro-batch, nor may its backwards, nor a forward with a backward. Whether they collide depends on p.
     hops = Hops(down=2, back=2) if workers % 2 else Hops(down=2, turn=3, loss=4, back=2)
@@ -88,20 +80,12 @@ def v_min(workers: int, micro_batches: int, *, costs: Costs | None = None) -> Sc
         micro_batches: number of micro-batches m; any.
         costs: times that decide where weight halves fit; equal ones if None.
 
-    Returns:
-        The schedule, named ``"v-min"``.
-
-    Raises:
-        TypeError: a number is not an int.
-        ValueError: a number is less than 1, or the costs are for another number of stages.
-
     Example:
         >>> from pipework.schedule import simulate
         >>> [max(simulate(v_min(p, 20), Costs(activation=0.5)).peak_memory) for p in (2, 4, 8, 16)]
         [2.0, 2.0, 4.0, 6.0]
     """
-    positive_integer("workers", workers)
-    positive_integer("micro_batches", micro_batches)
+    positive_integers(workers=workers, micro_batches=micro_batches)
     # A worker's first forward and the backward of its second stage are 2p units apart. If 3 divides p, that is a
     # multiple of the six units of a micro-batch, and they would collide, so the corners take a little longer.
     hops = Hops() if workers % 3 else Hops(turn=2, loss=2, again=3)

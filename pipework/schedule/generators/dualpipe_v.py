@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from pipework.schedule.action import Action
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.checks import positive_integers
 from pipework.schedule.placement import wave_placement
 from pipework.schedule.priorities import numbered
 from pipework.schedule.schedule import Schedule
@@ -40,19 +40,11 @@ def dualpipe_v(workers: int, micro_batches: int) -> Schedule:
         workers: number of workers p; worker d has the stages d and 2p - 1 - d.
         micro_batches: number of micro-batches m; any.
 
-    Returns:
-        The schedule, named ``"dualpipe-v"``.
-
-    Raises:
-        TypeError: an argument is not an int.
-        ValueError: an argument is less than 1.
-
     Example:
         >>> [str(action) for action in dualpipe_v(2, 4).orders[1]][:8]
         ['1F0', '2F0', '1F1', '2F1', '1F2', '2B0', '2F2', '1B0']
     """
-    positive_integer("workers", workers)
-    positive_integer("micro_batches", micro_batches)
+    positive_integers(workers=workers, micro_batches=micro_batches)
     orders = tuple(_order(worker, workers, micro_batches) for worker in range(workers))
     return Schedule("dualpipe-v", wave_placement(workers, 2), orders)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipework.schedule.action import Action
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.checks import positive_integers
 from pipework.schedule.schedule import Schedule
 
 
@@ -30,19 +30,11 @@ def fill_drain(workers: int, micro_batches: int) -> Schedule:
         workers: number of workers p, each with one stage.
         micro_batches: number of micro-batches m.
 
-    Returns:
-        The schedule, named ``"gpipe"``.
-
-    Raises:
-        TypeError: an argument is not an int.
-        ValueError: an argument is less than 1.
-
     Example:
         >>> [str(action) for action in fill_drain(2, 2).orders[1]]
         ['1F0', '1F1', '1B0', '1B1']
     """
-    positive_integer("workers", workers)
-    positive_integer("micro_batches", micro_batches)
+    positive_integers(workers=workers, micro_batches=micro_batches)
     orders = tuple(
         tuple(Action(kind, stage, micro_batch) for kind in "FB" for micro_batch in range(micro_batches))
         for stage in range(workers)

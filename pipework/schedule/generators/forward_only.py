@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.checks import positive_integers
 from pipework.schedule.generators.orders import in_rounds, nearly_equal_rounds
 from pipework.schedule.placement import loop_placement
 from pipework.schedule.schedule import Schedule
 
 
 def forward_only(workers: int, micro_batches: int, stages_per_worker: int = 1) -> Schedule:
-    """Run every forward, and no backward.
+    """Run every forward, and no backward: a schedule for inference.
 
     ::
 
@@ -30,22 +30,13 @@ def forward_only(workers: int, micro_batches: int, stages_per_worker: int = 1) -
         micro_batches: number of micro-batches m; any.
         stages_per_worker: v; stage s is on worker s mod p.
 
-    Returns:
-        The schedule, named ``"forward-only"``; it is for inference.
-
-    Raises:
-        TypeError: an argument is not an int.
-        ValueError: an argument is less than 1.
-
     Example:
         >>> from pipework.schedule import simulate
         >>> result = simulate(forward_only(4, 8))
         >>> result.makespan, result.peak_memory
         (11.0, (1.0, 1.0, 1.0, 1.0))
     """
-    positive_integer("workers", workers)
-    positive_integer("micro_batches", micro_batches)
-    positive_integer("stages_per_worker", stages_per_worker)
+    positive_integers(workers=workers, micro_batches=micro_batches, stages_per_worker=stages_per_worker)
     rounds = nearly_equal_rounds(micro_batches, max(1, micro_batches // workers))
     orders = tuple(
         tuple(in_rounds("F", range(worker, workers * stages_per_worker, workers), rounds)) for worker in range(workers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pipework.schedule.action import Action
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.checks import positive_integers
 from pipework.schedule.costs import Costs
 from pipework.schedule.generators.orders import nearly_equal_rounds, warm_up_then_alternate
 from pipework.schedule.list_schedule import list_schedule
@@ -43,22 +43,13 @@ def hanayo(workers: int, micro_batches: int, stages_per_worker: int = 2, *, cost
         stages_per_worker: v, an even number; worker d has the stages d, 2p - 1 - d, 2p + d, 4p - 1 - d, ...
         costs: times that decide when an action is possible; unit costs if None.
 
-    Returns:
-        The schedule, named ``"hanayo"``.
-
-    Raises:
-        TypeError: a number is not an int.
-        ValueError: a number is less than 1, stages_per_worker is odd, or the costs are for another number of stages.
-
     Example:
         >>> hanayo(2, 4, 4).placement
         (0, 1, 1, 0, 0, 1, 1, 0)
         >>> [str(action) for action in hanayo(2, 2).orders[1]]
         ['1F0', '2F0', '1F1', '2F1', '2B0', '1B0', '2B1', '1B1']
     """
-    positive_integer("workers", workers)
-    positive_integer("micro_batches", micro_batches)
-    positive_integer("stages_per_worker", stages_per_worker)
+    positive_integers(workers=workers, micro_batches=micro_batches, stages_per_worker=stages_per_worker)
     placement = wave_placement(workers, stages_per_worker)
     if stages_per_worker == 2:
         priorities = v_pattern(workers, micro_batches, Hops(back=5, again=5, home=5), backward="B")

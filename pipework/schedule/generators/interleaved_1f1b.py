@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.checks import positive_integers
 from pipework.schedule.generators.orders import in_rounds, nearly_equal_rounds, warm_up_then_alternate
 from pipework.schedule.placement import loop_placement
 from pipework.schedule.schedule import Schedule
@@ -32,21 +32,12 @@ def interleaved_1f1b(workers: int, micro_batches: int, stages_per_worker: int = 
         micro_batches: number of micro-batches m; any.
         stages_per_worker: v; stage s is on worker s mod p.
 
-    Returns:
-        The schedule, named ``"interleaved-1f1b"``.
-
-    Raises:
-        TypeError: an argument is not an int.
-        ValueError: an argument is less than 1.
-
     Example:
         >>> schedule = interleaved_1f1b(2, 2, 2)
         >>> [str(action) for action in schedule.orders[1]]
         ['1F0', '1F1', '3F0', '3B0', '3F1', '3B1', '1B0', '1B1']
     """
-    positive_integer("workers", workers)
-    positive_integer("micro_batches", micro_batches)
-    positive_integer("stages_per_worker", stages_per_worker)
+    positive_integers(workers=workers, micro_batches=micro_batches, stages_per_worker=stages_per_worker)
     rounds = nearly_equal_rounds(micro_batches, max(1, micro_batches // workers))
     orders = []
     for worker in range(workers):

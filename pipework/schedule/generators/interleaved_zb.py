@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipework.schedule.action import Action
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.checks import positive_integers
 from pipework.schedule.costs import Costs
 from pipework.schedule.generators.orders import in_rounds, warm_up_then_alternate
 from pipework.schedule.list_schedule import list_schedule
@@ -39,21 +39,12 @@ def interleaved_zb(
         stages_per_worker: v; stage s is on worker s mod p.
         costs: times that decide where weight halves fit; equal ones if None.
 
-    Returns:
-        The schedule, named ``"interleaved-zb"``.
-
-    Raises:
-        TypeError: a number is not an int.
-        ValueError: a number is less than 1, or the costs are for another number of stages.
-
     Example:
         >>> schedule = interleaved_zb(2, 2, 2)
         >>> [str(action) for action in schedule.orders[1]]
         ['1F0', '1F1', '3F0', '3I0', '3F1', '3I1', '1I0', '1I1', '3W0', '3W1', '1W0', '1W1']
     """
-    positive_integer("workers", workers)
-    positive_integer("micro_batches", micro_batches)
-    positive_integer("stages_per_worker", stages_per_worker)
+    positive_integers(workers=workers, micro_batches=micro_batches, stages_per_worker=stages_per_worker)
     starts = range(0, micro_batches, workers)
     rounds = [range(start, min(start + workers, micro_batches)) for start in starts]
     priorities: list[tuple[Action, ...]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipework.schedule.action import Action
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.checks import positive_integers
 from pipework.schedule.placement import loop_placement
 from pipework.schedule.schedule import Schedule
 
@@ -31,20 +31,11 @@ def looped_bfs(workers: int, micro_batches: int, stages_per_worker: int = 2) -> 
         micro_batches: number of micro-batches m.
         stages_per_worker: v; stage s is on worker s mod p.
 
-    Returns:
-        The schedule, named ``"looped-bfs"``.
-
-    Raises:
-        TypeError: an argument is not an int.
-        ValueError: an argument is less than 1.
-
     Example:
         >>> [str(action) for action in looped_bfs(2, 2, 2).orders[0]]
         ['0F0', '0F1', '2F0', '2F1', '2B0', '2B1', '0B0', '0B1']
     """
-    positive_integer("workers", workers)
-    positive_integer("micro_batches", micro_batches)
-    positive_integer("stages_per_worker", stages_per_worker)
+    positive_integers(workers=workers, micro_batches=micro_batches, stages_per_worker=stages_per_worker)
     orders = []
     for worker in range(workers):
         stages = range(worker, workers * stages_per_worker, workers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipework.schedule.action import Action
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.checks import positive_integers
 from pipework.schedule.generators.orders import warm_up_then_alternate
 from pipework.schedule.placement import loop_placement
 from pipework.schedule.schedule import Schedule
@@ -28,13 +28,6 @@ def one_forward_one_backward(workers: int, micro_batches: int) -> Schedule:
     Args:
         workers: number of workers p, each with one stage.
         micro_batches: number of micro-batches m; may be fewer than workers.
-
-    Returns:
-        The schedule, named ``"1f1b"``.
-
-    Raises:
-        TypeError: an argument is not an int.
-        ValueError: an argument is less than 1.
 
     Example:
         >>> [str(action) for action in one_forward_one_backward(2, 3).orders[0]]
@@ -65,13 +58,6 @@ def eager_1f1b(workers: int, micro_batches: int) -> Schedule:
         workers: number of workers p, each with one stage.
         micro_batches: number of micro-batches m; any.
 
-    Returns:
-        The schedule, named ``"eager-1f1b"``.
-
-    Raises:
-        TypeError: an argument is not an int.
-        ValueError: an argument is less than 1.
-
     Example:
         >>> [str(action) for action in eager_1f1b(2, 4).orders[0]]
         ['0F0', '0F1', '0F2', '0B0', '0F3', '0B1', '0B2', '0B3']
@@ -88,16 +74,11 @@ def _alternating(name: str, workers: int, micro_batches: int, *, ahead: int) -> 
         micro_batches: number of micro-batches.
         ahead: 1 keeps the workers behind busy; more hides transfers.
 
-    Raises:
-        TypeError: a number is not an int.
-        ValueError: a number is less than 1.
-
     Example:
         >>> [str(action) for action in _alternating("eager", 2, 3, ahead=2).orders[0]]
         ['0F0', '0F1', '0F2', '0B0', '0B1', '0B2']
     """
-    positive_integer("workers", workers)
-    positive_integer("micro_batches", micro_batches)
+    positive_integers(workers=workers, micro_batches=micro_batches)
     orders = []
     for stage in range(workers):
         forwards = [Action("F", stage, micro_batch) for micro_batch in range(micro_batches)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipework.schedule.action import Action
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.checks import positive_integers
 from pipework.schedule.phases import Orders
 from pipework.schedule.placement import loop_placement
 from pipework.schedule.schedule import Schedule
@@ -32,19 +32,11 @@ def zb_h1(workers: int, micro_batches: int) -> Schedule:
         workers: number of workers p, each with one stage.
         micro_batches: number of micro-batches m; any.
 
-    Returns:
-        The schedule, named ``"zb-h1"``.
-
-    Raises:
-        TypeError: an argument is not an int.
-        ValueError: an argument is less than 1.
-
     Example:
         >>> [str(action) for action in zb_h1(2, 2).orders[1]]
         ['1F0', '1I0', '1F1', '1I1', '1W0', '1W1']
     """
-    positive_integer("workers", workers)
-    positive_integer("micro_batches", micro_batches)
+    positive_integers(workers=workers, micro_batches=micro_batches)
     return Schedule("zb-h1", loop_placement(workers, 1), _in_turns(workers, micro_batches, ahead=1))
 
 
@@ -71,19 +63,11 @@ def zb_h2(workers: int, micro_batches: int) -> Schedule:
         workers: number of workers p, each with one stage.
         micro_batches: number of micro-batches m; with fewer than 2p - 1, ZB-H1 is the better choice.
 
-    Returns:
-        The schedule, named ``"zb-h2"``.
-
-    Raises:
-        TypeError: an argument is not an int.
-        ValueError: an argument is less than 1.
-
     Example:
         >>> [str(action) for action in zb_h2(2, 3).orders[0]]
         ['0F0', '0F1', '0F2', '0I0', '0W0', '0I1', '0W1', '0I2', '0W2']
     """
-    positive_integer("workers", workers)
-    positive_integer("micro_batches", micro_batches)
+    positive_integers(workers=workers, micro_batches=micro_batches)
     return Schedule("zb-h2", loop_placement(workers, 1), _in_turns(workers, micro_batches, ahead=2))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipework.schedule.action import Action
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.checks import positive_integers
 from pipework.schedule.costs import Costs
 from pipework.schedule.list_schedule import list_schedule
 from pipework.schedule.placement import wave_placement
@@ -34,21 +34,13 @@ def zb_v(workers: int, micro_batches: int, *, costs: Costs | None = None) -> Sch
         micro_batches: number of micro-batches m; any.
         costs: times that decide where weight halves fit; equal ones if None.
 
-    Returns:
-        The schedule, named ``"zb-v"``.
-
-    Raises:
-        TypeError: a number is not an int.
-        ValueError: a number is less than 1, or the costs are for another number of stages.
-
     Example:
         >>> zb_v(2, 2).placement
         (0, 1, 1, 0)
         >>> [str(action) for action in zb_v(2, 2).orders[1]]
         ['1F0', '2F0', '1F1', '2F1', '2I0', '1I0', '2I1', '1I1', '2W0', '1W0', '2W1', '1W1']
     """
-    positive_integer("workers", workers)
-    positive_integer("micro_batches", micro_batches)
+    positive_integers(workers=workers, micro_batches=micro_batches)
     placement = wave_placement(workers, 2)
     priorities = [_priorities(worker, workers, micro_batches) for worker in range(workers)]
     return Schedule("zb-v", placement, list_schedule(placement, priorities, 2 * workers, costs))

@@ -49,9 +49,7 @@ def train_tied(mesh: Mesh, schedule: str) -> None:
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9) if list(pipe.parameters()) else None
 
     def of_both(what: Callable[[Tensor], Tensor]) -> set[str]:
-        ranks = pipe.ranks
-        assert ranks is not None
-        return set(ranks.all_gather_text("" if weight is None else str(what(weight).sum().item()))) - {""}
+        return set(pipe.ranks.all_gather_text("" if weight is None else str(what(weight).sum().item()))) - {""}
 
     for _ in range(3):
         assert len(of_both(lambda weight: weight)) == 1

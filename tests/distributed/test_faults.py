@@ -9,7 +9,7 @@ import time
 import pytest
 
 import pipework
-from pipework.testing.faults import KINDS, Fault, Faults, InjectedFault, fail_at, faults_from_environment
+from pipework.distributed.faults import KINDS, Fault, Faults, InjectedFault, fail_at, faults_from_environment
 
 
 def test_what_is_left_open_matches_everything() -> None:
@@ -131,13 +131,13 @@ def test_taking_time(kind: str, others_run: bool) -> None:
 @pytest.mark.parametrize(("kind", "number"), [("kill", signal.SIGKILL), ("terminate", signal.SIGTERM)])
 @pytest.mark.thorough
 def test_signals(kind: str, number: int) -> None:
-    code = f"from pipework.testing.faults import fail_at; fail_at(kind={kind!r}).strike()"
+    code = f"from pipework.distributed.faults import fail_at; fail_at(kind={kind!r}).strike()"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -number
 
 
 @pytest.mark.thorough
 def test_stopping_for_a_while() -> None:
-    code = "from pipework.testing.faults import fail_at; fail_at(kind='stop', seconds=0.5).strike(); print('woken')"
+    code = "from pipework.distributed.faults import fail_at; fail_at(kind='stop', seconds=0.5).strike(); print('woken')"
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
     assert done.stdout == "woken\n"
 
