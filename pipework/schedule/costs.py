@@ -10,7 +10,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.argument_checks import positive_integer
 
 Cost = float | Sequence[float]
 """One number for all stages, or a number for each stage."""

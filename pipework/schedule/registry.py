@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.argument_checks import positive_integer
 from pipework.schedule.costs import Costs, checked
 from pipework.schedule.generators.controllable_memory import v_half, v_min
 from pipework.schedule.generators.dualpipe_v import dualpipe_v

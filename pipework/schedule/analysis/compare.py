@@ -11,7 +11,7 @@ from pipework.schedule.analysis.channels import Channel, check_channel
 from pipework.schedule.analysis.memory import each_limit
 from pipework.schedule.analysis.simulate import Simulation, simulate
 from pipework.schedule.analysis.validate import ValidationOptions
-from pipework.schedule.checks import positive_integer
+from pipework.schedule.argument_checks import positive_integer
 from pipework.schedule.costs import Costs, checked
 from pipework.schedule.draw.aligned import aligned
 from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build_for_shares
