@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "summary": {"schedule", "schedule.draw"},
     "distributed": {
         "backend", "distributed.gradients", "distributed.health", "distributed.transport", "model", "runtime",
-        "runtime.random", "schedule", "timeline", "__init__",
+        "runtime.random", "schedule", "timeline", "values", "__init__",
     },
     "distributed.gradients": {"distributed.transport"},
     "distributed.health": set(),

@@ -4,6 +4,7 @@ Timelines and memory come from the library's own schedules and simulation; `pipe
 `python -m pipework draw`. Every picture has a white background, so that it is readable on light and dark pages.
 """
 
+from dataclasses import replace
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -88,8 +89,8 @@ class Picture:
 
 def graph_cut() -> None:
     """Your graph with a node per stage; below it, the graphs of the stages, cut from each other."""
-    picture = Picture(772, 430, "One autograd node per stage outside; graphs that end at the stage boundaries inside")
-    wide, apart = 166, 44
+    picture = Picture(824, 430, "One autograd node per stage outside; graphs that end at the stage boundaries inside")
+    wide, apart = 186, 44
     columns = [84 + stage * (wide + apart) for stage in range(3)]
     picture.text(16, 28, "Outside: your autograd graph", size=14, anchor="start", bold=True)
     picture.text(28, 148, "inputs")
@@ -105,18 +106,18 @@ def graph_cut() -> None:
     picture.text(x + wide + 62, 141, "outputs,")
     picture.text(x + wide + 62, 157, "loss")
 
-    picture.line("M16 200H756", dash="6 5")
+    picture.line("M16 200H808", dash="6 5")
     picture.text(16, 228, "Inside: cut at the boundaries", size=14, anchor="start", bold=True)
     picture.text(42, 274, "micro-", size=12)
     picture.text(42, 287, "batch", size=12)
     for stage, x in enumerate(columns):
         picture.box(x, 246, wide, 160, worker_fill(stage))
         picture.text(x + wide / 2, 264, f"worker {stage}", size=12, color=QUIET)
-        for left, width, text in ((9, 34, "leaf"), (60, 50, "layers"), (127, 30, "y")):
+        for left, width, text in ((9, 34, "leaf"), (70, 50, "layers"), (wide - 39, 30, "y")):
             picture.box(x + left, 276, width, 30, text=text)
-        picture.arrow(f"M{x + 43} 291h15")
-        picture.arrow(f"M{x + 110} 291h15")
-        picture.arrow(f"M{x + 142} 326H{x + 26}", "gradient")
+        picture.arrow(f"M{x + 43} 291h25")
+        picture.arrow(f"M{x + 120} 291h25")
+        picture.arrow(f"M{x + wide - 24} 326H{x + 26}", "gradient")
         picture.text(x + wide / 2, 342, "its own backward", size=11, color=GRADIENT)
         picture.box(x + 7, 354, wide - 14, 42)
         picture.text(x + wide / 2, 371, "gradient buffers:", size=12)
@@ -128,10 +129,10 @@ def graph_cut() -> None:
             picture.text(x + wide + 28, 260, "cut", size=12)
     picture.arrow("M58 291H92", "value")
     for x in columns[:2]:
-        picture.arrow(f"M{x + 157} 286h{apart + 17}", "value")
+        picture.arrow(f"M{x + wide - 9} 286h{apart + 17}", "value")
         picture.arrow(f"M{x + wide + apart + 9} 298h{-apart - 15}", "gradient")
-    for number, text in enumerate(("handed to", "autograd once", "per mini-batch")):
-        picture.text(x + 2 * wide + apart + 16, 296 + 16 * number, text, size=12, color=GRADIENT, anchor="start")
+    for number, text in enumerate(("handed to", "autograd", "once per", "mini-batch")):
+        picture.text(x + 2 * wide + apart + 16, 288 + 16 * number, text, size=12, color=GRADIENT, anchor="start")
     picture.save("graph_cut.svg")
 
 
@@ -203,11 +204,13 @@ def checkpoint() -> None:
         picture.line(f"M{left} {base}H{left + 19 * unit}")
         picture.text(left + 19 * unit + 8, base - 4, f"peak {result.peak_memory[0]:g}", size=12, anchor="start")
     base = 3 * row + 44
-    for number, (color, text) in enumerate(
-        [(ACTION["F"], "F forward"), (ACTION["B"], "B backward"), (ACTION["R"], "R recompute")]
-        + [(shade, f"micro-batch {n}") for n, shade in enumerate(shades)]
+    for x, color, text in (
+        (116, ACTION["F"], "F forward"),
+        (216, ACTION["B"], "B backward"),
+        (316, ACTION["R"], "R recompute"),
+        (436, shades[0], "micro-batch 0"),
+        *((564 + 48 * number, shade, f"{1 + number}") for number, shade in enumerate(shades[1:])),
     ):
-        x = 16 + 107 * number
         picture.parts.append(f'<rect x="{x}" y="{base}" width="14" height="14" rx="2" fill="{color}"/>')
         picture.text(x + 20, base + 11, text, size=12, anchor="start")
     picture.save("checkpoint.svg")
@@ -300,6 +303,13 @@ def schedules() -> None:
         (HERE / f"schedule_{name.partition('-')[0]}.svg").write_text(picture, encoding="utf-8")
 
 
+def first_example() -> None:
+    """The schedule of the first example of README.md."""
+    line = simulate(with_recompute(build("1f1b", workers=2, chunks=8), 7)).timeline
+    picture = svg(replace(line, memory_unit="micro-batches"), colors="action")
+    (HERE / "first_example.svg").write_text(picture, encoding="utf-8")
+
+
 def memory() -> None:
     """How many micro-batches each worker holds over time, under fill-drain and under 1F1B."""
     left, unit, each, panel, micro_batches = 42, 12.5, 8.0, 186, 16
@@ -337,4 +347,5 @@ if __name__ == "__main__":
     checkpoint()
     split()
     schedules()
+    first_example()
     memory()

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final, get_args
 
 from pipework.schedule import Channel, Costs, Schedule, from_csv, from_json, from_orders_text
+from pipework.schedule.argument_checks import unknown_name
 from pipework.schedule.costs import read_costs
 
 _COSTS_HELP: Final = (
@@ -75,7 +76,9 @@ def costs(text: str) -> Costs:
     """Read costs, from pairs or from a file, for argparse."""
     try:
         return Costs(**_named(read_costs(Path(text)).items())) if text.endswith(".json") else written_costs(text)
-    except (OSError, ValueError, TypeError) as error:
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot read {text}: {error.strerror}; wanted a file of JSON") from None
+    except (ValueError, TypeError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
@@ -112,21 +115,27 @@ def read_schedule(file: Path) -> Schedule:
     """Read a schedule from a file, in the format of its suffix.
 
     Raises:
-        ValueError: the file holds no schedule, or its suffix is unknown.
-        OSError: the file cannot be read.
+        ValueError: the file cannot be read or holds no schedule, or its suffix is unknown.
     """
     reader = _READERS.get(file.suffix.lower())
     if reader is None:
         raise ValueError(f"{str(file)!r} is not a file of a schedule: the name must end in one of {FILES}")
+    text = _text_of(file, "a schedule")
     try:
-        # Spreadsheets begin files with a byte-order mark.
-        schedule = reader(file.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError:
-        raise ValueError(f"{file} is not text: wanted a schedule in UTF-8") from None
+        schedule = reader(text)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     # CSV has no name.
     return replace(schedule, name=file.stem) if schedule.name == "csv" else schedule
+
+
+def _text_of(file: Path, wanted: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")  # spreadsheets begin files with a byte-order mark
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not text: wanted {wanted} in UTF-8") from None
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror}; give the path of a file that holds {wanted}") from None
 
 
 def _named(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -136,7 +145,7 @@ def _named(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         whole = _SHORT.get(name, name)
         if whole not in known:
-            raise ValueError(f"no cost is called {name!r}: choose one of {', '.join([*_SHORT, *sorted(known)])}")
+            raise ValueError(unknown_name("cost", name, [*_SHORT, *sorted(known)]))
         if whole in values:
             raise ValueError(f"{whole} is given twice: give it once")
         values[whole] = value

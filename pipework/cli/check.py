@@ -42,8 +42,7 @@ def run(arguments: argparse.Namespace) -> Report:
     """Run the command.
 
     Raises:
-        ValueError: the file holds no schedule, or an argument is out of range.
-        OSError: the file cannot be read.
+        ValueError: the file cannot be read or holds no schedule, or an argument is out of range.
     """
     schedule = shared.read_schedule(arguments.file)
     costs = arguments.costs.placed(schedule.placement)

@@ -85,8 +85,8 @@ def run(arguments: argparse.Namespace) -> Report:
     """Run the command.
 
     Raises:
-        ValueError: an argument is out of range, or the file holds no schedule.
-        OSError: a file cannot be read or written.
+        ValueError: an argument is out of range, or the file cannot be read or holds no schedule.
+        OSError: a file cannot be written.
         ImportError: matplotlib is not installed.
     """
     out: Path | None = arguments.out

@@ -13,7 +13,7 @@ from pipework.cli.report import Report
 if TYPE_CHECKING:
     from pipework.cli.draw import Commands
 
-_EXTRAS = ("ortools", "matplotlib", "transformers", "safetensors")
+_OTHERS = ("numpy", "safetensors", "matplotlib", "transformers")
 
 
 def add_to(commands: Commands) -> None:
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> Report:
         "platform": platform.platform(),
         "cores": str(_cores()),
         **_torch_facts(),
-        **{extra: _installed(extra) for extra in _EXTRAS},
+        **{name: _installed(name) for name in _OTHERS},
     }
     width = max(map(len, facts))
     return Report([f"{name + ':':<{width + 2}}{value}" for name, value in facts.items()])

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, ModuleType
+from typing import Final, NoReturn
 
 from pipework.cli import check, compare, convert, draw, env
 from pipework.cli.report import Report
+from pipework.schedule.argument_checks import unknown_name
+
+_COMMANDS: Final[Mapping[str, ModuleType]] = MappingProxyType(
+    {"draw": draw, "compare": compare, "check": check, "convert": convert, "env": env}
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,7 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     parser = _parser()
+    words = sys.argv[1:] if argv is None else argv
+    command = next((word for word in words if not word.startswith("-")), None)
     try:
+        if command is not None and command not in _COMMANDS:
+            parser.error(unknown_name("command", command, _COMMANDS))
         arguments = parser.parse_args(argv)
     except SystemExit as stop:  # --help, --version or a mistake; the message is printed already
         return int(stop.code or 0)
@@ -57,9 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"pipework {env.version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    draw.add_to(commands)
-    compare.add_to(commands)
-    check.add_to(commands)
-    convert.add_to(commands)
-    env.add_to(commands)
+    for command in _COMMANDS.values():
+        command.add_to(commands)
     return parser

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from pipework.schedule.checks import positive_integers
+from pipework.schedule.argument_checks import positive_integers
 
 Cost = float | Sequence[float]
 """One number for all stages, or a number for each stage."""

@@ -10,7 +10,7 @@ from math import inf
 from typing import Literal, NamedTuple, get_args
 
 from pipework.schedule.action import Action
-from pipework.schedule.checks import positive_integers
+from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.costs import Costs, checked
 from pipework.schedule.phases import Orders
 

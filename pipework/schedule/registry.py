@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from pipework.schedule.checks import positive_integers
+from pipework.schedule.argument_checks import positive_integers, unknown_name
 from pipework.schedule.costs import Costs, checked
 from pipework.schedule.generators.controllable_memory import v_half, v_min
 from pipework.schedule.generators.dualpipe_v import dualpipe_v
@@ -104,7 +104,7 @@ def schedule_spec(name: str | ScheduleSpec, schedules: Mapping[str, ScheduleSpec
         plain = {_plain(known): known for known in schedules}
         found = plain.get(_plain(name), _OF_TORCH.get(_plain(name)))
     if found is None or found not in schedules:
-        raise ValueError(f"no schedule is called {name!r}: choose one of {', '.join(map(repr, schedules))}")
+        raise ValueError(unknown_name("schedule", name, schedules))
     return schedules[found]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pipework.schedule.checks import check_order, check_placement, check_skips, checked_skips, checked_tuple
+from pipework.schedule.argument_checks import check_order, check_placement, check_skips, checked_skips, checked_tuple
 
 if TYPE_CHECKING:
     from pipework.schedule.action import Action

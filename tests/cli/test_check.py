@@ -108,7 +108,7 @@ def test_gradients_out_of_order_are_told(tmp_path, capsys):
         ("a.json", "{}", "not a schedule of pipework"),
         ("a.txt", "placement 0", "no line that begins with 'schedule'"),
         ("a.xml", "", "not a file of a schedule: the name must end in one of .csv, .json, .txt"),
-        ("b.csv", None, "No such file"),
+        ("b.csv", None, "b.csv: No such file or directory; give the path of a file that holds a schedule"),
         ("c.csv", b"\xff\xfe0\x00", "c.csv is not text: wanted a schedule in UTF-8"),
         ("a.csv", f"0F0,{'x' * 200_000}", "a.csv: the text is not CSV: field larger than field limit"),
         ("a.csv", "0F0,0SEND_F0,0B0", "a.csv: the CSV makes no schedule: "),

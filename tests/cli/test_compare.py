@@ -18,6 +18,7 @@ def test_a_table_sorted_by_time(capsys):
         "makespan",
         "bubble",
         "span",
+        "span",
         "bubble",
         "memory",
         "transfers",

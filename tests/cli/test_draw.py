@@ -87,7 +87,7 @@ def test_svg_by_worker_unless_told_otherwise(tmp_path, capsys):
     [
         (
             ("gpip", "--workers", "2", "--chunks", "2"),
-            "no schedule is called 'gpip': choose one of 'gpipe', 'fill-drain'",
+            "no schedule is called 'gpip': did you mean 'gpipe'? Choose one of 'gpipe', 'fill-drain'",
         ),
         (("gpipe", "--workers", "0", "--chunks", "2"), "argument --workers: '0' is not a count"),
         (("gpipe", "--workers", "2", "--chunks", "-1"), "argument --chunks: '-1' is not a count"),
@@ -99,12 +99,12 @@ def test_svg_by_worker_unless_told_otherwise(tmp_path, capsys):
         (("gpipe", "--workers", "2", "--chunks", "2", "--costs", "B=x"), "'B=x' is not a cost: wanted name=number"),
         (
             ("gpipe", "--workers", "2", "--chunks", "2", "--costs", "G=1"),
-            "no cost is called 'G': choose one of F, B, I",
+            "no cost is called 'G': choose one of 'F', 'B', 'I'",
         ),
-        (("gpipe", "--workers", "2", "--chunks", "2", "--costs", "no.json"), "No such file"),
+        (("gpipe", "--workers", "2", "--chunks", "2", "--costs", "no.json"), "cannot read no.json: No such file"),
         (("gpipe", "--workers", "2", "--chunks", "2", "--out", "pipe.gif"), "the name must end in one of .trace.json"),
         (("pipe.csv", "--workers", "2"), "the file pipe.csv sets the numbers of workers"),
-        (("pipe.csv",), "No such file"),
+        (("pipe.csv",), "cannot read pipe.csv: No such file"),
         (
             ("forward-only", "--workers", "2", "--chunks", "2", "--checkpoint", "always"),
             "--checkpoint is 'always', but forward-only has no backwards to recompute: leave it out",

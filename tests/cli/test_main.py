@@ -34,6 +34,11 @@ def test_a_mistake_is_one_line_and_status_two(capsys, words):
     assert "error:" in err
 
 
+def test_a_misspelt_command(capsys):
+    assert main(["drwa", "gpipe"]) == 2
+    assert "no command is called 'drwa': did you mean 'draw'? Choose one of 'draw', " in capsys.readouterr().err
+
+
 def test_as_a_module():
     done = python("draw", "gpipe", "--workers", "2", "--chunks", "2", "--costs", "backward=1")
     assert (done.returncode, done.stderr) == (0, "")

@@ -24,7 +24,7 @@ def test_the_reference_has_every_public_name(name: str) -> None:
     assert re.search(rf"^\.\. auto\w+:: pipework\.{re.escape(name)}$", reference, re.MULTILINE)
 
 
-@pytest.mark.parametrize("draw", ["graph_cut", "skip", "checkpoint", "split", "schedules", "memory"])
+@pytest.mark.parametrize("draw", ["graph_cut", "skip", "checkpoint", "split", "schedules", "first_example", "memory"])
 def test_pictures_are_as_they_are_drawn(draw: str, tmp_path: Path) -> None:
     script = runpy.run_path(str(DOCS / "images" / "draw.py"))
     script[draw].__globals__["HERE"] = tmp_path

@@ -8,7 +8,7 @@ from math import floor, inf, isfinite
 from typing import NamedTuple
 
 from pipework.schedule.analysis.memory import SLACK, each_limit
-from pipework.schedule.checks import check_placement, checked_tuple, positive_integers
+from pipework.schedule.argument_checks import check_placement, checked_tuple, positive_integers
 from pipework.schedule.costs import Costs, StageCosts, checked
 
 

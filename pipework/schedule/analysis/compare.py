@@ -11,7 +11,7 @@ from pipework.schedule.analysis.channels import Channel, check_channel
 from pipework.schedule.analysis.memory import each_limit
 from pipework.schedule.analysis.simulate import Simulation, simulate
 from pipework.schedule.analysis.validate import ValidationOptions
-from pipework.schedule.checks import positive_integers
+from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.costs import Costs, checked
 from pipework.schedule.draw.aligned import aligned
 from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build_for_shares
@@ -19,11 +19,12 @@ from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build_for_shares
 # GPipe's other name, and the schedule for inference.
 _LEFT_OUT: Final = ("fill-drain", "forward-only")
 
-_HEAD: Final = ("schedule", "stages", "makespan", "bubble", "span", "bubble", "memory", "transfers", "to bound")
+_HEAD: Final = ("schedule", "stages", "makespan", "bubble", "span", "span bubble", "memory", "transfers", "to bound")
 _LEGEND: Final = (
-    "stages: per worker; bubble: idle share of the makespan, and of the span (the longest busy window of a",
-    "worker); memory: highest peak of a worker; transfers: time that they add to the makespan; to bound: excess",
-    "of the makespan over its lower bound, which no schedule of this placement and memory beats",
+    "stages: per worker; makespan: time from the first start to the last end of all workers; bubble: idle share",
+    "of it; span: the longest time from a worker's first start to its last end; span bubble: idle share of it;",
+    "memory: highest peak of a worker; transfers: time that they add to the makespan; to bound: excess of the",
+    "makespan over its lower bound, which no schedule of this placement and memory beats",
     "left out: recomputation, reduction of gradients, the optimizer's step, costs of splitting beyond I and W",
 )
 

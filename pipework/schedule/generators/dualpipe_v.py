@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from pipework.schedule.action import Action
-from pipework.schedule.checks import positive_integers
+from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.placement import wave_placement
 from pipework.schedule.priorities import numbered
 from pipework.schedule.schedule import Schedule

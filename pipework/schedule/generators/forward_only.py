@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipework.schedule.checks import positive_integers
+from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.generators.orders import in_rounds, nearly_equal_rounds
 from pipework.schedule.placement import loop_placement
 from pipework.schedule.schedule import Schedule

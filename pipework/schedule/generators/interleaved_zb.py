@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipework.schedule.action import Action
-from pipework.schedule.checks import positive_integers
+from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.costs import Costs
 from pipework.schedule.generators.orders import in_rounds, warm_up_then_alternate
 from pipework.schedule.list_schedule import list_schedule

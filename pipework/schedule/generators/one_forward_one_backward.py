@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipework.schedule.action import Action
-from pipework.schedule.checks import positive_integers
+from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.generators.orders import warm_up_then_alternate
 from pipework.schedule.placement import loop_placement
 from pipework.schedule.schedule import Schedule

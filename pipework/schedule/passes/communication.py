@@ -8,7 +8,7 @@ from dataclasses import replace
 from pipework.schedule.action import Action
 from pipework.schedule.analysis.channels import Channel, check_channel
 from pipework.schedule.analysis.validate import check
-from pipework.schedule.checks import checked_skips, refuse_kind
+from pipework.schedule.argument_checks import checked_skips, refuse_kind
 from pipework.schedule.costs import Costs, checked
 from pipework.schedule.passes.posting import posted, timed_for_posting
 from pipework.schedule.schedule import Schedule

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pipework.schedule.action import Action
 from pipework.schedule.analysis.validate import check
-from pipework.schedule.checks import refuse_kind
+from pipework.schedule.argument_checks import refuse_kind
 from pipework.schedule.schedule import Schedule
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from pipework.schedule.action import KINDS, OF_STAGES, TRANSFERS, Action
@@ -49,6 +50,25 @@ def checked_tuple(name: str, value: Any, example: str) -> tuple[Any, ...]:
         article = "an" if kind[0] in "aeiou" else "a"
         raise TypeError(f"{name} is {value!r}, {article} {kind}: wanted a sequence such as {example}")
     return tuple(value)
+
+
+def unknown_name(what: str, name: object, known: Iterable[str]) -> str:
+    """A message about a name that is not known, with a known one that is written nearly like it.
+
+    Args:
+        what: what has a name, such as ``"schedule"``.
+        name: the argument.
+        known: all names.
+
+    Example:
+        >>> unknown_name("schedule", "1F1b ", ["gpipe", "1f1b"])
+        "no schedule is called '1F1b ': did you mean '1f1b'? Choose one of 'gpipe', '1f1b'"
+    """
+    names = list(known)
+    lower = {each.lower(): each for each in reversed(names)}
+    close = get_close_matches(name.lower(), lower, n=1) if isinstance(name, str) else []
+    hint = f"did you mean {lower[close[0]]!r}? Choose" if close else "choose"
+    return f"no {what} is called {name!r}: {hint} one of {', '.join(map(repr, names))}"
 
 
 def check_placement(placement: Sequence[int], workers: int | None = None) -> None:
