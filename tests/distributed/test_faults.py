@@ -1,8 +1,6 @@
 """Injected faults."""
 
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -10,6 +8,7 @@ import pytest
 
 import pipework
 from pipework.distributed.faults import KINDS, Fault, Faults, InjectedFault, fail_at, faults_from_environment
+from tests.programs import RunPython
 
 
 def test_what_is_left_open_matches_everything() -> None:
@@ -130,15 +129,15 @@ def test_taking_time(kind: str, others_run: bool) -> None:
 
 @pytest.mark.parametrize(("kind", "number"), [("kill", signal.SIGKILL), ("terminate", signal.SIGTERM)])
 @pytest.mark.thorough
-def test_signals(kind: str, number: int) -> None:
+def test_signals(run_python: RunPython, kind: str, number: int) -> None:
     code = f"from pipework.distributed.faults import fail_at; fail_at(kind={kind!r}).strike()"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -number
+    assert run_python(["-c", code]).returncode == -number
 
 
 @pytest.mark.thorough
-def test_stopping_for_a_while() -> None:
+def test_stopping_for_a_while(run_python: RunPython) -> None:
     code = "from pipework.distributed.faults import fail_at; fail_at(kind='stop', seconds=0.5).strike(); print('woken')"
-    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    done = run_python(["-c", code])
     assert done.stdout == "woken\n"
 
 

@@ -361,11 +361,11 @@ def test_no_call_begins_after_a_failure(watched: Watching) -> None:
 def test_progress_costs_little(watched: Watching) -> None:
     progress = watched(0, 1).progress
     action = object()
-    begun = time.perf_counter()
+    begun = time.thread_time()  # of this thread alone, whatever else the machine does
     for _ in range(100_000):
         progress.action = action
         progress.count += 1
-    assert (time.perf_counter() - begun) / 100_000 < 5e-6
+    assert (time.thread_time() - begun) / 100_000 < 5e-6
 
 
 @pytest.mark.parametrize("inside", [True, False])

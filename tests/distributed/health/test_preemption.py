@@ -134,9 +134,9 @@ def main(what):
         if what == "twice":
             os.kill(os.getpid(), signal.SIGTERM)
             assert preemption.requested
-            print(time.time(), flush=True)
+            print("asked", flush=True)
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(60)
+            print("still here", flush=True)
         started = multiprocessing.get_context("fork").Process(target=child)
         started.start()
         time.sleep(0.5)
@@ -150,8 +150,7 @@ main(sys.argv[1])
 
 def test_the_second_one_ends_the_process(run_python: RunPython) -> None:
     done = run_python(["-c", PROGRAM, "twice"], timeout=HARD)
-    assert done.returncode == 143
-    assert time.time() - float(done.stdout) < 3.0  # one second on a quiet machine
+    assert (done.returncode, done.stdout) == (143, "asked\n")
     assert "a second SIGTERM: ended at once, the running step and what was not saved are lost" in done.stderr
 
 

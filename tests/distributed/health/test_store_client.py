@@ -1,6 +1,5 @@
 """Reads that never wait, and connections that are made again."""
 
-import time
 from datetime import timedelta
 
 import pytest
@@ -11,10 +10,8 @@ from pipework.distributed.health.store_client import StoreClient
 
 def test_a_key_that_was_never_written_is_read_at_once(store: TCPStore) -> None:
     client = StoreClient(PrefixStore("test", store))
-    begin = time.monotonic()
-    assert client.read("a") is None
+    assert client.read("a") is None  # a request that waits would raise an error after the timeout
     assert client.read_many(["a", "b"]) == [None, None]
-    assert time.monotonic() - begin < 1.0
     client.write("b", "?")  # text as any other, except as the whole value
     client.write("b", "1")
     assert client.read_many(["a", "b"]) == [None, b"1"]

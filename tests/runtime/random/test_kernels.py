@@ -1,5 +1,4 @@
-import subprocess
-import sys
+import os
 
 import pytest
 import torch
@@ -8,6 +7,8 @@ from torch.nn import functional as F
 
 from pipework.runtime.random import kernels
 from pipework.runtime.random.streams import Key, RandomStream
+from tests.nursery import ENVIRONMENT
+from tests.programs import RunPython
 
 DRAWS = {
     "dropout": lambda x: F.dropout(x, 0.5),
@@ -86,7 +87,7 @@ def test_a_generator_that_the_layer_gives_itself_is_respected() -> None:
         )
 
 
-def test_installing_changes_nothing_that_pytorch_draws() -> None:
+def test_installing_changes_nothing_that_pytorch_draws(run_python: RunPython) -> None:
     script = (
         "import torch\n"
         "from pipework.runtime.random import kernels\n"
@@ -99,16 +100,16 @@ def test_installing_changes_nothing_that_pytorch_draws() -> None:
         "assert kernels.installed()\n"
         "assert all(map(torch.equal, before, draws()))\n"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=60)
+    run_python(["-c", script], env={**os.environ, **ENVIRONMENT, "PYTHONWARNINGS": "error"}).check_returncode()
 
 
 @pytest.mark.parametrize(("layer", "installs"), [("nn.ReLU()", False), ("nn.Dropout(0.1)", True)])
 @pytest.mark.thorough
-def test_the_kernels_are_replaced_only_when_a_layer_may_draw(layer: str, installs: bool) -> None:
+def test_the_kernels_are_replaced_only_when_a_layer_may_draw(run_python: RunPython, layer: str, installs: bool) -> None:
     script = (
         "import torch\nfrom torch import nn\nfrom pipework import Pipe\nfrom pipework.runtime.random import kernels\n"
         f"pipe = Pipe(nn.Sequential(nn.Linear(2, 2), {layer}), 2, balance=[1, 1], devices=['cpu'] * 2)\n"
         "assert not kernels.installed()\n"
         f"pipe(torch.ones(4, 2)); assert kernels.installed() is {installs}\n"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=60)
+    run_python(["-c", script], env={**os.environ, **ENVIRONMENT, "PYTHONWARNINGS": "error"}).check_returncode()
