@@ -24,3 +24,11 @@ def test_it_is_there(page: Path, name: str) -> None:
 
 def test_names_are_found() -> None:
     assert len(NAMED) > 60
+
+
+@pytest.mark.parametrize("folder", ["", "transport", "gradients", "health"])
+def test_a_folder_lists_its_files(folder: str) -> None:
+    init = PACKAGE / "distributed" / folder / "__init__.py"
+    lines = [line.partition(":")[0] for line in init.read_text().splitlines() if line.startswith("* ")]
+    listed = {name for line in lines for name in re.findall(r"`(\w+)`", line)}
+    assert listed == {path.stem for path in init.parent.glob("[!_]*.py")}
