@@ -31,7 +31,7 @@ class Block:
         owner: the worker that it belongs to, or `CALLER`.
         size: in bytes.
         gradient: it was made by a backward, or is a copy of what was.
-        label: what it is for, if anybody has said so.
+        label: what it is for, as `LiveStorages.label` was told; else empty.
     """
 
     owner: int
@@ -44,8 +44,8 @@ class LiveStorages:
     """All storages that appear and disappear while `watching`.
 
     Attributes:
-        events: in the order of time: a block that appears (+1) or is freed (-1), and a moment to look at (0, with an
-            empty block of a worker): a backward that begins there, or what `moment` was called for.
+        events: in the order of time: +1 and a block that appears, -1 and a block that is freed, or 0 and an empty block
+            of a worker at which a backward begins, or for which `moment` was called.
     """
 
     def __init__(self) -> None:

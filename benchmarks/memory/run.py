@@ -290,7 +290,7 @@ def report(cases: Sequence[Case], processes: Sequence[Process]) -> list[Verdict]
             ]
         )
     harness.print_table(["", "predicted", "storages", "", "malloc", "above storages"], rows)
-    return judge(cases, processes)
+    return verdicts_of(cases, processes)
 
 
 def above(value: float, reference: float) -> str:
@@ -298,7 +298,7 @@ def above(value: float, reference: float) -> str:
     return f"{value / reference - 1:+.1%}"
 
 
-def judge(cases: Sequence[Case], processes: Sequence[Process]) -> list[Verdict]:
+def verdicts_of(cases: Sequence[Case], processes: Sequence[Process]) -> list[Verdict]:
     """The targets: within 5 %, in either direction, on the worst stage."""
     verdicts = []
     for what, name in (

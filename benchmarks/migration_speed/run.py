@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     verdicts = []
     for model, times in seconds.items():
         report(model, tasks[model], times, rounds)
-        verdicts += judge(model, times)
+        verdicts += verdicts_of(model, times)
     results = {
         "arguments": {name: value for name, value in vars(arguments).items() if name not in ("quick", "save")},
         "balance": {model: task.balance for model, task in tasks.items()},
@@ -178,7 +178,7 @@ def fastest(times: list[float], original: list[float]) -> str:
     return f"{min(times) / min(original):.3f}"
 
 
-def judge(model: str, seconds: dict[Line, list[float]]) -> list[Verdict]:
+def verdicts_of(model: str, seconds: dict[Line, list[float]]) -> list[Verdict]:
     """An adapter has to be faster than its original, and faster than no pipe where there is no original."""
     verdicts = []
     for line, times in seconds.items():

@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
 
     schedules = {name: each.schedule for name, each in variants.items()}
     report(seconds, schedules, task, rounds)
-    verdicts = [*judge(seconds, schedules, task), *predictions.report(forecasts, recorded)]
+    verdicts = [*verdicts_of(seconds, schedules, task), *predictions.report(forecasts, recorded)]
     results = {
         "task": vars(task),
         "rounds": rounds,
@@ -198,7 +198,7 @@ def report(seconds: dict[str, list[float]], schedules: dict[str, str | None], ta
     harness.print_table(["", "seconds", "middle half", "of one core", "ideal", "of the ideal", "fastest runs"], rows)
 
 
-def judge(seconds: dict[str, list[float]], schedules: dict[str, str | None], task: Task) -> list[Verdict]:
+def verdicts_of(seconds: dict[str, list[float]], schedules: dict[str, str | None], task: Task) -> list[Verdict]:
     """The targets: near the ideal, faster than one core and than other libraries with the same schedule."""
     verdicts = []
     for name, times in seconds.items():
@@ -210,10 +210,10 @@ def judge(seconds: dict[str, list[float]], schedules: dict[str, str | None], tas
         for rival in (ONE_CORE, TORCHGPIPE, f"{PIPELINING} {schedule}"):
             if rival in seconds:
                 verdicts.append(Verdict(f"{name} to {rival}", harness.median_ratio(times, seconds[rival]), 1.0, "x"))
-    return [*verdicts, *judge_the_best(seconds, task)]
+    return [*verdicts, *verdicts_of_the_best(seconds, task)]
 
 
-def judge_the_best(seconds: dict[str, list[float]], task: Task) -> list[Verdict]:
+def verdicts_of_the_best(seconds: dict[str, list[float]], task: Task) -> list[Verdict]:
     """How near the best schedule that splits backwards is to half the one-core time, and to all of the others."""
     split = [f"pipework {name}" for name in TRAINING if task.splits(name)]
     best = min(split, key=lambda name: harness.median_ratio(seconds[name], seconds[ONE_CORE]))

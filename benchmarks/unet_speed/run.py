@@ -201,7 +201,7 @@ def main(argv: list[str] | None = None) -> None:
         busy = busy_shares(task, balance)
 
     report(seconds, task, balance, busy, rounds)
-    verdicts = judge(seconds, task)
+    verdicts = verdicts_of(seconds, task)
     results = {
         "task": {**vars(task), "network": vars(network)},
         "balance": balance,
@@ -256,7 +256,7 @@ def share(seconds: dict[str, list[float]], name: str, of: str) -> float:
     return harness.median_ratio(seconds[name], seconds[of])
 
 
-def judge(seconds: dict[str, list[float]], task: Task) -> list[Verdict]:
+def verdicts_of(seconds: dict[str, list[float]], task: Task) -> list[Verdict]:
     """The targets. Smaller is better in a verdict, so speed-ups stand upside down: 1.6 x is 0.625."""
     verdicts = []
     if "never" in task.modes:

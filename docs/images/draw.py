@@ -9,7 +9,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from pipework.schedule import Costs, Timeline, build, simulate, svg, with_recompute
+from pipework.schedule import Costs, Schedule, Timeline, build, simulate, svg, with_recompute
 from pipework.schedule.draw.palette import ACTION, INK, LINE, PAPER, QUIET, worker_fill
 
 HERE = Path(__file__).parent
@@ -303,9 +303,13 @@ def schedules() -> None:
         (HERE / f"schedule_{name.partition('-')[0]}.svg").write_text(picture, encoding="utf-8")
 
 
+def first_schedule() -> Schedule:
+    return with_recompute(build("1f1b", workers=2, chunks=8), 7)
+
+
 def first_example() -> None:
     """The schedule of the first example of README.md."""
-    line = simulate(with_recompute(build("1f1b", workers=2, chunks=8), 7)).timeline
+    line = simulate(first_schedule()).timeline
     picture = svg(replace(line, memory_unit="micro-batches"), colors="action")
     (HERE / "first_example.svg").write_text(picture, encoding="utf-8")
 

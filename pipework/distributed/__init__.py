@@ -1,1 +1,14 @@
-"""A pipe whose workers are processes: how ranks meet, what they agree on, and what they do for each other."""
+"""A pipe whose workers are processes.
+
+* `mesh`: `init`, and the `Mesh` of all processes.
+* `backend`: the backend of such a pipe: the part of one rank.
+* `agreement`, `contract`: before any work, all ranks compare what they were started with.
+* `rendezvous`: all ranks of a pipe make the groups and channels between them.
+* `peer_group`: the ranks of one pipe, and the calls that they make together.
+* `step_header`, `data_digest`: at the beginning of a call, the ranks compare what they call, and with which data.
+* `all_gather`: every rank gives bytes, and gets those of all.
+* `optimizer_check`, `parameter_check`: find an optimizer with parameters of other ranks, and a rank without any.
+* `store_prefix`: keeps the keys of two attempts of a job apart.
+
+Messages are in `transport`, gradients of several ranks in `gradients`, failures in `health`.
+"""

@@ -151,9 +151,9 @@ def _other_replicas(saved: int, here: int, *, same_random: bool) -> Iterator[tup
         left_out = _numbers(here, saved)
         yield logging.WARNING, f"{begin}: the data position and the random states of {left_out} are left out"
     elif here > saved:
-        random = "whose random states stay what they are, since the script has seeded replicas differently"
+        random = "whose random states stay what they are, since the script has given them different seeds"
         if same_random:
-            random = "as do its random states, since the script has seeded all alike"
+            random = "as do its random states, since the script has given all replicas the same seed"
         further = _numbers(saved, here)
         yield logging.WARNING, f"{begin}: the data position of replica 0 goes to {further}, too, {random}"
 

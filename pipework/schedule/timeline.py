@@ -104,7 +104,7 @@ class Timeline:
 
     @property
     def span(self) -> float:
-        """The longest busy window of a worker, from its first start to its last end."""
+        """The longest time from a worker's first start to its last end."""
         return max((row[-1].end - row[0].start for row in self.by_worker if row), default=0.0)
 
     def busy(self, worker: int) -> float:

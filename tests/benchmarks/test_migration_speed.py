@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pipework.compat.torchgpipe
-from benchmarks.migration_speed.run import MODES, Line, check, judge
+from benchmarks.migration_speed.run import MODES, Line, check, verdicts_of
 from benchmarks.migration_speed.scripts import LIBRARIES, Library, Script, Task, rewritten, running, unpipelined
 
 
@@ -59,7 +59,7 @@ def test_an_adapter_is_held_against_its_original_and_else_against_one_core() -> 
         Line("never", "b"): [5.0],
         Line("never"): [1.0],
     }
-    faster, slower = judge("model", seconds)
+    faster, slower = verdicts_of("model", seconds)
     assert (faster.measured, faster.reached) == (0.5, True)
     assert faster.what == "faster than the original: model, a, adapter, 'never'"
     assert (slower.measured, slower.reached) == (1.25, False)

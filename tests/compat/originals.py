@@ -1,10 +1,10 @@
-"""torchgpipe and fairscale as they were: they run in a process of their own, which answers questions.
+"""Runs torchgpipe and fairscale themselves, in a process of their own, and returns what they compute.
 
-Both wait for ever when a layer raises SystemExit, and fairscale also when Python exits. Such a process is killed, or
-ends by itself if nobody is there any more who would.
+Both wait forever when a layer raises SystemExit, and fairscale also when Python exits. The tests then kill that
+process; if the tests have ended, it ends by itself.
 
-A question is a *scenario*: a function of a test file, called with a `Library` and further arguments, which returns what
-can be pickled. The test calls the same function with the adapter in the place of the library, and compares.
+A *scenario* is a function of a test file. It is called with a `Library` and further arguments, and returns a value that
+can be pickled. The test calls the same function with the adapter instead of the library, and compares the two values.
 """
 
 from __future__ import annotations

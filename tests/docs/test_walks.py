@@ -60,6 +60,9 @@ def test_few_files_are_between_the_call_and_a_layer() -> None:
     where = Where()
     Pipe(nn.Sequential(where, nn.Linear(2, 2)), 2, balance=[1, 1], devices=["cpu", "cpu"])(torch.ones(4, 2))
     assert 0 < len(where.files) <= MOST
+    walk = PAGE.partition("## A value")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"^\d\. `(pipework/[\w/]+\.py)`", walk, re.MULTILINE))
+    assert {str(Path(file).relative_to(ROOT)) for file in where.files} == listed - {"pipework/backend.py"}
 
 
 def files_on_a_rank(mesh: Mesh) -> int:

@@ -114,7 +114,7 @@ def test_other_numbers_of_replicas(on_ranks: Run, tmp_path: Path) -> None:
     every = on_ranks(3, load, init={"dp": 3}, folder=str(tmp_path), seeds=[[5, 5, 5], [5, 6, 7]])
     first, second, third = (each[0] for each in every)
     assert [first[:4], second[:4], third[:4]] == [one, two, one]
-    assert "as do its random states, since the script has seeded all alike" in first[4][0]
+    assert "as do its random states, since the script has given all replicas the same seed" in first[4][0]
     assert not second[4]
     assert not third[4], "one process says it"
 

@@ -16,12 +16,12 @@ from pipework.saving.stages import stages_of
 from tests.saving.harness import Cut, assert_same, make_pipe, remembered, snapshot, stir
 
 
-class Meeting:
-    """Where the threads wait for each other."""
+class Gathering:
+    """The texts of an all-gather between threads, and a barrier at which they wait for each other."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.words = [""] * size
+        self.texts = [""] * size
         self.barrier = threading.Barrier(size, timeout=60)
 
 
@@ -31,11 +31,11 @@ class Rank:
     Its pipe has all stages, but what is not its own is never to be looked at.
     """
 
-    def __init__(self, meeting: Meeting, rank: int, held: set[int], stages: int, replica: tuple[int, int]) -> None:
-        self.meeting = meeting
+    def __init__(self, gathering: Gathering, rank: int, held: set[int], stages: int, replica: tuple[int, int]) -> None:
+        self.gathering = gathering
         self.rank = rank
         self.replica, self.replicas = replica
-        self.everyone = range(meeting.size)
+        self.everyone = range(gathering.size)
         self.pipe = make_pipe(Cut(stages, "gpipe"))
         self.stages = {number: tensors for number, tensors in stages_of(self.pipe).items() if number in held}
         own = [t for tensors in self.stages.values() for t in tensors.values() if isinstance(t, torch.nn.Parameter)]
@@ -43,11 +43,11 @@ class Rank:
         self.done: Any = None
 
     def all_gather_text(self, text: str) -> list[str]:
-        self.meeting.words[self.rank] = text
-        self.meeting.barrier.wait()
-        words = list(self.meeting.words)
-        self.meeting.barrier.wait()
-        return words
+        self.gathering.texts[self.rank] = text
+        self.gathering.barrier.wait()
+        texts = list(self.gathering.texts)
+        self.gathering.barrier.wait()
+        return texts
 
     def state(self) -> dict[str, torch.Tensor]:
         """What this rank holds, and what its optimizer remembers of it."""
@@ -61,10 +61,10 @@ class Ranks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *held: set[int], replicas: int = 1) -> None:
         stages = max(map(max, held)) + 1
-        meeting = Meeting(len(held) * replicas)
+        gathering = Gathering(len(held) * replicas)
         self.ranks = [
-            Rank(meeting, number, held[number % len(held)], stages, (number // len(held), replicas))
-            for number in range(meeting.size)
+            Rank(gathering, number, held[number % len(held)], stages, (number // len(held), replicas))
+            for number in range(gathering.size)
         ]
         by_pipe = {rank.pipe: rank for rank in self.ranks}
         for module in (save, load):

@@ -52,14 +52,14 @@ def test_the_ranks_whose_files_a_rank_reads(saved, coordinate, expected):
         (
             manifest(1, 1), MeshCoordinate(0, 1, 0, 2), True,
             [(logging.WARNING, "it is of 1 replica, and here are 2 replicas: the data position of replica 0 goes to "
-             "replica 1, too, as do its random states, since the script has seeded all alike")],
+             "replica 1, too, as do its random states, since the script has given all replicas the same seed")],
         ),
         (
             manifest(2, 1, 1), MeshCoordinate(0, 1, 0, 3), False,
             [
                 (logging.WARNING, "it is of 1 replica, and here are 3 replicas: the data position of replica 0 goes to "
-                 "replicas 1 to 2, too, whose random states stay what they are, since the script has seeded replicas "
-                 "differently"),
+                 "replicas 1 to 2, too, whose random states stay what they are, since the script has given them "
+                 "different seeds"),
                 (logging.INFO, "its replicas were of 2 processes, and here of 1 process: what was special to rank 1, "
                  "such as random states, gives way to what the first of them had"),
             ],

@@ -1,1 +1,9 @@
-"""Gradients that several ranks share: data parallelism, tied parameters, the norm for clipping, overflows."""
+"""Gradients that concern several ranks.
+
+* `data_parallel`: the mean over replicas.
+* `tied`: the sum for a parameter that stages of several ranks use.
+* `grad_norm`: the norm of the gradients of all ranks.
+* `clip_check`: refuses clipping by the gradients of one rank alone.
+* `found_inf`: an overflow on one rank counts on all.
+* `trained_parameters`: whether all replicas train the same parameters.
+"""

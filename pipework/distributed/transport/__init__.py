@@ -1,1 +1,9 @@
-"""Messages between ranks: channels, packets, headers."""
+"""Messages between ranks.
+
+* `rank_transport`: the transport of one run: which values go through queues, and which through channels.
+* `channel`: messages between two ranks, in order; the protocol `Group` is what it needs of a process group.
+* `device_channel`: the same between accelerators, without the CPU.
+* `packet`: the first piece of a message, with its small tensors.
+* `header`: dtypes and shapes of the tensors of a message, and the structure around them.
+* `tensor_bytes`: the bytes of a tensor of any dtype.
+"""

@@ -1,4 +1,4 @@
-"""Refuses a stage that changes a stashed tensor in place while the skip is on its way to a stage that pops it.
+"""Refuses a stage that changes a tensor in place after it was stashed and before the stage that pops it has run.
 
 In the un-partitioned module, the layer that pops would read the changed tensor. In a pipe, value and skip are separate
 tensors, copies if devices or processes differ, and it would read the unchanged one. So the value carries a mark for

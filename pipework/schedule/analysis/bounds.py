@@ -18,7 +18,7 @@ class Bounds:
 
     Attributes:
         makespan: from the start of the first action to the end of the last, over all workers.
-        span: the longest busy window of a worker.
+        span: the longest time from a worker's first start to its last end.
     """
 
     makespan: float
@@ -45,8 +45,8 @@ def lower_bounds(
 
     Consider the stages of one worker, of which l is the lowest and h the highest, and m micro-batches. The first
     forward is of l; it starts no earlier than the fastest micro-batch arrives there. The first backward and the last
-    forward are of h. So the first window is at least as long as the trip of a micro-batch from l to the loss and back
-    to h, and the last window as the trip from h to the loss and back to the end of the pipe. Memory limits the work in
+    forward are of h. So the first window is at least as long as a micro-batch takes from l to the loss and back to h,
+    and the last window as it takes from h to the loss and back to the end of the pipe. Memory limits the work in
     the first window, because all its forwards are held at its end, and the work in the last window, because it was all
     held at its beginning. The rest of each window is idle time, in addition to the work on m micro-batches:
 
@@ -55,11 +55,12 @@ def lower_bounds(
     * Instead of the last window: after the last backward of l, a micro-batch still goes upstream, while this worker
       runs its remaining weight halves, if backwards are split. Memory limits their number, too.
     * Memory x time: m times the memory of a micro-batch, multiplied by the shortest time for which it is held, is at
-      most the limit times the busy window. So window >= m (a L + a' L' + ...) / limit, with activations a and times L
+      most the limit times the span. So span >= m (a L + a' L' + ...) / limit, with activations a and times L
       of the stages.
 
-    Each single stage is a smaller worker with the same limit, so all bounds hold for it, too; one of them is the trip
-    of a micro-batch. Without arrival, and without the trips through other workers, they bound the busy windows.
+    Each single stage is a smaller worker with the same limit, so all bounds hold for it, too; one of them is the
+    time that one micro-batch takes through the whole pipe. Without arrival, and without the time on other workers, they
+    bound the span, the longest time from a worker's first start to its last end.
 
     Memory is counted as in :func:`simulate`, so with a schedule's ``peak_memory`` as limit its times are not below
     the bounds, up to rounding. There need not be a schedule that reaches them.
@@ -118,7 +119,7 @@ class _Item(NamedTuple):
 
 
 class _Pipe:
-    """Times, memory and the fastest trip of a micro-batch, for each stage."""
+    """Times, memory and the fastest way of a micro-batch to the loss and back, for each stage."""
 
     def __init__(
         self, placement: Sequence[int], micro_batches: int, costs: StageCosts, repeats: Sequence[int], *, split: bool

@@ -55,7 +55,7 @@ class Simulation:
 
     @property
     def span(self) -> float:
-        """The longest busy window of a worker."""
+        """The longest time from a worker's first start to its last end."""
         return self.timeline.span
 
     @property

@@ -64,7 +64,7 @@ def test_an_action_that_takes_too_long_is_stuck(member: Starting, watched: Watch
 
 
 def watched_failure(watched: Watching, store: TCPStore) -> Any:
-    """As a third watcher, which has nothing to do with the ranks, hears of it."""
+    """The failure as a third monitor reads it from the store, which belongs to no rank."""
     failure = watched(through=store).wait_for_failure(HARD)
     assert failure is not None
     return failure

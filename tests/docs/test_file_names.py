@@ -1,0 +1,34 @@
+"""The files and folders that design.md and CONTRIBUTING.md name are there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "pipework"
+PAGES = [ROOT / "docs" / "design.md", ROOT / "CONTRIBUTING.md"]
+EXAMPLES = {"benchmarks/name/run.py"}
+NAMED = sorted({(page, name) for page in PAGES for name in re.findall(r"`([\w/]+(?:\.py|/))`", page.read_text())})
+
+
+@pytest.mark.parametrize(("page", "name"), NAMED, ids=lambda value: getattr(value, "name", value))
+def test_it_is_there(page: Path, name: str) -> None:
+    if name.endswith(".py"):
+        places = [PACKAGE / name, ROOT / name]
+        assert name in EXAMPLES or any(place.is_file() for place in places), f"{page.name} names {name}"
+    else:  # a folder may be named relative to the one that is named before it
+        folders = [ROOT / name, *(place for place in PACKAGE.rglob("*/") if place.is_dir())]
+        assert any(f"{folder}/".endswith(f"/{name}") for folder in folders if folder.is_dir()), name
+
+
+def test_names_are_found() -> None:
+    assert len(NAMED) > 60
+
+
+@pytest.mark.parametrize("folder", ["", "transport", "gradients", "health"])
+def test_a_folder_lists_its_files(folder: str) -> None:
+    init = PACKAGE / "distributed" / folder / "__init__.py"
+    lines = [line.partition(":")[0] for line in init.read_text().splitlines() if line.startswith("* ")]
+    listed = {name for line in lines for name in re.findall(r"`(\w+)`", line)}
+    assert listed == {path.stem for path in init.parent.glob("[!_]*.py")}
