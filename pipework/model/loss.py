@@ -148,6 +148,7 @@ class LossSettings:
             None if self.reduction == "sum" or targets is None else mean_weights(self._amounts(targets, rows)),
             self.grad_scaler.get_scale() if grad and self.grad_scaler is not None else 1.0,
             keeps_output,
+            len(rows),
         )
 
     def _amounts(self, targets: Sequence[Message], rows: Sequence[int]) -> list[float]:
