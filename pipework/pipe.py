@@ -92,7 +92,8 @@ class Pipe(Layers):
         loss_reduction: 'mean': the loss of the mini-batch is the mean of its micro-batches' losses, weighted by rows;
             'sum': their sum.
         loss_weight: from a micro-batch's target to its weight in the mean, in place of its rows, such as
-            `lambda target: (target != -100).sum()`.
+            `lambda target: (target != -100).sum()`. None: what `cross_entropy` or `nll_loss` counts, if `loss_fn` is
+            one of them, and else the rows.
         grad_scaler: gradients carry its scale inside of the pipe already, so that small ones survive in float16; use
             it outside as always.
         check_finite: NaN or an infinity in an output or a gradient raises a FloatingPointError at once, with a note

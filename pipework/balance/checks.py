@@ -18,7 +18,8 @@ def check_partitions(partitions: int, layers: int) -> None:
 def not_sequential(module: object) -> TypeError:
     """The error for a module that is not an ``nn.Sequential``."""
     got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
-    return TypeError(f"module must be nn.Sequential to be partitioned, got {got}: write nn.Sequential(*layers)")
+    advice = "it is one already, so pass its layers" if hasattr(module, "partitions") else "write"
+    return TypeError(f"module must be nn.Sequential to be partitioned, got {got}: {advice} nn.Sequential(*layers)")
 
 
 def too_few_devices(devices: int, partitions: int, what: str = "partitions") -> IndexError:

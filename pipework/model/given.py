@@ -296,22 +296,19 @@ def _for_each(named: dict[str, Any], count: int, call: Callable[[dict[str, Any]]
 def _value(value: Any) -> _Value:
     whole: set[int] = set()
 
-    def unwrap(wrapper: NoChunk) -> Tensor:
+    def unwrap(wrapper: NoChunk | MicroBatches) -> Tensor:
+        if isinstance(wrapper, MicroBatches):
+            raise inside_of_a_value()
         whole.add(id(wrapper.tensor))
         return wrapper.tensor
 
-    refuse_inside(value)
-    tensors, structure = nested.flatten(nested.replaced(value, NoChunk, unwrap))
+    tensors, structure = nested.flatten(nested.replaced(value, (NoChunk, MicroBatches), unwrap))
     return _Value(tensors, structure, tuple([tensor for tensor in tensors if id(tensor) not in whole]))
 
 
-def refuse_inside(value: Any) -> None:
-    """Raises a TypeError if there are `MicroBatches` within a nested value."""
-    nested.replaced(value, MicroBatches, _refuse)
-
-
-def _refuse(value: MicroBatches) -> Any:
-    raise TypeError(
+def inside_of_a_value() -> TypeError:
+    """The error for `MicroBatches` within a nested value."""
+    return TypeError(
         "MicroBatches is inside of another value: wanted it as a whole argument, or as the target, with the nested "
         "value of each micro-batch in it, such as MicroBatches([{'x': first}, {'x': second}])"
     )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import warnings
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from torch import nn
 
+from pipework.model.counted_targets import IGNORED, CountedTargets, unequal_padding
+from pipework.pipe_warning import PipeWarning
 from pipework.runtime.stage.loss import InnerLoss, mean_weights
 from pipework.values import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     import torch
     from torch import Tensor
@@ -28,7 +32,8 @@ class LossSettings:
     Attributes:
         function: computes the loss of a micro-batch from its output and target; None: the last layer returns the loss.
         reduction: 'mean': the mini-batch's loss is the weighted mean of its micro-batches' losses; 'sum': their sum.
-        weight: computes a micro-batch's weight in the mean from its target; None: the number of its rows.
+        weight: computes a micro-batch's weight in the mean from its target; None: the number of targets that a loss of
+            PyTorch's counts (see `CountedTargets`), for other functions the number of rows.
         grad_scaler: scales the gradients inside of the pipe.
 
     Raises:
@@ -40,6 +45,8 @@ class LossSettings:
     reduction: str = "mean"
     weight: Callable[[Any], Any] | None = None
     grad_scaler: torch.amp.GradScaler | None = None
+    # In which mini-batches to look for padding: looking takes some microseconds for each micro-batch.
+    _looks: Iterator[int] = field(default_factory=lambda: iter(range(16)), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, value in (("loss_fn", self.function), ("loss_weight", self.weight)):
@@ -63,9 +70,10 @@ class LossSettings:
             raise TypeError(f"grad_scaler is {self.grad_scaler!r}: wanted a torch.amp.GradScaler")
 
     def _refuse_other_reduction(self) -> None:
-        """Raises a ValueError if the function has another `reduction`, an attribute that PyTorch's losses have."""
-        own = getattr(self.function, "reduction", None)
-        name = type(self.function).__name__
+        """Raises a ValueError if the function has another `reduction`: an attribute or argument of PyTorch's losses."""
+        own, name = getattr(self.function, "reduction", None), type(self.function).__name__
+        if isinstance(self.function, functools.partial):
+            own, name = self.function.keywords.get("reduction"), getattr(self.function.func, "__name__", name)
         if own == "none":
             raise ValueError(
                 f"loss_fn ({name}) has reduction='none', which gives no single number: make it with reduction="
@@ -148,14 +156,13 @@ class LossSettings:
             None if self.reduction == "sum" or targets is None else mean_weights(self._amounts(targets, rows)),
             self.grad_scaler.get_scale() if grad and self.grad_scaler is not None else 1.0,
             keeps_output,
+            len(rows),
         )
 
     def _amounts(self, targets: Sequence[Message], rows: Sequence[int]) -> list[float]:
         # Before the first action: the first backward may come before the last forward.
         if self.weight is None:
-            if min(rows) < 0:
-                raise _no_rows(targets, rows)
-            return list(rows)
+            return self._counted(targets) or self._rows(targets, rows)
         amounts = []
         for number, target in enumerate(targets):
             amount = self.weight(nested.unflatten(*target))
@@ -168,6 +175,26 @@ class LossSettings:
                     f"loss_weight gave {amounts[-1]} for micro-batch {number}: wanted a number of at least 0"
                 )
         return amounts
+
+    def _counted(self, targets: Sequence[Message]) -> list[float] | None:
+        """What the targets count in the mean of a loss of PyTorch's; None: it is another function."""
+        counted = CountedTargets.of(self.function)
+        return None if counted is None else counted.amounts([nested.unflatten(*target) for target in targets])
+
+    def _rows(self, targets: Sequence[Message], rows: Sequence[int]) -> list[float]:
+        if min(rows) < 0:
+            raise _no_rows(targets, rows)
+        looks = next(self._looks, None) is not None
+        if looks and unequal_padding([nested.unflatten(*target) for target in targets], rows):
+            warnings.warn(
+                f"targets have the value {IGNORED}, which PyTorch's losses leave out of their mean, and micro-batches "
+                "have unequal numbers of them, but loss_fn is a function of its own, so the pipe weighs micro-batches "
+                f"by rows. Give Pipe loss_weight=lambda target: (target != {IGNORED}).sum() for the mean over all "
+                "targets that count",
+                PipeWarning,
+                stacklevel=2,
+            )
+        return list(rows)
 
 
 def _no_rows(targets: Sequence[Message], rows: Sequence[int]) -> ValueError:

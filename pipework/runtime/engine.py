@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipework.runtime.device import WorkerDevice, is_accelerator, link
 from pipework.runtime.stage.execution_views import shared_modules
+from pipework.runtime.stage.returned import layer_text
 from pipework.runtime.stage.stage import Stage
 from pipework.runtime.worker_threads import WorkerThreads
 
@@ -99,6 +100,7 @@ def make_engine(
             skips=skips,
             tuples=tuples,
             loss=loss if index + 1 == len(placement) else None,
+            before=_last_layer(named_layers, index, sum(balance[:index])),
             shares_output=index + 1 in partitions and devices[index] == devices[index + 1],
         )
         for index, layers in named_layers.items()
@@ -121,3 +123,14 @@ def make_engine(
             if count > 1 and is_accelerator(device)
         },
     )
+
+
+def _last_layer(
+    named_layers: Mapping[int, Sequence[tuple[str, nn.Module]]], stage: int, layers_before: int
+) -> str | None:
+    """The layer before a stage, as messages call it; None: there is none."""
+    if not layers_before:
+        return None
+    if stage - 1 in named_layers:
+        return layer_text(*named_layers[stage - 1][-1])
+    return f"the last layer of stage {stage - 1} (number {layers_before - 1} of the model)"

@@ -102,8 +102,8 @@ def unflatten(tensors: tuple[Tensor, ...], structure: Structure | None) -> Any:
     return pytree.tree_unflatten(leaves, structure.spec)
 
 
-def replaced(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
-    """The value with every leaf of a type replaced."""
+def replaced(value: Any, kind: type | tuple[type, ...], replacement: Callable[[Any], Any]) -> Any:
+    """The value with every leaf of a type, or of one of several, replaced."""
     return pytree.tree_map(lambda leaf: replacement(leaf) if isinstance(leaf, kind) else leaf, value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,12 +28,25 @@ class InnerLoss:
         weights: the factor of each micro-batch's loss; None: none has one.
         scale: gradients carry this factor, so that small ones survive in float16.
         keeps_output: whether the output is returned with the loss.
+        micro_batches: how many there are.
     """
 
     function: Callable[[Any, Any], Tensor] | None
     weights: tuple[float, ...] | None = None
     scale: float = 1.0
     keeps_output: bool = False
+    micro_batches: int = 1
+
+    @cached_property
+    def counted(self) -> frozenset[int]:
+        """The micro-batches whose loss has a weight other than 0."""
+        numbers = range(self.micro_batches)
+        return frozenset([n for n in numbers if self.weights is None or self.weights[n]])
+
+    @property
+    def source(self) -> str:
+        """What returns the loss, for messages."""
+        return "the last layer" if self.function is None else f"loss_fn ({self.description})"
 
     @property
     def description(self) -> str:
@@ -63,11 +77,16 @@ class InnerLoss:
         return value * weight if weight else value.new_zeros(())
 
     def _no_loss(self, value: Any) -> TypeError | ValueError:
-        source = "the last layer" if self.function is None else f"loss_fn ({self.description})"
+        source = self.source
         if not isinstance(value, Tensor):
-            hint = "; give the pipe a loss_fn, or let its last layer take the target and return the loss"
+            if self.function is None:
+                hint = "give the pipe a loss_fn, or let its last layer take the target and return the loss"
+            elif isinstance(value, bool | int | float):
+                hint = "return the tensor itself, without .item() or float()"
+            else:
+                hint = "it may lack a return" if value is None else "return the loss alone"
             return TypeError(
-                f"{source} returned {type(value).__name__}, wanted the loss as a 0-dimensional tensor{hint}"
+                f"{source} returned {type(value).__name__}, wanted the loss as a 0-dimensional tensor: {hint}"
             )
         if value.is_complex():
             return TypeError(

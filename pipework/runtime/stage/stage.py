@@ -9,6 +9,7 @@ from torch import nn
 from pipework.runtime.skips.stashed import StashedTensors
 from pipework.runtime.stage.buffers import MutableBuffers
 from pipework.runtime.stage.execution_views import execution_layers
+from pipework.runtime.stage.returned import layer_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +41,7 @@ class Stage:
         skips: all skip connections of the pipe.
         tuples: how a tuple reaches a layer.
         loss: computed after the layers, if it is a module.
+        before: the layer before the first one, as messages call it; None: there is none.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class Stage:
         skips: Sequence[Skip],
         tuples: TupleRule,
         loss: nn.Module | None = None,
+        before: str | None = None,
     ) -> None:
         self.index = index
+        self._before = before
         self.skips = skips
         self.stashed = StashedTensors(index, skips)
         self.device = device
@@ -75,6 +79,11 @@ class Stage:
         # By the id of a parameter, whether its gradient is deferred to W; see WeightGradientStore.
         self.deferred: dict[int, bool] = {}
         self.buffers = MutableBuffers(runnable if loss is None else [*runnable, loss])
+
+    def before(self, number: int) -> str | None:
+        """The layer before that with a number, as messages call it; None: there is none."""
+        place = number - self.layers[0].number
+        return layer_text(self.layers[place - 1].name, self.layers[place - 1].module) if place else self._before
 
     def refresh(self) -> None:
         """Updates the views of modules that the user has changed."""

@@ -32,6 +32,7 @@ from pipework.runtime.skips.connections import Bundle, SkipPorts
 from pipework.runtime.skips.stashed import Arrived, Stashed, arrived_tensors
 from pipework.runtime.stage.finite import refuse_non_finite
 from pipework.runtime.stage.recompute_phase import checkpointing, recomputing
+from pipework.runtime.stage.returned import layer_text, note_returned
 from pipework.values import nested
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class StageRun:
         self._seed: Tensor | None = None
         self._inspected = False  # whether a graph has been searched for hidden parameters
         self._takes_target = -1
+        self._detached: set[int] = set()  # micro-batches whose loss has no graph
+        self._receives_gradients = False  # whether an input of the stage requires one
         if loss is not None and loss.function is None:  # the last layer takes the target, too
             self._layers = stage.layers_with_target
             self._takes_target = self._layers[-1].number
@@ -379,6 +382,8 @@ class StageRun:
             own, enter = self._own_leaves, boundary.enter_slice if self._index == 0 else boundary.enter
             aliases = tuple([leaf if n in own else enter(leaf) for n, leaf in enumerate(leaves)])
         value = aliases[0] if structure is None else nested.unflatten(aliases, structure)
+        if self._loss is not None and not self._receives_gradients:
+            self._receives_gradients = any(leaf.requires_grad for leaf in leaves)
         enter_stream = self._enter_stream
         # The structure in stage 0 has positional and keyword arguments; None, a single tensor, is the usual case.
         has_arguments = structure is not None and self._index == 0
@@ -395,7 +400,9 @@ class StageRun:
                 else:
                     value = module(*value) if type(value) is tuple and not takes_tuple_whole else module(value)
             except BaseException as error:
-                add_note(error, f"in layer {name!r} ({type(module).__name__})")
+                add_note(error, f"in {layer_text(name, module)}")
+                if not has_arguments:
+                    note_returned(error, value, self._stage.before(number), layer_text(name, module))
                 if number == takes_target and isinstance(error, TypeError):
                     add_note(
                         error,
@@ -417,8 +424,33 @@ class StageRun:
                 value = loss.function(output, self._targets[micro_batch][1])
             except BaseException as error:
                 add_note(error, f"in loss_fn ({loss.description})")
+                note_returned(error, output, self._last_layer, "loss_fn")
                 raise
+        self._see_detached(loss, value, output, micro_batch)
         return loss.outputs(output, loss.part(value, micro_batch))
+
+    @property
+    def _last_layer(self) -> str:
+        return layer_text(self._layers[-1].name, self._layers[-1].module)
+
+    def _see_detached(self, loss: InnerLoss, value: Any, output: Any, micro_batch: int) -> None:
+        """Raises a RuntimeError if no micro-batch's loss has a graph, although there is something to train."""
+        if not self._grad or not self._stage.training or not isinstance(value, Tensor) or value.requires_grad:
+            return
+        self._detached.add(micro_batch)
+        if not loss.counted <= self._detached:  # a constant loss of some micro-batches is nothing unusual
+            return
+        outputs, _ = nested.flatten(output)
+        if loss.function is not None and not any(tensor.requires_grad for tensor in outputs):
+            source, what = self._last_layer, "an output"
+        else:
+            source, what = (self._last_layer if loss.function is None else loss.source), "a loss"
+        if self.aliases.leaves or self._receives_gradients:
+            raise RuntimeError(
+                f"{source} returned {what} without a graph, so no parameter would get a gradient: .detach(), .item(), "
+                "torch.tensor(...), .argmax() or torch.no_grad() in it cuts the graph. Return what was computed from "
+                "its input; where only the value is wanted, call the pipe under torch.no_grad()"
+            )
 
     def _see_overwriting(self, leaves: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
         seen = [boundary.report_overwriting(leaf, alias) for leaf, alias in zip(leaves, aliases, strict=True)]

@@ -1,0 +1,82 @@
+"""A loss that leaves out padded targets, or weighs classes: the pipe's is that of the whole mini-batch."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipework import Pipe
+from pipework.model.counted_targets import CountedTargets, unequal_padding
+from pipework.pipe_warning import PipeWarning
+
+WEIGHT = torch.tensor([1.0, 2.0, 0.5, 4.0, 0.0], dtype=torch.float64)
+LOSSES = {
+    "function": functional.cross_entropy,
+    "ignored class": nn.CrossEntropyLoss(ignore_index=3),
+    "weights of classes": nn.CrossEntropyLoss(weight=WEIGHT),
+    "weights in a partial": functools.partial(functional.cross_entropy, weight=WEIGHT, ignore_index=1),
+    "smoothed": functools.partial(functional.cross_entropy, label_smoothing=0.1),
+}
+
+
+def padded() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 6, dtype=torch.float64), torch.randint(0, 5, (16,))
+    y[:7] = -100  # the first micro-batch has nothing else
+    return x, y
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_the_mean_is_over_the_targets_that_count(name: str, schedule: str) -> None:
+    loss_fn: Callable[..., Any] = LOSSES[name]
+    x, y = padded()
+    if "partial" in name or "ignored" in name:
+        y[:7] = getattr(loss_fn, "ignore_index", 1)
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    plain = copy.deepcopy(module)
+    pipe = Pipe(module, 4, schedule=schedule, loss_fn=loss_fn, balance=[1, 2], devices=["cpu", "cpu"])
+    loss, expected = pipe(x, target=y), loss_fn(plain(x), y)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    loss.backward()
+    expected.backward()
+    for parameter, own in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, own.grad, rtol=1e-10, atol=1e-14)
+
+
+def test_probabilities_and_other_functions_count_by_rows() -> None:
+    assert CountedTargets().amounts([torch.rand(3, 4)]) is None
+    assert CountedTargets.of(functional.mse_loss) is None
+    assert CountedTargets.of(functools.partial(functional.cross_entropy, torch.ones(1))) is None
+    assert CountedTargets.of(None) is None
+
+
+def test_padding_that_the_pipe_cannot_weigh_is_told() -> None:
+    def own(output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output, target)
+
+    x, y = padded()
+    pipe = Pipe(nn.Sequential(nn.Linear(6, 5), nn.Tanh()).double(), 4, loss_fn=own, devices=["cpu", "cpu"])
+    with pytest.warns(PipeWarning, match=r"loss_weight=lambda target: \(target != -100\)\.sum\(\)"):
+        pipe(x, target=y)
+    y[:] = 1
+    pipe(x, target=y)
+
+
+def test_equal_padding_needs_no_weights() -> None:
+    padded_alike = [torch.tensor([1, -100]), torch.tensor([-100, 2])]
+    assert not unequal_padding(padded_alike, [2, 2])
+    assert unequal_padding([*padded_alike, torch.tensor([1])], [2, 2, 1])
+    assert not unequal_padding([torch.tensor([0.5])], [1])
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_reduction_in_a_partial_is_seen(reduction: str) -> None:
+    loss_fn = functools.partial(functional.cross_entropy, reduction=reduction)
+    with pytest.raises(ValueError, match=rf"loss_fn \(cross_entropy\) has reduction='{reduction}'"):
+        Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), 2, loss_fn=loss_fn, devices=["cpu", "cpu"])
