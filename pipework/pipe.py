@@ -407,6 +407,7 @@ class Pipe(Layers):
             loss=inner,
             own_leaves=frozenset([n for n, t in enumerate(split.tensors) if t.is_leaf and t.requires_grad]),
             input_gradients=any(tensor.requires_grad for tensor in split.tensors),
+            versions=split.versions,
         )
         self._steps += 1
         returned: list[Message] = []
