@@ -450,6 +450,7 @@ class Pipe(Layers):
             loss=inner,
             own_leaves=split.own_leaves,
             input_gradients=any(tensor.requires_grad for tensor in split.tensors),
+            versions=split.versions,
         )
         self._recorded_step += 1
         returned: list[Message] = []

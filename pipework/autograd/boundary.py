@@ -57,15 +57,14 @@ def enter(leaf: Tensor) -> Tensor:
     return _alias(leaf) if 1 in leaf.shape else torch_private.unsafe_view(leaf, leaf.shape)
 
 
-def enter_slice(leaf: Tensor) -> Tensor:
-    """The same for a slice of the caller's batch.
+def refuse_changes(leaf: Tensor) -> None:
+    """Marks a view of a leaf of the caller, whose values no layer may change."""
+    leaf.pipework_refuses = True  # type: ignore[attr-defined]
 
-    All slices of a tensor share a version counter. If one is changed in place, the graphs of the others must not take
-    it for a change of theirs.
-    """
-    if leaf.requires_grad:
-        return enter(leaf)
-    return leaf if leaf.is_inference() else leaf.data  # a tensor of inference mode has no version counter
+
+def refuses_changes(leaf: Tensor) -> bool:
+    """Whether a leaf has that mark. It gets no alias, so that PyTorch refuses an in-place operation on it."""
+    return getattr(leaf, "pipework_refuses", False)
 
 
 def report_overwriting(leaf: Tensor, alias: Tensor) -> bool:
@@ -86,15 +85,22 @@ def private_copy(leaf: Tensor) -> Tensor:
         >>> private_copy(torch.zeros(2, 6)[:, ::2]).stride(), private_copy(torch.zeros(1).expand(3)).stride()
         ((6, 2), (0,))
     """
+    copy = _copied(leaf).requires_grad_(leaf.requires_grad)
+    if refuses_changes(leaf):
+        refuse_changes(copy)
+    return copy
+
+
+def _copied(leaf: Tensor) -> Tensor:
     plain = leaf.detach()
     if leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg() or not leaf.numel():
-        return plain.clone().requires_grad_(leaf.requires_grad)
+        return plain.clone()
     extent = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
     # Kernels also add in another order if the first element is aligned in another way.
     shift = leaf.data_ptr() % torch_private.ALIGNMENT // leaf.element_size()
     memory = plain.new_empty(shift + extent)
     memory[shift:] = plain.as_strided((extent,), (1,))
-    return memory.as_strided(leaf.shape, leaf.stride(), shift).detach().requires_grad_(leaf.requires_grad)
+    return memory.as_strided(leaf.shape, leaf.stride(), shift).data
 
 
 def gradients(

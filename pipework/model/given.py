@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
+from pipework.autograd.batch_versions import BatchVersions
 from pipework.model.no_chunk import NoChunk
 from pipework.values import nested
 
@@ -94,6 +95,11 @@ class Given:
     def elsewhere(cls, rows: Sequence[int]) -> Given:
         """A mini-batch whose tensors another process has."""
         return cls((), (), [], rows)
+
+    @property
+    def versions(self) -> BatchVersions:
+        """None that are shared: each micro-batch has tensors of its own."""
+        return BatchVersions((), ())
 
     @property
     def own_leaves(self) -> frozenset[int]:

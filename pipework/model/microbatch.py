@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pipework.autograd.batch_versions import BatchVersions
 from pipework.model.given import MicroBatches, inside_of_a_value, refuse_gradient
 from pipework.model.no_chunk import NoChunk
 from pipework.values import nested
@@ -71,6 +72,13 @@ class Split:
     def own_leaves(self) -> frozenset[int]:
         """The positions of the caller's own leaves that require a gradient."""
         return frozenset([n for n, tensor in enumerate(self.tensors) if tensor.is_leaf and tensor.requires_grad])
+
+    @property
+    def versions(self) -> BatchVersions:
+        """The version counters of the tensors and of their parts."""
+        columns = zip(*(leaves for leaves, _ in self.micro_batches), strict=True) if self.tensors else ()
+        parts = [() if sizes is None else column for sizes, column in zip(self.sizes, columns, strict=True)]
+        return BatchVersions(self.tensors, parts)
 
     @property
     def splits(self) -> InputSplits:
@@ -334,11 +342,15 @@ def _sizes(rows: int, count: int) -> list[int]:
 
 
 def _leaves(tensor: Tensor, sizes: Sequence[int] | None, count: int) -> Sequence[Tensor]:
-    """The tensor's part in each micro-batch; without sizes the whole tensor."""
+    """The tensor's part in each micro-batch, with a version counter of its own; without sizes the whole tensor."""
     whole = tensor.detach()
-    pieces: Sequence[Tensor] = [whole] * count if sizes is None else whole.split_with_sizes(sizes)
-    # A view of its base cannot be a leaf that requires a gradient: each part is detached.
-    return [piece.detach().requires_grad_() for piece in pieces] if tensor.requires_grad else pieces
+    if sizes is None:
+        pieces: Sequence[Tensor] = [whole] * count
+        return [piece.detach().requires_grad_() for piece in pieces] if tensor.requires_grad else pieces
+    pieces = whole.split_with_sizes(sizes)
+    if whole.is_inference():  # has no version counter
+        return pieces
+    return [piece.data.requires_grad_(tensor.requires_grad) for piece in pieces]
 
 
 def _joined_gradient(shape: torch.Size, sizes: Sequence[int] | None, column: Sequence[Tensor | None]) -> Tensor | None:

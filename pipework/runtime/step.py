@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from pipework.autograd.batch_versions import BatchVersions
     from pipework.runtime.caller_context import CallerContext
     from pipework.runtime.engine import Engine
     from pipework.runtime.program import Program
@@ -78,6 +79,7 @@ class Step:
         own_leaves: which of the caller's input tensors are leaves that require a gradient; they refuse in-place
             operations.
         input_gradients: whether any of the caller's input tensors requires a gradient.
+        versions: of the caller's input tensors.
     """
 
     def __init__(
@@ -91,8 +93,10 @@ class Step:
         loss: InnerLoss | None = None,
         own_leaves: frozenset[int] = frozenset(),
         input_gradients: bool = True,
+        versions: BatchVersions,
     ) -> None:
         self._engine = engine
+        self._versions = versions
         self._program = program
         self._context = context
         self._key = key
@@ -114,6 +118,7 @@ class Step:
                     check_finite=options.check_finite,
                     splits=stage.index in program.schedule.split_stages,
                     loss=loss if stage.index == last else None,
+                    batch=versions if stage.index == 0 and loss is None else None,
                 )
                 for stage in engine.stages.values()
             }
@@ -168,6 +173,7 @@ class Step:
                 "the backward of this mini-batch has failed before, so its graphs are gone; "
                 "call the pipe again for a new one"
             )
+        self._versions.spread()
         for run in self._runs.values():
             run.aliases.take_gradients()  # a backward that wanted some parameters only left the others' gradients lying
         sent = [("B", len(self._engine.placement) - 1, [(tensors, None) for tensors in gradients])]
@@ -276,6 +282,10 @@ class Step:
         for job in jobs:
             job.disconnect()
         transport.close()
+        if begins:
+            self._versions.report()
+        if not (begins and self._loss is None) and not retain_graph:
+            self._versions.forget()
         if failure.happened:
             self._failed = True
             note_memory(failure.error, list(engine.stages.values()), list(self._runs.values()))

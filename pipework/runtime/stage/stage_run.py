@@ -18,6 +18,7 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -38,6 +39,7 @@ from pipework.values import nested
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
 
+    from pipework.autograd.batch_versions import BatchVersions
     from pipework.runtime.caller_context import CallerContext
     from pipework.runtime.random.streams import RandomStream
     from pipework.runtime.stage.buffers import Snapshot
@@ -67,8 +69,10 @@ class StageRun:
         check_finite: bool,
         splits: bool = False,
         loss: InnerLoss | None = None,
+        batch: BatchVersions | None = None,
     ) -> None:
         self._stage = stage
+        self._batch = batch  # that of which this stage's inputs are slices, if the caller may change it before B
         self._check_finite = check_finite
         self._index = stage.index
         self._layers = stage.layers
@@ -78,9 +82,14 @@ class StageRun:
         self._inputs: dict[int, tuple[tuple[Tensor, ...], Around, Snapshot, list[int]]] = {}
         self._graphs: dict[int, tuple[tuple[Tensor, ...], tuple[Root, ...]]] = {}
         # Whether the layers change their input in place; None before the first micro-batch, which is treated as if they
-        # did. The caller's own leaves are passed as they are, so that PyTorch refuses an in-place operation on them.
+        # did. The caller's own leaves, and views of them from an earlier stage, are passed as they are, so that PyTorch
+        # refuses an in-place operation on them.
         self._overwrites: bool | None = None
         self._own_leaves = own_leaves if stage.index == 0 else frozenset[int]()
+        self._refusing: Set[object] = (
+            frozenset()
+        )  # memory of inputs that a later stage must not change in place, either
+        self._passed_on: Set[int] = frozenset()  # the inputs whose memory outputs have, too
         self._sends_gradients = sends_gradients
         self._loss = loss
         self._targets: dict[int, tuple[tuple[Tensor, ...], Any]] = {}  # the tensors, and the whole
@@ -155,8 +164,6 @@ class StageRun:
             arrived += self._stashed.popped(own, leaves[own:], popped)
         if self._loss is not None:
             tensors, around = self._receive(("target", self._index, micro_batch))
-            # Slices of one tensor share a version counter; these get one each.
-            tensors = tuple([boundary.enter_slice(tensor) for tensor in tensors])
             self._targets[micro_batch] = tensors, nested.unflatten(tensors, around)
         if self._started is not None:
             self._started()
@@ -172,6 +179,11 @@ class StageRun:
             self._stashed.refuse_overwritten(arrived)
         # What is sent has no graph, and this frame must not keep the graph either.
         outputs = tuple(map(boundary.cut, outputs))
+        if self._refusing:
+            for output in outputs:
+                if output.requires_grad and _memory(output) in self._refusing:
+                    boundary.refuse_changes(output)
+            self._refusing = frozenset()
         if self._loss is not None:
             if micro_batch not in self._checkpointed:
                 del self._targets[micro_batch]
@@ -296,7 +308,7 @@ class StageRun:
         self.aliases.take_gradients()
 
     def _first_pass(
-        self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int, arrived: Sequence[Arrived]
+        self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int, arrived: list[Arrived]
     ) -> tuple[tuple[Tensor, ...], Around]:
         """Computes a micro-batch of which only the input is kept, not the graph.
 
@@ -304,29 +316,40 @@ class StageRun:
         same in both passes. The graph is freed with the outputs; it takes as much memory as that of the recomputation.
         """
         buffers = self._stage.buffers.snapshot()
-        # A stage that begins with an in-place operation would change the input that the recomputation needs.
-        own = leaves if self._overwrites is False else tuple(map(boundary.private_copy, leaves))
+        target, _ = self._targets.get(micro_batch, ((), None))
+        of_target = list(map(_version, target))
+        # The recomputation needs the input as it is now. Neither an in-place operation of this stage may change it, nor
+        # one of a later stage to which this one passes its memory on.
+        unknown, kept = self._overwrites is None, list(map(torch_private.version, leaves))
+        own = tuple(
+            [
+                boundary.private_copy(leaf) if unknown or self._overwrites or n in self._passed_on else leaf
+                for n, leaf in enumerate(leaves)
+            ]
+        )
         versions = list(map(torch_private.version, own))
+        arrived[:] = [each._replace(tensor=own[each.number], version=versions[each.number]) for each in arrived]
         with checkpointing():
             outputs, structure_out = self._compute(own, structure, micro_batch)
             if not self._inspected:
                 self._inspect(own, outputs)
-        target, _ = self._targets.get(micro_batch, ((), None))
-        if any(not tensor.is_inference() and torch_private.version(tensor) for tensor in target):
+        if of_target != list(map(_version, target)):
             raise RuntimeError(
                 "the loss changed its target in place, and checkpointing needs the target again. Clone it in the loss, "
                 "or use checkpoint='never'"
             )
-        kept = list(map(torch_private.version, leaves))
         self._inputs[micro_batch] = leaves, structure, self._stage.buffers.learn(buffers), kept
+        if unknown:
+            memories = set(map(_memory, outputs))
+            self._passed_on = {n for n, tensor in enumerate(own) if _memory(tensor) in memories}
         if versions != list(map(torch_private.version, own)):
-            if own is leaves:
+            if not (unknown or self._overwrites):
                 raise RuntimeError(
                     f"stage {self._index}, which begins with layer {self._layers[0].name!r}, changed its "
                     "input in place, which it did not do for the first micro-batch; checkpointing needs that input "
                     "again. Clone the input in that layer, or use checkpoint='never'."
                 )
-            self._stashed.refuse_overwritten(arrived, own)
+            self._stashed.refuse_overwritten(arrived)
             self._overwrites = True
             self._refuse_overlap(leaves)
         if self.meter is not None:
@@ -379,8 +402,12 @@ class StageRun:
         aliased = self._overwrites is not False
         aliases = leaves
         if aliased:
-            own, enter = self._own_leaves, boundary.enter_slice if self._index == 0 else boundary.enter
-            aliases = tuple([leaf if n in own else enter(leaf) for n, leaf in enumerate(leaves)])
+            refusing = [n in self._own_leaves or boundary.refuses_changes(leaf) for n, leaf in enumerate(leaves)]
+            pairs = list(zip(leaves, refusing, strict=True))
+            aliases = tuple([leaf if refuses else boundary.enter(leaf) for leaf, refuses in pairs])
+            self._refusing = {_memory(leaf) for leaf, refuses in pairs if refuses}
+            if self._batch is not None:
+                self._batch.aliases += [alias.detach() for alias in aliases if alias.grad_fn is not None]
         value = aliases[0] if structure is None else nested.unflatten(aliases, structure)
         if self._loss is not None and not self._receives_gradients:
             self._receives_gradients = any(leaf.requires_grad for leaf in leaves)
@@ -509,3 +536,12 @@ def _edge(output: Tensor) -> Root:
     """The output's edge into the graph, from which a backward can start without keeping the output's memory alive."""
     node = output.grad_fn
     return _itself(output) if node is None else GradientEdge(node, output.output_nr)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else torch_private.version(tensor)
+
+
+def _memory(tensor: Tensor) -> object:
+    """Equal for tensors of which one may be changed with the other."""
+    return torch_private.storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided else id(tensor)
