@@ -61,12 +61,14 @@ class HealthMonitor:
 
     Example:
         >>> from torch.distributed import HashStore
-        >>> with HealthMonitor(HashStore(), rank=0, ranks=1) as monitor:
-        ...     monitor.begin("training step")
-        ...     monitor.progress.action = "optimizer"
-        ...     monitor.end()
+        >>> monitor = HealthMonitor(HashStore(), rank=0, ranks=1)
+        >>> monitor.start()
+        >>> monitor.begin("training step")
+        >>> monitor.progress.action = "optimizer"
+        >>> monitor.end()
         >>> monitor.failure is None
         True
+        >>> monitor.close()
     """
 
     def __init__(
@@ -113,13 +115,6 @@ class HealthMonitor:
         """Tells the others that this rank has left normally, after as many calls as it made, and ends the threads."""
         if self._leave is not None:
             self._leave()
-
-    def __enter__(self) -> HealthMonitor:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ---- calls that all ranks make ------------------------------------------------------------------------------
 
