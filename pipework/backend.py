@@ -178,9 +178,6 @@ class Backend(Protocol):
     def rank_of(self, worker: int) -> int | None:
         """The process of a worker; None: it is this one."""
 
-    def training(self, pipe: nn.Module, layers: Iterable[nn.Module]) -> bool:
-        """Whether a call is one of training, as far as all processes can see it."""
-
     def calling(self, what: str) -> AbstractContextManager[None]:
         """Entered around a call of the pipe, which all processes make; see `Peers.calling`.
 
@@ -263,10 +260,6 @@ class LocalBackend:
     def rank_of(self, worker: int) -> int | None:
         """Every worker is here."""
         return None
-
-    def training(self, pipe: nn.Module, layers: Iterable[nn.Module]) -> bool:
-        """Whether any layer is in training mode."""
-        return any(layer.training for layer in layers)
 
     def calling(self, what: str) -> AbstractContextManager[None]:
         """Signals are the program's own: nothing to do."""

@@ -20,7 +20,7 @@ from pipework.distributed.rendezvous import RendezvousSpec
 from pipework.model.release import release_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -154,10 +154,6 @@ class DistributedBackend:
     def rank_of(self, worker: int) -> int | None:
         """The number of the worker's process in the job."""
         return self.group.ranks[worker]
-
-    def training(self, pipe: nn.Module, layers: Iterable[nn.Module]) -> bool:
-        """The flag of the whole pipe, since nothing is known of layers in other processes."""
-        return pipe.training
 
     @contextlib.contextmanager
     def calling(self, what: str) -> Iterator[None]:
