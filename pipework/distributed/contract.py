@@ -11,7 +11,7 @@ import pipework
 from pipework.schedule import Schedule, to_json
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from pipework.planning.plan import Plan
 
@@ -52,11 +52,10 @@ def contract(module: nn.Sequential, plan: Plan, **settings: Any) -> dict[str, An
         "balance": list(plan.partitioning.balance),
         "placement": list(plan.placement),
         "layers": [f"{name}: {type(layer).__qualname__}" for name, layer in module.named_children()],
-        "parameters": {name: _form(tensor, name, names.setdefault(id(tensor), name)) for name, tensor in tensors},
+        "parameters": {
+            name: f"{tensor.dtype} {tuple(tensor.shape)}"
+            + ("" if names.setdefault(id(tensor), name) == name else f", tied to {names[id(tensor)]}")
+            for name, tensor in tensors
+        },
         **settings,
     }
-
-
-def _form(tensor: Tensor, name: str, first: str) -> str:
-    """Dtype and shape of a parameter or a buffer, and its first name if it has several."""
-    return f"{tensor.dtype} {tuple(tensor.shape)}{'' if name == first else f', tied to {first}'}"

@@ -80,7 +80,7 @@ def make_plan(
     if not isinstance(schedule, str | Schedule):
         raise TypeError(f"schedule is {schedule!r}: wanted a name such as '1f1b', or a Schedule")
     if isinstance(schedule, str):
-        _refuse_unrunnable(schedule)
+        Program.of(build(schedule, workers=2, chunks=2))  # refuses a schedule that cannot be run
         known = schedule_spec(schedule)
         if not known.several and known.stages_per_worker == 1:
             partitioning = choose_partitioning(module, balance, devices)
@@ -92,11 +92,6 @@ def make_plan(
         _refuse_unfit(schedule, chunks)
         return _placed(module, schedule, schedule.placement, counts, places, machine)
     return _several_stages(module, schedule, counts, places, machine)
-
-
-def _refuse_unrunnable(schedule: str) -> None:
-    """Raises a ValueError if schedules of that name cannot be run; it tries a small one."""
-    Program.of(build(schedule, workers=2, chunks=2))
 
 
 def _refuse_unfit(schedule: Schedule, chunks: int) -> None:

@@ -145,14 +145,9 @@ def _check_shared(stages: Stages, tensors: dict[str, Tensor]) -> None:
     first: dict[int, str] = {}
     for name, tensor in ((name, tensor) for held in stages.values() for name, tensor in held.items()):
         known = first.setdefault(id(tensor), name)
-        if known != name and not _same_bytes(tensors[known], tensors[name]):
+        # As bytes, so that NaN equals NaN.
+        if known != name and not torch.equal(*(tensors[each].reshape(-1).view(torch.uint8) for each in (known, name))):
             raise UnfitError(
                 f"{known} and {name} are one tensor in the pipe and differ in the checkpoint: tie them after loading, "
                 "or load into a pipe where they are not tied. Nothing was changed"
             )
-
-
-def _same_bytes(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(
-        left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)
-    )  # so that NaN equals NaN

@@ -178,7 +178,8 @@ class RankEndpoint:
             parts = [tensors[0] for _, tensors, _ in self._results]
             needs_gradient = any(part is not None and part.requires_grad for part in parts)
             losses = [torch.stack([part.detach() for part in parts if part is not None])]
-        for channel in self._others():
+        for worker in sorted({*self._spec.placement} - {self._worker}):
+            channel = self._channels[worker]
             channel.send(("results", self._stages, 0), losses, needs_gradient + 2 * stops)
             if self._spec.results_for_all is None:
                 for micro_batch, tensors, structure in self._results:
@@ -200,9 +201,6 @@ class RankEndpoint:
         for micro_batch, loss in enumerate(losses[0].unbind()):
             loss = loss.detach().requires_grad_(bool(flags & 1))
             self._outputs.put((("F", self._stages, micro_batch), ((loss,), None), None))
-
-    def _others(self) -> list[Channel]:
-        return [self._channels[worker] for worker in sorted({*self._spec.placement} - {self._worker})]
 
 
 def names_of_messages(kind: str, source: int, target: int, skips: Sequence[Skip]) -> list[str]:
