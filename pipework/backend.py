@@ -216,14 +216,7 @@ class Backend(Protocol):
         norm_type: float,
         error_if_nonfinite: bool,
     ) -> Tensor:
-        """See `Pipe.clip_grad_norm_`.
-
-        Args:
-            stages: the layers of this process.
-            max_norm: the largest norm.
-            norm_type: its order.
-            error_if_nonfinite: whether NaN or infinity is an error.
-        """
+        """See `Pipe.clip_grad_norm_`."""
 
 
 class LocalBackend:

@@ -23,11 +23,6 @@ def contract(module: nn.Sequential, plan: Plan, **settings: Any) -> dict[str, An
     compared: in the layers of other ranks it has no effect, and it may change between two steps. Where it matters,
     for replicas and for tied parameters, each step compares it.
 
-    Args:
-        module: the layers, not yet split.
-        plan: how they are to be split.
-        settings: the pipe's other arguments.
-
     Example:
         >>> from torch import nn
         >>> from pipework.planning.plan import make_plan

@@ -18,10 +18,6 @@ class MetaMemory:
     The tensors stay the same objects, so an optimizer that has them keeps working, and tied tensors stay tied. The
     memory is filled with marks, which show later whether a tensor has been filled.
 
-    Args:
-        module: the module.
-        device: the device of the memory.
-
     Raises:
         RuntimeError: another object refers to a tensor in a way that an exchange would break. Nothing has changed then.
 

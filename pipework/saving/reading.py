@@ -80,11 +80,6 @@ class GatheredInfo:
 def read_checkpoint(path: Path, target: Target, info: GatheredInfo) -> LoadedState:
     """Reads everything that a rank needs of a checkpoint.
 
-    Args:
-        path: the checkpoint.
-        target: the objects to load into.
-        info: facts about all ranks.
-
     Raises:
         DamagedError: a file differs from what was written.
         UnfitError: the checkpoint is of another model or optimizer.

@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 
 
 class FoundInf:
-    """Shares overflows between the gradient scalers of all ranks.
-
-    Args:
-        group: of all ranks.
-        device: of this rank.
-    """
+    """Shares overflows between the gradient scalers of all ranks."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group: Any = group

@@ -171,9 +171,6 @@ class HealthMonitor:
     def wait_for_failure(self, seconds: float) -> PeerFailure | None:
         """Waits until another rank has failed.
 
-        Args:
-            seconds: at most.
-
         Returns:
             The failure; None if there was none in that time.
         """
@@ -206,9 +203,6 @@ class HealthMonitor:
         """After a failure elsewhere: ends the process if this rank does not leave its present call in time.
 
         Transfers can be ended by another thread; a layer that does not return cannot.
-
-        Args:
-            seconds: how long the call may still take.
         """
         self._heartbeat.end_process_if_stuck(seconds)
 
@@ -232,10 +226,6 @@ class HealthMonitor:
 
     def declare_lost(self, rank: int, seen: str = "") -> PeerFailure:
         """Tells all others that a rank is gone, as this one has noticed.
-
-        Args:
-            rank: the lost rank.
-            seen: where it was noticed.
 
         Returns:
             This failure, or one that was known before.

@@ -35,9 +35,6 @@ class Preemption:
     A handler that the program has installed before is still called, after this one. A signal that native code handles,
     such as that of `faulthandler.register`, keeps its handler (where the system shows this, as Linux does). Python runs
     a handler when the main thread executes Python code the next time, so that thread must not block for long.
-
-    Args:
-        monitor: announces the request to all ranks.
     """
 
     def __init__(self, monitor: HealthMonitor) -> None:
@@ -72,11 +69,7 @@ class Preemption:
             monitor.on_failure(self._exit_if_broken)
 
     def request(self, reason: str) -> None:
-        """Does the same as a first signal.
-
-        Args:
-            reason: such as "SIGTERM".
-        """
+        """Does the same as a first signal."""
         if self._received is None:
             self._received = reason
             if (monitor := self._monitor()) is not None:

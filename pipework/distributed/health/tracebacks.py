@@ -20,10 +20,6 @@ _MODULE: Final = os.path.join("torch", "nn", "modules", "module.py")
 def is_inner(file: str, function: str) -> bool:
     """Whether a frame is pipework's own, or one of those by which PyTorch calls any module.
 
-    Args:
-        file: of the function.
-        function: its name.
-
     Example:
         >>> is_inner(__file__, "is_inner"), is_inner("train.py", "main")
         (True, False)
@@ -47,14 +43,7 @@ def shortened(error: BaseException) -> str:
 
 
 def outer_part(trace: TracebackType | None) -> TracebackType | None:
-    """A copy of a traceback without inner frames.
-
-    Args:
-        trace: of an exception.
-
-    Returns:
-        None if it has no other frames.
-    """
+    """A copy of a traceback without inner frames; None if it has no others."""
     kept = []
     while trace is not None:
         code = trace.tb_frame.f_code

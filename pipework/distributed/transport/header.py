@@ -73,10 +73,7 @@ class TensorForm:
         )
 
     def room(self, device: torch.device | None = None) -> Tensor:
-        """Memory for a tensor of this form.
-
-        Args:
-            device: where; None: on the CPU.
+        """Memory for a tensor of this form, on the CPU unless a device is given.
 
         Example:
             >>> TensorForm(torch.int8, (3, 2), False, (1, 3)).room().stride()

@@ -28,14 +28,7 @@ if TYPE_CHECKING:
 
 
 class RankTransport:
-    """The endpoints of this rank.
-
-    Args:
-        worker: the number of this rank's worker.
-        spec: the run.
-        connections: to the other ranks.
-        peer_group: for what concerns more than two ranks.
-    """
+    """The endpoints of this rank."""
 
     def __init__(
         self,
@@ -67,7 +60,7 @@ class RankTransport:
 
 
 class RankEndpoint:
-    """The endpoint of the one worker that is in this process; arguments as above."""
+    """The endpoint of the one worker that is in this process."""
 
     def __init__(
         self,
@@ -205,12 +198,6 @@ class RankEndpoint:
 
 def names_of_messages(kind: str, source: int, target: int, skips: Sequence[Skip]) -> list[str]:
     """The messages from one stage straight to another, in the order in which they are sent.
-
-    Args:
-        kind: "F" values, "B" gradients.
-        source: the stage that sends.
-        target: the stage that receives.
-        skips: all of the pipe.
 
     Example:
         >>> from pipework.runtime.skips.connections import Skip
