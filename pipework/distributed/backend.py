@@ -73,16 +73,6 @@ class DistributedBackend:
         return self.group
 
     @property
-    def is_first(self) -> bool:
-        """Whether the first stage is here."""
-        return self.group.is_first
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the last stage is here."""
-        return self.group.is_last
-
-    @property
     def ranks(self) -> ProcessGroupView:
         """All processes of the pipe and its replicas."""
         everyone, mesh = self.group.everyone, self.mesh
@@ -115,6 +105,7 @@ class DistributedBackend:
     def join(self, spec: PipeSpec) -> None:
         """Returns when all processes have come and agree about the pipe."""
         mesh, placement = self.mesh, spec.plan.placement
+        self.is_first, self.is_last = mesh.worker == placement[0], mesh.worker == placement[-1]
         check_parameters(spec.partitions, placement, mesh.ranks, mesh.worker, spec.grad_scaler)
         pairs = [(stage, stage + 1) for stage in range(len(placement) - 1)]
         pairs += [(skip.source, to) for skip in spec.skips for to in skip.destinations]

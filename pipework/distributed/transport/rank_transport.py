@@ -30,13 +30,7 @@ if TYPE_CHECKING:
 class RankTransport:
     """The endpoints of this rank."""
 
-    def __init__(
-        self,
-        worker: int,
-        spec: RunSpec,
-        connections: Connections,
-        peer_group: PeerGroup,
-    ) -> None:
+    def __init__(self, worker: int, spec: RunSpec, connections: Connections, peer_group: PeerGroup) -> None:
         local = LocalTransport(spec.placement, spec.links)  # for messages between stages of this rank
         self.outside: Endpoint = local.outside
         self.endpoints = {worker: RankEndpoint(worker, local, spec, connections.channels, peer_group)}
@@ -63,12 +57,7 @@ class RankEndpoint:
     """The endpoint of the one worker that is in this process."""
 
     def __init__(
-        self,
-        worker: int,
-        local: LocalTransport,
-        spec: RunSpec,
-        channels: Mapping[int, Channel],
-        peer_group: PeerGroup,
+        self, worker: int, local: LocalTransport, spec: RunSpec, channels: Mapping[int, Channel], peer_group: PeerGroup
     ) -> None:
         self._worker = worker
         self._own: Endpoint = local.endpoints[worker]
