@@ -202,9 +202,6 @@ class Backend(Protocol):
     def rank_of(self, worker: int) -> int | None:
         """The process of a worker; None: it is this one."""
 
-    def training(self, pipe: nn.Module, layers: Iterable[nn.Module]) -> bool:
-        """Whether a call is one of training, as far as all processes can see it."""
-
     def calling(self, what: str) -> AbstractContextManager[None]:
         """Entered around a call of the pipe, which all processes make; see `Peers.calling`.
 
@@ -243,14 +240,7 @@ class Backend(Protocol):
         norm_type: float,
         error_if_nonfinite: bool,
     ) -> Tensor:
-        """See `Pipe.clip_grad_norm_`.
-
-        Args:
-            stages: the layers of this process.
-            max_norm: the largest norm.
-            norm_type: its order.
-            error_if_nonfinite: whether NaN or infinity is an error.
-        """
+        """See `Pipe.clip_grad_norm_`."""
 
 
 class LocalBackend:
@@ -298,10 +288,6 @@ class LocalBackend:
     def rank_of(self, worker: int) -> int | None:
         """Every worker is here."""
         return None
-
-    def training(self, pipe: nn.Module, layers: Iterable[nn.Module]) -> bool:
-        """Whether any layer is in training mode."""
-        return any(layer.training for layer in layers)
 
     def calling(self, what: str) -> AbstractContextManager[None]:
         """Signals are the program's own: nothing to do."""

@@ -403,7 +403,8 @@ class Pipe(Layers):
         context = CallerContext.capture({"cpu", *(device.type for device in self._plan.devices)})
         everywhere = outputs == "all"
         header = StepHeader(
-            training=self._backend.training(self, self),
+            # Of several processes each knows its own layers only, but all know the pipe's flag.
+            training=any(layer.training for layer in self) if self._backend.is_whole else self.training,
             grad=context.grad,
             everywhere=everywhere,
             returns_output=return_output,

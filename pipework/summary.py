@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pipework.schedule import simulate
 from pipework.schedule.draw.aligned import aligned
+from pipework.schedule.draw.units import counted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,11 +20,11 @@ def table(pipe: Pipe) -> str:
     For a partition in another process, only its rank and number of layers are known. The bubble is the idle share of
     the workers' time if all partitions take equally long and a backward takes twice as long as a forward.
     """
-    heading = f"Pipe: {_count(sum(pipe.balance), 'layer')} in {_count(len(pipe.balance), 'partition')}"
+    heading = f"Pipe: {counted(sum(pipe.balance), 'layer')} in {counted(len(pipe.balance), 'partition')}"
     if not pipe.balance:
         return heading
     if len(pipe.stages) < len(pipe.balance):
-        heading += f"; this process has {_count(len(pipe.stages), 'partition')}"
+        heading += f"; this process has {counted(len(pipe.stages), 'partition')}"
     schedule = pipe.schedule()
     rows = [("partition", "device", "layers", "parameters", "bytes")]
     here = dict(zip(pipe.stages, pipe.partitions, strict=True))
@@ -49,7 +50,7 @@ def table(pipe: Pipe) -> str:
             )
         )
     summary = (
-        f"schedule {schedule.name}, {_count(pipe.chunks, 'chunk')}, checkpoint {pipe.checkpoint!r}, "
+        f"schedule {schedule.name}, {counted(pipe.chunks, 'chunk')}, checkpoint {pipe.checkpoint!r}, "
         f"bubble {simulate(schedule).bubble:.1%} if all partitions take equally long"
     )
     return "\n".join([heading, *aligned(rows, left={1, 2}), summary])
@@ -71,7 +72,3 @@ def readable_bytes(size: float) -> str:
 def _layers(partition: nn.Sequential) -> str:
     names = list(partition._modules)
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

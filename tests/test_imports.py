@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "runtime.stage": {
         "autograd", "autograd.weight_split", "runtime", "runtime.random", "runtime.skips", "values",
     },
-    "model": {"pipe_warning", "runtime", "runtime.random", "runtime.stage", "values"},
+    "model": {"autograd", "pipe_warning", "runtime", "runtime.random", "runtime.stage", "values"},
     "balance": {"autograd", "model", "values"},
     "planning": {
         "autograd", "autograd.weight_split", "balance", "model", "runtime", "runtime.random", "runtime.skips",

@@ -28,11 +28,7 @@ def estimated_costs(module: nn.Module) -> list[float]:
         [1.0, 41.0, 1.0]
     """
     check_initialised(module)
-    return [_cost(layer) for layer in module._modules.values() if layer is not None]
-
-
-def _cost(layer: nn.Module) -> float:
-    return float(sum(_own_cost(module) for module in layer.modules()))
+    return [float(sum(map(_own_cost, layer.modules()))) for layer in module._modules.values() if layer is not None]
 
 
 def _own_cost(module: nn.Module) -> int:

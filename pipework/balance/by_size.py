@@ -88,15 +88,11 @@ def _run(layer: nn.Module, value: Any, before: list[Tensor], tuples: TupleRule) 
         saved.append(tensor.detach())  # keeps the memory alive, so that no other tensor can get the same memory
         return saved[-1]  # not the tensor itself: an output that its own node saves would never be freed
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = layer(*tuples.arguments(entered(value), layer))
     ours = _memory([*saved, *tensors_of(output)])
     others = _memory([*before, *layer.parameters(), *layer.buffers()])
     return output, sum(size for place, size in ours.items() if place not in others)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _memory(tensors: Iterable[Tensor]) -> dict[int, int]:

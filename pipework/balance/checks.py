@@ -61,9 +61,10 @@ def checked_balance(balance: Sequence[int], layers: int) -> list[int]:
     except TypeError:
         given = None
     if given is None:
+        example = [(layers + 1) // 2, layers // 2] if layers > 1 else [layers]
         raise TypeError(
             f"balance must list the number of layers of each partition, got {balance!r}: write balance="
-            f"{_even(layers)}, or leave balance out and give devices=, or let pipework measure one: "
+            f"{example}, or leave balance out and give devices=, or let pipework measure one: "
             "pipework.balance.balance_by_time(2, module, sample)"
         )
     counts = [_as_count(count) for count in given]
@@ -77,11 +78,6 @@ def checked_balance(balance: Sequence[int], layers: int) -> list[int]:
         "    from pipework.balance import balance_by_time\n"
         f"    balance = balance_by_time({max(1, min(len(given), layers))}, module, sample)\n"
     )
-
-
-def _even(layers: int) -> list[int]:
-    """An example of a balance of two partitions, or of one if there is one layer only."""
-    return [(layers + 1) // 2, layers // 2] if layers > 1 else [layers]
 
 
 def _as_count(count: object) -> int:

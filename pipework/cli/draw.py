@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> Report:
         ImportError: matplotlib is not installed.
     """
     out: Path | None = arguments.out
-    write = None if out is None else _writer(out)
+    form = None if out is None else _form(out)
     schedule, costs = _schedule(arguments)
     several = schedule.stages > schedule.workers
     if arguments.channel is not None and not schedule.communicates:
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> Report:
     line = simulation.timeline
     peak = max(simulation.peak_memory)
     facts = f"bubble {100 * line.bubble:.1f} %, makespan {time_text(line.makespan, line.unit)}, peak memory "
-    if out is None or write is None:
+    if out is None or form is None:
         # If the output is no terminal, its width is not limited.
         width = shutil.get_terminal_size(fallback=(160, 24)).columns
         text = grid(line, max_width=max(40, width))
@@ -110,8 +110,8 @@ def run(arguments: argparse.Namespace) -> Report:
     line = replace(line, memory_unit="micro-batches")
     # The colours of workers would hide split backwards and the stages of a worker.
     plain = not several and not any(interval.action.kind in "IW" for interval in line.intervals)
-    write(out, replace(simulation, timeline=line), arguments.colors or ("worker" if plain else "action"))
-    size = out.stat().st_size
+    content = form(replace(simulation, timeline=line), arguments.colors or ("worker" if plain else "action"))
+    size = out.write_bytes(content if isinstance(content, bytes) else content.encode())
     large = f" ({memory_text(size, 'bytes')})" if size > _LARGE else ""
     return Report([f"wrote {out}{large}: {line.title}, {facts}{memory_text(peak, line.memory_unit)}"])
 
@@ -145,51 +145,30 @@ def _schedule(arguments: argparse.Namespace) -> tuple[Schedule, Costs]:
     return with_recompute(schedule, checkpointed) if checkpointed else schedule, costs
 
 
-def _write_svg(out: Path, simulation: Simulation, colors: Colors) -> None:
-    out.write_text(svg(simulation.timeline, colors=colors, update=colors == "worker"), encoding="utf-8")
-
-
-def _write_png(out: Path, simulation: Simulation, colors: Colors) -> None:
-    out.write_bytes(png(simulation.timeline, colors=colors, update=colors == "worker"))
-
-
-def _write_trace(out: Path, simulation: Simulation, colors: Colors) -> None:
-    out.write_text(trace_json(simulation.timeline), encoding="utf-8")
-
-
-def _write_csv(out: Path, simulation: Simulation, colors: Colors) -> None:
+def _csv(simulation: Simulation, colors: Colors) -> str:
     schedule = simulation.schedule
-    text = to_csv(schedule, form="compute_comms" if schedule.communicates else "compute_only")
-    out.write_text(text, encoding="utf-8")
+    return to_csv(schedule, form="compute_comms" if schedule.communicates else "compute_only")
 
 
-def _write_json(out: Path, simulation: Simulation, colors: Colors) -> None:
-    out.write_text(to_json(simulation.schedule) + "\n", encoding="utf-8")
-
-
-def _write_text(out: Path, simulation: Simulation, colors: Colors) -> None:
-    out.write_text(to_orders_text(simulation.schedule) + "\n", encoding="utf-8")
-
-
-Writer = Callable[[Path, Simulation, "Colors"], None]
+Form = Callable[[Simulation, "Colors"], str | bytes]
 
 # Longer suffixes come first.
-_WRITERS: Final[Mapping[str, Writer]] = MappingProxyType(
+_FORMS: Final[Mapping[str, Form]] = MappingProxyType(
     {
-        ".trace.json": _write_trace,
-        ".svg": _write_svg,
-        ".png": _write_png,
-        ".csv": _write_csv,
-        ".json": _write_json,
-        ".txt": _write_text,
+        ".trace.json": lambda simulation, colors: trace_json(simulation.timeline),
+        ".svg": lambda simulation, colors: svg(simulation.timeline, colors=colors, update=colors == "worker"),
+        ".png": lambda simulation, colors: png(simulation.timeline, colors=colors, update=colors == "worker"),
+        ".csv": _csv,
+        ".json": lambda simulation, colors: to_json(simulation.schedule) + "\n",
+        ".txt": lambda simulation, colors: to_orders_text(simulation.schedule) + "\n",
     }
 )
 
 
-def _writer(out: Path) -> Writer:
-    found = next((write for ending, write in _WRITERS.items() if out.name.lower().endswith(ending)), None)
+def _form(out: Path) -> Form:
+    found = next((form for ending, form in _FORMS.items() if out.name.lower().endswith(ending)), None)
     if found is None:
-        raise ValueError(f"--out is {str(out)!r}: the name must end in one of {', '.join(_WRITERS)}")
+        raise ValueError(f"--out is {str(out)!r}: the name must end in one of {', '.join(_FORMS)}")
     if not out.parent.is_dir():
         raise ValueError(f"--out is {str(out)!r}: the folder {str(out.parent)!r} does not exist; make it first")
     return found

@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> Report:
         "pipework": version(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cores": str(_cores()),
+        # The cores that this process may use, which a container may limit.
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1),
         **_torch_facts(),
         **{name: _installed(name) for name in _OTHERS},
     }
@@ -81,11 +82,6 @@ def _accelerators(torch: Any) -> str:
     name = getattr(module, "get_device_name", None)
     names = sorted({str(name(index)) for index in range(count)}) if name is not None else []
     return f"{count} x {kind}" + (f" ({', '.join(names)})" if names else "")
-
-
-def _cores() -> int:
-    # The cores that this process may use, which a container may limit.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _installed(name: str) -> str:

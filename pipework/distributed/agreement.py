@@ -141,7 +141,7 @@ def _differences(digests: Mapping[int, str], contracts: Mapping[str, Any]) -> li
     lines = []
     for key in sorted({key for contract in known.values() for key in contract}):
         values = {rank: contract.get(key, _MISSING) for rank, contract in known.items()}
-        if len(_grouped(values)) > 1:
+        if _differ(values):
             lines.append(_difference(key, values))
     if unknown := [str(rank) for rank in sorted(digests) if rank not in known]:
         lines.append(f"something else, which could not be read, on rank {', '.join(unknown)}")
@@ -164,6 +164,11 @@ def _difference(key: str, values: Mapping[int, Any]) -> str:
     return f"{key}{path and f', first difference at {path}'}: {'; '.join(shown)}"
 
 
+def _differ(values: Mapping[int, Any]) -> bool:
+    """Whether the texts of values do: 1, 1.0 and True are equal. The keys of their dicts are sorted already."""
+    return len(set(map(repr, values.values()))) > 1
+
+
 def _grouped(values: Mapping[int, Any]) -> dict[str, list[int]]:
     """The ranks that have a value, by its text."""
     groups: dict[str, list[int]] = {}
@@ -183,7 +188,7 @@ def _first_difference(values: Mapping[int, Any]) -> tuple[str, Mapping[int, Any]
         elif all(isinstance(value, dict) for value in values.values()):
             keys = sorted({key for value in values.values() for key in value})
         items = ((key, {rank: _item(value, key) for rank, value in values.items()}) for key in keys)
-        differing = next(((key, each) for key, each in items if len(_grouped(each)) > 1), None)
+        differing = next(((key, each) for key, each in items if _differ(each)), None)
         if differing is None:
             return ".".join(path), values
         path.append(str(differing[0]))

@@ -20,7 +20,7 @@ from pipework.distributed.rendezvous import RendezvousSpec
 from pipework.model.release import release_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -73,16 +73,6 @@ class DistributedBackend:
         return self.group
 
     @property
-    def is_first(self) -> bool:
-        """Whether the first stage is here."""
-        return self.group.is_first
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the last stage is here."""
-        return self.group.is_last
-
-    @property
     def ranks(self) -> ProcessGroupView:
         """All processes of the pipe and its replicas."""
         everyone, mesh = self.group.everyone, self.mesh
@@ -115,6 +105,7 @@ class DistributedBackend:
     def join(self, spec: PipeSpec) -> None:
         """Returns when all processes have come and agree about the pipe."""
         mesh, placement = self.mesh, spec.plan.placement
+        self.is_first, self.is_last = mesh.worker == placement[0], mesh.worker == placement[-1]
         check_parameters(spec.partitions, placement, mesh.ranks, mesh.worker, spec.grad_scaler)
         pairs = [(stage, stage + 1) for stage in range(len(placement) - 1)]
         pairs += [pair for skip in spec.skips for pair in skip.hops]
@@ -160,10 +151,6 @@ class DistributedBackend:
     def rank_of(self, worker: int) -> int | None:
         """The number of the worker's process in the job."""
         return self.group.ranks[worker]
-
-    def training(self, pipe: nn.Module, layers: Iterable[nn.Module]) -> bool:
-        """The flag of the whole pipe, since nothing is known of layers in other processes."""
-        return pipe.training
 
     @contextlib.contextmanager
     def calling(self, what: str) -> Iterator[None]:

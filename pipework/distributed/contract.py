@@ -11,7 +11,7 @@ import pipework
 from pipework.schedule import Schedule, ScheduleSpec, to_json
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from pipework.planning.plan import Plan
 
@@ -22,11 +22,6 @@ def contract(module: nn.Sequential, plan: Plan, **settings: Any) -> dict[str, An
     The values of parameters are not compared: a rank drops those of other ranks' layers. `requires_grad` is not
     compared: in the layers of other ranks it has no effect, and it may change between two steps. Where it matters,
     for replicas and for tied parameters, each step compares it.
-
-    Args:
-        module: the layers, not yet split.
-        plan: how they are to be split.
-        settings: the pipe's other arguments.
 
     Example:
         >>> from torch import nn
@@ -54,11 +49,10 @@ def contract(module: nn.Sequential, plan: Plan, **settings: Any) -> dict[str, An
         "balance": list(plan.partitioning.balance),
         "placement": list(plan.placement),
         "layers": [f"{name}: {type(layer).__qualname__}" for name, layer in module.named_children()],
-        "parameters": {name: _form(tensor, name, names.setdefault(id(tensor), name)) for name, tensor in tensors},
+        "parameters": {
+            name: f"{tensor.dtype} {tuple(tensor.shape)}"
+            + ("" if names.setdefault(id(tensor), name) == name else f", tied to {names[id(tensor)]}")
+            for name, tensor in tensors
+        },
         **settings,
     }
-
-
-def _form(tensor: Tensor, name: str, first: str) -> str:
-    """Dtype and shape of a parameter or a buffer, and its first name if it has several."""
-    return f"{tensor.dtype} {tuple(tensor.shape)}{'' if name == first else f', tied to {first}'}"

@@ -47,17 +47,7 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault and its place; made by `fail_at` or `Fault.parse`.
-
-    Attributes:
-        kind: of fault, one of `KINDS`.
-        rank: of the process; None: any.
-        step: the training step; None: any.
-        action: the kind of action, one of `ACTIONS`; None: any.
-        stage: of the action; None: any.
-        micro_batch: of the action; None: any.
-        seconds: that the fault lasts; None: the default of its kind.
-        attempt: the start of a job that is restarted after failures; None: any.
+    """A fault and its place; made by `fail_at`, whose arguments are its attributes, or by `Fault.parse`.
 
     Example:
         >>> fault = Fault.parse("rank=1,step=3,action=B,kind=kill")

@@ -19,15 +19,7 @@ _LOG = logging.getLogger("pipework")
 def check_parameters(
     partitions: Sequence[nn.Sequential], placement: Sequence[int], ranks: Sequence[int], worker: int, grad_scaler: Any
 ) -> None:
-    """Warns on a rank without parameters, where a usual script would fail. A model without any gets no warning.
-
-    Args:
-        partitions: of all ranks, as layers.
-        placement: the worker of each partition.
-        ranks: the rank of each worker.
-        worker: of this process.
-        grad_scaler: of the pipe; None: there is none.
-    """
+    """Warns on a rank without parameters, where a usual script would fail. A model without any gets no warning."""
     having = {
         place for place, part in zip(placement, partitions, strict=True) if next(part.parameters(), None) is not None
     }

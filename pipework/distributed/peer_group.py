@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pipework.distributed.agreement import agree
-from pipework.distributed.all_gather import AllGather
+from pipework.distributed.all_gather import all_gather
 from pipework.distributed.faults import Faults
 from pipework.distributed.gradients.found_inf import FoundInf
 from pipework.distributed.gradients.grad_norm import norm_of_all, norms_of_stages
@@ -74,7 +74,6 @@ class PeerGroup:
         self.ranks = mesh.ranks
         self.everyone = mesh.everyone
         self._placement = spec.placement
-        self._first, self._last = spec.placement[0], spec.placement[-1]
         self.faults = Faults.of_environment(mesh.rank, mesh.everyone, len(spec.placement))
         # All ranks make the pipes of a job in the same order, so each rank can count them by itself.
         number = mesh.store.add(f"pipework/pipes of {mesh.rank}", 1)
@@ -92,11 +91,9 @@ class PeerGroup:
             hosts_store=mesh.hosts_store,
         )
         self._connections = self._rendezvous(store, spec, tensors)
-        control, everyone = self._connections.groups["control"], self._connections.groups["everyone"]
+        control = self._connections.groups["control"]
         self._found_inf = FoundInf(control, mesh.device)
-        self._headers = StepHeaders(control, self.ranks, self._first, self._last)
-        self._replica_gather = AllGather(control, self.ranks)
-        self._all_gather = AllGather(everyone, self.everyone)
+        self._headers = StepHeaders(control, self.ranks, spec.placement[0], spec.placement[-1])
         self._open_workers = weakref.WeakMethod(open_workers)
         self._workers: weakref.ref[WorkerThreads] | None = None  # the pipe replaces them with its layers
         self._in_call = threading.Lock()  # held during a call
@@ -113,16 +110,6 @@ class PeerGroup:
         # connections.
         hear = weakref.WeakMethod(self._hear_of_failure)
         self.monitor.on_failure(lambda _: None if (method := hear()) is None else method())
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the first stage is here."""
-        return self.worker == self._first
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the last stage is here."""
-        return self.worker == self._last
 
     @property
     def reduces(self) -> bool:
@@ -219,15 +206,15 @@ class PeerGroup:
 
     def all_gather_text(self, text: str) -> list[str]:
         """The texts of all ranks of the job, in order. Every rank calls this, and waits for all others."""
-        return [each.decode() for each in self._on_worker(lambda: self._all_gather.gather(text.encode()))]
+        return self._gather("everyone", self.everyone, text)
 
     def any_of_replica(self, happened: bool) -> bool:
         """Whether something has happened on any rank of this replica. Every rank of it calls this, and waits."""
-        return any(self._gather_in_replica("yes" if happened else ""))
+        return any(self._gather("control", self.ranks, "yes" if happened else ""))
 
     def all_intervals(self, intervals: Sequence[Interval]) -> list[Interval]:
         """See `pipework.runtime.peers.Peers`."""
-        texts = self._gather_in_replica(intervals_as_text(intervals))
+        texts = self._gather("control", self.ranks, intervals_as_text(intervals))
         return [interval for text in texts for interval in intervals_from_text(text)]
 
     def gradient_norm(self, stages: Mapping[int, Sequence[Tensor]], norm_type: float) -> Tensor:
@@ -239,11 +226,13 @@ class PeerGroup:
         """
         assert self._connections.tied is not None
         mine = norms_of_stages(stages, self._connections.tied.counted_elsewhere, norm_type)
-        return norm_of_all([json.loads(text) for text in self._gather_in_replica(json.dumps(mine))], norm_type)
+        gathered = self._gather("control", self.ranks, json.dumps(mine))
+        return norm_of_all([json.loads(text) for text in gathered], norm_type)
 
-    def _gather_in_replica(self, text: str) -> list[str]:
-        """The texts of all ranks of this replica."""
-        return [each.decode() for each in self._on_worker(lambda: self._replica_gather.gather(text.encode()))]
+    def _gather(self, name: str, ranks: Sequence[int], text: str) -> list[str]:
+        """The texts of all ranks of a group."""
+        group = self._connections.groups[name]
+        return [each.decode() for each in self._on_worker(lambda: all_gather(group, ranks, text.encode()))]
 
     def _on_worker(self, function: Callable[[], Result]) -> Result:
         """Runs a function that waits for other ranks: on a worker, because no signal could interrupt the caller."""

@@ -79,15 +79,7 @@ class Connections:
 
 
 class Rendezvous:
-    """Connects this rank with the others. A pipe is complete only when all ranks have done so.
-
-    Args:
-        mesh: the processes.
-        store: of this pipe alone.
-        spec: see `RendezvousSpec`.
-        tensors: this rank's parameters and buffers, which get the values of those of the first replica.
-        monitor: sees whether another rank fails meanwhile.
-    """
+    """Connects this rank with the others. A pipe is complete only when all ranks have done so."""
 
     def __init__(
         self,

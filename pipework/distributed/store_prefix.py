@@ -21,12 +21,6 @@ _PAUSE = 0.02  # seconds between two reads
 def attempt_prefix(store: Store, rank: int, ranks: int, timeout: float = 300.0) -> str:
     """The prefix for the keys of this attempt; returns as soon as every rank has joined.
 
-    Args:
-        store: of the job, which all ranks share.
-        rank: of this process.
-        ranks: their number.
-        timeout: seconds to wait for the others.
-
     Raises:
         TimeoutError: a rank has not joined in time; rank 0 names those that are missing.
     """

@@ -128,13 +128,7 @@ class Layers(nn.Module):
         """Refused: the pipe manages where its layers are."""
         _refuse_to_move()
 
-    def cpu(self) -> NoReturn:
-        """Refused: the pipe manages where its layers are."""
-        _refuse_to_move()
-
-    def xpu(self, device: int | torch.device | None = None) -> NoReturn:
-        """Refused: the pipe manages where its layers are."""
-        _refuse_to_move()
+    cpu = xpu = cuda
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads parameters and buffers, as `nn.Module.load_state_dict` does; fills layers on the meta device.

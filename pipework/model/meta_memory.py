@@ -18,10 +18,6 @@ class MetaMemory:
     The tensors stay the same objects, so an optimizer that has them keeps working, and tied tensors stay tied. The
     memory is filled with marks, which show later whether a tensor has been filled.
 
-    Args:
-        module: the module.
-        device: the device of the memory.
-
     Raises:
         RuntimeError: another object refers to a tensor in a way that an exchange would break. Nothing has changed then.
 
@@ -75,7 +71,11 @@ class MetaMemory:
                 _exchange(tensor, self._meta.pop(id(tensor))[1])
 
     def _give(self, name: str, tensor: Tensor, device: torch.device) -> None:
-        _refuse_hooks(name, tensor)
+        if torch_private.has_tensor_hooks(tensor):
+            raise RuntimeError(
+                f"{name!r} lies on the meta device and cannot be given memory without losing its hooks: register them "
+                "after the pipe is made"
+            )
         other: Tensor = torch.empty_like(tensor, device=device, requires_grad=False)
         with contextlib.suppress(NotImplementedError, RuntimeError):  # some narrow types cannot even be filled
             other.fill_(_mark(tensor.dtype))
@@ -101,12 +101,3 @@ def _mark(dtype: torch.dtype) -> Any:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype is torch.bool else torch.iinfo(dtype).min
-
-
-def _refuse_hooks(name: str, tensor: Tensor) -> None:
-    """Raises a RuntimeError if the tensor has hooks, which an exchange would drop silently."""
-    if torch_private.has_tensor_hooks(tensor):
-        raise RuntimeError(
-            f"{name!r} lies on the meta device and cannot be given memory without losing its hooks: register them "
-            "after the pipe is made"
-        )

@@ -43,12 +43,7 @@ def checked_devices(devices: Sequence[Device], machine: Machine) -> list[torch.d
 
 
 def usable_device(device: Device, what: str, machine: Machine) -> torch.device:
-    """The device with its index.
-
-    Args:
-        device: What the user gave.
-        what: The name of the argument, for the messages.
-        machine: The devices that there are.
+    """The device with its index; `what` names the argument in messages.
 
     Raises:
         TypeError: The argument is not a device.

@@ -129,7 +129,8 @@ def split_layers(
     partitions = []
     start = 0
     for count in partitioning.balance:
-        part = nn.Sequential(OrderedDict((name, _unwrapped(layer)) for name, layer in children[start : start + count]))
+        cut = children[start : start + count]
+        part = nn.Sequential(OrderedDict((n, each.module if isinstance(each, WithDevice) else each) for n, each in cut))
         part.training = module.training  # the container's flag only: layers keep their own
         partitions.append(part)
         start += count
@@ -167,10 +168,6 @@ def partition_model(
         [2, 1]
     """
     return nn.Sequential(*split_layers(module, choose_partitioning(module, balance, devices)))
-
-
-def _unwrapped(layer: nn.Module) -> nn.Module:
-    return layer.module if isinstance(layer, WithDevice) else layer
 
 
 def _device_of(layer: nn.Module) -> torch.device | None:

@@ -151,8 +151,11 @@ def predict_step(
             stage = _Stage(partition, device, tracker, of_last, tuples=sample.tuples, splits=number in split)
             one, value = stage.measure(value, timeout)
         measured.append(one)
+        backward = f"backward {one.first_half:.3g} s"
+        if one.second_half:
+            backward = f"input gradient {one.first_half:.3g} s, weight gradient {one.second_half:.3g} s"
         report(
-            f"stage {number + 1} of {len(partitions)}: forward {one.forward:.3g} s, {one.backward_text}, "
+            f"stage {number + 1} of {len(partitions)}: forward {one.forward:.3g} s, {backward}, "
             f"activations of a micro-batch {readable_bytes(one.activation)}"
         )
     costs = Costs(
@@ -184,13 +187,6 @@ class _Measured:
     checkpoint: int
     waiting: int
     message: int
-
-    @property
-    def backward_text(self) -> str:
-        """The backward in the line of the progress report."""
-        if not self.second_half:
-            return f"backward {self.first_half:.3g} s"
-        return f"input gradient {self.first_half:.3g} s, weight gradient {self.second_half:.3g} s"
 
 
 class _Stage:

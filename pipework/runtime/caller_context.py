@@ -28,10 +28,6 @@ class Autocast:
     dtype: torch.dtype
     cache_enabled: bool
 
-    def entered(self) -> torch.autocast:
-        """A context manager that sets this state."""
-        return torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=self.cache_enabled)
-
 
 @dataclass(frozen=True)
 class CallerContext:
@@ -73,7 +69,8 @@ class CallerContext:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for autocast in self.autocasts:
-                stack.enter_context(autocast.entered())
+                kind, dtype, cached = autocast.device_type, autocast.dtype, autocast.cache_enabled
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cached))
             if self.saved_tensor_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
             if self.default_device is not None:

@@ -53,10 +53,6 @@ class TakingTurns:
     """An endpoint whose worker computes only while no other one does, and releases the lock while it waits.
 
     A mode is the user's object, written for one thread. A counter's sums are right only if one worker runs at a time.
-
-    Args:
-        endpoint: sends and receives.
-        turn: the lock, held by the worker that computes.
     """
 
     __slots__ = ("_endpoint", "_turn", "finish", "handlers", "sender")

@@ -36,13 +36,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def note_memory(error: BaseException | None, stages: Sequence[Stage], runs: Sequence[StageRun]) -> None:
-    """If the error says that memory has run out, adds a note with a table of the memory of every stage.
-
-    Args:
-        error: the first one of the mini-batch.
-        stages: all of this process.
-        runs: of the mini-batch on these stages, not yet cleared.
-    """
+    """If the error says that memory has run out, adds a note with a table of the memory of every stage."""
     if error is not None and is_out_of_memory(error):
         with contextlib.suppress(RuntimeError, MemoryError):  # an error of the table must not replace the first one
             add_note(error, "\n".join(["memory of the stages, without activations", *table(stages, runs)]))

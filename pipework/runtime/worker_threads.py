@@ -25,9 +25,6 @@ class WorkerThreads:
     """A thread for each device of a pipe.
 
     The threads refer to their queue and their device but not to the pipe, so they end when the pipe is dropped.
-
-    Args:
-        devices: one for each worker.
     """
 
     def __init__(self, devices: Sequence[WorkerDevice]) -> None:

@@ -120,7 +120,12 @@ class Manifest:
         value = {
             "format": FORMAT,
             "version": VERSION,
-            "libraries": _libraries(),
+            "libraries": {
+                "pipework": pipework.__version__,
+                "torch": torch.__version__,
+                "safetensors": metadata.version("safetensors"),
+                "python": platform.python_version(),
+            },
             "step": self.step,
             "ranks": self.ranks,
             "replicas": self.replicas,
@@ -218,12 +223,3 @@ def read_json(directory: Path, manifest: Manifest, file: str) -> Any:
 
 def _no_manifest(error: Exception) -> DamagedError:
     return DamagedError(f"{MANIFEST}: its content is no manifest of a checkpoint ({type(error).__name__}: {error})")
-
-
-def _libraries() -> dict[str, str]:
-    return {
-        "pipework": pipework.__version__,
-        "torch": torch.__version__,
-        "safetensors": metadata.version("safetensors"),
-        "python": platform.python_version(),
-    }

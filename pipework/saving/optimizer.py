@@ -97,8 +97,9 @@ def split_by_stage(optimizer: Optimizer, stages: Stages) -> dict[int, OptimizerS
         codec = JsonCodec(put=part.tensors.put)
         for index, group in enumerate(state["param_groups"]):
             members = [known[id(parameters[i])] for i in group["params"] if id(parameters[i]) in known]
-            options = codec.encode(_options(group), f"group {index}")
-            part.groups.append({"parameters": members, "options": options})
+            # `param_names` describes the parameters that are there. It is no setting.
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            part.groups.append({"parameters": members, "options": codec.encode(options, f"group {index}")})
         for index, remembered in state["state"].items():
             name = known.get(id(parameters[index]))
             if name is not None:
@@ -231,11 +232,6 @@ def check_optimizer(optimizer: Any) -> None:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"wanted a torch.optim.Optimizer, got a {type(optimizer).__name__}")
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    # `param_names` describes the parameters that are there. It is no setting.
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _first_names(tensors: Mapping[str, Tensor]) -> dict[int, str]:

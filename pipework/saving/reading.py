@@ -80,11 +80,6 @@ class GatheredInfo:
 def read_checkpoint(path: Path, target: Target, info: GatheredInfo) -> LoadedState:
     """Reads everything that a rank needs of a checkpoint.
 
-    Args:
-        path: the checkpoint.
-        target: the objects to load into.
-        info: facts about all ranks.
-
     Raises:
         DamagedError: a file differs from what was written.
         UnfitError: the checkpoint is of another model or optimizer.
@@ -145,14 +140,9 @@ def _check_shared(stages: Stages, tensors: dict[str, Tensor]) -> None:
     first: dict[int, str] = {}
     for name, tensor in ((name, tensor) for held in stages.values() for name, tensor in held.items()):
         known = first.setdefault(id(tensor), name)
-        if known != name and not _same_bytes(tensors[known], tensors[name]):
+        # As bytes, so that NaN equals NaN.
+        if known != name and not torch.equal(*(tensors[each].reshape(-1).view(torch.uint8) for each in (known, name))):
             raise UnfitError(
                 f"{known} and {name} are one tensor in the pipe and differ in the checkpoint: tie them after loading, "
                 "or load into a pipe where they are not tied. Nothing was changed"
             )
-
-
-def _same_bytes(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(
-        left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)
-    )  # so that NaN equals NaN

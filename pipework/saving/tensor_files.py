@@ -169,12 +169,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class TensorFile:
-    """A safetensors file that is read tensor by tensor.
-
-    Args:
-        path: of the file; errors have its name.
-        file: the open file of the safetensors library.
-    """
+    """A safetensors file that is read tensor by tensor."""
 
     def __init__(self, path: Path, file: Any) -> None:
         self._path = path

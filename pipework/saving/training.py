@@ -85,10 +85,6 @@ class TrainingState:
 def sources(manifest: Manifest, coordinate: MeshCoordinate) -> list[int]:
     """The ranks whose files a rank resumes from, the preferred one first.
 
-    Args:
-        manifest: of the checkpoint.
-        coordinate: the position of the rank, now.
-
     Example:
         >>> from pipework.saving.collective import MeshCoordinate
         >>> from pipework.saving.manifest import Manifest

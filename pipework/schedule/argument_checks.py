@@ -170,11 +170,6 @@ def check_order(worker: int, order: Sequence[Action], stages: int, *, inference:
 def refuse_kind(schedule: Schedule, kind: str, does: str) -> None:
     """Refuse a schedule that already has the actions that a pass adds.
 
-    Args:
-        schedule: the argument of the pass.
-        kind: the kind of these actions.
-        does: a verb for the message, such as ``"recomputes"``.
-
     Raises:
         ValueError: the schedule has such an action.
     """

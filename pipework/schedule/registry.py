@@ -153,15 +153,7 @@ def build_for_shares(
     costs: Costs | None = None,
     schedules: Mapping[str, ScheduleSpec] = SCHEDULES,
 ) -> tuple[Schedule, Costs]:
-    """Make a schedule by its name, for costs of the whole share of the model that each worker has.
-
-    Args:
-        name: as for :func:`build`, and so are the other arguments.
-        workers: number of workers.
-        chunks: number of micro-batches.
-        stages_per_worker: None: the default of the spec.
-        costs: of whole shares; see :meth:`Costs.placed`.
-        schedules: name to spec.
+    """Make a schedule as :func:`build` does, for costs of the whole share of the model that each worker has.
 
     Returns:
         The schedule, and the costs of its stages.

@@ -35,9 +35,6 @@ class SkipEdge:
 def skip_edges(stages: Sequence[Iterable[nn.Module]]) -> tuple[SkipEdge, ...]:
     """The skip connections of a model that has passed `verify_skippables`.
 
-    Args:
-        stages: the layers of each stage.
-
     Returns:
         One edge for each skip connection, in the order in which they are stashed.
 
@@ -74,10 +71,6 @@ def named_skippables(module: nn.Module, name: str = "") -> Iterator[tuple[str, S
     """All skippable layers in and below a module, in the order in which `nn.Sequential` runs them.
 
     A layer that is used twice is returned twice. Names are dotted; they do not contain `WithDevice`.
-
-    Args:
-        module: the module to search.
-        name: the name of the module itself.
     """
     if isinstance(module, Skippable):
         yield name, module

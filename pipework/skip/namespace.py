@@ -6,10 +6,6 @@ import uuid
 from dataclasses import dataclass, field
 
 
-def _unique() -> str:
-    return uuid.uuid4().hex
-
-
 @dataclass(frozen=True, order=True, slots=True)
 class Namespace:
     """Distinguishes the skip connections of some layers from others of the same name.
@@ -24,7 +20,7 @@ class Namespace:
         (False, True)
     """
 
-    identity: str = field(default_factory=_unique, init=False)
+    identity: str = field(default_factory=lambda: uuid.uuid4().hex, init=False)
 
 
 SkipKey = tuple[Namespace | None, str]

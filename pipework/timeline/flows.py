@@ -41,10 +41,6 @@ _Place = tuple[Interval, int]  # an interval, and the number of its track
 def flows(timeline: Timeline, tracks: Sequence[Track]) -> Iterator[tuple[str, list[Stop]]]:
     """The flows of a timeline, between adjacent stages and between all stages with a transfer.
 
-    Args:
-        timeline: the timeline.
-        tracks: the tracks of the timeline.
-
     Yields:
         ``"value"`` or ``"gradient"``, and at least two stops in order of time: the action that makes it, the send and
         the receive if they are known, and the action that needs it.

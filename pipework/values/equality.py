@@ -32,7 +32,12 @@ def same(left: Any, right: Any) -> bool:
     if issubclass(kind, (tuple, list)):
         return len(left) == len(right) and all(map(same, left, right))
     if kind is pytree.TreeSpec:
-        return _same_nesting(left, right)
+        return (
+            left.type is right.type
+            and left.num_leaves == right.num_leaves
+            and same(left.context, right.context)
+            and same(left.children(), right.children())
+        )
     if kind is slice or kind is range:
         return same((left.start, left.stop, left.step), (right.start, right.stop, right.step))
     if kind in pytree.SUPPORTED_NODES:  # in a dataclass, or in the context of a registered class
@@ -41,12 +46,3 @@ def same(left: Any, right: Any) -> bool:
         one, two = nested.fields_of(left), nested.fields_of(right)
         return [*one] == [*two] and same([*one.values()], [*two.values()])
     return False
-
-
-def _same_nesting(left: pytree.TreeSpec, right: pytree.TreeSpec) -> bool:
-    return (
-        left.type is right.type
-        and left.num_leaves == right.num_leaves
-        and same(left.context, right.context)
-        and same(left.children(), right.children())
-    )

@@ -78,7 +78,8 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Structure | None]:
         return (value,), None
     leaves, spec = pytree.tree_flatten(value)
     if any(_holds_tensors(leaf) for leaf in leaves if _is_dataclass(leaf)):
-        return flatten(pytree.tree_unflatten([_opened(leaf) for leaf in leaves], spec))
+        opened = [DataclassNode.of(leaf) if _is_dataclass(leaf) and _holds_tensors(leaf) else leaf for leaf in leaves]
+        return flatten(pytree.tree_unflatten(opened, spec))
     places: dict[int, Place] = {}
     tensors: list[Tensor] = []
     marked: list[Any] = []
@@ -158,12 +159,6 @@ def _holds_tensors(instance: Any) -> bool:
         isinstance(leaf, Tensor) or (_is_dataclass(leaf) and _holds_tensors(leaf))
         for leaf in pytree.tree_leaves(list(fields_of(instance).values()))
     )
-
-
-def _opened(leaf: Any) -> Any:
-    if not (_is_dataclass(leaf) and _holds_tensors(leaf)):
-        return leaf
-    return DataclassNode.of(leaf)
 
 
 def _refuse_hidden_gradients(leaf: Any) -> None:

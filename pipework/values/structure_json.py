@@ -82,10 +82,6 @@ def encode(structure: Structure) -> Any:
 def decode(form: Any, count: int) -> Structure:
     """The structure of what `encode` gave.
 
-    Args:
-        form: JSON.
-        count: the number of tensors.
-
     Raises:
         ValueError: the form is malformed, or names a class that this process does not know.
 

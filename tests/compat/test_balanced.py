@@ -1,7 +1,6 @@
 """torchgpipe's `GPipe` and fairscale's `Pipe` as their users know them; `differential` compares with the originals."""
 
 import copy
-import io
 import pickle
 import re
 import threading
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import Pipe
+from tests.helpers import saved_and_loaded
 
 CHECKPOINT_MODES = ("never", "except_last", "always")
 
@@ -244,13 +244,6 @@ def test_copies_are_pipes_of_their_own(adapter: Any, duplicate: Callable[[Any], 
     assert torch.equal(original[0].weight.grad, twin[0].weight.grad)
     twin.chunks = 2
     assert original.chunks == 3
-
-
-def saved_and_loaded(pipe: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(pipe, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def test_an_empty_pipe_returns_its_input(adapter: Any) -> None:

@@ -34,21 +34,22 @@ def main() -> None:
     say("started")
     server.wait(["go"])
     try:
-        with Preemption(monitor) as preemption:
-            for step in range(settings.get("steps", 10**6)):
-                if preemption.requested:
-                    say("preempted", reason=preemption.reason)
-                    break
-                monitor.begin("training step")
-                monitor.progress.action = Action("B", rank, 3)
-                monitor.progress.count += 1
-                say("step", step=step)
-                if fault is not None and fault.matches(rank=rank, step=step, action="B", stage=rank, micro_batch=3):
-                    say("fault")
-                    fault.strike()
-                    say("survived")
-                time.sleep(settings.get("pause", 0.2))
-                monitor.end()
+        preemption = Preemption(monitor)
+        preemption.install()
+        for step in range(settings.get("steps", 10**6)):
+            if preemption.requested:
+                say("preempted", reason=preemption.reason)
+                break
+            monitor.begin("training step")
+            monitor.progress.action = Action("B", rank, 3)
+            monitor.progress.count += 1
+            say("step", step=step)
+            if fault is not None and fault.matches(rank=rank, step=step, action="B", stage=rank, micro_batch=3):
+                say("fault")
+                fault.strike()
+                say("survived")
+            time.sleep(settings.get("pause", 0.2))
+            monitor.end()
     except BaseException as error:
         say("raised", text=str(error))
         monitor.report(error, "stage 1, micro-batch 3, action B")

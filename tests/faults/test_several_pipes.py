@@ -1,7 +1,6 @@
 """Row 24 of the fault matrix: several pipes in one process, called in turns, from threads, and one inside another."""
 
 import copy
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import Pipe
+from tests.helpers import in_threads
 
 CHECKPOINT_MODES = ("never", "except_last", "always")
 pytestmark = pytest.mark.timeout(60)
@@ -59,24 +59,6 @@ def test_one_graph_through_two_pipes_and_what_lies_between() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
 
 
-def in_thread(call: Callable[[], None]) -> None:
-    """Runs it on a new thread to its end, and raises here what it raised there."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-
-
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_forward_and_backward_on_threads_of_threads(checkpoint: str) -> None:
     """Made on one thread, run forward on another, and backward on a third that the second has started."""
@@ -93,10 +75,10 @@ def test_forward_and_backward_on_threads_of_threads(checkpoint: str) -> None:
     def forward() -> None:
         torch.manual_seed(1)
         found["loss"] = found["pipe"](x).square().sum()
-        in_thread(backward)
+        in_threads(backward)
 
-    in_thread(make)
-    in_thread(forward)
+    in_threads(make)
+    in_threads(forward)
     assert all_equal(tuple(parameter.grad for parameter in found["pipe"].parameters()), expected)
     assert all_equal(gradients(found["pipe"], x, seed=1), expected)
 
@@ -104,7 +86,7 @@ def test_forward_and_backward_on_threads_of_threads(checkpoint: str) -> None:
 def test_an_error_on_another_thread_stays_there() -> None:
     pipe = piped(module())
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        in_thread(lambda: pipe(torch.randn(6, 5)))
+        in_threads(lambda: pipe(torch.randn(6, 5)))
     pipe(torch.randn(6, 4)).sum().backward()
 
 

@@ -1,7 +1,6 @@
 """What other pipelines lost of the user's modules: their forward, their names, their place, and the right to a copy."""
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import Pipe, WithDevice
+from tests.helpers import saved_and_loaded
 
 CHECKPOINT_MODES = ("never", "except_last", "always")
 
@@ -55,13 +55,6 @@ def test_15_a_sequence_with_a_forward_of_its_own(
 def model() -> nn.Sequential:
     shared = nn.Linear(6, 6)
     return nn.Sequential(shared, nn.BatchNorm1d(6), nn.Dropout(0.2), shared, nn.Linear(6, 3))
-
-
-def saved_and_loaded(pipe: Pipe) -> Any:
-    file = io.BytesIO()
-    torch.save(pipe, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe)), saved_and_loaded])

@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 
 
 class FoundInf:
-    """Shares overflows between the gradient scalers of all ranks.
-
-    Args:
-        group: of all ranks.
-        device: of this rank.
-    """
+    """Shares overflows between the gradient scalers of all ranks."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group: Any = group
@@ -46,14 +41,17 @@ class FoundInf:
             LostConnectionError: one of the ranks is gone.
         """
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
-        count = torch.tensor([sum(not _numbers(gradient).isfinite().all() for gradient in gradients)])
+        # A sparse gradient adds up its values of the same index first.
+        summed = (gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients)
+        count = torch.tensor([sum(not values.isfinite().all() for values in summed)])
         work = self._group.allreduce(count)
         try:
             work.wait()
         except RuntimeError as error:
             raise LostConnectionError(None) from error
         happened = bool(count.item())
-        numbers = next((values for values in map(_values, gradients) if values.numel()), None)
+        in_place = (torch_private.sparse_values(each) if each.is_sparse else each for each in gradients)
+        numbers = next((values for values in in_place if values.numel()), None)
         if numbers is None:
             self._show(scaler, happened)
             # An earlier backward may have left gradients here, and the step that uses them is skipped on all ranks.
@@ -78,13 +76,3 @@ class FoundInf:
         except RuntimeError as error:
             if "already been called" not in str(error):  # in the same step, before its update
                 raise
-
-
-def _numbers(gradient: Tensor) -> Tensor:
-    """The values of a gradient, after a sparse one has added its values of the same index."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """The values of a gradient in its own memory."""
-    return torch_private.sparse_values(gradient) if gradient.is_sparse else gradient

@@ -57,10 +57,6 @@ def norms_of_stages(stages: Mapping[int, Sequence[Tensor]], elsewhere: Collectio
 def norm_of_all(processes: Sequence[Norms], norm_type: float) -> Tensor:
     """The norm of all gradients, on the CPU.
 
-    Args:
-        processes: the norms of each process.
-        norm_type: the order of the norm, such as 2.0.
-
     Example:
         >>> norm_of_all([{"0": [["float32", 3.0]]}, {"1": [["float32", 4.0]]}], 2.0)
         tensor(5.)

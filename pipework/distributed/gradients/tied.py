@@ -34,10 +34,6 @@ class Tied(NamedTuple):
 def tied_parameters(partitions: Sequence[nn.Module], placement: Sequence[int]) -> list[Tied]:
     """The parameters that stages of more than one worker use.
 
-    Args:
-        partitions: of all stages.
-        placement: the worker of each.
-
     Example:
         >>> from torch import nn
         >>> layer = nn.Linear(2, 2, bias=False)
@@ -93,9 +89,6 @@ class TiedParameters:
 
     def add_up(self, runs: Mapping[int, StageRun]) -> None:
         """Gives every copy the sum of the gradients of all stages; on each rank, its last stage has it.
-
-        Args:
-            runs: this rank's stages.
 
         Raises:
             ValueError: a parameter is frozen, or was replaced, on some ranks only.

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DetectionTimes:
-    """How long each step of failure detection takes at most, in seconds.
-
-    Attributes:
-        beat: between two heartbeats of a rank.
-        detect: without a heartbeat, after which a rank is lost; without an answer, after which the store is.
-        poll: between two reads of what other ranks have published.
-        join: until a rank's first heartbeat.
-        action_timeout: for one action; None: no limit.
+    """How long each step of failure detection takes at most, in seconds; see the arguments of `HealthMonitor`.
 
     Raises:
         ValueError: the times contradict each other.

@@ -35,13 +35,7 @@ class PipelineError(RuntimeError):
         traceback_text: the traceback in the process that failed; empty if there is none.
         own: the error is about the process that raises it, as seen by its own monitor.
 
-    Attributes:
-        text: as above.
-        rank: as above.
-        where: as above.
-        kind: as above.
-        traceback_text: as above.
-        own: as above.
+    Each argument is an attribute of the same name.
 
     Example:
         >>> error = PipelineError("rank 2 (stage 2) failed: ValueError: no", rank=2, traceback_text="Traceback ...")

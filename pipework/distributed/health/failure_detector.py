@@ -38,13 +38,7 @@ class _Peer:
 
 
 class FailureDetector:
-    """Compares the heartbeats of the other ranks with each other and with its own clock.
-
-    Args:
-        rank: this rank.
-        names: of all ranks, for messages.
-        times: when a rank is lost.
-    """
+    """Compares the heartbeats of the other ranks with each other and with its own clock."""
 
     def __init__(self, rank: int, names: Sequence[str], times: DetectionTimes) -> None:
         self._rank = rank

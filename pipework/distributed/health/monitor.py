@@ -61,12 +61,14 @@ class HealthMonitor:
 
     Example:
         >>> from torch.distributed import HashStore
-        >>> with HealthMonitor(HashStore(), rank=0, ranks=1) as monitor:
-        ...     monitor.begin("training step")
-        ...     monitor.progress.action = "optimizer"
-        ...     monitor.end()
+        >>> monitor = HealthMonitor(HashStore(), rank=0, ranks=1)
+        >>> monitor.start()
+        >>> monitor.begin("training step")
+        >>> monitor.progress.action = "optimizer"
+        >>> monitor.end()
         >>> monitor.failure is None
         True
+        >>> monitor.close()
     """
 
     def __init__(
@@ -113,13 +115,6 @@ class HealthMonitor:
         """Tells the others that this rank has left normally, after as many calls as it made, and ends the threads."""
         if self._leave is not None:
             self._leave()
-
-    def __enter__(self) -> HealthMonitor:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ---- calls that all ranks make ------------------------------------------------------------------------------
 
@@ -176,9 +171,6 @@ class HealthMonitor:
     def wait_for_failure(self, seconds: float) -> PeerFailure | None:
         """Waits until another rank has failed.
 
-        Args:
-            seconds: at most.
-
         Returns:
             The failure; None if there was none in that time.
         """
@@ -211,9 +203,6 @@ class HealthMonitor:
         """After a failure elsewhere: ends the process if this rank does not leave its present call in time.
 
         Transfers can be ended by another thread; a layer that does not return cannot.
-
-        Args:
-            seconds: how long the call may still take.
         """
         self._heartbeat.end_process_if_stuck(seconds)
 
@@ -237,10 +226,6 @@ class HealthMonitor:
 
     def declare_lost(self, rank: int, seen: str = "") -> PeerFailure:
         """Tells all others that a rank is gone, as this one has noticed.
-
-        Args:
-            rank: the lost rank.
-            seen: where it was noticed.
 
         Returns:
             This failure, or one that was known before.

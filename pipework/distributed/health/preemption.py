@@ -15,7 +15,7 @@ from pipework.distributed.health.errors import PREEMPTED
 from pipework.distributed.health.process_exit import end_after
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from types import FrameType
 
     from pipework.distributed.health.monitor import HealthMonitor
@@ -35,29 +35,14 @@ class Preemption:
     signal is logged, with what will happen. A second SIGTERM ends the process at once, with exit code 143 and a line on
     standard error. If training has failed already, the first one does so within two seconds.
 
-    A handler that the program has installed before is still called, after this one, and is restored in the end. A
-    signal that native code handles, such as that of `faulthandler.register`, keeps its handler (where the system shows
-    this, as Linux does). Python runs a handler when the main thread executes Python code the next time, so that thread
-    must not block for long.
-
-    Args:
-        monitor: announces the request to all ranks; None: a single process.
-        signals: that ask the process to end.
-
-    Example:
-        >>> with Preemption() as preemption:
-        ...     os.kill(os.getpid(), signal.SIGTERM)
-        ...     preemption.requested
-        True
+    A handler that the program has installed before is still called, after this one. A signal that native code handles,
+    such as that of `faulthandler.register`, keeps its handler (where the system shows this, as Linux does). Python runs
+    a handler when the main thread executes Python code the next time, so that thread must not block for long.
     """
 
-    def __init__(
-        self, monitor: HealthMonitor | None = None, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)
-    ) -> None:
+    def __init__(self, monitor: HealthMonitor) -> None:
         # A handler stays installed: it must not keep the monitor, and with it a pipe that the program has dropped.
-        self._monitor: Callable[[], HealthMonitor | None] = (lambda: None) if monitor is None else weakref.ref(monitor)
-        self._alone = monitor is None
-        self._signals = tuple(signals)
+        self._monitor = weakref.ref(monitor)
         self._process = os.getpid()
         self._received: str | None = None
         self._terminated = False
@@ -71,10 +56,10 @@ class Preemption:
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                "signal handlers can be installed in the main thread only: enter the Preemption there, and read "
+                "signal handlers can be installed in the main thread only: install them there, and read "
                 "`requested` in any thread"
             )
-        for number in self._signals:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
             if number in self._previous:
                 continue
             previous = signal.getsignal(number)
@@ -86,26 +71,8 @@ class Preemption:
         if (monitor := self._monitor()) is not None:
             monitor.on_failure(self._exit_if_broken)
 
-    def uninstall(self) -> None:
-        """Restores the former handlers, except where another one was installed after this one."""
-        for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, previous)
-        self._previous.clear()
-
-    def __enter__(self) -> Preemption:
-        self.install()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.uninstall()
-
     def request(self, reason: str) -> None:
-        """Does the same as a first signal.
-
-        Args:
-            reason: such as "SIGTERM".
-        """
+        """Does the same as a first signal."""
         if self._received is None:
             self._received = reason
             if (monitor := self._monitor()) is not None:
@@ -128,7 +95,7 @@ class Preemption:
     @property
     def _unused(self) -> bool:
         """Whether its monitor is gone, so that nothing reads the flag any more."""
-        return not self._alone and self._monitor() is None
+        return self._monitor() is None
 
     def _exit_if_broken(self, *_: object) -> None:
         """Ends the process soon if it got SIGTERM and training has failed; called after each of the two."""

@@ -82,12 +82,7 @@ def install() -> None:
 
 
 def end_after(seconds: float, code: int) -> None:
-    """Ends the process after some seconds, if it has not ended by itself. Takes no lock: signal handlers may call this.
-
-    Args:
-        seconds: to wait.
-        code: its exit code then.
-    """
+    """Ends the process after some seconds, if it has not ended by itself. Takes no lock, for signal handlers."""
 
     def expire() -> None:
         time.sleep(seconds)
@@ -97,12 +92,7 @@ def end_after(seconds: float, code: int) -> None:
 
 
 def end_now(text: str, code: int) -> None:
-    """Ends the process at once, because one of its threads does not end, and prints the stacks of all threads.
-
-    Args:
-        text: the reason, which is logged.
-        code: its exit code.
-    """
+    """Ends the process at once, because one of its threads does not end, and prints the stacks of all threads."""
     end_after(1.0, code)  # in case that the standard error is blocked
     _LOG.critical("%s", text)
     with contextlib.suppress(Exception):

@@ -23,12 +23,6 @@ class StuckDetector:
     A rank that waits for another one has twice the time, so that the rank that all others wait for is found first. The
     time starts again when the wait is over. While some rank has not entered the call, for example because it still
     loads data, no rank that waits is stuck.
-
-    Args:
-        rank: this rank.
-        name: of this rank, for messages.
-        limit: seconds for an action.
-        longest: seconds that count at most between two checks.
     """
 
     def __init__(self, rank: int, name: str, limit: float, longest: float) -> None:

@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 
 class DeviceChannel:
-    """Tensors to and from one other rank.
-
-    Args:
-        outgoing: a group of the two, for sending.
-        incoming: another group of the two, for receiving.
-        device: of this rank.
-    """
+    """Tensors to and from one other rank."""
 
     def __init__(self, outgoing: Group, incoming: Group, device: torch.device) -> None:
         self._outgoing = outgoing

@@ -56,7 +56,7 @@ class Packet:
         starts, end = [], 8 * NUMBERS
         for form in forms:
             starts.append(end)
-            end += 0 if form is None else _padded(_size(form))
+            end += 0 if form is None else -(-_size(form) // _ALIGNMENT) * _ALIGNMENT
         with torch.inference_mode(False):  # else it could be used in inference mode only
             self.memory = torch.empty(end, dtype=torch.uint8, device="cpu")
             self.numbers = (ctypes.c_int64 * NUMBERS).from_address(self.memory.data_ptr())

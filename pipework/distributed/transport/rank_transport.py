@@ -28,22 +28,9 @@ if TYPE_CHECKING:
 
 
 class RankTransport:
-    """The endpoints of this rank.
+    """The endpoints of this rank."""
 
-    Args:
-        worker: the number of this rank's worker.
-        spec: the run.
-        connections: to the other ranks.
-        peer_group: for what concerns more than two ranks.
-    """
-
-    def __init__(
-        self,
-        worker: int,
-        spec: RunSpec,
-        connections: Connections,
-        peer_group: PeerGroup,
-    ) -> None:
+    def __init__(self, worker: int, spec: RunSpec, connections: Connections, peer_group: PeerGroup) -> None:
         local = LocalTransport(spec.placement, spec.links)  # for messages between stages of this rank
         self.outside: Endpoint = local.outside
         self.endpoints = {worker: RankEndpoint(worker, local, spec, connections.channels, peer_group)}
@@ -67,15 +54,10 @@ class RankTransport:
 
 
 class RankEndpoint:
-    """The endpoint of the one worker that is in this process; arguments as above."""
+    """The endpoint of the one worker that is in this process."""
 
     def __init__(
-        self,
-        worker: int,
-        local: LocalTransport,
-        spec: RunSpec,
-        channels: Mapping[int, Channel],
-        peer_group: PeerGroup,
+        self, worker: int, local: LocalTransport, spec: RunSpec, channels: Mapping[int, Channel], peer_group: PeerGroup
     ) -> None:
         self._worker = worker
         self._own: Endpoint = local.endpoints[worker]
@@ -178,7 +160,8 @@ class RankEndpoint:
             parts = [tensors[0] for _, tensors, _ in self._results]
             needs_gradient = any(part is not None and part.requires_grad for part in parts)
             losses = [torch.stack([part.detach() for part in parts if part is not None])]
-        for channel in self._others():
+        for worker in sorted({*self._spec.placement} - {self._worker}):
+            channel = self._channels[worker]
             channel.send(("results", self._stages, 0), losses, needs_gradient + 2 * stops)
             if self._spec.results_for_all is None:
                 for micro_batch, tensors, structure in self._results:
@@ -200,9 +183,6 @@ class RankEndpoint:
         for micro_batch, loss in enumerate(losses[0].unbind()):
             loss = loss.detach().requires_grad_(bool(flags & 1))
             self._outputs.put((("F", self._stages, micro_batch), ((loss,), None), None))
-
-    def _others(self) -> list[Channel]:
-        return [self._channels[worker] for worker in sorted({*self._spec.placement} - {self._worker})]
 
 
 def names_of_messages(kind: str, source: int, target: int, skips: Sequence[Skip]) -> list[str]:

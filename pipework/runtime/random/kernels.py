@@ -67,11 +67,6 @@ def install() -> None:
             _install_state_access()
 
 
-def installed() -> bool:
-    """Whether the wrappers are installed in this process."""
-    return _library is not None
-
-
 def _install_state_access() -> None:
     """Makes `get_rng_state` and `set_rng_state` read and write the thread's stream, if it has one.
 

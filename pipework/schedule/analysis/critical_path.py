@@ -11,10 +11,6 @@ from pipework.schedule.schedule import Schedule
 def critical_path(schedule: Schedule, ended: Run) -> tuple[Action, ...]:
     """Follow causes back from the action that ends last.
 
-    Args:
-        schedule: the schedule that was run.
-        ended: its run, which has the causes.
-
     Returns:
         Computations, transfers and reductions in order of time.
 

@@ -50,11 +50,6 @@ class Run:
     def cause(self, action: Action, worker: int, position: int) -> Action | None:
         """The last thing that an action waited for.
 
-        Args:
-            action: the action.
-            worker: its worker.
-            position: its position in the worker's order.
-
         Returns:
             None for the computation before it in the order. Otherwise the name of a product (``I`` also for a ``B``), a
             ``RECV``, or a reduction. For a transfer: one of its own two sides, which stands for the computation before

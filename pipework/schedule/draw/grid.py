@@ -46,8 +46,8 @@ def grid(timeline: Timeline, *, max_width: int = 160) -> str:
     heads = [f"worker {worker}" for worker in range(timeline.workers)]
     indent = len(heads[-1]) + 2
     room = max_width - indent
-    scales = (_scale(timeline, room, label) for label in (str, _without_stage))
-    scale = next(filter(None, scales), _Scale(_kind, ".", room, room / timeline.makespan))
+    scales = (_scale(timeline, room, label) for label in (str, lambda action: f"{action.kind}{action.micro_batch}"))
+    scale = next(filter(None, scales), _Scale(lambda action: action.kind, ".", room, room / timeline.makespan))
     lines = []
     for head, row in zip(heads, timeline.by_worker, strict=True):
         characters = list((scale.idle * scale.width)[: scale.width])
@@ -68,14 +68,6 @@ class _Scale(NamedTuple):
 
     def ends(self, interval: Interval) -> tuple[int, int]:
         return round(interval.start * self.factor), round(interval.end * self.factor)
-
-
-def _without_stage(action: Action) -> str:
-    return f"{action.kind}{action.micro_batch}"
-
-
-def _kind(action: Action) -> str:
-    return action.kind
 
 
 def _scale(timeline: Timeline, room: int, label: Callable[[Action], str]) -> _Scale | None:

@@ -72,13 +72,7 @@ class Frame:
 
 
 def panel(line: Timeline, frame: Frame, most_memory: float) -> str:
-    """Draw the rows of a timeline that starts at 0.
-
-    Args:
-        line: the timeline.
-        frame: its position.
-        most_memory: the amount that fills a memory strip.
-    """
+    """Draw the rows of a timeline that starts at 0; an amount of `most_memory` fills a memory strip."""
     marks: list[str] = []
     caption = Caption.fitting(line, frame)
     for worker in range(line.workers):

@@ -46,14 +46,6 @@ def made(
 ) -> Schedule:
     """Make a schedule of the fields that were read.
 
-    Args:
-        form: the name of the format, for the message.
-        name: this and the others are arguments of :class:`Schedule`.
-        placement: the worker of each stage.
-        orders: the actions of each worker.
-        inference: whether the schedule has forwards only.
-        skips: pairs of stages.
-
     Raises:
         ValueError: `Schedule` refuses the fields.
 

@@ -93,13 +93,7 @@ def v_min(workers: int, micro_batches: int, *, costs: Costs | None = None) -> Sc
 
 
 def _compacted(name: str, priorities: Sequence[Sequence[Action]], held: int, costs: Costs | None) -> Schedule:
-    """Make a schedule of a V pattern, within a limit of memory.
-
-    Args:
-        name: of the schedule.
-        priorities: the pattern, for each worker.
-        held: the number of micro-batches whose activations, of a worker's whole share, a worker may hold.
-        costs: times that decide where weight halves fit; equal ones if None.
+    """Make a schedule of a V pattern, in which a worker holds the activations of `held` micro-batches of its share.
 
     Example:
         >>> _compacted("v", v_pattern(2, 3, Hops()), 2, None).placement

@@ -68,12 +68,6 @@ def eager_1f1b(workers: int, micro_batches: int) -> Schedule:
 def _alternating(name: str, workers: int, micro_batches: int, *, ahead: int) -> Schedule:
     """Make orders with one stage per worker and a warm-up of `ahead` forwards for each worker behind it.
 
-    Args:
-        name: of the schedule.
-        workers: number of workers.
-        micro_batches: number of micro-batches.
-        ahead: 1 keeps the workers behind busy; more hides transfers.
-
     Example:
         >>> [str(action) for action in _alternating("eager", 2, 3, ahead=2).orders[0]]
         ['0F0', '0F1', '0F2', '0B0', '0B1', '0B2']

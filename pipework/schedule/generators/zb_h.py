@@ -74,10 +74,7 @@ def zb_h2(workers: int, micro_batches: int) -> Schedule:
 def _in_turns(workers: int, micro_batches: int, ahead: int) -> Orders:
     """Make orders of turns, each with a forward, an input half and a weight half of earlier and earlier micro-batches.
 
-    Args:
-        workers: number of workers.
-        micro_batches: number of micro-batches.
-        ahead: the number of forwards that each worker runs more than the next one before its first input half.
+    Before its first input half, each worker runs `ahead` forwards more than the next one.
 
     Example:
         >>> [str(action) for action in _in_turns(2, 2, ahead=1)[0]]

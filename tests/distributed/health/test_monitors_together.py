@@ -1,5 +1,6 @@
 """Several monitors in one process: what they tell each other, what they leave behind, and what garbage does to them."""
 
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -328,7 +329,10 @@ def test_a_forked_child_neither_beats_nor_leaves(watched: Watching) -> None:
 
 def test_other_stores_do_as_well() -> None:
     store = HashStore()
-    with HealthMonitor(store, 0, 2, **TIMES) as first, HealthMonitor(store, 1, 2, **TIMES) as second:
+    first, second = HealthMonitor(store, 0, 2, **TIMES), HealthMonitor(store, 1, 2, **TIMES)
+    with contextlib.closing(first), contextlib.closing(second):
+        first.start()
+        second.start()
         first.report(ValueError("bad row"))
         assert second.wait_for_failure(HARD) is not None
 

@@ -27,6 +27,16 @@ def usual_handlers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def installed(monitor: HealthMonitor | None = None) -> Iterator[Preemption]:
+    monitor = monitor or HealthMonitor(HashStore(), 0, 1)
+    preemption = Preemption(monitor)
+    first, second = (handled_by(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGUSR1))
+    with first, second:
+        preemption.install()
+        yield preemption
+
+
+@contextlib.contextmanager
 def handled_by(number: signal.Signals, handler: Any) -> Iterator[None]:
     before = signal.signal(number, handler)
     try:
@@ -37,17 +47,17 @@ def handled_by(number: signal.Signals, handler: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_leaves_a_mark(number: signal.Signals) -> None:
-    with Preemption() as preemption:
+    with installed() as preemption:
         assert not preemption.requested
         assert preemption.reason is None
         os.kill(os.getpid(), number)
         assert preemption.requested
-        assert preemption.reason == number.name
+        assert preemption.reason == f"{number.name} on rank 0"
 
 
 def test_the_deciding_rank_hears_of_a_signal_to_another(watched: Callable[..., HealthMonitor]) -> None:
     deciding = Preemption(watched(0))  # needs no handlers of its own for that
-    with Preemption(watched(1)):
+    with installed(watched(1)):
         assert not deciding.requested
         os.kill(os.getpid(), signal.SIGUSR1)
         begin = time.monotonic()
@@ -57,32 +67,19 @@ def test_the_deciding_rank_hears_of_a_signal_to_another(watched: Callable[..., H
     assert deciding.reason == "SIGUSR1 on rank 1"
 
 
-def test_handlers_of_the_program_are_called_and_come_back() -> None:
+def test_handlers_of_the_program_are_called() -> None:
     calls: list[int] = []
 
     def own(number: int, frame: Any) -> None:
         calls.append(number)
 
     with handled_by(signal.SIGTERM, own), handled_by(signal.SIGUSR1, signal.SIG_IGN):
-        with Preemption() as preemption:
+        with installed() as preemption:
+            preemption.install()  # once is enough
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert preemption.reason == "SIGTERM"
+            assert preemption.reason == "SIGTERM on rank 0"
         assert calls == [signal.SIGTERM]
-        assert signal.getsignal(signal.SIGTERM) is own
-        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
-
-
-def test_a_handler_that_was_installed_later_stays() -> None:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(handled_by(signal.SIGUSR1, signal.SIG_IGN))
-        preemption = Preemption(signals=[signal.SIGUSR1])
-        preemption.install()
-        preemption.install()  # once is enough
-        later = signal.default_int_handler
-        signal.signal(signal.SIGUSR1, later)
-        preemption.uninstall()
-        assert signal.getsignal(signal.SIGUSR1) is later
 
 
 def test_other_threads_cannot_install() -> None:
@@ -90,7 +87,7 @@ def test_other_threads_cannot_install() -> None:
 
     def install() -> None:
         try:
-            Preemption().install()
+            Preemption(HealthMonitor(HashStore(), 0, 1)).install()
         except RuntimeError as error:
             errors.append(error)
 
@@ -123,6 +120,8 @@ def test_the_handler_of_a_dead_pipe_is_no_native_one(caplog: pytest.LogCaptureFi
 
 PROGRAM = """
 import multiprocessing, os, signal, sys, time
+from torch.distributed import HashStore
+from pipework.distributed.health.monitor import HealthMonitor
 from pipework.distributed.health.preemption import Preemption
 
 def child():
@@ -177,13 +176,17 @@ def test_a_forked_child_can_still_be_terminated(run_python: RunPython) -> None:
 def test_a_handler_of_native_code_is_left_alone(run_python: RunPython) -> None:
     code = (
         "import faulthandler, os, signal\n"
+        "from torch.distributed import HashStore\n"
+        "from pipework.distributed.health.monitor import HealthMonitor\n"
         "from pipework.distributed.health.preemption import Preemption\n"
         "faulthandler.register(signal.SIGUSR1)\n"
-        "with Preemption() as preemption:\n"
-        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
-        "    assert not preemption.requested\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    assert preemption.requested\n"
+        "monitor = HealthMonitor(HashStore(), 0, 1)\n"
+        "preemption = Preemption(monitor)\n"
+        "preemption.install()\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "assert not preemption.requested\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "assert preemption.requested\n"
     )
     done = run_python(["-c", code], timeout=HARD)
     assert done.returncode == 0, done.stderr

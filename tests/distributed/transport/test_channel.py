@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from pipework.distributed.mesh import group_of
 from pipework.distributed.transport import header
 from pipework.distributed.transport.channel import Channel, LostConnectionError
 from pipework.distributed.transport.device_channel import DeviceChannel
+from tests.helpers import in_threads
 
 ADDRESSES = [("F", 1, 0), ("F skip 0", 3, 0), ("F", 1, 1)]
 MESSAGES: dict[str, list[tuple[Tensor | None, ...]]] = {
@@ -40,25 +40,6 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
 
     in_threads(lambda: join(0), lambda: join(1))
     return sides
-
-
-def in_threads(*jobs: Callable[[], object]) -> None:
-    errors: list[BaseException] = []
-
-    def guarded(job: Callable[[], object]) -> None:
-        try:
-            job()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(job,), daemon=True) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
 
 
 @pytest.mark.parametrize("kinds", list(itertools.permutations(MESSAGES, 3))[::7], ids="-".join)

@@ -1,0 +1,41 @@
+"""What tests of several folders need: jobs on threads, and a pipe that was saved and loaded."""
+
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def outcomes_in_threads(*jobs: Callable[[], object]) -> list[object]:
+    """What each job gives, or its error."""
+    outcomes: list[object] = [None] * len(jobs)
+
+    def run(number: int) -> None:
+        try:
+            outcomes[number] = jobs[number]()
+        except BaseException as error:
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return outcomes
+
+
+def in_threads(*jobs: Callable[[], object]) -> None:
+    """Runs each job on a new thread to its end, and raises here the first error."""
+    for outcome in outcomes_in_threads(*jobs):
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+def saved_and_loaded(thing: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
