@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -261,15 +260,7 @@ class LocalBackend:
         self.stopping = False
 
     def own_stages(self, plan: Plan) -> list[int]:
-        """All of them. Warns of devices for which there is no worker."""
-        given, workers = self.devices or (), plan.workers
-        if len(given) > workers > 0:
-            idle = ", ".join(f"devices[{index}] ({given[index]!r})" for index in range(workers, len(given)))
-            warnings.warn(
-                f"{len(given)} devices for {workers} worker{'s' if workers > 1 else ''}: {idle} will be idle. Give as "
-                "many devices as there are workers, or cut the layers into more partitions",
-                stacklevel=3,  # where the pipe is made
-            )
+        """All of them."""
         return list(range(len(plan.placement)))
 
     def join(self, spec: PipeSpec) -> None:

@@ -167,8 +167,8 @@ class Pipe(Layers):
         backend = _backend(mesh, devices)
         plan = make_plan(module, schedule, chunks, balance, backend.devices)
         here = backend.own_stages(plan)
-        if self._warns and (doubts := doubts_about(module, plan, chunks, balance, backend.devices)) is not None:
-            warnings.warn(doubts, PipeWarning, stacklevel=2)
+        for doubt in doubts_about(module, plan, chunks, balance, backend.devices) if self._warns else ():
+            warnings.warn(doubt, PipeWarning, stacklevel=2)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)
         stages = range(len(plan.placement))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipework import Pipe
+from pipework import Pipe, PipeWarning
 from pipework.schedule import Schedule, fill_drain
 
 
@@ -92,11 +92,12 @@ def test_too_few_devices() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", fill_drain(2, 1)])
 def test_extra_devices_are_named_in_a_warning(schedule: str | Schedule) -> None:
     message = r"4 devices for 2 workers: devices\[2\] \('cpu'\), devices\[3\] \('cpu'\) will be idle. Give as many"
-    with pytest.warns(UserWarning, match=message) as caught:
-        assert len(Pipe(layers(), balance=[2, 2], devices=["cpu"] * 4, schedule=schedule).devices) == 2
-    assert caught[0].filename == __file__
-    with pytest.warns(UserWarning, match=r"3 devices for 1 worker: "):
-        Pipe(nn.Sequential(nn.Linear(2, 2)), devices=["cpu"] * 3)
+    chunks = 1 if isinstance(schedule, Schedule) else 4
+    with pytest.warns(PipeWarning, match=message) as caught:
+        assert len(Pipe(layers(), chunks, balance=[2, 2], devices=["cpu"] * 4, schedule=schedule).devices) == 2
+    assert caught[-1].filename == __file__
+    with pytest.warns(PipeWarning, match=r"3 devices for 1 worker: "):
+        Pipe(layers(), balance=[4], devices=["cpu"] * 3)
     Pipe(nn.Sequential(), devices=["cpu"])
 
 

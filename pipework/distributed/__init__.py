@@ -8,6 +8,7 @@
 * `step_header`, `data_digest`: at the beginning of a call, the ranks compare what they call, and with which data.
 * `all_gather`: every rank gives bytes, and gets those of all.
 * `optimizer_check`, `parameter_check`: find an optimizer with parameters of other ranks, and a rank without any.
+* `faults`: faults on purpose, for tests of what follows them.
 * `store_prefix`: keeps the keys of two attempts of a job apart.
 
 Messages are in `transport`, gradients of several ranks in `gradients`, failures in `health`.

@@ -22,8 +22,8 @@ def doubts_about(
     chunks: int,
     balance: Sequence[int] | None,
     devices: Sequence[Device] | None,
-) -> str | None:
-    """Why a pipe of this plan pipelines nothing, unless its maker has asked for that; None: it does.
+) -> list[str]:
+    """What is probably not meant in this plan of a pipe: nothing is pipelined, or devices stay idle.
 
     Args:
         module: the layers.
@@ -37,7 +37,26 @@ def doubts_about(
         >>> from pipework.planning.plan import make_plan
         >>> module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         >>> doubts_about(module, make_plan(module, "gpipe", 1, None, ["cpu"]), 1, None, ["cpu"])
+        []
     """
+    doubt = _nothing_pipelined(module, plan, chunks, balance, devices)
+    doubts = [] if doubt is None else [doubt]
+    if len(module) > 1 and devices is not None and len(devices) > plan.workers:
+        idle = ", ".join(f"devices[{index}] ({devices[index]!r})" for index in range(plan.workers, len(devices)))
+        doubts.append(
+            f"{len(devices)} devices for {plan.workers} worker{'s' if plan.workers > 1 else ''}: {idle} will be idle. "
+            "Give as many devices as there are workers, or cut the layers into more partitions"
+        )
+    return doubts
+
+
+def _nothing_pipelined(
+    module: nn.Sequential,
+    plan: Plan,
+    chunks: int,
+    balance: Sequence[int] | None,
+    devices: Sequence[Device] | None,
+) -> str | None:
     layers = len(module)
     if plan.workers > 1:
         if chunks > 1:
@@ -54,6 +73,13 @@ def doubts_about(
             "is pipelined: a pipe cuts between the layers of the nn.Sequential, not within one of them. Give it the "
             "layers of the model, such as nn.Sequential(model.embed, *model.blocks, model.head); for one worker on "
             "purpose give balance=[1]"
+        )
+    per_worker = len(plan.placement)
+    if layers > 1 and devices is None and per_worker > 1 and not isinstance(plan.source, Schedule):
+        return (
+            f"{layers} layers are too few for two workers with {per_worker} stages each, so one worker has all of them "
+            f"and nothing is pipelined: give the nn.Sequential at least {2 * per_worker} layers, choose a schedule of "
+            f"one stage per worker, such as '1f1b', or give devices=[\"cpu\"] for one worker on purpose"
         )
     chosen = isinstance(plan.source, Schedule) or is_placed(module)
     if layers > 1 and devices is None and not chosen:

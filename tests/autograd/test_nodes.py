@@ -240,12 +240,13 @@ def test_without_grad_mode_there_is_a_loss_and_nothing_else(way: Any, pipe: Any,
 
 
 @pytest.mark.parametrize("way", INSIDE, indirect=True)
-def test_a_loss_without_a_graph_has_none(way: Any, batch: Any) -> None:
+def test_a_loss_without_a_graph_is_refused(way: Any, batch: Any) -> None:
     def detached(output: Tensor, target: Tensor) -> Tensor:
         return output.detach().mean()
 
     pipe = way.pipe(layers(), 4, balance=[1, 1, 1, 1], loss_fn=detached)
-    assert not pipe(batch[0], target=batch[1]).requires_grad
+    with pytest.raises(RuntimeError, match=r"loss_fn \(detached\) returned a loss without a graph"):
+        pipe(batch[0], target=batch[1])
 
 
 # Nothing is left behind

@@ -56,4 +56,9 @@ def test_what_was_asked_for_is_no_surprise(module: nn.Sequential, options: dict[
 
 
 def test_doubts_need_no_pipe() -> None:
-    assert doubts_about(ONE, make_plan(ONE, "gpipe", 1, [1], None), 1, [1], None) is None
+    assert doubts_about(ONE, make_plan(ONE, "gpipe", 1, [1], None), 1, [1], None) == []
+
+
+def test_too_few_layers_for_the_stages_of_two_workers() -> None:
+    with pytest.warns(PipeWarning, match=r"2 layers are too few for two workers with 2 stages each.*at least 4 layers"):
+        Pipe(copy.deepcopy(TWO), 4, schedule="interleaved-1f1b", loss_fn=torch.nn.functional.mse_loss)

@@ -11,5 +11,4 @@
 * `preemption`: after SIGTERM to any rank, all stop after the same step.
 * `errors`: `PipelineError`, and exit codes.
 * `process_exit`: how a failed process ends.
-* `tracebacks`: tracebacks without the frames of pipework.
 """

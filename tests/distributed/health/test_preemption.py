@@ -129,19 +129,21 @@ def child():
     time.sleep(60)
 
 def main(what):
-    with Preemption() as preemption:
-        if what == "twice":
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert preemption.requested
-            print("asked", flush=True)
-            os.kill(os.getpid(), signal.SIGTERM)
-            print("still here", flush=True)
-        started = multiprocessing.get_context("fork").Process(target=child)
-        started.start()
-        time.sleep(0.5)
-        started.terminate()
-        started.join(30)
-        print(started.exitcode, preemption.requested, flush=True)
+    monitor = HealthMonitor(HashStore(), 0, 1)
+    preemption = Preemption(monitor)
+    preemption.install()
+    if what == "twice":
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert preemption.requested
+        print("asked", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("still here", flush=True)
+    started = multiprocessing.get_context("fork").Process(target=child)
+    started.start()
+    time.sleep(0.5)
+    started.terminate()
+    started.join(30)
+    print(started.exitcode, preemption.requested, flush=True)
 
 main(sys.argv[1])
 """
@@ -154,7 +156,7 @@ def test_the_second_one_ends_the_process(run_python: RunPython) -> None:
 
 
 def test_the_first_one_says_what_will_happen(caplog: pytest.LogCaptureFixture) -> None:
-    with Preemption():
+    with installed():
         os.kill(os.getpid(), signal.SIGUSR1)
         begin = time.monotonic()
         while not caplog.messages:  # a thread logs it
