@@ -167,6 +167,10 @@ class Backend(Protocol):
     def rank_of(self, worker: int) -> int | None:
         """The process of a worker; None: it is this one."""
 
+    @property
+    def tied_stages(self) -> Sequence[tuple[int, ...]]:
+        """For each parameter that stages of several processes use, these stages."""
+
     def training(self, pipe: nn.Module, layers: Iterable[nn.Module]) -> bool:
         """Whether a call is one of training, as far as all processes can see it."""
 
@@ -252,6 +256,11 @@ class LocalBackend:
     def rank_of(self, worker: int) -> int | None:
         """Every worker is here."""
         return None
+
+    @property
+    def tied_stages(self) -> Sequence[tuple[int, ...]]:
+        """There is one process."""
+        return ()
 
     def training(self, pipe: nn.Module, layers: Iterable[nn.Module]) -> bool:
         """Whether any layer is in training mode."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from pipework.autograd.batch_versions import BatchVersions
 from pipework.autograd.nodes import LossInside, LossOutside, attach
 from pipework.backend import LocalBackend, PipeSpec, StepHeader
 from pipework.model import microbatch
@@ -407,7 +408,7 @@ class Pipe(Layers):
             loss=inner,
             own_leaves=frozenset([n for n, t in enumerate(split.tensors) if t.is_leaf and t.requires_grad]),
             input_gradients=any(tensor.requires_grad for tensor in split.tensors),
-            versions=split.versions,
+            versions=BatchVersions(split.tensors, split.slices),
         )
         self._steps += 1
         returned: list[Message] = []

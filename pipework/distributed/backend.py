@@ -108,6 +108,7 @@ class DistributedBackend:
         pairs += [(skip.source, to) for skip in spec.skips for to in skip.destinations]
         agreed = contract(spec.module, spec.plan, **spec.settings)
         tied = tied_parameters(spec.partitions, placement)
+        self._tied_stages = [each.stages for each in tied]
         self._group = PeerGroup(mesh, RendezvousSpec(placement, pairs, tied, agreed), spec.tensors)
 
     def use(self, workers: WorkerThreads) -> None:
@@ -122,6 +123,11 @@ class DistributedBackend:
     def rank_of(self, worker: int) -> int | None:
         """The number of the worker's process in the job."""
         return self.group.ranks[worker]
+
+    @property
+    def tied_stages(self) -> Sequence[tuple[int, ...]]:
+        """See `Backend.tied_stages`."""
+        return self._tied_stages
 
     def training(self, pipe: nn.Module, layers: Iterable[nn.Module]) -> bool:
         """The flag of the whole pipe, since nothing is known of layers in other processes."""
