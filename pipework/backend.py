@@ -201,6 +201,10 @@ class Backend(Protocol):
     def rank_of(self, worker: int) -> int | None:
         """The process of a worker; None: it is this one."""
 
+    @property
+    def tied_stages(self) -> Sequence[tuple[int, ...]]:
+        """For each parameter that stages of several processes use, these stages."""
+
     def calling(self, what: str) -> AbstractContextManager[None]:
         """Entered around a call of the pipe, which all processes make; see `Peers.calling`.
 
@@ -279,6 +283,11 @@ class LocalBackend:
     def rank_of(self, worker: int) -> int | None:
         """Every worker is here."""
         return None
+
+    @property
+    def tied_stages(self) -> Sequence[tuple[int, ...]]:
+        """There is one process."""
+        return ()
 
     def calling(self, what: str) -> AbstractContextManager[None]:
         """Signals are the program's own: nothing to do."""

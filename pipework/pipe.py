@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from pipework.autograd.batch_versions import BatchVersions
 from pipework.autograd.nodes import LossInside, LossOutside, attach
 from pipework.backend import LocalBackend, PipeSpec, StepData, StepFacts, StepHeader
 from pipework.model import microbatch
@@ -451,7 +452,7 @@ class Pipe(Layers):
             loss=inner,
             own_leaves=split.own_leaves,
             input_gradients=any(tensor.requires_grad for tensor in split.tensors),
-            versions=split.versions,
+            versions=BatchVersions(split.tensors, split.slices),
         )
         self._recorded_step += 1
         returned: list[Message] = []

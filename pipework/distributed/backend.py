@@ -111,6 +111,7 @@ class DistributedBackend:
         pairs += [pair for skip in spec.skips for pair in skip.hops]
         agreed = contract(spec.module, spec.plan, **spec.settings)
         tied = tied_parameters(spec.partitions, placement)
+        self._tied_stages = [each.stages for each in tied]
         self._group = PeerGroup(mesh, RendezvousSpec(placement, pairs, tied, agreed), spec.tensors, spec.open_workers)
         self._leave_to_others(spec)
 
@@ -151,6 +152,11 @@ class DistributedBackend:
     def rank_of(self, worker: int) -> int | None:
         """The number of the worker's process in the job."""
         return self.group.ranks[worker]
+
+    @property
+    def tied_stages(self) -> Sequence[tuple[int, ...]]:
+        """See `Backend.tied_stages`."""
+        return self._tied_stages
 
     @contextlib.contextmanager
     def calling(self, what: str) -> Iterator[None]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from pipework.autograd.batch_versions import BatchVersions
 from pipework.model.no_chunk import NoChunk
 from pipework.values import nested
 
@@ -97,9 +96,9 @@ class Given:
         return cls((), (), [], rows)
 
     @property
-    def versions(self) -> BatchVersions:
-        """None that are shared: each micro-batch has tensors of its own."""
-        return BatchVersions((), ())
+    def slices(self) -> list[tuple[Tensor, ...]]:
+        """None: each micro-batch has tensors of its own."""
+        return [()] * len(self.tensors)
 
     @property
     def own_leaves(self) -> frozenset[int]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipework.autograd.batch_versions import BatchVersions
 from pipework.model.given import MicroBatches, inside_of_a_value, refuse_gradient
 from pipework.model.no_chunk import NoChunk
 from pipework.values import nested
@@ -74,11 +73,10 @@ class Split:
         return frozenset([n for n, tensor in enumerate(self.tensors) if tensor.is_leaf and tensor.requires_grad])
 
     @property
-    def versions(self) -> BatchVersions:
-        """The version counters of the tensors and of their parts."""
-        columns = zip(*(leaves for leaves, _ in self.micro_batches), strict=True) if self.tensors else ()
-        parts = [() if sizes is None else column for sizes, column in zip(self.sizes, columns, strict=True)]
-        return BatchVersions(self.tensors, parts)
+    def slices(self) -> list[tuple[Tensor, ...]]:
+        """For each tensor its parts; none if every micro-batch gets all of it."""
+        columns = zip(*(leaves for leaves, _ in self.micro_batches), strict=True)
+        return [() if sizes is None else column for sizes, column in zip(self.sizes, columns, strict=True)]
 
     @property
     def splits(self) -> InputSplits:

@@ -7,6 +7,7 @@ import functools
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from pipework.autograd.tied_gradients import tied_gradients
 from pipework.runtime.caller_modes import Modes, TakingTurns
 from pipework.runtime.device import random_states_kept
 from pipework.runtime.failure import Failure
@@ -122,6 +123,8 @@ class Step:
                 )
                 for stage in engine.stages.values()
             }
+        for number, tied in tied_gradients({number: run.aliases for number, run in self._runs.items()}).items():
+            self._runs[number].tied = tied
         if options.recorder is not None:
             for worker in engine.devices:
                 runs = self._runs_of(worker)

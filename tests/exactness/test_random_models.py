@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from pipework import PipeSequential
 from pipework.testing import draw_key
 from tests.conftest import USUAL, WAYS, bitwise, distance, named_gradients
-from tests.ranks import held
+from tests.ranks import held, own_mesh
 
 CHECKPOINT_MODES = ("never", "except_last", "always")
 
@@ -26,7 +26,7 @@ class Does(nn.Module):
         super().__init__()
         self.act = act
         for name, part in parts.items():
-            setattr(self, name, nn.Parameter(part) if isinstance(part, Tensor) else part)
+            setattr(self, name, nn.Parameter(part) if type(part) is Tensor else part)
 
     def forward(self, *inputs: Any) -> Any:
         return self.act(self, *inputs)
@@ -230,8 +230,16 @@ KINDS = [
 
 
 def random_model(places: int, width: int, kinds: int) -> nn.Sequential:
-    """A model of so many random kinds of layers."""
-    return PipeSequential(*(layer for kind in random.choices(KINDS, k=kinds) for layer in kind(places, width)))
+    """A model of so many random kinds of layers; some have a weight in several places."""
+    groups = [kind(places, width) for kind in random.choices(KINDS, k=kinds)]
+    if own_mesh() is None and random.random() < 0.3:  # each process sums its own uses first
+        shared = nn.Linear(width, width)
+        turned = Does(
+            lambda self, x: x @ self.weight + self.weight.mean() * (x @ self.weight.t()), weight=shared.weight
+        )
+        for layer in [shared, turned, random.choice([shared, turned, nn.Sequential(shared, nn.Tanh(), shared)])]:
+            groups.insert(random.randrange(len(groups) + 1), [layer])
+    return PipeSequential(*itertools.chain(*groups))
 
 
 def random_balance(layers: int) -> list[int]:
@@ -288,6 +296,7 @@ SLOW = [pytest.param(range(first, first + 50), marks=pytest.mark.slow) for first
 
 
 @pytest.mark.parametrize("seeds", [*([seed] for seed in range(4)), *THOROUGH, *SLOW], ids=str)
+@pytest.mark.filterwarnings("ignore:.*batch_first:pipework.PipeWarning")  # micro-batches of one row
 def test_random_models(seeds: Sequence[int]) -> None:
     for seed in seeds:
         check(seed)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
 
     from pipework.autograd.batch_versions import BatchVersions
+    from pipework.autograd.tied_gradients import TiedGradients
     from pipework.runtime.caller_context import CallerContext
     from pipework.runtime.random.streams import RandomStream
     from pipework.runtime.stage.buffers import Snapshot
@@ -110,6 +111,7 @@ class StageRun:
             self._weight_store = None
         self._parameter_versions = self.aliases.versions
         self.meter: MemoryMeter | None = None
+        self.tied: TiedGradients | None = None
         ports = SkipPorts(stage.index, stage.skips)
         self._skips = ports if ports.touched else None
         self._stashed = stage.stashed
@@ -265,6 +267,10 @@ class StageRun:
             self._started()
         leaves, roots = self._graphs[micro_batch] if self._retain_graph else self._graphs.pop(micro_batch)
         starts, seeds = _differentiable(roots, gradients)
+        if self.tied is not None:
+            begun = self.tied.begun(micro_batch)
+            starts += tuple([alias for alias, _ in begun])
+            seeds += tuple([gradient for _, gradient in begun])
         of_leaves: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if starts:
             if self._enter_stream is not None:
@@ -278,6 +284,8 @@ class StageRun:
         if self._check_finite:
             refuse_non_finite(of_leaves, f"the gradient of an input of stage {self._index}")
             self._check_parameters()
+        if self.tied is not None:
+            self.tied.hand_on(micro_batch)
         if self._skips is not None:
             of_leaves = self._skips.send_gradients(micro_batch, of_leaves)
         if self._send_gradient is not None:
@@ -305,6 +313,8 @@ class StageRun:
         self._graphs.clear()
         if self._weight_store is not None:
             self._weight_store.clear()
+        if self.tied is not None:
+            self.tied.clear()
         self.aliases.take_gradients()
 
     def _first_pass(

@@ -131,6 +131,12 @@ def table(mesh: Mesh) -> str:
     return repr(pipe)
 
 
+def table_with_tied_layers(mesh: Mesh) -> list[str]:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    layers = nn.Sequential(first, nn.Tanh(), second, second, first)
+    return repr(Pipe(layers, 4, mesh=mesh, balance=[2, 3])).splitlines()
+
+
 def table_of_several(mesh: Mesh) -> str:
     layers = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
     return repr(Pipe(layers, 4, mesh=mesh, schedule="zb-v", loss_fn=square, balance=[1] * 4))
@@ -212,6 +218,11 @@ def test_the_table_shows_all_partitions(on_ranks: Run) -> None:
         "          0  rank 0       (3)                  -      -",
         "          1  cpu, rank 1  3 .. 4 (2)          24   96 B",
     ]
+    for lines in on_ranks(2, table_with_tied_layers):
+        assert lines[-1] == (
+            "partitions 0, 1 share 2 parameters in different processes: the last bit of the gradient may differ from "
+            "the un-partitioned model's"
+        )
     ranks = [line.split()[1:4] for line in on_ranks(2, table_of_several)[1].splitlines()[2:6]]
     assert ranks == [["rank", "0", "(1)"], ["cpu,", "rank", "1"], ["cpu,", "rank", "1"], ["rank", "0", "(1)"]]
 

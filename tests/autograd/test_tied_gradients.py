@@ -1,0 +1,130 @@
+"""Parameters that several stages of a process use: gradients as in one graph, and no memory that nobody needs."""
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipework import Pipe
+from pipework.autograd.aliases import Aliases
+from pipework.autograd.tied_gradients import tied_gradients
+from tests.conftest import WAYS, bitwise, distance
+
+CHECKPOINT_MODES = ("never", "except_last", "always")
+
+
+class Uses(nn.Module):
+    """Uses a weight several times, so that the order in which its gradient is added up shows."""
+
+    def __init__(self, weight: nn.Parameter, times: int) -> None:
+        super().__init__()
+        self.weight, self.times = weight, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = (x @ self.weight.t()).tanh() @ self.weight + x
+        return x
+
+
+def model() -> nn.Sequential:
+    weight = nn.Parameter(torch.randn(6, 6))
+    other = nn.Linear(6, 6)
+    return nn.Sequential(
+        nn.Linear(6, 6), Uses(weight, 2), other, Uses(weight, 1), nn.Tanh(), Uses(weight, 3), other, nn.Linear(6, 1)
+    )
+
+
+@pytest.mark.one_process("between processes each sums its own part first")
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("balance", [[4, 4], [2, 2, 2, 2], [1] * 8], ids=str)
+def test_the_order_of_the_sum_is_that_of_one_graph(
+    way: Any, balance: list[int], checkpoint: str, assert_trained_alike: Any
+) -> None:
+    plain = model()
+    pipe = way.pipe(plain, 4, checkpoint, balance=balance)
+    assert_trained_alike(plain, pipe, [(torch.randn(7, 6),) for _ in range(2)], way=way)
+
+
+@pytest.mark.one_process("between processes each sums its own part first")
+def test_a_retained_graph_is_differentiated_again() -> None:
+    plain = model()
+    pipe = WAYS["outside"].pipe(plain, 3, "never", balance=[4, 4])
+    x = torch.randn(6, 6)
+    loss = pipe(x).square().sum()
+    loss.backward(retain_graph=True)
+    once = [parameter.grad.clone() for parameter in pipe.parameters()]
+    loss.backward()
+    for parameter, gradient in zip(pipe.parameters(), once, strict=True):
+        bitwise(parameter.grad, 2 * gradient)
+
+
+def test_hooks_fire_once_and_a_frozen_parameter_gets_nothing() -> None:
+    layers = model()
+    pipe = Pipe(layers, 3, balance=[4, 4], devices=["cpu"] * 2)
+    fired: list[Tensor] = []
+    layers[1].weight.register_hook(fired.append)
+    pipe(torch.randn(6, 6)).sum().backward()
+    assert len(fired) == 1
+    layers[1].weight.requires_grad_(False)
+    layers.zero_grad()
+    pipe(torch.randn(6, 6)).sum().backward()
+    assert layers[1].weight.grad is None
+    assert layers[2].weight.grad is not None
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_a_failed_step_keeps_no_gradient(schedule: str) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.requires_grad:
+                x.register_hook(self.fail)
+            return x
+
+        def fail(self, gradient: Tensor) -> None:
+            raise ValueError("no gradient")
+
+    layers = model()
+    layers.insert(3, Fails())
+    pipe = Pipe(layers, 3, balance=[3, 6], devices=["cpu"] * 2, schedule=schedule, loss_fn=distance)
+    x, y = torch.randn(6, 6), torch.randn(6)
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(each) is Tensor and each.shape == (6, 6) for each in gc.get_objects())
+
+    before = None
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no gradient"):
+            pipe(x, target=y).backward()
+        before = alive() if before is None else before
+    assert alive() <= before
+
+
+def test_only_shared_parameters_are_tied() -> None:
+    layers = copy.deepcopy(model())
+    stages = {number: Aliases([layer]) for number, layer in enumerate(layers)}
+    assert sorted(tied_gradients(stages)) == [1, 2, 3, 5, 6]
+    assert tied_gradients({0: Aliases([nn.Sequential(layers[0], layers[1])]), 1: Aliases([layers[7]])}) == {}
+
+
+def test_a_gradient_waits_for_the_earlier_stage() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    holders = [nn.Module() for _ in range(3)]
+    for holder in holders:
+        holder.weight = weight
+    stages = {number: Aliases([holder]) for number, holder in enumerate(holders)}
+    tied = tied_gradients(stages)
+    first, second, third = tied[0], tied[1], tied[2]
+    stages[2].leaves[0].grad = torch.ones(2)
+    third.hand_on(5)
+    assert stages[2].leaves[0].grad is None
+    assert first.begun(5) == second.begun(4) == []
+    ((alias, gradient),) = second.begun(5)
+    assert alias is stages[1].leaves[0]
+    assert gradient.tolist() == [1.0, 1.0]
+    assert second.begun(5) == []
+    third.hand_on(6)  # it got no gradient
+    assert second.begun(6) == []
