@@ -158,6 +158,7 @@ class Residual(nn.Module):
         return torch.tanh(self.linear(x)) + skip
 
 
+@pytest.mark.one_process("one block for each stage; with processes: tests/distributed/together/test_skips.py")
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_a_residual_that_every_block_pops_is_bitwise_equal(
     way: Any, checkpoint: str, assert_trained_alike: Callable[..., None]
