@@ -196,6 +196,7 @@ class End(nn.Module):
         return self.pooler(x)
 
 
+@pytest.mark.filterwarnings("ignore:input 1 has the shape:pipework.PipeWarning")  # as many rows as tokens
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("balance", [[4], [1, 3], [1, 1, 1, 1]], ids=str)
 def test_bert_with_a_mask(balance: list[int], checkpoint: str, assert_trained_alike: Callable[..., None]) -> None:
