@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
+import torch
 from torch import Tensor, nn
 
 from benchmarks import harness
@@ -28,6 +29,7 @@ from pipework.pipe import Pipe
 
 ONE_CORE = "un-pipelined, one core, micro-batch by micro-batch"
 WHOLE = "un-pipelined, one core, the whole batch at once"
+ALL_CORES = "un-pipelined, all cores, the whole batch at once"
 OUTSIDE = "pipework gpipe, loss outside"
 TORCHGPIPE = "torchgpipe 0.0.7"
 BEST_TARGET = 0.52  # of the one-core time: within 4 % of a perfect split, for the best schedule that splits backwards
@@ -53,14 +55,17 @@ def variant(model: nn.Module, run: Callable[[], object], schedule: str | None = 
     return Variant(harness.timed(run, before=model.zero_grad), lambda: harness.gradients_of(model), schedule)
 
 
-def unpipelined(task: Task, *, micro_batched: bool) -> Variant:
-    """The model as it is, on the calling thread."""
+def unpipelined(task: Task, *, micro_batched: bool, cores: int = 1) -> Variant:
+    """The model as it is, on the calling thread and the threads of its operators."""
     model = task.model()
     pieces = list(zip(*(each.chunk(task.chunks if micro_batched else 1) for each in task.batch()), strict=True))
 
     def run() -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(cores)
         for piece, target in pieces:
             (task.loss_of(model(piece), target) / len(pieces)).backward()
+        torch.set_num_threads(before)
 
     return variant(model, run)
 
@@ -104,6 +109,7 @@ def all_variants(task: Task, processes: TwoProcesses, pipes: dict[str, Pipe]) ->
     variants = {
         ONE_CORE: unpipelined(task, micro_batched=True),
         WHOLE: unpipelined(task, micro_batched=False),
+        ALL_CORES: unpipelined(task, micro_batched=False, cores=WORKERS),
         OUTSIDE: outside_loss(task, pipes[OUTSIDE]),
     }
     for schedule in TRAINING:
