@@ -120,7 +120,3 @@ def _view(memory: Tensor, form: TensorForm) -> Tensor:
 
 def _size(form: TensorForm) -> int:
     return math.prod(form.sent_sizes) * form.dtype.itemsize
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
