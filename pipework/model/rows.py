@@ -44,17 +44,14 @@ def modules_with_batch_second(layers: Iterable[tuple[str, nn.Module]]) -> list[t
 
 @contextlib.contextmanager
 def watched(modules: Sequence[tuple[str, nn.Module]], sizes: Collection[int]) -> Iterator[list[str]]:
-    """A context in which these modules must not be given the rows of a micro-batch in dimension 0.
+    """A context in which it is noticed if these modules are given the rows of a micro-batch in dimension 0.
 
     Args:
         modules: from `modules_with_batch_second`. They have hooks inside of the context only.
         sizes: the rows of the micro-batches.
 
     Returns:
-        A list that gets a text for each module of which it cannot be told.
-
-    Raises:
-        ValueError: within a module, if dimension 0 of its input has the rows, and dimension 1 cannot have them.
+        A list that gets a text for each module for which this is so, or cannot be told.
     """
     doubts: dict[str, str] = {}
 
@@ -70,11 +67,12 @@ def watched(modules: Sequence[tuple[str, nn.Module]], sizes: Collection[int]) ->
                 "micro-batch influence each other: give it three dimensions. Otherwise " + _IGNORE,
             )
         elif shape[1] and all(size == 0 or shape[1] % size for size in sizes):
-            raise ValueError(
+            doubts.setdefault(
+                what,
                 f"{got}: it takes dimension 1 for the batch, but dimension 0 has the {shape[0]} rows of a micro-batch, "
-                "since a pipe cuts along dimension 0. The rows would influence each other. Make it with "
-                "batch_first=True, or transpose before and after it within the layer; an input of shape [T, B, D] is "
-                "given to the pipe as [B, T, D]"
+                "since a pipe cuts along dimension 0. The rows of a micro-batch influence each other, and not those of "
+                "other micro-batches. Make it with batch_first=True, or transpose before and after it within the "
+                "layer; an input of shape [T, B, D] is given to the pipe as [B, T, D]. Otherwise " + _IGNORE,
             )
         else:
             doubts.setdefault(

@@ -75,7 +75,9 @@ def reference_backward(
 
 def joined(outputs: Sequence[Tensor], inputs: Any) -> Any:
     """The outputs of the micro-batches, concatenated or as `MicroBatches`, as the inputs are."""
-    return MicroBatches(outputs) if _given(inputs) else torch.cat(list(outputs))
+    if _given(inputs):
+        return MicroBatches(outputs)
+    return torch.cat(list(outputs)) if len(outputs) > 1 else outputs[0]  # as a pipe does, with the output's strides
 
 
 def _given(inputs: Any) -> list[MicroBatches]:
