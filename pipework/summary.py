@@ -82,10 +82,9 @@ def _tied(stages: Sequence[tuple[int, ...]]) -> list[str]:
     if not stages:
         return []
     which = ", ".join(map(str, sorted({stage for each in stages for stage in each})))
-    shared = "1 parameter" if len(stages) == 1 else f"{len(stages)} parameters"
     return [
-        f"partitions {which} share {shared} in different processes: the last bit of the gradient may differ from the "
-        "un-partitioned model's"
+        f"partitions {which} share {counted(len(stages), 'parameter')} in different processes: the last bit of the "
+        "gradient may differ from the un-partitioned model's"
     ]
 
 

@@ -13,6 +13,7 @@ import torch
 from pipework.backend import StepFacts, StepHeader
 from pipework.distributed.data_digest import NO_DATA, data_digest
 from pipework.distributed.transport.channel import LostConnectionError
+from pipework.model.given import NO_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 _NO_KEY: Final = -1
 _GIVEN: Final = -1  # in place of the rows of the mini-batch: the caller has made the micro-batches
-_NO_ROWS: Final = -1
 _FIRST_CALLS: Final = 4  # whose data are compared
 _INTERVAL: Final = 32  # of later calls; reading a sample takes up to 0.1 ms
 
@@ -115,7 +115,7 @@ class StepHeaders:
             if self._last != self._first:
                 self._send(self._last, batch.rows)
             return batch.rows
-        return self._receive(self._first, micro_batches) if self._worker == self._last else [_NO_ROWS] * micro_batches
+        return self._receive(self._first, micro_batches) if self._worker == self._last else [NO_ROWS] * micro_batches
 
     def _own(self, header: StepHeader, data: StepData) -> _Numbers:
         flags = sum(value << position for position, value in enumerate(header))

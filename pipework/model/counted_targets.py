@@ -7,7 +7,6 @@ have unequal numbers of padded targets, a mean by rows is another one.
 from __future__ import annotations
 
 import functools
-import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -52,8 +51,7 @@ class CountedTargets:
             function, bound = function.func, function.keywords
         if function not in _FUNCTIONS:
             return None
-        default = inspect.signature(function).parameters["ignore_index"].default
-        return cls(bound.get("ignore_index", default), bound.get("weight"))
+        return cls(bound.get("ignore_index", IGNORED), bound.get("weight"))
 
     def amounts(self, targets: Sequence[Any]) -> list[float] | None:
         """How much the target of each micro-batch counts; None: they are no numbers of classes, and rows count.

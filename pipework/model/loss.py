@@ -184,8 +184,10 @@ class LossSettings:
     def _rows(self, targets: Sequence[Message], rows: Sequence[int]) -> list[float]:
         if min(rows) < 0:
             raise _no_rows(targets, rows)
-        columns = zip(*(tensors for tensors, _ in targets), strict=True)
-        if next(self._looks, None) is not None and any(unequal_padding(column, rows) for column in columns):
+        looks = next(self._looks, None) is not None
+        if looks and any(
+            unequal_padding(each, rows) for each in zip(*(tensors for tensors, _ in targets), strict=True)
+        ):
             warnings.warn(
                 f"targets have the value {IGNORED}, which PyTorch's losses leave out of their mean, and micro-batches "
                 "have unequal numbers of them, but loss_fn is a function of its own, so the pipe weighs micro-batches "

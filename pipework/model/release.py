@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import torch_private
+from pipework.runtime.stage.returned import layer_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -28,7 +29,7 @@ class _Released:
 
     def refuse_forward(self, layer: nn.Module, arguments: Any) -> NoReturn:
         raise RuntimeError(
-            f"layer {self.name!r} ({type(layer).__name__}) has no values in this process: {self.owner} trains it. "
+            f"{layer_text(self.name, layer)} has no values in this process: {self.owner} trains it. "
             "Call the pipe itself, pipe(x), on all ranks; for one process that has all layers, save the pipe with "
             "pipework.save_checkpoint, turn the checkpoint into a state dict with `python -m pipework convert`, and "
             "load that into a new model"
@@ -36,7 +37,7 @@ class _Released:
 
     def refuse_state_dict(self, layer: nn.Module, prefix: str, keep_vars: bool) -> NoReturn:
         raise RuntimeError(
-            f"layer {self.name!r} ({type(layer).__name__}) has no values in this process: {self.owner} trains it. "
+            f"{layer_text(self.name, layer)} has no values in this process: {self.owner} trains it. "
             "pipe.state_dict() has the layers of this process; pipework.save_checkpoint saves those of all, and "
             "`python -m pipework convert` turns the checkpoint into a state dict of the whole model"
         )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipework import torch_private
 from pipework.model.no_chunk import NoChunk
+from pipework.runtime.stage.returned import layer_text
 from pipework.values import nested
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def modules_with_batch_second(layers: Iterable[tuple[str, nn.Module]]) -> list[t
     for name, layer in layers:
         if any(torch_private.is_compiled(each) or isinstance(each, torch.jit.ScriptModule) for each in layer.modules()):
             continue
-        place = f"layer {name!r} ({type(layer).__name__})"
+        place = layer_text(name, layer)
         for path, module in layer.named_modules():
             if getattr(module, "batch_first", None) is False:
                 found.append((f"{path!r} ({type(module).__name__}) of {place}" if path else place, module))
@@ -59,28 +60,27 @@ def watched(modules: Sequence[tuple[str, nn.Module]], sizes: Collection[int]) ->
         shape = next((tuple(value.shape) for value in given if isinstance(value, Tensor)), ())
         if len(shape) not in (2, 3) or shape[0] not in sizes:
             return
-        got = f"{what} was made with batch_first=False and got an input of shape {shape}"
         if len(shape) == 2:
-            doubts.setdefault(
-                what,
-                f"{got}, which it takes for one sequence. If dimension 0 is that of the batch, the rows of a "
-                "micro-batch influence each other: give it three dimensions. Otherwise " + _IGNORE,
+            why = (
+                ", which it takes for one sequence. If dimension 0 is that of the batch, the rows of a micro-batch "
+                "influence each other: give it three dimensions. Otherwise "
             )
         elif shape[1] and all(size == 0 or shape[1] % size for size in sizes):
-            doubts.setdefault(
-                what,
-                f"{got}: it takes dimension 1 for the batch, but dimension 0 has the {shape[0]} rows of a micro-batch, "
+            why = (
+                f": it takes dimension 1 for the batch, but dimension 0 has the {shape[0]} rows of a micro-batch, "
                 "since a pipe cuts along dimension 0. The rows of a micro-batch influence each other, and not those of "
                 "other micro-batches. Make it with batch_first=True, or transpose before and after it within the "
-                "layer; an input of shape [T, B, D] is given to the pipe as [B, T, D]. Otherwise " + _IGNORE,
+                "layer; an input of shape [T, B, D] is given to the pipe as [B, T, D]. Otherwise "
             )
         else:
-            doubts.setdefault(
-                what,
-                f"{got}: it takes dimension 1 for the batch, and a pipe cuts along dimension 0, which has as many rows "
-                "as a micro-batch. Compare pipe(x) with the module's own output, both in eval(): if they differ, "
-                "make it with batch_first=True and give [B, T, D]. If the layer transposes its input, " + _IGNORE,
+            why = (
+                ": it takes dimension 1 for the batch, and a pipe cuts along dimension 0, which has as many rows as a "
+                "micro-batch. Compare pipe(x) with the module's own output, both in eval(): if they differ, make it "
+                "with batch_first=True and give [B, T, D]. If the layer transposes its input, "
             )
+        doubts.setdefault(
+            what, f"{what} was made with batch_first=False and got an input of shape {shape}{why}{_IGNORE}"
+        )
 
     handles = [
         module.register_forward_pre_hook(

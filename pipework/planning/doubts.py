@@ -1,4 +1,4 @@
-"""Plans that run, but under which nothing happens at the same time: what to warn of."""
+"""Plans that run, but in which nothing happens at the same time, or devices stay idle: what to warn of."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pipework.planning.partition import is_placed
 from pipework.schedule import Schedule
+from pipework.schedule.draw.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,54 +40,46 @@ def doubts_about(
         >>> doubts_about(module, make_plan(module, "gpipe", 1, None, ["cpu"]), 1, None, ["cpu"])
         []
     """
-    doubt = _nothing_pipelined(module, plan, chunks, balance, devices)
-    doubts = [] if doubt is None else [doubt]
+    doubts = []
+    if plan.workers > 1 and chunks == 1:
+        doubts.append(
+            f"chunks is 1, so {plan.workers} workers wait for each other and nothing is pipelined: give Pipe "
+            f"chunks={4 * plan.workers} or so, the number of micro-batches that a mini-batch is split into"
+        )
+    if plan.workers == 1 and balance is None:
+        doubts += _one_worker(module, plan, devices)
     if len(module) > 1 and devices is not None and len(devices) > plan.workers:
         idle = ", ".join(f"devices[{index}] ({devices[index]!r})" for index in range(plan.workers, len(devices)))
         doubts.append(
-            f"{len(devices)} devices for {plan.workers} worker{'s' if plan.workers > 1 else ''}: {idle} will be idle. "
-            "Give as many devices as there are workers, or cut the layers into more partitions"
+            f"{len(devices)} devices for {counted(plan.workers, 'worker')}: {idle} will be idle. Give as many devices "
+            "as there are workers, or cut the layers into more partitions"
         )
     return doubts
 
 
-def _nothing_pipelined(
-    module: nn.Sequential,
-    plan: Plan,
-    chunks: int,
-    balance: Sequence[int] | None,
-    devices: Sequence[Device] | None,
-) -> str | None:
-    layers = len(module)
-    if plan.workers > 1:
-        if chunks > 1:
-            return None
-        return (
-            f"chunks is 1, so {plan.workers} workers wait for each other and nothing is pipelined: give Pipe "
-            f"chunks={4 * plan.workers} or so, the number of micro-batches that a mini-batch is split into"
-        )
-    if not layers or balance is not None:
-        return None
+def _one_worker(module: nn.Sequential, plan: Plan, devices: Sequence[Device] | None) -> list[str]:
+    """Why there is one worker only, unless that was asked for."""
+    layers, stages = len(module), len(plan.placement)
     if layers == 1 and (devices is None or len(devices) > 1):
-        return (
+        return [
             f"the nn.Sequential has one layer ({type(module[0]).__name__}), so one worker does everything and nothing "
             "is pipelined: a pipe cuts between the layers of the nn.Sequential, not within one of them. Give it the "
             "layers of the model, such as nn.Sequential(model.embed, *model.blocks, model.head); for one worker on "
             "purpose give balance=[1]"
-        )
-    per_worker = len(plan.placement)
-    if layers > 1 and devices is None and per_worker > 1 and not isinstance(plan.source, Schedule):
-        return (
-            f"{layers} layers are too few for two workers with {per_worker} stages each, so one worker has all of them "
-            f"and nothing is pipelined: give the nn.Sequential at least {2 * per_worker} layers, choose a schedule of "
-            f"one stage per worker, such as '1f1b', or give devices=[\"cpu\"] for one worker on purpose"
-        )
-    chosen = isinstance(plan.source, Schedule) or is_placed(module)
-    if layers > 1 and devices is None and not chosen:
-        (device,) = plan.devices
-        return (
-            f"only one device was found ({device}), so one worker has all {layers} layers and nothing is pipelined: "
-            'give devices=["cpu", "cpu"] for two workers on the CPU, make more accelerators visible, or give '
-            f"balance=[{layers}] for one worker on purpose"
-        )
-    return None
+        ]
+    if layers == 1 or devices is not None or isinstance(plan.source, Schedule):
+        return []
+    if stages > 1:
+        return [
+            f"{layers} layers are too few for two workers with {stages} stages each, so one worker has all of them "
+            f"and nothing is pipelined: give the nn.Sequential at least {2 * stages} layers, choose a schedule of one "
+            "stage per worker, such as '1f1b', or give devices=[\"cpu\"] for one worker on purpose"
+        ]
+    if is_placed(module):
+        return []
+    (device,) = plan.devices
+    return [
+        f"only one device was found ({device}), so one worker has all {layers} layers and nothing is pipelined: "
+        'give devices=["cpu", "cpu"] for two workers on the CPU, make more accelerators visible, or give '
+        f"balance=[{layers}] for one worker on purpose"
+    ]
