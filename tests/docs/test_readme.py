@@ -15,6 +15,7 @@ BASELINE = "un-pipelined, one core, micro-batch by micro-batch"
 MEASURED = {
     "pipework, interleaved 1F1B": "pipework interleaved-1f1b",
     "torch.distributed.pipelining, interleaved 1F1B, two processes": "torch.distributed.pipelining interleaved-1f1b",
+    "un-pipelined, both cores, the whole batch at once": "un-pipelined, all cores, the whole batch at once",
     "pipework, 1F1B": "pipework 1f1b",
     "torch.distributed.pipelining, 1F1B, two processes": "torch.distributed.pipelining 1f1b",
     "pipework, GPipe, loss outside": "pipework gpipe, loss outside",
