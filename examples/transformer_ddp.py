@@ -13,6 +13,7 @@ compares them at the end. Ctrl-C ends the training early. Needs: pip install ".[
 """
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -60,7 +61,10 @@ def have_equal_parameters(pipe: Pipe) -> bool:
 def replica(rank: int, local_rank: int, replicas: int, init_method: str, options: argparse.Namespace) -> int:
     """Runs in each process; `replicas` of them are on this machine."""
     equal = train_replica(rank, local_rank, replicas, init_method, options)
-    # DistributedDataParallel is freed by now. If it held the last reference to the process group, gloo could hang.
+    # DistributedDataParallel must be freed before the process group, whose last holder joins gloo's threads: at the end
+    # of the process these can no longer end, and it would hang or be aborted. What PyTorch has caught while it made the
+    # first DistributedDataParallel of a process refers to its frames, and so to all that training has left behind.
+    gc.collect()
     distributed.barrier()
     distributed.destroy_process_group()
     return 0 if equal else 1
