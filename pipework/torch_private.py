@@ -489,8 +489,9 @@ class _CheckedClip:
         self.checks: list[Callable[[Iterable[Any]], None]] = []
 
     def __call__(self, parameters: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        for check in tuple(self.checks):
-            check(parameters)
+        if not torch.compiler.is_compiling():  # a check cannot be traced, and reads no tensor
+            for check in tuple(self.checks):
+                check(parameters)
         return self.clip(parameters, *args, **kwargs)
 
     def remove(self, check: Callable[[Iterable[Any]], None]) -> None:

@@ -122,16 +122,17 @@ class DistributedBackend:
         own_ids = {id(parameter) for partition in own for parameter in partition.parameters()}
         others = [(self.mesh.ranks[worker], part) for worker, part in placed if worker != self.mesh.worker]
 
-        def parameters() -> list[tuple[str, int, Tensor]]:
-            named = [(name, rank, tensor) for rank, part in others for name, tensor in part.named_parameters()]
-            return [each for each in named if id(each[2]) not in own_ids]
-
-        before = parameters()
+        before = [
+            (name, f"rank {rank}", tensor)
+            for rank, partition in others
+            for name, tensor in partition.named_parameters()
+            if id(tensor) not in own_ids and not tensor.is_meta
+        ]
         release_layers([(n, layer, f"rank {rank}") for rank, part in others for n, layer in part.named_children()], own)
         if others:
             self._checks = [
-                OptimizerCheck([*before, *parameters()]),
-                ClipCheck(lambda: nn.ModuleList(own).parameters()),
+                OptimizerCheck(before),
+                ClipCheck(lambda: [layer for partition in own for layer in partition]),
             ]
 
     def use(self, workers: WorkerThreads) -> None:

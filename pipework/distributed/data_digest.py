@@ -13,6 +13,8 @@ from pipework.model.microbatch import flattened
 from pipework.values import nested
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 NO_DATA: Final = 0
@@ -38,15 +40,26 @@ def data_digest(value: Any) -> int:
         return NO_DATA
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
-        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
         # A tensor that cannot be read by position, such as a sparse one, counts with its shape.
         with contextlib.suppress(NotImplementedError, RuntimeError):
-            digest.update(_sample(tensor.detach()))
+            for part in _parts(tensor.detach()):
+                digest.update(f"{tuple(part.shape)} {part.dtype}".encode())
+                digest.update(_sample(part))
     return int.from_bytes(digest.digest(), "little") >> 1 or 1
 
 
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    """What is read of a tensor. The shape of a nested one may hold a number that each process counts for itself."""
+    if not tensor.is_nested:
+        return [tensor]
+    if tensor.layout == torch.jagged:
+        return [tensor.values(), tensor.offsets()]  # type: ignore[attr-defined]
+    return tensor.unbind()
+
+
 def _sample(tensor: Tensor) -> bytes:
-    flat = tensor.reshape(-1)
-    if len(flat) > _SAMPLES:
-        flat = flat[torch.arange(_SAMPLES, device=flat.device).mul_(_SPREAD).remainder_(len(flat))]
-    return bytes(flat.contiguous().view(torch.uint8).tolist())
+    if tensor.numel() <= _SAMPLES:
+        return bytes(tensor.reshape(-1).view(torch.uint8).tolist())
+    # By coordinates: a view of a tensor with other strides in one dimension would be a copy of it all.
+    places = torch.arange(_SAMPLES, device=tensor.device).mul_(_SPREAD).remainder_(tensor.numel())
+    return bytes(tensor[torch.unravel_index(places, tensor.shape)].view(torch.uint8).tolist())

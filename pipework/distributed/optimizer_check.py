@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from pipework.model.release import released_from
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -19,12 +21,13 @@ class OptimizerCheck:
     Such an optimizer trains this process's layers, and is refused only when it is saved.
 
     Args:
-        others: parameters of layers in other processes, each with its name and the rank that trains it.
+        others: parameters that layers in other processes had before these gave them up, each with its name and who
+            trains the layer. What they have instead says so itself, see `released_from`.
     """
 
-    def __init__(self, others: Iterable[tuple[str, int, Tensor]]) -> None:
-        self._others = {id(tensor): (weakref.ref(tensor), name, rank) for name, rank, tensor in others}
-        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+    def __init__(self, others: Iterable[tuple[str, str, Tensor]]) -> None:
+        self._others = {id(tensor): (weakref.ref(tensor), name, owner) for name, owner, tensor in others}
+        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # its number of groups
         check = weakref.WeakMethod(self._check)
 
         def hook(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
@@ -35,20 +38,20 @@ class OptimizerCheck:
         weakref.finalize(self, self._hook.remove)
 
     def _check(self, optimizer: Optimizer) -> None:
-        if optimizer in self._seen:
+        if self._seen.get(optimizer) == len(optimizer.param_groups):
             return
-        found = [
-            other[1:]
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if (other := self._others.get(id(parameter))) is not None and other[0]() is parameter
-        ]
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        found = [each for parameter in given if (each := self._elsewhere(parameter)) is not None]
         if found:
             names = ", ".join(name for name, _ in found[:3]) + (", ..." if len(found) > 3 else "")
-            ranks = ", ".join(map(str, sorted({rank for _, rank in found})))
+            owners = ", ".join(sorted({owner for _, owner in found}))
             raise RuntimeError(
                 f"the optimizer ({type(optimizer).__name__}) has {len(found)} parameters of layers that are in other "
-                f"processes (rank {ranks}): {names}. It would not train them, and could not be saved: make it after "
+                f"processes ({owners}): {names}. It would not train them, and could not be saved: make it after "
                 f"the pipe, of the pipe's parameters: {type(optimizer).__name__}(pipe.parameters(), ...)"
             )
-        self._seen.add(optimizer)
+        self._seen[optimizer] = len(optimizer.param_groups)
+
+    def _elsewhere(self, parameter: Tensor) -> tuple[str, str] | None:
+        known = self._others.get(id(parameter))
+        return known[1:] if known is not None and known[0]() is parameter else released_from(parameter)

@@ -202,7 +202,8 @@ class PeerGroup:
         """
         self.faults.step += header.training and header.grad
         key = draw_key() if header.training else None
-        return self._on_worker(lambda: self._headers.exchange(header, batch, key, data))
+        mine = self._headers.own(header, data)
+        return self._on_worker(lambda: self._headers.exchange(header, batch, key, mine))
 
     def all_gather_text(self, text: str) -> list[str]:
         """The texts of all ranks of the job, in order. Every rank calls this, and waits for all others."""

@@ -29,8 +29,8 @@ _FIRST_CALLS: Final = 4  # whose data are compared
 _INTERVAL: Final = 32  # of later calls; reading a sample takes up to 0.1 ms
 
 
-class _Numbers(NamedTuple):
-    """What is sent."""
+class Numbers(NamedTuple):
+    """What a rank says of a call."""
 
     flags: int
     has_target: int
@@ -60,32 +60,44 @@ class StepHeaders:
         self._calls = 0
         self._sends: list[tuple[Tensor, int, Any]] = []  # sends that have not ended yet, and their memory
 
-    def exchange(self, header: StepHeader, batch: MiniBatch | None, key: int | None, data: StepData) -> StepFacts:
+    def own(self, header: StepHeader, data: StepData) -> Numbers:
+        """What this rank says of the next call. The caller's thread computes it, whose streams write the data.
+
+        Args:
+            header: how this rank makes the call.
+            data: what this rank was given; the target of the last rank is the one that counts.
+        """
+        self._calls += 1
+        flags = sum(value << position for position, value in enumerate(header))
+        numbers = Numbers(flags, int(data.target is not None))
+        if len(self._ranks) == 1 or (self._calls > _FIRST_CALLS and self._calls % _INTERVAL):
+            return numbers
+        return numbers._replace(inputs=data_digest((data.arguments, data.keywords)), targets=data_digest(data.target))
+
+    def exchange(self, header: StepHeader, batch: MiniBatch | None, key: int | None, mine: Numbers) -> StepFacts:
         """Gives all ranks the facts of a call that only the first and the last rank know.
 
         Args:
             header: of this rank.
             batch: on the first rank, the mini-batch.
             key: on the first rank, if it has been drawn.
-            data: what this rank was given; the target of the last rank is the one that counts.
+            mine: what `own` gave.
 
         Raises:
             ValueError: the ranks make different calls, or were given different data.
             LostConnectionError: a rank is gone.
         """
-        self._calls += 1
         for _, worker, work in self._sends:
             self._transfer(worker, work.wait)
         self._sends.clear()
-        mine = self._own(header, data)
         if self._worker == self._last != self._first:
             self._send(self._first, mine)
         if self._worker != self._first:
-            theirs = facts = _Numbers(*self._receive(self._first))
+            theirs = facts = Numbers(*self._receive(self._first))
             other = self._first
         else:
             assert batch is not None
-            theirs = mine if self._last == self._first else _Numbers(*self._receive(self._last))
+            theirs = mine if self._last == self._first else Numbers(*self._receive(self._last))
             facts = mine._replace(
                 has_target=theirs.has_target,
                 rows=_GIVEN if batch.is_given else sum(batch.rows),
@@ -117,13 +129,6 @@ class StepHeaders:
             return batch.rows
         return self._receive(self._first, micro_batches) if self._worker == self._last else [NO_ROWS] * micro_batches
 
-    def _own(self, header: StepHeader, data: StepData) -> _Numbers:
-        flags = sum(value << position for position, value in enumerate(header))
-        numbers = _Numbers(flags, int(data.target is not None))
-        if len(self._ranks) == 1 or (self._calls > _FIRST_CALLS and self._calls % _INTERVAL):
-            return numbers
-        return numbers._replace(inputs=data_digest((data.arguments, data.keywords)), targets=data_digest(data.target))
-
     def _check_flags(self, theirs: int, mine: int, worker: int) -> None:
         if theirs != mine:
             there, here = (
@@ -150,7 +155,7 @@ class StepHeaders:
         data = torch.tensor([self._calls, *numbers])
         self._sends.append((data, worker, self._transfer(worker, lambda: self._group.send([data], worker, 0))))
 
-    def _receive(self, worker: int, numbers: int = len(_Numbers._fields)) -> list[int]:
+    def _receive(self, worker: int, numbers: int = len(Numbers._fields)) -> list[int]:
         data = torch.empty(1 + numbers, dtype=torch.int64)
         self._transfer(worker, lambda: self._group.recv([data], worker, 0).wait())
         calls, *values = data.tolist()

@@ -18,28 +18,37 @@ _ATTRIBUTE: Final = "_pipework_released"
 
 
 class _Released:
-    """The hooks of a layer that another process trains; an attribute of the layer."""
+    """The hooks of a layer that another process trains; an attribute of the layer, which refuses to be copied."""
 
     def __init__(self, name: str, layer: nn.Module, owner: str) -> None:
-        self.name = name
         self.owner = owner
-        layer.register_forward_pre_hook(self.refuse_forward)
-        layer.register_state_dict_pre_hook(self.refuse_state_dict)  # type: ignore[no-untyped-call]
+        self._gone = f"{layer_text(name, layer)} has no values in this process: {owner} trains it"
+        layer.register_forward_pre_hook(self._refuse_forward)
+        layer.register_state_dict_pre_hook(self._refuse_to_save)  # type: ignore[no-untyped-call]
+        layer.register_load_state_dict_pre_hook(self._refuse_to_load)  # type: ignore[no-untyped-call]
         layer.__dict__[_ATTRIBUTE] = self
 
-    def refuse_forward(self, layer: nn.Module, arguments: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """A copy, or a file, of the whole model would have layers without values."""
+        self._refuse_to_save()
+
+    def _refuse_forward(self, layer: nn.Module, arguments: Any) -> NoReturn:
         raise RuntimeError(
-            f"{layer_text(self.name, layer)} has no values in this process: {self.owner} trains it. "
-            "Call the pipe itself, pipe(x), on all ranks; for one process that has all layers, save the pipe with "
-            "pipework.save_checkpoint, turn the checkpoint into a state dict with `python -m pipework convert`, and "
-            "load that into a new model"
+            f"{self._gone}. Call the pipe itself, pipe(x), on all ranks; for one process that has all layers, save the "
+            "pipe with pipework.save_checkpoint, turn the checkpoint into a state dict with `python -m pipework "
+            "convert`, and load that into a new model"
         )
 
-    def refuse_state_dict(self, layer: nn.Module, prefix: str, keep_vars: bool) -> NoReturn:
+    def _refuse_to_save(self, *_: Any) -> NoReturn:
         raise RuntimeError(
-            f"{layer_text(self.name, layer)} has no values in this process: {self.owner} trains it. "
-            "pipe.state_dict() has the layers of this process; pipework.save_checkpoint saves those of all, and "
-            "`python -m pipework convert` turns the checkpoint into a state dict of the whole model"
+            f"{self._gone}. pipe.state_dict() has the layers of this process; pipework.save_checkpoint saves those of "
+            "all, and `python -m pipework convert` turns the checkpoint into a state dict of the whole model"
+        )
+
+    def _refuse_to_load(self, *_: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{self._gone}. Load a state dict into the model before the pipe is made, or a checkpoint into the pipe "
+            "with pipework.load_checkpoint"
         )
 
 
@@ -73,13 +82,21 @@ def release_layers(layers: Iterable[tuple[str, nn.Module, str]], kept: Collectio
             if id(parameter) not in own:
                 parameter.grad = None
         torch_private.apply_to_tensors(layer, released)
+        for path, parameter in layer.named_parameters():
+            if id(parameter) not in own:  # a weak reference would keep PyTorch from swapping the tensor
+                setattr(parameter, _ATTRIBUTE, (f"{name}.{path}", owner))
         _Released(name, layer, owner)
+
+
+def released_from(parameter: Tensor) -> tuple[str, str] | None:
+    """The name of a parameter that a layer of another process has in this one, and who trains it; None: it is none."""
+    return getattr(parameter, _ATTRIBUTE, None)
 
 
 def refuse_released(partitions: Iterable[nn.Sequential]) -> None:
     """Raises a ValueError if a layer has given up its values, because another process trains it in another pipe."""
-    for name, layer in (named for partition in partitions for named in partition.named_children()):
-        released = getattr(layer, _ATTRIBUTE, None)
+    for name, module in (named for partition in partitions for named in partition.named_modules()):
+        released = getattr(module, _ATTRIBUTE, None)
         if released is not None:
             raise ValueError(
                 f"layer {name!r} gave up its values when a pipe was made of this model before: {released.owner} has "

@@ -1,5 +1,6 @@
 """Digests of mini-batches: alike for alike data, different for other rows, shapes and dtypes."""
 
+import pytest
 import torch
 
 from pipework import NoChunk
@@ -38,3 +39,25 @@ def test_every_kind_of_tensor_counts() -> None:
 def test_without_tensors_there_is_nothing_to_compare() -> None:
     assert data_digest((None, {"rows": 3})) == data_digest(None) == NO_DATA
     assert data_digest(torch.empty(0, 4)) != NO_DATA
+
+
+def test_jagged_tensors_count_with_their_rows_and_not_with_a_number_of_the_process() -> None:
+    rows = [torch.ones(2, 3), torch.zeros(4, 3)]
+    one, other = (torch.nested.nested_tensor(rows, layout=torch.jagged) for _ in range(2))
+    assert str(one.shape) != str(other.shape)
+    assert data_digest(one) == data_digest(other)
+    assert data_digest(one) != data_digest(torch.nested.nested_tensor(rows[::-1], layout=torch.jagged))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_nested_tensors_of_the_old_layout_count_with_their_rows() -> None:
+    rows = [torch.ones(2, 3), torch.zeros(4, 3)]
+    assert data_digest(torch.nested.nested_tensor(rows)) == data_digest(torch.nested.nested_tensor(rows))
+    assert data_digest(torch.nested.nested_tensor(rows)) != data_digest(torch.nested.nested_tensor(rows[::-1]))
+
+
+def test_a_large_tensor_with_other_strides_is_not_copied() -> None:
+    x = torch.randn(8, 16, 32, 32).to(memory_format=torch.channels_last)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        data_digest(x)
+    assert max(event.self_cpu_memory_usage for event in profile.key_averages()) < x.nbytes / 10

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import io
+import pickle
 import weakref
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 
 from pipework import Pipe
-from pipework.model.release import release_layers
+from pipework.model.release import release_layers, released_from
 
 
 def test_memory_is_freed_and_every_use_is_refused() -> None:
@@ -31,6 +33,20 @@ def test_memory_is_freed_and_every_use_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"save_checkpoint saves those of all, and `python -m pipework convert`"):
         model.state_dict()
     assert list(model[0].state_dict()) == ["weight", "bias"]
+    with pytest.raises(RuntimeError, match=r"before the pipe is made, or a checkpoint into the pipe"):
+        model.load_state_dict({})
+    for copied in (copy.deepcopy, pickle.dumps, lambda whole: torch.save(whole, io.BytesIO())):
+        with pytest.raises(RuntimeError, match=r"'1' \(LSTM\) has no values .* pipework\.save_checkpoint saves those"):
+            copied(model)
+
+
+def test_what_another_process_trains_has_no_gradient_left() -> None:
+    shared, layer = nn.Linear(2, 2), nn.Linear(2, 2)
+    layer(shared(torch.ones(1, 2))).sum().backward()
+    weight = layer.weight
+    release_layers([("1", layer, "rank 1")], [shared])
+    assert weight.grad is None
+    assert shared.weight.grad is not None
 
 
 def test_what_is_shared_with_own_layers_stays() -> None:
@@ -57,4 +73,14 @@ def test_a_second_pipe_does_not_begin_with_other_values() -> None:
     release_layers([("1", model[1], "rank 1")], [model[0]])
     with pytest.raises(ValueError, match=r"layer '1' gave up its values .*: rank 1 has them\. Make the model again"):
         Pipe(model, balance=[1, 1], devices=["cpu", "cpu"])
+    with pytest.raises(ValueError, match=r"layer '1\.0' gave up its values"):
+        Pipe(nn.Sequential(nn.Linear(2, 2), nn.Sequential(model[1])), balance=[1, 1], devices=["cpu", "cpu"])
     Pipe(copied, balance=[1, 1], devices=["cpu", "cpu"])
+
+
+def test_a_parameter_of_another_process_says_so_and_can_be_swapped() -> None:
+    layer = nn.Linear(2, 2)
+    release_layers([("1", layer, "rank 1")], [])
+    assert released_from(layer.weight) == ("1.weight", "rank 1")
+    assert released_from(nn.Linear(2, 2).weight) is None
+    torch.utils.swap_tensors(layer.weight, nn.Parameter(torch.empty(2, 2, device="meta")))
