@@ -3,48 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import warnings
-from dataclasses import replace
+from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
-from pipework.autograd.batch_versions import BatchVersions
-from pipework.autograd.nodes import LossInside, LossOutside, attach
-from pipework.backend import LocalBackend, PipeSpec, StepData, StepFacts, StepHeader
-from pipework.model import microbatch
-from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
-from pipework.model.checkpoint import MODES, checkpointed_micro_batches
-from pipework.model.given import Given, MicroBatches, given
+from pipework.backend import LocalBackend, PipeSpec
+from pipework.executor import Executor
+from pipework.model.batchnorm import convert_deferred_batch_norm
+from pipework.model.checkpoint import MODES
 from pipework.model.layers import Layers, refuse_own_behaviour, warn_of_hooks
 from pipework.model.loss import LossSettings
 from pipework.model.materialize import on_meta
-from pipework.model.microbatch import Split
-from pipework.model.rows import doubts_about_masks, modules_with_batch_second, watched
 from pipework.model.sequential import tuple_rule
 from pipework.pipe_warning import PipeWarning
 from pipework.planning.doubts import doubts_about
 from pipework.planning.partition import split_layers
 from pipework.planning.plan import make_plan
-from pipework.planning.predict import Sample, predict_step
-from pipework.runtime.caller_context import CallerContext
-from pipework.runtime.engine import make_engine
-from pipework.runtime.program import Program
-from pipework.runtime.random.streams import Key, draw_key
-from pipework.runtime.skips.connections import Skip
+from pipework.runtime.random.streams import draw_key
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
-from pipework.runtime.stage.loss import total
-from pipework.runtime.step import Step, StepOptions
-from pipework.schedule import with_recompute
-from pipework.skip.layout import skip_edges
 from pipework.skip.verify import verify_skippables
 from pipework.summary import table
 from pipework.timeline import Recording
 from pipework.timeline.recording import checked_step
 from pipework.tracebacks import ShortTracebacks
-from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence, Sized
@@ -56,8 +40,6 @@ if TYPE_CHECKING:
     from pipework.backend import Backend, ProcessGroupView
     from pipework.distributed.mesh import Mesh
     from pipework.planning.predict import Prediction
-    from pipework.runtime.engine import Engine
-    from pipework.runtime.transport import Message
     from pipework.schedule import Schedule, ScheduleSpec
 
 
@@ -118,27 +100,8 @@ class Pipe(Layers):
         (torch.Size([16, 2]), torch.Size([8, 4]))
     """
 
-    _warns: ClassVar[bool] = True  # of what is probably not meant; see `PipeWarning`
-
-    _own_attributes: ClassVar[frozenset[str]] = Layers._own_attributes | {
-        "_check_finite",
-        "_checkpoint",
-        "_chunks",
-        "_backend",
-        "_deferred",
-        "_deferring",
-        "_defers",
-        "_engine",
-        "_cut_before",
-        "_loss",
-        "_engine_lock",
-        "_plan",
-        "_programs",
-        "_recorded_step",
-        "_recording",
-        "_skips",
-        "_tuples",
-    }
+    _own_attributes: ClassVar[frozenset[str]] = Layers._own_attributes | {"_backend", "_defers", "_executor", "_plan"}
+    _executor_type: ClassVar[type[Executor]] = Executor
 
     def __init__(
         self,
@@ -168,7 +131,7 @@ class Pipe(Layers):
         backend = _backend(mesh, devices)
         plan = make_plan(module, schedule, chunks, balance, backend.devices)
         here = backend.own_stages(plan)
-        for doubt in doubts_about(module, plan, chunks, balance, backend.devices) if self._warns else ():
+        for doubt in doubts_about(module, plan, chunks, balance, backend.devices) if self._executor_type.warns else ():
             warnings.warn(doubt, PipeWarning, stacklevel=2)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)
@@ -185,7 +148,18 @@ class Pipe(Layers):
         )
         self._backend = backend
         self._plan = plan
-        self._skips = self._skips_between(partitions)
+        self._defers = bool(deferred_batch_norm)
+        executor = self._executor = self._executor_type(
+            plan,
+            backend,
+            partitions,
+            here,
+            tuple_rule(module),
+            loss,
+            chunks=chunks,
+            checkpoint=checkpoint,
+            check_finite=bool(check_finite),
+        )
         settings = {
             "chunks": chunks,
             "checkpoint": checkpoint,
@@ -198,33 +172,20 @@ class Pipe(Layers):
             "random key of layers on the meta device": key,
         }
         own = [*self.named_parameters(), *self.named_buffers()]
-        backend.join(PipeSpec(module, plan, partitions, self._skips, settings, own, grad_scaler, self._engine_in_use))
+        skips, open_workers = executor.skips, executor.engine_in_use
+        backend.join(PipeSpec(module, plan, partitions, skips, settings, own, grad_scaler, open_workers))
         loss.place(self.output_device)
-        self._chunks = chunks
-        self._checkpoint = checkpoint
-        self._check_finite = bool(check_finite)
-        self._loss = loss
-        self._tuples = tuple_rule(module)
-        self._defers = bool(deferred_batch_norm)
-        self._deferred: list[DeferredBatchNorm] = []
-        self._engine: Engine | None = None
-        self._engine_lock = threading.Lock()
-        self._deferring = threading.Lock()
-        self._recording: Recording | None = None
-        self._programs: dict[tuple[int, int, bool], Program] = {}
-        self._cut_before = False
-        self._recorded_step = 0
         self.training = module.training
 
     @property
     def chunks(self) -> int:
         """How many micro-batches a mini-batch is split into."""
-        return self._chunks
+        return self._executor.chunks
 
     @property
     def checkpoint(self) -> str:
         """Which micro-batches are computed again for their backward; `save_checkpoint` has nothing to do with it."""
-        return self._checkpoint
+        return self._executor.checkpoint
 
     @property
     def balance(self) -> list[int]:
@@ -370,7 +331,7 @@ class Pipe(Layers):
         """
         if outputs not in ("last", "all"):
             raise ValueError(f"outputs is not one of 'last' or 'all': got {outputs!r}")
-        if return_output and self._loss.function is None and (target is not None or not self.is_last):
+        if return_output and self._executor.loss.function is None and (target is not None or not self.is_last):
             raise ValueError(
                 "the last layer returns the loss, so there is no output to return: give the pipe a loss_fn"
             )
@@ -381,103 +342,20 @@ class Pipe(Layers):
         warn_of_hooks(self.partitions)
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
         with ShortTracebacks(), self._backend.calling(what):
-            return self._run(inputs, keyword_inputs, target, return_output=return_output, outputs=outputs)
-
-    def _run(
-        self,
-        inputs: tuple[Any, ...],
-        keyword_inputs: dict[str, Any],
-        target: Any,
-        *,
-        return_output: bool,
-        outputs: Literal["last", "all"],
-    ) -> Any:
-        """One mini-batch; see `forward`."""
-        if return_output and target is None and self.is_last:
-            raise ValueError(
-                "return_output=True is for pipe(x, target=y), which returns the loss: without a target the "
-                "output is what the pipe returns"
+            if return_output and target is None and self.is_last:
+                raise ValueError(
+                    "return_output=True is for pipe(x, target=y), which returns the loss: without a target the "
+                    "output is what the pipe returns"
+                )
+            self._refuse_to_run_without_data()
+            return self._executor.run(
+                inputs,
+                keyword_inputs,
+                target,
+                training=self.training,
+                return_output=return_output,
+                everywhere=outputs == "all",
             )
-        self._refuse_to_run_without_data()
-        split = self._split(inputs, keyword_inputs) if self.is_first else None
-        engine = self._engine_in_use()
-        context = CallerContext.capture({"cpu", *(device.type for device in self._plan.devices)})
-        everywhere = outputs == "all"
-        header = StepHeader(
-            # Of several processes each knows its own layers only, but all know the pipe's flag.
-            training=any(layer.training for layer in self) if self._backend.is_whole else self.training,
-            grad=context.grad,
-            everywhere=everywhere,
-            returns_output=return_output,
-            recorded=self._recording is not None,
-        )
-        facts = self._backend.begin(header, split, StepData(inputs, keyword_inputs, target))
-        training, inside = header.training, facts.inside
-        split = split or _elsewhere(facts)
-        targets, weighing = None, split.rows
-        if inside and self.is_last:
-            readers = (self._backend.rank_of(self._plan.placement[0]), self._backend.rank_of(self._plan.placement[-1]))
-            targets, weighing = split.targets(target, self.output_device, readers)
-        micro_batches = len(split.rows)
-        checkpointed = checkpointed_micro_batches(self._checkpoint, micro_batches) if training and context.grad else 0
-        try:
-            program = self._program(micro_batches, checkpointed, inside=inside)
-        except ValueError as error:  # a schedule of the caller's own is for fewer micro-batches
-            raise self._backend.common_error(error) from None
-        if not inside and training and context.grad:
-            reader = self._backend.rank_of(self._plan.placement[-1])
-            if not program.loss_may_be_outside:
-                missing = self._loss.missing_target(program.schedule.name, len(inputs), keyword_inputs, reader=reader)
-                raise self._backend.common_error(missing)
-            if reader is not None and not everywhere:
-                raise self._backend.common_error(self._loss.outside_of_one_rank(reader))
-        inner = None
-        if inside:
-            inner = self._loss.inner(targets, weighing, grad=context.grad, keeps_output=return_output)
-        key = Key(facts.key)
-        if training:
-            key.value()
-        step = Step(
-            engine,
-            program,
-            context,
-            key,
-            StepOptions(
-                self._check_finite,
-                self._recording,
-                self._recorded_step,
-                everywhere=everywhere,
-                scaler=self._loss.grad_scaler,
-            ),
-            loss=inner,
-            own_leaves=split.own_leaves,
-            input_gradients=any(tensor.requires_grad for tensor in split.tensors),
-            versions=BatchVersions(split.tensors, split.slices),
-        )
-        self._recorded_step += 1
-        returned: list[Message] = []
-        first = not self._cut_before and self._warns and not split.is_given and micro_batches > 1
-        watching = self._rows_watched(split.rows, inputs, keyword_inputs) if first else contextlib.nullcontext()
-        with self._mini_batch_of_batch_norms(), watching:
-            if inside:
-                results, returned = step.run(split.micro_batches, targets or [])
-            else:
-                results = step.forward(split.micro_batches)
-        self._backend.share_key(facts, key)
-        rooted = not self._backend.is_whole
-        if inner is not None:
-            shared = LossInside(step, split.splits.join, returned, inner.scale_in(results[0][0][0].dtype))
-            has_output = return_output and (everywhere or self.is_last)
-            loss, output = _loss_and_output(results, split, shared, has_output=has_output, rooted=rooted)
-            return (loss, output) if return_output else loss
-        if not results:
-            return None
-        joined = split.joined(results)
-        tensors = joined.tensors
-        if context.grad and any(joined.differentiable):
-            backward = LossOutside(step, cut=joined.splits.cut, join=split.splits.join)
-            tensors = attach(backward, split.tensors, tensors, joined.differentiable, step.stages, rooted=rooted)
-        return joined.value(tensors)
 
     @contextlib.contextmanager
     def record(self, step: int | None = None) -> Iterator[Recording]:
@@ -501,12 +379,13 @@ class Pipe(Layers):
             >>> timeline.timeline().workers
             2
         """
-        recording, before = Recording(counts=step is None), (self._recording, self._recorded_step)
-        self._recording, self._recorded_step = recording, 0 if step is None else checked_step(step)
+        executor, recording = self._executor, Recording(counts=step is None)
+        before = executor.recording, executor.recorded_step
+        executor.recording, executor.recorded_step = recording, 0 if step is None else checked_step(step)
         try:
             yield recording
         finally:
-            self._recording, self._recorded_step = before
+            executor.recording, executor.recorded_step = before
 
     def predict(
         self,
@@ -545,29 +424,7 @@ class Pipe(Layers):
         if not self._backend.is_whole:
             raise ValueError("predict runs all stages in one process: make a pipe without a mesh to have it predicted")
         self._refuse_to_run_without_data()
-        split = self._split(inputs, keyword_inputs)
-        count = len(split.micro_batches)
-        sizes = [sum(tensor.nbytes for tensor in tensors) for tensors, _ in split.micro_batches]
-        largest = sizes.index(max(sizes))
-        arguments, keywords = microbatch.arguments_of(split.micro_batches[largest])
-        sample = Sample(arguments, keywords, tuples=self._tuples)
-        plain = Program(self._plan.schedule(len(split.micro_batches)))
-        if target is None and not plain.loss_may_be_outside:
-            raise self._loss.missing_target(plain.schedule.name, len(inputs), keyword_inputs, call="pipe.predict")
-        if target is not None:
-            targets, weighing = split.targets(target, self.output_device)
-            loss = self._loss.inner(targets, weighing, grad=True, keeps_output=False)
-            sample = replace(sample, loss=loss, target=nested.unflatten(*targets[largest]))
-        return predict_step(
-            self.partitions,
-            self._plan.partitioning.devices,
-            self._program(
-                count, checkpointed_micro_batches(self._checkpoint, count), inside=target is not None
-            ).schedule,
-            sample,
-            timeout=timeout,
-            progress=progress,
-        )
+        return self._executor.predict(inputs, keyword_inputs, target, timeout=timeout, progress=progress)
 
     def __repr__(self) -> str:
         """A table of the partitions."""
@@ -579,131 +436,16 @@ class Pipe(Layers):
         Args:
             micro_batches: their number; None: `chunks`.
         """
-        count = self._chunks if micro_batches is None else micro_batches
-        checkpointed = checkpointed_micro_batches(self._checkpoint, count)
-        outside = self._program(count, checkpointed, inside=False)
-        if self._loss.function is None and outside.loss_may_be_outside:
-            return outside.schedule
-        return self._program(count, checkpointed, inside=True).schedule
+        return self._executor.schedule(micro_batches)
 
     def _prepared(self, layer: nn.Module) -> nn.Module:
-        self._engine = None  # its stages run the layer that was there before; whether it fits is checked for the next
-        self._cut_before = False
-        return convert_deferred_batch_norm(layer, self._chunks) if self._defers else layer
+        self._executor.layer_replaced()
+        return convert_deferred_batch_norm(layer, self.chunks) if self._defers else layer
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: everything but the threads, which are made again when they are needed."""
+        """For copies and pickles, each with an executor of its own."""
         self._backend.check_copyable()
-        return {**self.__dict__, "_engine": None, "_recording": None, "_engine_lock": None, "_deferring": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """See `__getstate__`."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._engine_lock = threading.Lock()
-        self._deferring = threading.Lock()
-
-    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> Split | Given:
-        """The mini-batch in micro-batches."""
-        if not keyword_inputs:
-            self._backend.check_inputs(inputs)
-        if any(isinstance(value, MicroBatches) for value in (*inputs, *keyword_inputs.values())):
-            return given(inputs, keyword_inputs, self.input_device)
-        return microbatch.split(inputs, keyword_inputs, self._chunks, self.input_device)
-
-    @contextlib.contextmanager
-    def _mini_batch_of_batch_norms(self) -> Iterator[None]:
-        """Deferred batch norms collect what passes inside, and commit it unless that fails."""
-        if not self._deferred:
-            yield
-            return
-        with self._deferring:  # another thread's mini-batch must not begin in between
-            for batch_norm in self._deferred:
-                batch_norm.begin_mini_batch()
-            try:
-                yield
-            except BaseException:
-                for batch_norm in self._deferred:
-                    batch_norm.abandon()
-                raise
-            for batch_norm in self._deferred:
-                batch_norm.commit()
-
-    @contextlib.contextmanager
-    def _rows_watched(
-        self, rows: Sequence[int], inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]
-    ) -> Iterator[None]:
-        """For the first mini-batch that is cut: looks for uses in which dimension 0 is not that of the rows."""
-        if self.is_first and len(inputs) + len(keyword_inputs) > 1:
-            for doubt in doubts_about_masks(inputs, keyword_inputs):
-                warnings.warn(doubt, PipeWarning, stacklevel=7)
-        with watched(modules_with_batch_second(self.named_children()), {*rows}) as doubts:
-            yield
-        self._cut_before = True
-        for doubt in doubts:
-            warnings.warn(doubt, PipeWarning, stacklevel=7)
-
-    def _program(self, micro_batches: int, checkpointed: int, *, inside: bool) -> Program:
-        """The schedule, ready for the runtime; made once for each number of micro-batches that occurs."""
-        key = (micro_batches, checkpointed, inside)
-        if key not in self._programs:
-            plain = self._plan.schedule(micro_batches)
-            program = self._checked(with_recompute(plain, checkpointed, loss_outside=not inside))
-            self._programs[key] = self._backend.program(program, self._skips)
-        return self._programs[key]
-
-    def _checked(self, schedule: Schedule) -> Program:
-        """The program of a schedule; a subclass may change the order."""
-        return Program.of(schedule)
-
-    def _engine_in_use(self) -> Engine:
-        """The stages and workers, made at the first mini-batch and again after a copy, an unpickling or a fork."""
-        with self._engine_lock:  # two threads may call for the first time at once
-            return self._opened()
-
-    def _opened(self) -> Engine:
-        if self._engine is None or not self._engine.workers.alive:
-            if self._backend.is_whole:
-                # Again for each engine, since replacing a layer makes a new one.
-                verify_skippables(self)
-                refuse_shared_statistics(self.partitions)
-                self._skips = self._skips_between(self.partitions)
-            self._deferred = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
-            self._engine = make_engine(
-                self._partitions,
-                self.balance,
-                self._plan.partitioning.devices,
-                self._plan.placement,
-                self._skips,
-                peers=self._backend.peers,
-                tuples=self._tuples,
-                loss=self._loss.function if isinstance(self._loss.function, nn.Module) else None,
-            )
-            self._backend.use(self._engine.workers)
-        return self._engine
-
-    def _skips_between(self, partitions: Sequence[nn.Sequential]) -> list[Skip]:
-        # The stages of a process share its device; those of threads may share a device with other workers.
-        places = self._plan.partitioning.devices if self._backend.is_whole else self._plan.placement
-        return [Skip(edge.key, edge.source, edge.destinations, tuple(places)) for edge in skip_edges(partitions)]
-
-
-def _loss_and_output(
-    results: list[Message], split: Split | Given, shared: LossInside, *, has_output: bool, rooted: bool
-) -> tuple[Tensor, Any]:
-    """What comes out of a mini-batch whose loss is inside."""
-    parts = [tensors[0] for tensors, _ in results]
-    loss = total(parts)
-    if any(part.requires_grad for part in parts):
-        (loss,) = attach(shared, split.tensors, (loss,), (True,), shared.step.stages, rooted=rooted)
-    if not has_output:
-        return loss, None
-    joined = split.joined([(tensors[1:], structure) for tensors, structure in results])
-    return loss, joined.value(joined.tensors)
-
-
-def _elsewhere(facts: StepFacts) -> Split | Given:
-    """A mini-batch whose tensors another process has."""
-    return Split.elsewhere(facts.rows, facts.micro_batches) if facts.given is None else Given.elsewhere(facts.given)
+        return {**self.__dict__, "_executor": copy(self._executor)}
 
 
 def _backend(mesh: Mesh | DeviceMesh | None, devices: Sequence[int | str | torch.device] | None) -> Backend:

@@ -54,9 +54,13 @@ MAY_IMPORT = {
     "distributed.transport": {"runtime", "runtime.skips", "values"},
     "testing": {"distributed", "model", "runtime", "runtime.random"},
     "backend": {"runtime"},
+    "executor": {
+        "autograd", "backend", "model", "pipe_warning", "planning", "runtime", "runtime.random", "runtime.skips",
+        "runtime.stage", "schedule", "skip", "values",
+    },
     "pipe": {
-        "autograd", "backend", "distributed", "model", "pipe_warning", "planning", "runtime", "runtime.random",
-        "runtime.skips", "runtime.stage", "schedule", "skip", "summary", "timeline", "values",
+        "backend", "distributed", "executor", "model", "pipe_warning", "planning", "runtime.random", "runtime.stage",
+        "schedule", "skip", "summary", "timeline",
     },
     "saving": {"__init__", "values"},  # what it needs of a pipe are its partitions
     "pipe_warning": set(),

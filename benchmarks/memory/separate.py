@@ -55,13 +55,14 @@ def with_separate_memories(pipe: Pipe, storages: LiveStorages, *, when_taken: bo
         storages: the tracker.
         when_taken: a copy counts when the receiver takes it, not when it departs; the caller's rows are copied, too.
     """
-    engine: Any = pipe._engine_in_use()
+    executor: Any = pipe._executor
+    engine = executor.engine_in_use()
     for worker, partition in zip(engine.placement, pipe.partitions, strict=True):
         storages.follow(partition, worker)
     workers = range(len(engine.devices))
     make = TakingLink if when_taken else CopyingLink
     links = {(a, b): make(storages, b) if a != b or when_taken else None for a in workers for b in workers}
-    pipe._engine = dataclasses.replace(engine, links=links)
+    executor._engine = dataclasses.replace(engine, links=links)
     for stage, (here, there) in zip(engine.stages.values(), itertools.pairwise((*engine.placement, -1)), strict=True):
         stage.shares_output = here == there  # as make_engine says of stages on different devices
     return pipe

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework.compat.backward_order import from_last_to_first
+from pipework.executor import Executor
 from pipework.model import microbatch
 from pipework.model.tuples import TupleRule
 from pipework.pipe import Pipe
@@ -43,31 +44,14 @@ class Whole:
     value: Any
 
 
-class AdaptedPipe(Pipe):
-    """Splits each tensor separately with `torch.chunk`.
+class AdaptedExecutor(Executor):
+    """Splits each tensor separately with `torch.chunk`, and runs backwards from the last micro-batch to the first.
 
     Nine rows in eight chunks become five micro-batches, and tensors may have different numbers of rows if they are
-    split into equally many pieces. Backwards run from the last micro-batch to the first.
+    split into equally many pieces.
     """
 
-    _warns: ClassVar[bool] = False  # old scripts run as they did
-
-    def use(self, chunks: int, checkpoint: str) -> None:
-        """Sets the attributes that can be changed after the construction of an old pipe."""
-        self._chunks = chunks
-        self._checkpoint = checkpoint
-
-    def forward(self, *inputs: Any, **keyword_inputs: Any) -> Any:
-        """As `Pipe.forward`, but outputs never share memory with tensors of the layers.
-
-        The outputs of several micro-batches are concatenated. The old libraries also copied the output of a single
-        micro-batch, so that scripts could overwrite it.
-        """
-        output = super().forward(*inputs, **keyword_inputs)
-        if self._chunks == 1 or any(isinstance(each, Tensor) and len(each) == 1 for each in pytree.tree_leaves(inputs)):
-            tensors, structure = nested.flatten(output)
-            return nested.unflatten(tuple(map(_concatenated, tensors)), structure)
-        return output
+    warns: ClassVar[bool] = False  # old scripts run as they did
 
     def _checked(self, schedule: Schedule) -> Program:
         program = super()._checked(schedule)
@@ -80,7 +64,7 @@ class AdaptedPipe(Pipe):
         kept = {id(tensor) for tensor in whole}
         sizes = tuple(
             [
-                _sizes(tensor, self._chunks) if split and id(tensor) not in kept else None
+                _sizes(tensor, self.chunks) if split and id(tensor) not in kept else None
                 for tensor, split in zip(tensors, is_split, strict=True)
             ]
         )
@@ -90,6 +74,29 @@ class AdaptedPipe(Pipe):
         if len(counts) > 1:
             raise RuntimeError(f"Found different number of chunks produced for inputs: {counts[0]} and {counts[1]}")
         return microbatch.Split.of(tensors, sizes, structure)
+
+
+class AdaptedPipe(Pipe):
+    """A pipe with such an executor."""
+
+    _executor_type: ClassVar[type[Executor]] = AdaptedExecutor
+
+    def use(self, chunks: int, checkpoint: str) -> None:
+        """Sets the attributes that can be changed after the construction of an old pipe."""
+        self._executor.chunks = chunks
+        self._executor.checkpoint = checkpoint
+
+    def forward(self, *inputs: Any, **keyword_inputs: Any) -> Any:
+        """As `Pipe.forward`, but outputs never share memory with tensors of the layers.
+
+        The outputs of several micro-batches are concatenated. The old libraries also copied the output of a single
+        micro-batch, so that scripts could overwrite it.
+        """
+        output = super().forward(*inputs, **keyword_inputs)
+        if self.chunks == 1 or any(isinstance(each, Tensor) and len(each) == 1 for each in pytree.tree_leaves(inputs)):
+            tensors, structure = nested.flatten(output)
+            return nested.unflatten(tuple(map(_concatenated, tensors)), structure)
+        return output
 
 
 def _unwrapped(value: Any, whole: list[Tensor]) -> Any:

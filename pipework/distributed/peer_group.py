@@ -55,7 +55,7 @@ class PeerGroup:
         mesh: the processes.
         spec: the pipe.
         tensors: this rank's parameters and buffers by name, which get the values of those of the first replica.
-        open_workers: see `PipeSpec`; a method of the pipe, which is not kept.
+        open_workers: see `PipeSpec`; a method of an object that lives as long as the pipe, and is not kept.
 
     Raises:
         ValueError: the ranks disagree about the pipe.

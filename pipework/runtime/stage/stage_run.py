@@ -18,7 +18,6 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -32,12 +31,14 @@ from pipework.runtime.skips import skip_tracker
 from pipework.runtime.skips.connections import Bundle, SkipPorts
 from pipework.runtime.skips.stashed import Arrived, Stashed, arrived_tensors
 from pipework.runtime.stage.finite import refuse_non_finite
+from pipework.runtime.stage.in_place import InPlaceChanges
+from pipework.runtime.stage.loss_run import LossRun
 from pipework.runtime.stage.recompute_phase import checkpointing, recomputing
 from pipework.runtime.stage.returned import layer_text, note_returned
 from pipework.values import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence, Set
+    from collections.abc import Callable, Set
 
     from pipework.autograd.batch_versions import BatchVersions
     from pipework.autograd.tied_gradients import TiedGradients
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from pipework.runtime.stage.stage import Stage
     from pipework.runtime.transport import Endpoint
     from pipework.schedule import Action
-    from pipework.values.nested import Structure
 
     Root: TypeAlias = Tensor | GradientEdge | None  # where a backward starts; None: the output needs none
     # The structure of a value: a Structure, None for a single tensor, a Bundle if the stage has skips.
@@ -73,7 +73,6 @@ class StageRun:
         batch: BatchVersions | None = None,
     ) -> None:
         self._stage = stage
-        self._batch = batch  # that of which this stage's inputs are slices, if the caller may change it before B
         self._check_finite = check_finite
         self._index = stage.index
         self._layers = stage.layers
@@ -82,26 +81,11 @@ class StageRun:
         self._checkpointed = checkpointed if context.grad and stage.training else frozenset[int]()
         self._inputs: dict[int, tuple[tuple[Tensor, ...], Around, Snapshot, list[int]]] = {}
         self._graphs: dict[int, tuple[tuple[Tensor, ...], tuple[Root, ...]]] = {}
-        # Whether the layers change their input in place; None before the first micro-batch, which is treated as if they
-        # did. The caller's own leaves, and views of them from an earlier stage, are passed as they are, so that PyTorch
-        # refuses an in-place operation on them.
-        self._overwrites: bool | None = None
-        self._own_leaves = own_leaves if stage.index == 0 else frozenset[int]()
-        self._refusing: Set[object] = (
-            frozenset()
-        )  # memory of inputs that a later stage must not change in place, either
-        self._passed_on: Set[int] = frozenset()  # the inputs whose memory outputs have, too
+        self._in_place = InPlaceChanges(stage, own_leaves if stage.index == 0 else frozenset(), batch)
         self._sends_gradients = sends_gradients
-        self._loss = loss
-        self._targets: dict[int, tuple[tuple[Tensor, ...], Any]] = {}  # the tensors, and the whole
-        self._seed: Tensor | None = None
         self._inspected = False  # whether a graph has been searched for hidden parameters
-        self._takes_target = -1
-        self._detached: set[int] = set()  # micro-batches whose loss has no graph
-        self._receives_gradients = False  # whether an input of the stage requires one
         if loss is not None and loss.function is None:  # the last layer takes the target, too
             self._layers = stage.layers_with_target
-            self._takes_target = self._layers[-1].number
         stage.refresh()
         self.draws = any(map(may_draw, stage.modules)) or (loss is not None and function_may_draw(loss.function))
         defers = splits and context.grad and torch_private.can_defer
@@ -109,6 +93,8 @@ class StageRun:
         self.aliases = Aliases(stage.modules if context.grad else (), self._weight_store)
         if not self.aliases.any_deferrable:
             self._weight_store = None
+        self._loss = None if loss is None else LossRun(loss, stage, trains=bool(self.aliases.leaves))
+        self._takes_target = -1 if self._loss is None else self._loss.taker
         self._parameter_versions = self.aliases.versions
         self.meter: MemoryMeter | None = None
         self.tied: TiedGradients | None = None
@@ -165,8 +151,7 @@ class StageRun:
             own, popped = structure.own, self._skips.popped(structure.present)
             arrived += self._stashed.popped(own, leaves[own:], popped)
         if self._loss is not None:
-            tensors, around = self._receive(("target", self._index, micro_batch))
-            self._targets[micro_batch] = tensors, nested.unflatten(tensors, around)
+            self._loss.receive(micro_batch, self._receive(("target", self._index, micro_batch)))
         if self._started is not None:
             self._started()
         if micro_batch in self._checkpointed:
@@ -181,16 +166,11 @@ class StageRun:
             self._stashed.refuse_overwritten(arrived)
         # What is sent has no graph, and this frame must not keep the graph either.
         outputs = tuple(map(boundary.cut, outputs))
-        if self._refusing:
-            for output in outputs:
-                if output.requires_grad and _memory(output) in self._refusing:
-                    boundary.refuse_changes(output)
-            self._refusing = frozenset()
+        self._in_place.mark(outputs)
         if self._loss is not None:
             if micro_batch not in self._checkpointed:
-                del self._targets[micro_batch]
-            if self._seed is None:
-                self._seed = outputs[0].new_full((), self._loss.scale)
+                del self._loss.targets[micro_batch]
+            self._loss.begin(outputs[0])
         if self.meter is not None:
             self.meter.sending(outputs)
         if self._skips is not None:
@@ -212,20 +192,21 @@ class StageRun:
         again = self._retain_graph
         leaves, structure, buffers, versions = self._inputs[micro_batch] if again else self._inputs.pop(micro_batch)
         # A stage that changes its input in place has run on copies. The caller's micro-batches share a version counter.
-        untouched = self._overwrites or versions == list(map(torch_private.version, leaves))
+        untouched = self._in_place.found or versions == list(map(torch_private.version, leaves))
         if not untouched or self._parameter_versions != self.aliases.versions:
             raise RuntimeError(
                 f"an input or a parameter of stage {self._index} has been modified by an inplace operation since its "
                 "forward, so it cannot be recomputed for its backward. Call backward() before optimizer.step() and "
                 "before the batch's memory is used again, or use checkpoint='never' if autograd need not have them"
             )
-        if self._overwrites:
+        if self._in_place.found:
             leaves = tuple(map(boundary.private_copy, leaves))
         context = contextlib.nullcontext() if self._context_entered else self._context.entered()
         with context, recomputing(), buffers.standing_in(again=again):
             outputs, _ = self._compute(leaves, structure, micro_batch)
             self._keep_graph(micro_batch, leaves, outputs)
-        self._targets.pop(micro_batch, None)  # a loss inside is recomputed once
+        if self._loss is not None:
+            self._loss.targets.pop(micro_batch, None)  # it is recomputed once
 
     def backward(self, action: Action) -> None:
         """B: differentiates one micro-batch, adds to the parameters' gradients, sends the input's gradient."""
@@ -304,11 +285,12 @@ class StageRun:
             gradients, _ = self._receive(("B", self._index, action.micro_batch))
             return gradients
         _, roots = self._graphs[action.micro_batch]
-        return self._seed, *[None] * (len(roots) - 1)
+        return self._loss.seed, *[None] * (len(roots) - 1)
 
     def clear(self) -> None:
         """Drops every tensor, after a failure: the traceback refers to this object."""
-        self._targets.clear()
+        if self._loss is not None:
+            self._loss.targets.clear()
         self._inputs.clear()
         self._graphs.clear()
         if self._weight_store is not None:
@@ -326,17 +308,10 @@ class StageRun:
         same in both passes. The graph is freed with the outputs; it takes as much memory as that of the recomputation.
         """
         buffers = self._stage.buffers.snapshot()
-        target, _ = self._targets.get(micro_batch, ((), None))
+        target = () if self._loss is None else self._loss.tensors(micro_batch)
         of_target = list(map(_version, target))
-        # The recomputation needs the input as it is now. Neither an in-place operation of this stage may change it, nor
-        # one of a later stage to which this one passes its memory on.
-        unknown, kept = self._overwrites is None, list(map(torch_private.version, leaves))
-        own = tuple(
-            [
-                boundary.private_copy(leaf) if unknown or self._overwrites or n in self._passed_on else leaf
-                for n, leaf in enumerate(leaves)
-            ]
-        )
+        unknown, kept = self._in_place.found is None, list(map(torch_private.version, leaves))
+        own = self._in_place.inputs_of_first_pass(leaves)
         versions = list(map(torch_private.version, own))
         arrived[:] = [each._replace(tensor=own[each.number], version=versions[each.number]) for each in arrived]
         with checkpointing():
@@ -349,19 +324,9 @@ class StageRun:
                 "or use checkpoint='never'"
             )
         self._inputs[micro_batch] = leaves, structure, self._stage.buffers.learn(buffers), kept
-        if unknown:
-            memories = set(map(_memory, outputs))
-            self._passed_on = {n for n, tensor in enumerate(own) if _memory(tensor) in memories}
-        if versions != list(map(torch_private.version, own)):
-            if not (unknown or self._overwrites):
-                raise RuntimeError(
-                    f"stage {self._index}, which begins with layer {self._layers[0].name!r}, changed its "
-                    "input in place, which it did not do for the first micro-batch; checkpointing needs that input "
-                    "again. Clone the input in that layer, or use checkpoint='never'."
-                )
+        if self._in_place.see_first_pass(own, versions, outputs, is_first=unknown):
             self._stashed.refuse_overwritten(arrived)
-            self._overwrites = True
-            self._refuse_overlap(leaves)
+            self._in_place.refuse_overlap(leaves)
         if self.meter is not None:
             self.meter.checkpointed(self._index, micro_batch, [*leaves, *self._inputs[micro_batch][2].tensors])
         return outputs, structure_out
@@ -386,7 +351,7 @@ class StageRun:
             if self._guard is not None:
                 stack.enter_context(self._guard)
             if self.meter is not None:
-                target, _ = self._targets.get(micro_batch, ((), None))
+                target = () if self._loss is None else self._loss.tensors(micro_batch)
                 stack.enter_context(self.meter.measuring(self._index, micro_batch, leaves, target))
             if self._skips is None:
                 return self._run_layers(leaves, structure, micro_batch)
@@ -401,7 +366,7 @@ class StageRun:
         tracker = skips.tracker(aliases, bundle.present)
         with skip_tracker.using(tracker):
             outputs, structure = self._run_layers(leaves[: bundle.own], bundle.structure, micro_batch)
-        self._see_overwriting(popped, aliases)
+        self._in_place.see(popped, aliases)
         stashed = tracker.outgoing()
         present = tuple([tensor is not None for tensor in stashed])
         return outputs + tuple([t for t in stashed if t is not None]), Bundle(structure, len(outputs), present)
@@ -409,18 +374,10 @@ class StageRun:
     def _run_layers(
         self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
     ) -> tuple[tuple[Tensor, ...], Around]:
-        aliased = self._overwrites is not False
-        aliases = leaves
-        if aliased:
-            refusing = [n in self._own_leaves or boundary.refuses_changes(leaf) for n, leaf in enumerate(leaves)]
-            pairs = list(zip(leaves, refusing, strict=True))
-            aliases = tuple([leaf if refuses else boundary.enter(leaf) for leaf, refuses in pairs])
-            self._refusing = {_memory(leaf) for leaf, refuses in pairs if refuses}
-            if self._batch is not None:
-                self._batch.aliases += [alias.detach() for alias in aliases if alias.grad_fn is not None]
+        aliases = leaves if self._in_place.found is False else self._in_place.aliases(leaves)
         value = aliases[0] if structure is None else nested.unflatten(aliases, structure)
-        if self._loss is not None and not self._receives_gradients:
-            self._receives_gradients = any(leaf.requires_grad for leaf in leaves)
+        if self._loss is not None and not self._loss.trains:
+            self._loss.trains = any(leaf.requires_grad for leaf in leaves)
         enter_stream = self._enter_stream
         # The structure in stage 0 has positional and keyword arguments; None, a single tensor, is the usual case.
         has_arguments = structure is not None and self._index == 0
@@ -432,7 +389,7 @@ class StageRun:
                 if has_arguments or number == takes_target:
                     arguments, keywords = value if has_arguments else (_spread(value, takes_tuple_whole), {})
                     if number == takes_target:
-                        arguments = (*arguments, self._targets[micro_batch][1])
+                        arguments = (*arguments, self._loss.targets[micro_batch][1])  # type: ignore[union-attr]
                     value, has_arguments = module(*arguments, **keywords), False
                 else:
                     value = module(*value) if type(value) is tuple and not takes_tuple_whole else module(value)
@@ -447,62 +404,11 @@ class StageRun:
                         "or give Pipe a loss_fn",
                     )
                 raise
-        if aliased:
-            self._see_overwriting(leaves, aliases)
-        return nested.flatten(value) if self._loss is None else self._with_loss(self._loss, value, micro_batch)
-
-    def _with_loss(self, loss: InnerLoss, output: Any, micro_batch: int) -> tuple[tuple[Tensor, ...], Structure | None]:
-        """The outputs of the last stage if the loss is inside."""
-        value = output
-        if loss.function is not None:
-            if self._enter_stream is not None:
-                self._enter_stream(self._layers[-1].number + 1, micro_batch)
-            try:
-                value = loss.function(output, self._targets[micro_batch][1])
-            except BaseException as error:
-                add_note(error, f"in loss_fn ({loss.description})")
-                note_returned(error, output, self._last_layer, "loss_fn")
-                raise
-        self._see_detached(loss, value, output, micro_batch)
-        return loss.outputs(output, loss.part(value, micro_batch))
-
-    @property
-    def _last_layer(self) -> str:
-        return layer_text(self._layers[-1].name, self._layers[-1].module)
-
-    def _see_detached(self, loss: InnerLoss, value: Any, output: Any, micro_batch: int) -> None:
-        """Raises a RuntimeError if no micro-batch's loss has a graph, although there is something to train."""
-        if not self._grad or not self._stage.training or not isinstance(value, Tensor) or value.requires_grad:
-            return
-        self._detached.add(micro_batch)
-        if not loss.counted <= self._detached:  # a constant loss of some micro-batches is nothing unusual
-            return
-        outputs, _ = nested.flatten(output)
-        if loss.function is not None and not any(tensor.requires_grad for tensor in outputs):
-            source, what = self._last_layer, "an output"
-        else:
-            source, what = (self._last_layer if loss.function is None else loss.source), "a loss"
-        if self.aliases.leaves or self._receives_gradients:
-            raise RuntimeError(
-                f"{source} returned {what} without a graph, so no parameter would get a gradient: .detach(), .item(), "
-                "torch.tensor(...), .argmax() or torch.no_grad() in it cuts the graph. Return what was computed from "
-                "its input; where only the value is wanted, call the pipe under torch.no_grad()"
-            )
-
-    def _see_overwriting(self, leaves: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
-        seen = [boundary.report_overwriting(leaf, alias) for leaf, alias in zip(leaves, aliases, strict=True)]
-        self._overwrites = bool(self._overwrites) or any(seen)
-        if any(seen):
-            self._refuse_overlap(leaves)
-
-    def _refuse_overlap(self, leaves: Sequence[Tensor]) -> None:
-        storages = {leaf.untyped_storage().data_ptr() for leaf in leaves}
-        if len(storages) < len(leaves) and any(leaf.requires_grad for leaf in leaves):
-            raise RuntimeError(
-                f"stage {self._index}, which begins with layer {self._layers[0].name!r}, changed an input in place, "
-                "and its inputs share memory, so that the gradient of another one would be wrong. Send a clone, or "
-                "make the operation not in-place"
-            )
+        if aliases is not leaves:
+            self._in_place.see(leaves, aliases)
+        if self._loss is None:
+            return nested.flatten(value)
+        return self._loss.outputs(value, micro_batch, enter_stream, grad=self._grad)
 
     def _keep_graph(self, micro_batch: int, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         """Keeps the leaves and the roots of the graph for B, but not the outputs' memory."""
@@ -550,8 +456,3 @@ def _edge(output: Tensor) -> Root:
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else torch_private.version(tensor)
-
-
-def _memory(tensor: Tensor) -> object:
-    """Equal for tensors of which one may be changed with the other."""
-    return torch_private.storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided else id(tensor)

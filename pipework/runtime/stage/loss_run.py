@@ -1,0 +1,103 @@
+"""The loss inside, in one mini-batch: the targets of its micro-batches, and what the last stage computes from them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from pipework.runtime.failure import add_note
+from pipework.runtime.stage.returned import layer_text, note_returned
+from pipework.values import nested
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pipework.runtime.stage.loss import InnerLoss
+    from pipework.runtime.stage.stage import Stage
+    from pipework.runtime.transport import Message
+    from pipework.values.nested import Structure
+
+
+class LossRun:
+    """The loss of one mini-batch.
+
+    Args:
+        loss: of a micro-batch.
+        stage: the last one.
+        trains: whether a parameter of the stage gets a gradient.
+
+    Attributes:
+        targets: for each micro-batch the tensors, and the whole.
+        taker: the number of the layer that takes the target; -1: none does.
+        trains: as above, or an input of the stage gets a gradient.
+        seed: the gradient of a micro-batch's loss; None before the first one.
+    """
+
+    def __init__(self, loss: InnerLoss, stage: Stage, *, trains: bool) -> None:
+        self._loss = loss
+        self._stage = stage
+        self.targets: dict[int, tuple[tuple[Tensor, ...], Any]] = {}
+        self.taker = stage.layers[-1].number if loss.function is None else -1
+        self.trains = trains
+        self.seed: Tensor | None = None
+        self._detached: set[int] = set()  # micro-batches whose loss has no graph
+
+    def receive(self, micro_batch: int, message: Message) -> None:
+        """Keeps a target until it is not needed any more."""
+        tensors, around = message
+        self.targets[micro_batch] = tensors, nested.unflatten(tensors, around)
+
+    def tensors(self, micro_batch: int) -> tuple[Tensor, ...]:
+        """The tensors of a target that is kept."""
+        return self.targets[micro_batch][0]
+
+    def begin(self, loss: Tensor) -> None:
+        """Makes the seed."""
+        if self.seed is None:
+            self.seed = loss.new_full((), self._loss.scale)
+
+    def outputs(
+        self, output: Any, micro_batch: int, enter_stream: Callable[[int, int], None] | None, *, grad: bool
+    ) -> tuple[tuple[Tensor, ...], Structure | None]:
+        """The outputs of the stage: the loss, and what its layers have returned if that is kept.
+
+        Args:
+            output: what they have returned.
+            micro_batch: its number.
+            enter_stream: before the loss is computed, if random numbers may be drawn.
+            grad: whether gradients are wanted.
+        """
+        loss, value = self._loss, output
+        if loss.function is not None:
+            if enter_stream is not None:
+                enter_stream(self._stage.layers[-1].number + 1, micro_batch)
+            try:
+                value = loss.function(output, self.targets[micro_batch][1])
+            except BaseException as error:
+                add_note(error, f"in loss_fn ({loss.description})")
+                note_returned(error, output, self._last_layer, "loss_fn")
+                raise
+        if grad and isinstance(value, Tensor) and not value.requires_grad and self._stage.training:
+            self._see_detached(output, micro_batch)
+        return loss.outputs(output, loss.part(value, micro_batch))
+
+    def _see_detached(self, output: Any, micro_batch: int) -> None:
+        """Raises a RuntimeError if no micro-batch's loss has a graph, although there is something to train."""
+        loss = self._loss
+        self._detached.add(micro_batch)
+        if not self.trains or not loss.counted <= self._detached:  # a constant loss of some is nothing unusual
+            return
+        outputs, _ = nested.flatten(output)
+        source, what = (self._last_layer if loss.function is None else loss.source), "a loss"
+        if loss.function is not None and not any(tensor.requires_grad for tensor in outputs):
+            source, what = self._last_layer, "an output"
+        raise RuntimeError(
+            f"{source} returned {what} without a graph, so no parameter would get a gradient: .detach(), .item(), "
+            "torch.tensor(...), .argmax() or torch.no_grad() in it cuts the graph. Return what was computed from "
+            "its input; where only the value is wanted, call the pipe under torch.no_grad()"
+        )
+
+    @property
+    def _last_layer(self) -> str:
+        return layer_text(self._stage.layers[-1].name, self._stage.layers[-1].module)

@@ -1,0 +1,81 @@
+"""The page of errors: the package has a message for all that it lists, and a test expects that message.
+
+The errors that its code blocks show are raised by `test_blocks.py`.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "errors.md").read_text()
+
+# The first cell of each row of the table, and words of the message.
+REFUSED = {
+    "a layer that uses a parameter through a list or a closure": "without reading it from its module",
+    "overwriting a stashed tensor in place": "still to be popped",
+    "an object of an unknown class that holds a tensor with a gradient": "register_pytree_node",
+    "a norm with running statistics in two partitions": "put them into one partition",
+    "an `nn.Sequential` with a forward, parameters, buffers or hooks of its own": "pipe of its layers would leave out",
+    "`optimizer.step()` between forward and backward, with the loss outside": "modified by an inplace operation since",
+    "a `loss_fn` that is a module with parameters": "make it the last layer",
+    "a schedule whose backwards are not in ascending order": "in another order than 0, 1, 2, ",
+    "other inputs or targets on one rank of a pipe than on another": "was given other ",
+    "an optimizer with parameters of other ranks, at its first step": "in other processes (rank ",
+    "`nn.utils.clip_grad_norm_` for a pipe over several ranks": "Call pipe.clip_grad_norm_(max_norm) on all ranks",
+    "`model(x)` or `model.state_dict()` with layers of other ranks": "has no values in this process",
+    "a second pipe of a model whose layers another rank has trained": "gave up its values",
+    "changing a popped tensor in place while another stage pops it, too": "another stage has popped it, too",
+    "outputs that are nested differently for each micro-batch": "micro-batch 0 gave ",
+}
+# What the section on warnings names, and words of the warning.
+WARNED_OF = {
+    "one micro-batch for several workers": "chunks is 1",
+    "a whole model in one layer": "has one layer",
+    "a single device": "only one device was found",
+    "idle devices": "will be idle",
+    "targets are padded unequally": "loss_weight=lambda target: (target != ",
+    "an input": "and is split",
+    "or a module": "it takes dimension 1 for the batch",
+}
+
+
+def strings(folder: str) -> Iterator[str]:
+    """The strings in the files of a folder but docstrings; in patterns, what follows a backslash stands for itself."""
+    for path in (ROOT / folder).rglob("*.py"):
+        if path != Path(__file__):
+            nodes = list(ast.walk(ast.parse(path.read_text())))
+            alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+            for node in (each for each in nodes if id(each) not in alone):
+                parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+                texts = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+                yield re.sub(r"\\(\W)", r"\1", "\0".join(texts))
+
+
+@cache
+def all_strings(folder: str) -> str:
+    return "\n".join(strings(folder))
+
+
+def section(title: str) -> str:
+    return PAGE.partition(f"\n## {title}")[2].partition("\n## ")[0]
+
+
+def test_every_row_is_listed_here() -> None:
+    rows = re.findall(r"^\| (.+?) \|", section("Refused"), re.MULTILINE)
+    assert rows == ["what", *REFUSED]
+
+
+def test_the_warnings_are_named() -> None:
+    paragraph = " ".join(section("Warnings").split())
+    assert [name for name in WARNED_OF if name not in paragraph] == []
+
+
+@pytest.mark.parametrize("words", [*REFUSED.values(), *WARNED_OF.values()])
+@pytest.mark.parametrize("folder", ["pipework", "tests"])
+def test_the_package_says_so_and_a_test_expects_it(folder: str, words: str) -> None:
+    assert words in all_strings(folder)
