@@ -133,15 +133,32 @@ def test_bad_arguments(capsys: Any, arguments: list[str], message: str) -> None:
 
 
 @pytest.mark.gpu
-def test_accelerators_are_all_right(capsys: Any) -> None:
-    status, out, _ = run(capsys, "--seconds", "0")
+def test_an_accelerator_is_all_right(capsys: Any) -> None:
+    status, out, _ = run(capsys, "--devices", "0", "cpu", "--seconds", "0")
     assert status == 0, out
     assert "cpu -> " in out
 
 
 @pytest.mark.gpu
-def test_a_receiver_that_does_not_wait_is_noticed(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Link, "arrive", lambda self, tensors, event: None)
+@pytest.mark.usefixtures("first_case_only")
+def test_two_accelerators_are_all_right(capsys: Any) -> None:
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two accelerators")
+    status, out, _ = run(capsys, "--devices", "0", "1", "--seconds", "0")
+    assert status == 0, out
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("first_case_only")
+def test_a_link_that_gives_other_values_is_named(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_one = Link._copy
+
+    def off(self: Link, tensor: torch.Tensor) -> torch.Tensor:
+        copy = copy_one(self, tensor)
+        return copy * 1.5 if copy.device.type != "cpu" and copy.is_floating_point() else copy
+
+    monkeypatch.setattr(Link, "_copy", off)
     status, out, _ = run(capsys, "--devices", "0", "cpu", "--seconds", "0")
     assert status == 1
     assert "WRONG on" in out
+    assert not any(line.startswith("cpu  ") and "WRONG" in line for line in out.splitlines())
