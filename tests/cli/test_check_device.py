@@ -155,10 +155,12 @@ def test_a_link_that_gives_other_values_is_named(capsys: Any, monkeypatch: pytes
 
     def off(self: Link, tensor: torch.Tensor) -> torch.Tensor:
         copy = copy_one(self, tensor)
-        return copy * 1.5 if copy.device.type != "cpu" and copy.is_floating_point() else copy
+        # On the stream of the copy; a change on the host would be a race.
+        return (copy.detach() * 1.5).requires_grad_(copy.requires_grad) if copy.device.type != "cpu" else copy
 
     monkeypatch.setattr(Link, "_copy", off)
     status, out, _ = run(capsys, "--devices", "0", "cpu", "--seconds", "0")
     assert status == 1
     assert "WRONG on" in out
+    assert "step 0: " in out
     assert not any(line.startswith("cpu  ") and "WRONG" in line for line in out.splitlines())
