@@ -518,6 +518,22 @@ def before_clip_grad_norm(check: Callable[[Iterable[Any]], None]) -> Callable[[]
     return functools.partial(clip.remove, check)
 
 
+# Devices
+
+
+def spinning(device_module: Any) -> Callable[[int], None] | None:
+    """Launches a kernel that does nothing for a number of cycles, and leaves room for other streams' kernels.
+
+    Args:
+        device_module: such as `torch.cuda`.
+
+    Returns:
+        None: the device has none; a long multiplication does instead.
+    """
+    found: Callable[[int], None] | None = getattr(device_module, "_sleep", None)
+    return found
+
+
 # Process groups
 
 

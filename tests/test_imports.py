@@ -53,6 +53,7 @@ MAY_IMPORT = {
     "distributed.health": set(),
     "distributed.transport": {"runtime", "runtime.skips", "values"},
     "testing": {"distributed", "model", "runtime", "runtime.random"},
+    "device_check": {"__init__", "runtime", "testing"},
     "backend": {"runtime"},
     "executor": {
         "autograd", "backend", "model", "pipe_warning", "planning", "runtime", "runtime.random", "runtime.skips",

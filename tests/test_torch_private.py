@@ -71,6 +71,7 @@ ON_OBJECTS = {
     "_timeout": lambda: torch.distributed.ProcessGroupGloo._Options,
     "_flat_weight_refs": lambda: nn.RNN(1, 1),
     "_reset_parameters": lambda: nn.MultiheadAttention(1, 1),
+    "_sleep": lambda: torch.cuda,
     "_wrapped_call_impl": nn.Module,
     "_call_impl": nn.Module,
     "_metadata": lambda: nn.Module().state_dict(),

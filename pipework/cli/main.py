@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Final, NoReturn
 
-from pipework.cli import check, compare, convert, draw, env
+from pipework.cli import check, check_device, compare, convert, draw, env
 from pipework.cli.report import Report
 from pipework.schedule.argument_checks import unknown_name
 
 _COMMANDS: Final[Mapping[str, ModuleType]] = MappingProxyType(
-    {"draw": draw, "compare": compare, "check": check, "convert": convert, "env": env}
+    {"draw": draw, "compare": compare, "check": check, "convert": convert, "check-device": check_device, "env": env}
 )
 
 
@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments, without the program's name; None: those of the process.
 
     Returns:
-        The exit status: 0; 1 if a check did not pass; 2 if arguments are wrong, with one line on the standard error.
+        The exit status: 0; 1 if a check did not pass; 2 if arguments are wrong, with one line on the standard error;
+        130 after Ctrl-C.
 
     Example:
         >>> main(["draw", "gpipe", "--workers", "2", "--chunks", "1", "--costs", "backward=1"])

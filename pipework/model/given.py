@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
+from pipework.model.moving import moved
 from pipework.model.no_chunk import NoChunk
 from pipework.values import nested
 
@@ -133,7 +134,7 @@ class Given:
         for value in values:
             for tensor in value.tensors:
                 refuse_gradient(tensor)
-            messages.append((tuple([t.detach().to(device, non_blocking=True) for t in value.tensors]), value.structure))
+            messages.append((tuple([moved(t.detach(), device) for t in value.tensors]), value.structure))
         alike = len({tuple([tensor.shape[1:] for tensor in value.split]) for value in values}) == 1
         rows = [own if alike and own == value.rows else NO_ROWS for own, value in zip(self.rows, values, strict=True)]
         return messages, rows
@@ -251,13 +252,13 @@ def given(arguments: tuple[Any, ...], keywords: dict[str, Any], device: torch.de
             if id(tensor) not in positions:
                 positions[id(tensor)] = len(tensors)
                 tensors.append(tensor)
-    moved = tensors if device is None else [tensor.to(device, non_blocking=True) for tensor in tensors]
+    there = tensors if device is None else [moved(tensor, device) for tensor in tensors]
     places = tuple([tuple([positions[id(tensor)] for tensor in value.tensors]) for value in values])
     return Given(
-        tuple(moved),
+        tuple(there),
         places,
         [
-            (tuple([_leaf(moved[place]) for place in own]), value.structure)
+            (tuple([_leaf(there[place]) for place in own]), value.structure)
             for own, value in zip(places, values, strict=True)
         ],
         [value.rows for value in values],

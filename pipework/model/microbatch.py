@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipework.model.given import MicroBatches, inside_of_a_value, refuse_gradient
+from pipework.model.moving import moved
 from pipework.model.no_chunk import NoChunk
 from pipework.values import nested
 
@@ -58,7 +59,7 @@ class Split:
         """
         rows = next(each for each in sizes if each is not None)
         if device is not None:
-            tensors = tuple([tensor.to(device, non_blocking=True) for tensor in tensors])
+            tensors = tuple([moved(tensor, device) for tensor in tensors])
         pieces = [_leaves(tensor, each, len(rows)) for tensor, each in zip(tensors, sizes, strict=True)]
         return cls(tensors, sizes, [(leaves, structure) for leaves in zip(*pieces, strict=True)], rows)
 
@@ -157,9 +158,9 @@ def split_target(
         refuse_gradient(tensor)
         if split and (tensor.dim() == 0 or tensor.shape[0] != total):
             raise _other_rows(total, tensor, *readers)
-    moved = [tensor.to(device, non_blocking=True) for tensor in tensors]
+    there = [moved(tensor, device) for tensor in tensors]
     pieces = [
-        _leaves(tensor, list(rows) if split else None, len(rows)) for tensor, split in zip(moved, is_split, strict=True)
+        _leaves(tensor, list(rows) if split else None, len(rows)) for tensor, split in zip(there, is_split, strict=True)
     ]
     columns = list(zip(*pieces, strict=True)) if pieces else [()] * len(rows)
     return [(column, structure) for column in columns]

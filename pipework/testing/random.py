@@ -23,7 +23,7 @@ def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iter
     Numbers that are drawn behind the last layer, such as by a loss function, come from the stream of one more layer.
 
     Args:
-        model: the un-pipelined model; all on one device.
+        model: the un-pipelined model, on any devices.
         key: drawn by the pipe at its call; `draw_key()` draws the same one from the same state of the generator.
         micro_batch: the number of the micro-batch.
 
@@ -41,10 +41,15 @@ def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iter
         ...     torch.equal(model(x[1:]), output[1:])
         True
     """
-    devices = {parameter.device for parameter in model.parameters()}
-    worker = WorkerDevice(devices.pop()) if len(devices) == 1 else None
+    workers = [WorkerDevice(device) for device in {parameter.device for parameter in model.parameters()}]
+    seeders = [seeder for worker in workers if (seeder := worker.random_seeder()) is not None]
+
+    def seed_all(seed: int) -> None:
+        for seeder in seeders:
+            seeder(seed)
+
     kernels.install()
-    stream = RandomStream(Key(key), None if worker is None else worker.random_seeder())
+    stream = RandomStream(Key(key), seed_all if seeders else None)
     behind = itertools.count(1)
     running: list[nn.Module] = []
 
@@ -61,7 +66,7 @@ def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iter
     for layer in {id(layer): layer for layer in model}.values():
         handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave, always_call=True)]
     try:
-        with random_states_kept([] if worker is None else [worker]), kernels.drawing_from(stream):
+        with random_states_kept(workers), kernels.drawing_from(stream):
             stream.enter(0, micro_batch)
             yield
     finally:

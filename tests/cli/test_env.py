@@ -55,3 +55,46 @@ def test_accelerators_are_counted_and_named():
     assert env._accelerators(SimpleNamespace(accelerator=two)) == "2 x cuda"
     assert env._accelerators(SimpleNamespace()) == "none"
     assert env._accelerators(SimpleNamespace(accelerator=SimpleNamespace(is_available=lambda: False))) == "none"
+
+
+def test_a_report_of_accelerators_has_what_lies_below_pytorch(monkeypatch):
+    def no_driver(index):
+        raise RuntimeError("driver too old\nand more")
+
+    module = SimpleNamespace(
+        get_device_name=lambda index: f"Card {index}",
+        get_device_capability=no_driver,
+        mem_get_info=lambda index: (2**30, 2**32),
+        nccl=SimpleNamespace(version=lambda: (2, 27, 5)),
+        can_device_access_peer=lambda a, b: a < b,
+    )
+    accelerator = SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 2, current_accelerator=lambda: SimpleNamespace(type="cuda")
+    )
+    fake = SimpleNamespace(
+        accelerator=accelerator,
+        cuda=module,
+        version=SimpleNamespace(cuda="12.8", hip=None),
+        backends=SimpleNamespace(cudnn=SimpleNamespace(version=lambda: 91000)),
+        get_float32_matmul_precision=lambda: "highest",
+    )
+    monkeypatch.setattr(env, "_driver", lambda: "")
+    assert env._details_of_accelerators(fake) == {
+        "cuda:0": "Card 0, capability cannot be asked: driver too old, 1.0 of 4.0 GiB free",
+        "cuda:1": "Card 1, capability cannot be asked: driver too old, 1.0 of 4.0 GiB free",
+        "runtime": "cuda 12.8",
+        "cudnn": "91000",
+        "nccl version": "2.27.5",
+        "peer access": "0-1",
+        "float32 products": "highest",
+    }
+    del module.nccl
+    assert "nccl version" not in env._details_of_accelerators(fake)
+
+
+def test_variables_that_change_how_devices_are_used(capsys, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    facts = report(capsys)
+    assert facts["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert facts["CUDA_LAUNCH_BLOCKING"] == "1"
