@@ -184,7 +184,7 @@ class StageRun:
         if self._refusing:
             for output in outputs:
                 if output.requires_grad and _memory(output) in self._refusing:
-                    boundary.refuse_changes(output)
+                    boundary.mark_unchangeable(output)
             self._refusing = frozenset()
         if self._loss is not None:
             if micro_batch not in self._checkpointed:
@@ -221,6 +221,8 @@ class StageRun:
             )
         if self._overwrites:
             leaves = tuple(map(boundary.private_copy, leaves))
+        elif again:
+            leaves = tuple(map(boundary.renewed, leaves))
         context = contextlib.nullcontext() if self._context_entered else self._context.entered()
         with context, recomputing(), buffers.standing_in(again=again):
             outputs, _ = self._compute(leaves, structure, micro_batch)
@@ -328,12 +330,14 @@ class StageRun:
         buffers = self._stage.buffers.snapshot()
         target, _ = self._targets.get(micro_batch, ((), None))
         of_target = list(map(_version, target))
-        # The recomputation needs the input as it is now. Neither an in-place operation of this stage may change it, nor
-        # one of a later stage to which this one passes its memory on.
+        # The recomputation needs the input as it is now, without hooks of this pass, which would act a second time.
+        # Neither an in-place operation of this stage may change it, nor one of a later stage to which this one passes
+        # its memory on.
         unknown, kept = self._overwrites is None, list(map(torch_private.version, leaves))
+        changed = unknown or self._overwrites
         own = tuple(
             [
-                boundary.private_copy(leaf) if unknown or self._overwrites or n in self._passed_on else leaf
+                boundary.private_copy(leaf) if changed or n in self._passed_on else boundary.renewed(leaf)
                 for n, leaf in enumerate(leaves)
             ]
         )
@@ -353,7 +357,7 @@ class StageRun:
             memories = set(map(_memory, outputs))
             self._passed_on = {n for n, tensor in enumerate(own) if _memory(tensor) in memories}
         if versions != list(map(torch_private.version, own)):
-            if not (unknown or self._overwrites):
+            if not changed:
                 raise RuntimeError(
                     f"stage {self._index}, which begins with layer {self._layers[0].name!r}, changed its "
                     "input in place, which it did not do for the first micro-batch; checkpointing needs that input "
@@ -412,7 +416,7 @@ class StageRun:
         aliased = self._overwrites is not False
         aliases = leaves
         if aliased:
-            refusing = [n in self._own_leaves or boundary.refuses_changes(leaf) for n, leaf in enumerate(leaves)]
+            refusing = [n in self._own_leaves or boundary.is_unchangeable(leaf) for n, leaf in enumerate(leaves)]
             pairs = list(zip(leaves, refusing, strict=True))
             aliases = tuple([leaf if refuses else boundary.enter(leaf) for leaf, refuses in pairs])
             self._refusing = {_memory(leaf) for leaf, refuses in pairs if refuses}
