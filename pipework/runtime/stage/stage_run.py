@@ -73,7 +73,7 @@ class StageRun:
         batch: BatchVersions | None = None,
     ) -> None:
         self._stage = stage
-        self._batch = batch  # that of which this stage's inputs are slices, if the caller may change it before B
+        self._batch = batch  # of this stage's inputs, if the caller may change them before B
         self._check_finite = check_finite
         self._index = stage.index
         self._layers = stage.layers
@@ -420,8 +420,10 @@ class StageRun:
             pairs = list(zip(leaves, refusing, strict=True))
             aliases = tuple([leaf if refuses else boundary.enter(leaf) for leaf, refuses in pairs])
             self._refusing = {_memory(leaf) for leaf, refuses in pairs if refuses}
-            if self._batch is not None:
-                self._batch.aliases += [alias.detach() for alias in aliases if alias.grad_fn is not None]
+            if self._batch is not None and micro_batch not in self._checkpointed:
+                for leaf, alias in zip(leaves, aliases, strict=True):
+                    if alias.grad_fn is not None:
+                        self._batch.add_alias(leaf, alias)
         value = aliases[0] if structure is None else nested.unflatten(aliases, structure)
         if self._loss is not None and not self._receives_gradients:
             self._receives_gradients = any(leaf.requires_grad for leaf in leaves)
