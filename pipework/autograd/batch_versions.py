@@ -26,9 +26,6 @@ class BatchVersions:
         tensors: of the mini-batch.
         slices: of each of them, which share its memory and not its version counter.
 
-    Attributes:
-        aliases: of slices; they have version counters of their own, too.
-
     Example:
         >>> import torch
         >>> batch = torch.zeros(4)
@@ -49,11 +46,18 @@ class BatchVersions:
         # What was made in inference mode has no version counter.
         self._pairs = [(tensor, parts) for tensor, parts in pairs if parts and not tensor.is_inference()]
         self._versions = self._counted()
-        self.aliases: list[Tensor] = []
 
-    def _counted(self) -> list[tuple[int, list[int]]]:
+    def add_alias(self, leaf: Tensor, alias: Tensor) -> None:
+        """The graph of a micro-batch has an alias of its leaf, with a version counter of its own (`boundary.enter`).
+
+        The leaf shares the counter of a slice, or of a whole tensor that every micro-batch gets.
+        """
+        self._pairs.append((leaf, (alias.detach(),)))  # shares the alias's counter, and not its graph
+        self._versions += self._counted(len(self._pairs) - 1)
+
+    def _counted(self, first: int = 0) -> list[tuple[int, list[int]]]:
         version = torch_private.version
-        return [(version(tensor), list(map(version, parts))) for tensor, parts in self._pairs]
+        return [(version(tensor), list(map(version, parts))) for tensor, parts in self._pairs[first:]]
 
     def report(self) -> None:
         """After the layers have run: where they have changed a slice in place, the tensor has changed."""
@@ -63,13 +67,13 @@ class BatchVersions:
         self._versions = self._counted()
 
     def spread(self) -> None:
-        """Before a backward: where the caller has changed a tensor in place, its slices have changed."""
+        """Before a backward: where the caller has changed a tensor in place, its slices and aliases have changed."""
         for (tensor, parts), (version, _) in zip(self._pairs, self._versions, strict=True):
             if version != torch_private.version(tensor):
-                for part in (*parts, *self.aliases):
+                for part in parts:
                     increment_version(part)
         self._versions = self._counted()
 
     def forget(self) -> None:
         """No backward will come any more: drops the tensors."""
-        self._pairs, self._versions, self.aliases = [], [], []
+        self._pairs, self._versions = [], []

@@ -57,14 +57,14 @@ def enter(leaf: Tensor) -> Tensor:
     return _alias(leaf) if 1 in leaf.shape else torch_private.unsafe_view(leaf, leaf.shape)
 
 
-def refuse_changes(leaf: Tensor) -> None:
+def mark_unchangeable(leaf: Tensor) -> None:
     """Marks a view of a leaf of the caller, whose values no layer may change."""
-    leaf.pipework_refuses = True  # type: ignore[attr-defined]
+    leaf.pipework_unchangeable = True  # type: ignore[attr-defined]
 
 
-def refuses_changes(leaf: Tensor) -> bool:
+def is_unchangeable(leaf: Tensor) -> bool:
     """Whether a leaf has that mark. It gets no alias, so that PyTorch refuses an in-place operation on it."""
-    return getattr(leaf, "pipework_refuses", False)
+    return getattr(leaf, "pipework_unchangeable", False)
 
 
 def report_overwriting(leaf: Tensor, alias: Tensor) -> bool:
@@ -78,6 +78,20 @@ def report_overwriting(leaf: Tensor, alias: Tensor) -> bool:
     return True
 
 
+def renewed(leaf: Tensor) -> Tensor:
+    """Another leaf with the same memory and version counter, for a further pass: it has no hooks of an earlier one.
+
+    Example:
+        >>> leaf = torch.ones(2, requires_grad=True)
+        >>> _ = leaf.register_hook(lambda gradient: 2 * gradient)
+        >>> again = renewed(leaf)
+        >>> again.sum().backward()
+        >>> again.grad
+        tensor([1., 1.])
+    """
+    return _marked_like(leaf, cut(leaf))
+
+
 def private_copy(leaf: Tensor) -> Tensor:
     """A leaf with memory of its own and the same strides, also if elements share memory or have gaps between them.
 
@@ -85,10 +99,13 @@ def private_copy(leaf: Tensor) -> Tensor:
         >>> private_copy(torch.zeros(2, 6)[:, ::2]).stride(), private_copy(torch.zeros(1).expand(3)).stride()
         ((6, 2), (0,))
     """
-    copy = _copied(leaf).requires_grad_(leaf.requires_grad)
-    if refuses_changes(leaf):
-        refuse_changes(copy)
-    return copy
+    return _marked_like(leaf, _copied(leaf).requires_grad_(leaf.requires_grad))
+
+
+def _marked_like(leaf: Tensor, other: Tensor) -> Tensor:
+    if is_unchangeable(leaf):
+        mark_unchangeable(other)
+    return other
 
 
 def _copied(leaf: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def train_pipe(case: Case, seed: int, kernels: LongKernels) -> Values:
             for device in accelerators:
                 kernels.before_a_call(device)
         if case.delayed == "copies":
-            kernels.on_copy_streams(pipe._engine_in_use())
+            kernels.on_copy_streams(pipe._executor.engine_in_use())
         inputs.copy_(batch.inputs)
         target.copy_(batch.target)
         x = inputs.detach().requires_grad_(case.input_gradient)

@@ -2,7 +2,16 @@ import pytest
 import torch
 
 from pipework import torch_private
-from pipework.autograd.boundary import cut, enter, gradients, private_copy, report_overwriting
+from pipework.autograd.boundary import (
+    cut,
+    enter,
+    gradients,
+    is_unchangeable,
+    mark_unchangeable,
+    private_copy,
+    renewed,
+    report_overwriting,
+)
 
 
 def test_enter_is_differentiable() -> None:
@@ -95,6 +104,27 @@ def test_a_private_copy_has_strides_and_alignment_of_the_leaf(layout: str) -> No
 def test_a_private_copy_of_what_is_no_usual_memory(make: object) -> None:
     leaf = make()
     assert torch.equal(private_copy(leaf).to_dense(), leaf.to_dense())
+
+
+@pytest.mark.parametrize("make", [renewed, private_copy])
+def test_a_leaf_for_another_pass_has_no_hooks_and_the_same_mark(make: object) -> None:
+    leaf = torch.randn(3, requires_grad=True)
+    leaf.register_hook(lambda gradient: 2 * gradient)
+    assert not is_unchangeable(make(leaf))
+    mark_unchangeable(leaf)
+    again = make(leaf)
+    assert is_unchangeable(again)
+    again.sum().backward()
+    assert torch.equal(again.grad, torch.ones(3))
+    assert not make(leaf.detach()).requires_grad
+
+
+def test_a_renewed_leaf_shares_memory_and_version() -> None:
+    leaf = torch.randn(3, requires_grad=True)
+    again = renewed(leaf)
+    assert again.data_ptr() == leaf.data_ptr()
+    again.detach().add_(1)
+    assert leaf._version == 1
 
 
 class Passes(torch.autograd.Function):

@@ -2,13 +2,15 @@
 
 import copy
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from pipework import DeferredBatchNorm, Pipe, PipeSequential, skippable, stash
+from pipework import DeferredBatchNorm, NoChunk, Pipe, PipeSequential, pop, skippable, stash
 from tests.conftest import WAYS
 from tests.ranks import held
 
@@ -88,6 +90,77 @@ def test_overwriting_one_of_two_outputs_that_overlap_is_refused(checkpoint: str)
     with pytest.raises(RuntimeError, match="share memory"):
         pipe(torch.randn(4, 4)).sum().backward()
     assert all(isinstance(parameter, nn.Parameter) for parameter in pipe.parameters())
+
+
+# Hooks that layers register on what they are given
+
+
+def halve(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: gradient / 2)
+
+
+class Halves(nn.Module):
+    """Halves the gradient of its inputs with hooks."""
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        halve(*inputs)
+        return torch.sin(sum(inputs))
+
+
+class HalvesNested(nn.Module):
+    def forward(self, value: dict[str, torch.Tensor]) -> torch.Tensor:
+        halve(value["a"], value["b"])
+        return value["a"] * value["b"]
+
+
+@skippable(stash=["halved"])
+class Stashes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        yield stash("halved", x.cos())
+        return x
+
+
+@skippable(pop=["halved"])
+class HalvesPopped(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        popped = yield pop("halved")
+        halve(popped)
+        return x * popped
+
+
+HOOKED = {
+    "input": lambda: [nn.Linear(4, 4), Halves(), nn.Linear(4, 4)],
+    "several inputs": lambda: [Returns(lambda y: (y.sin(), y.cos())), Halves(), nn.Linear(4, 4)],
+    "nested": lambda: [Returns(lambda y: {"a": y.sin(), "b": y.cos()}), HalvesNested(), nn.Linear(4, 4)],
+    "popped": lambda: [Stashes(), nn.Linear(4, 4), HalvesPopped()],
+}
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("name", HOOKED)
+def test_a_hook_at_the_beginning_of_a_stage_acts_once(
+    way: Any, name: str, checkpoint: str, assert_trained_alike: Callable[..., None]
+) -> None:
+    plain = PipeSequential(nn.Linear(4, 4), *HOOKED[name]())
+    pipe = way.pipe(plain, 4, checkpoint, balance=[1] * 4)
+    assert_trained_alike(plain, pipe, [(torch.randn(8, 4),)], way=way)
+
+
+@pytest.mark.one_process("between processes inputs get no gradient back")
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_hook_on_the_inputs_of_a_pipe_acts_once_for_each_micro_batch(checkpoint: str) -> None:
+    x, mask = torch.randn(8, 4).double(), torch.randn(4).double()
+    own = [each.clone().requires_grad_() for each in (x, mask)]
+    pipe = in_two(nn.Sequential(Halves(), nn.Linear(4, 4)).double(), checkpoint, chunks=4)
+    output = pipe(own[0] * 1, NoChunk(own[1]))
+    for _ in range(2):
+        output.sum().backward(retain_graph=True)
+    expected = [each.clone().requires_grad_() for each in (x, mask)]
+    pipe[1](torch.sin(expected[0] + expected[1])).sum().backward()
+    for actual, whole in zip(own, expected, strict=True):
+        torch.testing.assert_close(actual.grad, whole.grad, rtol=1e-12, atol=1e-15)  # twice the half
 
 
 # Opaque objects

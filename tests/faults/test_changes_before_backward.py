@@ -1,12 +1,13 @@
 """What the user changes between the forward and the backward of a mini-batch."""
 
 import copy
+import gc
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pipework import Pipe
+from pipework import MicroBatches, NoChunk, Pipe
 
 CHECKPOINT_MODES = ("never", "except_last", "always")
 
@@ -43,6 +44,59 @@ def test_an_input_that_was_overwritten_is_an_error(checkpoint: str) -> None:
     with pytest.raises(RuntimeError, match="modified"):
         loss.backward()
     pipe(x).square().sum().backward()
+
+
+class SquareAndAdd(nn.Module):
+    """Needs the values of its first input in the backward, and those of the second one not."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.square() + y
+
+
+def given(tensor: Tensor) -> MicroBatches:
+    return MicroBatches([tensor[:2], tensor[2:]])
+
+
+INPUTS = {
+    "split": lambda x, y: (x, y),
+    "whole": lambda x, y: (NoChunk(x[0]), y),
+    "given": lambda x, y: (given(x), given(y)),
+    "one given": lambda x, y: (MicroBatches([x]), MicroBatches([y])),
+    "given to all": lambda x, y: (NoChunk(x[0]), given(y)),
+}
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("changed", [0, 1])
+def test_only_an_input_whose_values_are_needed_may_not_change(inputs: str, changed: int) -> None:
+    pipe = in_two(SquareAndAdd(), nn.Linear(4, 4), checkpoint="never")
+    leaf = torch.randn(4, 4, requires_grad=True)
+    x, y = leaf * 2, torch.randn(4, 4)
+    output = pipe(*INPUTS[inputs](x, y))
+    loss = sum(part.sum() for part in output) if isinstance(output, MicroBatches) else output.sum()
+    (x if changed == 0 else y).detach().zero_()
+    if changed == 0:
+        with pytest.raises(RuntimeError, match="modified"):
+            loss.backward()
+    else:
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert leaf.grad is not None
+
+
+def test_what_is_known_of_aliases_does_not_grow_with_backwards() -> None:
+    pipe = in_two(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 4))
+    output = pipe(torch.randn(8, 4, requires_grad=True) * 1)
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(each) is Tensor and each.shape == (4, 4) for each in gc.get_objects())
+
+    counts = []
+    for _ in range(3):
+        output.sum().backward(retain_graph=True)
+        counts.append(alive())
+    assert counts[0] == counts[2]
 
 
 @pytest.mark.parametrize("layer", [0, 1])

@@ -24,7 +24,7 @@ class InPlaceChanges:
         stage: the stage.
         own_leaves: the numbers of the inputs that are leaves of the caller. They, and views of them from an earlier
             stage, are passed to the layers as they are, so that PyTorch refuses an in-place operation on them.
-        batch: that of which the inputs are slices, if the caller may change it before a backward.
+        batch: of the inputs, if the caller may change them before a backward.
 
     Attributes:
         found: None before the first micro-batch, which is treated as if they did.
@@ -38,14 +38,21 @@ class InPlaceChanges:
         self._refusing: Set[object] = frozenset()  # memory that a later stage must not change in place, either
         self._passed_on: Set[int] = frozenset()  # the inputs whose memory outputs have, too
 
-    def aliases(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What the layers get instead of their inputs, so that changes can be seen afterwards."""
-        refusing = [n in self._own_leaves or boundary.refuses_changes(leaf) for n, leaf in enumerate(leaves)]
+    def aliases(self, leaves: Sequence[Tensor], *, recomputed: bool) -> tuple[Tensor, ...]:
+        """What the layers get instead of their inputs, so that changes can be seen afterwards.
+
+        Args:
+            leaves: the inputs.
+            recomputed: whether this micro-batch is: then its leaves are copies, or looked at by the recomputation.
+        """
+        refusing = [n in self._own_leaves or boundary.is_unchangeable(leaf) for n, leaf in enumerate(leaves)]
         pairs = list(zip(leaves, refusing, strict=True))
         aliases = tuple([leaf if refuses else boundary.enter(leaf) for leaf, refuses in pairs])
         self._refusing = {_memory(leaf) for leaf, refuses in pairs if refuses}
-        if self._batch is not None:
-            self._batch.aliases += [alias.detach() for alias in aliases if alias.grad_fn is not None]
+        if self._batch is not None and not recomputed:
+            for leaf, alias in zip(leaves, aliases, strict=True):
+                if alias.grad_fn is not None:
+                    self._batch.add_alias(leaf, alias)
         return aliases
 
     def see(self, leaves: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
@@ -60,18 +67,21 @@ class InPlaceChanges:
         if self._refusing:
             for output in outputs:
                 if output.requires_grad and _memory(output) in self._refusing:
-                    boundary.refuse_changes(output)
+                    boundary.mark_unchangeable(output)
             self._refusing = frozenset()
 
     def inputs_of_first_pass(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What the first pass of a checkpointed micro-batch runs on: the recomputation needs the input as it is now.
 
-        Neither an in-place operation of this stage may change it, nor one of a later stage to which this one passes its
-        memory on.
+        It must not have hooks of this pass, which would act a second time. Neither an in-place operation of this stage
+        may change it, nor one of a later stage to which this one passes its memory on.
         """
         every = self.found is not False
         return tuple(
-            [boundary.private_copy(leaf) if every or n in self._passed_on else leaf for n, leaf in enumerate(leaves)]
+            [
+                boundary.private_copy(leaf) if every or n in self._passed_on else boundary.renewed(leaf)
+                for n, leaf in enumerate(leaves)
+            ]
         )
 
     def see_first_pass(

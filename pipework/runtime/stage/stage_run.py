@@ -201,6 +201,8 @@ class StageRun:
             )
         if self._in_place.found:
             leaves = tuple(map(boundary.private_copy, leaves))
+        elif again:
+            leaves = tuple(map(boundary.renewed, leaves))
         context = contextlib.nullcontext() if self._context_entered else self._context.entered()
         with context, recomputing(), buffers.standing_in(again=again):
             outputs, _ = self._compute(leaves, structure, micro_batch)
@@ -374,7 +376,9 @@ class StageRun:
     def _run_layers(
         self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
     ) -> tuple[tuple[Tensor, ...], Around]:
-        aliases = leaves if self._in_place.found is False else self._in_place.aliases(leaves)
+        aliases = leaves
+        if self._in_place.found is not False:
+            aliases = self._in_place.aliases(leaves, recomputed=micro_batch in self._checkpointed)
         value = aliases[0] if structure is None else nested.unflatten(aliases, structure)
         if self._loss is not None and not self._loss.trains:
             self._loss.trains = any(leaf.requires_grad for leaf in leaves)
