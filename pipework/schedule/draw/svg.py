@@ -32,7 +32,7 @@ def svg(
 ) -> str:
     """Draw timelines above each other on a common time axis, such as a predicted above a measured one.
 
-    There is a row for each worker, worker 0 at the bottom; time goes to the right, and idle time is white. Each cell
+    There is a row for each worker, worker 0 on top; time goes to the right, and idle time is white. Each cell
     has a tooltip. A cell that is too narrow for its label has none.
 
     Args:

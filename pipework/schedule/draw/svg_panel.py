@@ -67,8 +67,8 @@ class Frame:
         return self.left + (time / self.longest * self.width if self.longest else 0.0)
 
     def y(self, worker: int) -> float:
-        """Upper edge of a worker's row; worker 0 is at the bottom."""
-        return self.top + (self.workers - 1 - worker) * self.pitch
+        """Upper edge of a worker's row; worker 0 is on top."""
+        return self.top + worker * self.pitch
 
 
 def panel(line: Timeline, frame: Frame, most_memory: float) -> str:
@@ -206,7 +206,7 @@ def _callout(line: Timeline, frame: Frame) -> list[str]:
     area = callout.largest_idle(idle, frame.pitch)
     if area is None:
         return []
-    top, bottom = frame.y(area.last), frame.y(area.first) + frame.row
+    top, bottom = frame.y(area.first), frame.y(area.last) + frame.row
     alone = all(each.action.micro_batch == 0 for each in line.intervals)
     draw = callout.time_arrow if alone else callout.bubble
     return draw((area.left + area.right) / 2, (top + bottom) / 2, area.right - area.left, bottom - top)

@@ -59,7 +59,7 @@ def test_cells_are_where_those_of_the_svg_are():
         assert image.getpixel((x + 2 * float(box["width"]) - 5, y + 2 * float(box["height"]) - 5)) == color, title
 
 
-def test_idle_time_is_white_and_worker_0_at_the_bottom():
+def test_idle_time_is_white_and_worker_0_on_top():
     line = predicted(4, 4)
     image = decoded(png(line))
     boxes = {title.split(":")[0]: box for title, box in cells(line)}
@@ -67,7 +67,7 @@ def test_idle_time_is_white_and_worker_0_at_the_bottom():
     x = 2 * float(first["x"]) + 20
     assert image.getpixel((x, 2 * float(first["y"]) + 5)) == rgb(ACTION["F"])
     assert image.getpixel((x, 2 * float(last["y"]) + 5)) == (255, 255, 255)
-    assert float(first["y"]) > float(last["y"])
+    assert float(first["y"]) < float(last["y"])
 
 
 def test_every_kind_has_its_color():

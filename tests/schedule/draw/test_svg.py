@@ -39,7 +39,7 @@ def test_cells_lie_where_their_times_say():
     assert at["forward of stage 0, micro-batch 1"][0] == pytest.approx(first[0] + first[1], abs=0.02)
     assert at["forward of stage 1, micro-batch 0"][0] == pytest.approx(first[0] + first[1], abs=0.02)
     assert at["backward of stage 0, micro-batch 0"][1] == pytest.approx(2 * first[1], abs=0.02)
-    assert at["forward of stage 1, micro-batch 0"][2] < first[2], "worker 0 is at the bottom"
+    assert at["forward of stage 1, micro-batch 0"][2] > first[2], "worker 0 is on top"
 
 
 def test_tooltips_tell_times_and_memory():

@@ -11,10 +11,10 @@ def frame(*, colors="action", labels="stage", memory=True, width=900.0):
     return Frame(50.0, 20.0, width, LINE.makespan, LINE.workers, look, 0.0)
 
 
-def test_rows_do_not_overlap_and_worker_0_is_at_the_bottom():
+def test_rows_do_not_overlap_and_worker_0_is_on_top():
     for each in (frame(), frame(memory=False), frame(colors="worker", memory=False)):
-        assert each.y(0) >= each.y(1) + each.row + each.strip
-        assert each.y(0) + each.row + each.strip <= each.bottom + 1e-9
+        assert each.y(1) >= each.y(0) + each.row + each.strip
+        assert each.y(1) + each.row + each.strip <= each.bottom + 1e-9
         assert (each.x(0.0), each.x(LINE.makespan)) == (50.0, 950.0)
 
 
