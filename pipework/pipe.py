@@ -32,6 +32,7 @@ from pipework.planning.predict import Sample, predict_step
 from pipework.runtime.caller_context import CallerContext
 from pipework.runtime.engine import make_engine
 from pipework.runtime.program import Program
+from pipework.runtime.random.on_devices import generator_given_up
 from pipework.runtime.random.streams import Key, draw_key
 from pipework.runtime.skips.connections import Skip
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
@@ -380,7 +381,7 @@ class Pipe(Layers):
             return nn.Sequential()(*inputs, **keyword_inputs)
         warn_of_hooks(self.partitions)
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
-        with ShortTracebacks(), self._backend.calling(what):
+        with ShortTracebacks(), generator_given_up(), self._backend.calling(what):
             return self._run(inputs, keyword_inputs, target, return_output=return_output, outputs=outputs)
 
     def _run(

@@ -6,8 +6,9 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from pipework.runtime.device import WorkerDevice, random_states_kept
+from pipework.runtime.device import is_accelerator
 from pipework.runtime.random import kernels
+from pipework.runtime.random.on_devices import DeviceGenerator, GeneratorGuard
 from pipework.runtime.random.streams import Key, RandomStream
 
 if TYPE_CHECKING:
@@ -42,9 +43,14 @@ def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iter
         True
     """
     devices = {parameter.device for parameter in model.parameters()}
-    worker = WorkerDevice(devices.pop()) if len(devices) == 1 else None
+    device = devices.pop() if len(devices) == 1 else None
     kernels.install()
-    stream = RandomStream(Key(key), None if worker is None else worker.random_seeder())
+    guard = None
+    if device is not None and is_accelerator(device):
+        # With a lock of its own: a backward in here may call a pipe, on autograd's thread, whose workers need the
+        # device's.
+        guard = GeneratorGuard(DeviceGenerator(device), moves=True)
+    stream = RandomStream(Key(key), guard)
     behind = itertools.count(1)
     running: list[nn.Module] = []
 
@@ -61,7 +67,7 @@ def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iter
     for layer in {id(layer): layer for layer in model}.values():
         handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave, always_call=True)]
     try:
-        with random_states_kept([] if worker is None else [worker]), kernels.drawing_from(stream):
+        with guard or contextlib.nullcontext(), kernels.drawing_from(stream):
             stream.enter(0, micro_batch)
             yield
     finally:
