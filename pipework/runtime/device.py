@@ -146,6 +146,11 @@ class Link:
             if tensor is not None and tensor.device == self._destination.device:
                 tensor.record_stream(stream)
 
+    def hand_over(self) -> None:
+        """Called by the caller's thread after a failure: its streams wait for copies that nobody has received."""
+        for stream in self._copy_streams:
+            torch.accelerator.current_stream(stream.device).wait_stream(stream)
+
     def _copy(self, tensor: Tensor) -> Tensor:
         with torch.no_grad():
             copy = tensor.to(self._destination.device, non_blocking=True)

@@ -268,16 +268,27 @@ class Step:
         jobs = self._jobs(orders, transport, failure, begins=begins, retain_graph=retain_graph)
         # A context can be entered once at a time only, and each worker needs the caller's variables: copies.
         calls = [functools.partial(contextvars.copy_context().run, job) for job in jobs]
+        completed = False
         with engine.lock:
-            for device in engine.devices.values():
-                device.wait_for_caller()
-            for kind, stage, messages in sent:
-                if not engine.has(stage):
-                    continue
-                send = transport.outside.sender(kind, stage)
-                for micro_batch, (tensors, structure) in enumerate(messages):
-                    send(micro_batch, tensors, structure)
-            engine.workers.run(calls, lambda error: failure.report(error, None))
+            try:
+                for device in engine.devices.values():
+                    device.wait_for_caller()
+                for kind, stage, messages in sent:
+                    if not engine.has(stage):
+                        continue
+                    send = transport.outside.sender(kind, stage)
+                    for micro_batch, (tensors, structure) in enumerate(messages):
+                        send(micro_batch, tensors, structure)
+                engine.workers.run(calls, lambda error: failure.report(error, None))
+                completed = not failure.happened
+            finally:
+                # Also after a failure: what was launched before still reads inputs and parameters.
+                for device in engine.devices.values():
+                    device.hand_over(())
+                if not completed:
+                    for way in engine.links.values():
+                        if way is not None:
+                            way.hand_over()
             for each in engine.stages.values():
                 each.hand_back()
         for job in jobs:
@@ -299,8 +310,6 @@ class Step:
                 recorder.begin(self._options.number, self._program.schedule, loss_outside=self._loss is None)
             intervals = [interval for job in jobs for interval in job.recorded()]
             recorder.add(self._options.number, engine.peers.all_intervals(intervals))
-        for device in engine.devices.values():
-            device.hand_over(())
         received = []
         for kind, stage in awaited:
             messages = [transport.outside.receive((kind, stage, micro_batch)) for micro_batch in range(micro_batches)]
