@@ -22,6 +22,7 @@ from pipework.pipe_warning import PipeWarning
 from pipework.planning.doubts import doubts_about
 from pipework.planning.partition import split_layers
 from pipework.planning.plan import make_plan
+from pipework.runtime.random.on_devices import generator_given_up
 from pipework.runtime.random.streams import draw_key
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
 from pipework.skip.verify import verify_skippables
@@ -341,7 +342,7 @@ class Pipe(Layers):
             return nn.Sequential()(*inputs, **keyword_inputs)
         warn_of_hooks(self.partitions)
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
-        with ShortTracebacks(), self._backend.calling(what):
+        with ShortTracebacks(), generator_given_up(), self._backend.calling(what):
             if return_output and target is None and self.is_last:
                 raise ValueError(
                     "return_output=True is for pipe(x, target=y), which returns the loss: without a target the "

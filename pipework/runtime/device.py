@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pipework.runtime.random.on_devices import GeneratorGuard, device_generator
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -51,12 +53,13 @@ class WorkerDevice:
                 if tensor is not None and tensor.device == self.device:
                     tensor.record_stream(current)
 
-    def random_seeder(self) -> Callable[[int], None] | None:
-        """A function that seeds the device's default generator; None on the CPU, where each worker has its own."""
-        if self.stream is None:
-            return None
-        generator = torch.get_device_module(self.device).default_generators[self.device.index]
-        return lambda seed: generator.manual_seed(seed) and None
+    def generator_guard(self, *, moves: bool) -> GeneratorGuard | None:
+        """What guards the device's default generator; None on the CPU, where each worker has one of its own.
+
+        Args:
+            moves: see `GeneratorGuard`.
+        """
+        return None if self.stream is None else GeneratorGuard(device_generator(self.device), moves=moves)
 
     def clock(self) -> Clock:
         """A clock whose marks are passed when the device has completed what was launched before."""
@@ -98,24 +101,6 @@ class StreamClock(Clock):
         assert isinstance(mark, torch.Event)
         mark.synchronize()
         return self._origin + self._origin_event.elapsed_time(mark) / 1e3
-
-
-@contextlib.contextmanager
-def random_states_kept(devices: Sequence[WorkerDevice]) -> Iterator[None]:
-    """Restores the default generators of the accelerators among the devices at the end."""
-    if all(device.stream is None for device in devices):
-        yield
-        return
-    kept = [
-        (device.device, torch.get_device_module(device.device))
-        for device in {device.device: device for device in devices if device.stream is not None}.values()
-    ]
-    states = [module.get_rng_state(device) for device, module in kept]
-    try:
-        yield
-    finally:
-        for (device, module), state in zip(kept, states, strict=True):
-            module.set_rng_state(state, device)
 
 
 class Link:
@@ -160,6 +145,11 @@ class Link:
         for tensor in tensors:
             if tensor is not None and tensor.device == self._destination.device:
                 tensor.record_stream(stream)
+
+    def hand_over(self) -> None:
+        """Called by the caller's thread after a failure: its streams wait for copies that nobody has received."""
+        for stream in self._copy_streams:
+            torch.accelerator.current_stream(stream.device).wait_stream(stream)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         with torch.no_grad():

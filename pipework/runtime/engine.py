@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipework.runtime.device import WorkerDevice, is_accelerator, link
+from pipework.runtime.device import WorkerDevice, link
 from pipework.runtime.stage.execution_views import shared_modules
 from pipework.runtime.stage.returned import layer_text
 from pipework.runtime.stage.stage import Stage
@@ -38,7 +37,6 @@ class Engine:
         links: see `LocalTransport`.
         workers: the threads.
         lock: held while the workers run, because a stage's slots can hold the leaves of one mini-batch only.
-        random_guards: a lock for each accelerator that several workers share, whose one default generator they move.
     """
 
     stages: Mapping[int, Stage]
@@ -49,7 +47,6 @@ class Engine:
     links: dict[tuple[int, int], Link | None]
     workers: WorkerThreads
     lock: threading.Lock
-    random_guards: dict[torch.device, threading.Lock]
 
     def has(self, stage: int) -> bool:
         """Whether what is addressed to this stage stays in this process.
@@ -117,11 +114,6 @@ def make_engine(
         links={(source, target): link(workers[source], workers[target]) for source, target in sorted(pairs)},
         workers=WorkerThreads(list(workers.values())),
         lock=threading.Lock(),
-        random_guards={
-            device: threading.Lock()
-            for device, count in Counter(worker.device for worker in workers.values()).items()
-            if count > 1 and is_accelerator(device)
-        },
     )
 
 

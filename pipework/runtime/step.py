@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pipework.autograd.tied_gradients import tied_gradients
 from pipework.runtime.caller_modes import Modes, TakingTurns
-from pipework.runtime.device import random_states_kept
 from pipework.runtime.failure import Failure
 from pipework.runtime.out_of_memory import note_memory
 from pipework.runtime.peers import RunSpec
 from pipework.runtime.random import kernels
+from pipework.runtime.random.on_devices import generator_given_up
 from pipework.runtime.random.streams import RandomStream
 from pipework.runtime.stage.memory_meter import MemoryMeter
 from pipework.runtime.stage.stage_run import StageRun
@@ -134,8 +134,8 @@ class Step:
                 )
                 for run in runs.values():
                     run.meter = meter
-        if any(run.draws and engine.stages[stage].device.stream is None for stage, run in self._runs.items()):
-            kernels.install()
+        if any(run.draws for run in self._runs.values()):
+            kernels.install()  # layers on an accelerator may draw on the CPU, too
 
     @property
     def stages(self) -> list[int]:
@@ -180,7 +180,7 @@ class Step:
         for run in self._runs.values():
             run.aliases.take_gradients()  # a backward that wanted some parameters only left the others' gradients lying
         sent = [("B", len(self._engine.placement) - 1, [(tensors, None) for tensors in gradients])]
-        with self._engine.peers.calling("backward"):
+        with generator_given_up(), self._engine.peers.calling("backward"):
             received = self._run(self._program.others, sent, self._returned, begins=False, retain_graph=retain_graph)
         return received[0] if received else []
 
@@ -268,18 +268,27 @@ class Step:
         jobs = self._jobs(orders, transport, failure, begins=begins, retain_graph=retain_graph)
         # A context can be entered once at a time only, and each worker needs the caller's variables: copies.
         calls = [functools.partial(contextvars.copy_context().run, job) for job in jobs]
-        # In evaluation nothing moves an accelerator's default generator, and what its layers draw must be remembered.
-        moved = tuple(engine.devices.values()) if self._key.drawn else ()
-        with engine.lock, random_states_kept(moved):
-            for device in engine.devices.values():
-                device.wait_for_caller()
-            for kind, stage, messages in sent:
-                if not engine.has(stage):
-                    continue
-                send = transport.outside.sender(kind, stage)
-                for micro_batch, (tensors, structure) in enumerate(messages):
-                    send(micro_batch, tensors, structure)
-            engine.workers.run(calls, lambda error: failure.report(error, None))
+        completed = False
+        with engine.lock:
+            try:
+                for device in engine.devices.values():
+                    device.wait_for_caller()
+                for kind, stage, messages in sent:
+                    if not engine.has(stage):
+                        continue
+                    send = transport.outside.sender(kind, stage)
+                    for micro_batch, (tensors, structure) in enumerate(messages):
+                        send(micro_batch, tensors, structure)
+                engine.workers.run(calls, lambda error: failure.report(error, None))
+                completed = not failure.happened
+            finally:
+                # Also after a failure: what was launched before still reads inputs and parameters.
+                for device in engine.devices.values():
+                    device.hand_over(())
+                if not completed:
+                    for way in engine.links.values():
+                        if way is not None:
+                            way.hand_over()
             for each in engine.stages.values():
                 each.hand_back()
         for job in jobs:
@@ -301,8 +310,6 @@ class Step:
                 recorder.begin(self._options.number, self._program.schedule, loss_outside=self._loss is None)
             intervals = [interval for job in jobs for interval in job.recorded()]
             recorder.add(self._options.number, engine.peers.all_intervals(intervals))
-        for device in engine.devices.values():
-            device.hand_over(())
         received = []
         for kind, stage in awaited:
             messages = [transport.outside.receive((kind, stage, micro_batch)) for micro_batch in range(micro_batches)]
@@ -329,8 +336,9 @@ class Step:
             runs, order, endpoint = self._runs_of(worker), orders[worker], transport.endpoints[worker]
             stream = None
             if any(run.draws for run in runs.values()):
-                seeder = device.random_seeder() if self._key.drawn else None
-                stream = RandomStream(self._key, seeder, engine.random_guards.get(device.device))
+                # In evaluation nothing moves an accelerator's default generator, so that what its layers draw is
+                # remembered.
+                stream = RandomStream(self._key, device.generator_guard(moves=self._key.drawn))
             job = WorkerRun(worker, runs, order, device, conditions, stream, recorded=recorded)
             turn = conditions.turn
             job.connect(endpoint if turn is None else TakingTurns(endpoint, turn), retain_graph=retain_graph)

@@ -6,8 +6,9 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from pipework.runtime.device import WorkerDevice, random_states_kept
+from pipework.runtime.device import is_accelerator
 from pipework.runtime.random import kernels
+from pipework.runtime.random.on_devices import DeviceGenerator, GeneratorGuard
 from pipework.runtime.random.streams import Key, RandomStream
 
 if TYPE_CHECKING:
@@ -41,15 +42,17 @@ def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iter
         ...     torch.equal(model(x[1:]), output[1:])
         True
     """
-    workers = [WorkerDevice(device) for device in {parameter.device for parameter in model.parameters()}]
-    seeders = [seeder for worker in workers if (seeder := worker.random_seeder()) is not None]
-
-    def seed_all(seed: int) -> None:
-        for seeder in seeders:
-            seeder(seed)
-
+    devices = {parameter.device for parameter in model.parameters()}
     kernels.install()
-    stream = RandomStream(Key(key), seed_all if seeders else None)
+    # With locks of their own: a backward in here may call a pipe, on autograd's thread, whose workers need the devices'.
+    guards = [GeneratorGuard(DeviceGenerator(device), moves=True) for device in devices if is_accelerator(device)]
+    drawn = Key(key)
+    streams = [RandomStream(drawn, guard) for guard in guards] or [RandomStream(drawn)]
+
+    def enter_layer(number: int) -> None:
+        for stream in streams:
+            stream.enter(number, micro_batch)
+
     behind = itertools.count(1)
     running: list[nn.Module] = []
 
@@ -59,14 +62,18 @@ def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iter
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         running.pop()
         if not running:  # a layer may also be part of another layer
-            stream.enter(next(behind), micro_batch)
+            enter_layer(next(behind))
 
     # A layer at two places has one hook and is called twice: the count tells the places apart.
     handles = []
     for layer in {id(layer): layer for layer in model}.values():
         handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave, always_call=True)]
     try:
+<<<<<<< HEAD
         with random_states_kept(workers), kernels.drawing_from(stream):
+=======
+        with guard or contextlib.nullcontext(), kernels.drawing_from(stream):
+>>>>>>> h-accel-mends
             stream.enter(0, micro_batch)
             yield
     finally:

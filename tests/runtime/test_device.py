@@ -4,16 +4,16 @@ import time
 
 import torch
 
-from pipework.runtime.device import Link, WorkerDevice, is_accelerator, link, random_states_kept
+from pipework.runtime.device import Link, WorkerDevice, is_accelerator, link
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def test_the_cpu_has_no_stream_and_no_seeder() -> None:
+def test_the_cpu_has_no_stream_and_no_generator_to_guard() -> None:
     device = WorkerDevice(CPU)
     assert not is_accelerator(CPU)
     assert device.stream is None
-    assert device.random_seeder() is None
+    assert device.generator_guard(moves=True) is None
     for step in (device.enter_thread, device.wait_for_caller, lambda: device.hand_over([torch.zeros(1), None])):
         step()  # nothing to synchronise
 
@@ -55,12 +55,3 @@ class _Stream:
 
     def record_event(self) -> _Event:
         return _Event()
-
-
-def test_random_states_of_the_cpu_are_not_touched() -> None:
-    torch.manual_seed(0)
-    expected = torch.rand(2)
-    torch.manual_seed(0)
-    with random_states_kept([WorkerDevice(CPU)]):
-        first = torch.rand(1)
-    assert torch.equal(torch.cat([first, torch.rand(1)]), expected)

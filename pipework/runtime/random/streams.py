@@ -19,7 +19,8 @@ from pipework.runtime.random import kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
+
+    from pipework.runtime.random.on_devices import GeneratorGuard
 
 _MASK = (1 << 64) - 1
 
@@ -98,9 +99,11 @@ class Key:
         """The 64-bit key."""
         with self._lock:
             if self._value is None:
-                # The worker is inside a layer. Without its stream, the draw comes from the caller's generator; with it,
-                # the draw would need this key.
-                stream, kernels.thread_stream.stream = kernels.thread_stream.stream, None
+                stream = kernels.thread_stream.stream
+                if stream is not None and stream.key is self:
+                    # The worker is inside a layer. Without its stream, the draw comes from the caller's generator; with
+                    # it, the draw would need this key. A pipe that a layer calls draws from the layer's stream.
+                    kernels.thread_stream.stream = None
                 try:
                     self._value = draw_key()
                 finally:
@@ -115,25 +118,19 @@ class RandomStream:
 
     Args:
         key: of this call.
-        seed_device: seeds the default generator of an accelerator.
-        guard: a context manager around a stage's layers, if several workers share that generator.
+        guard: entered around what draws on an accelerator; None: the worker is on the CPU.
     """
 
-    __slots__ = ("_generator", "_key", "_layer", "_micro_batch", "_seed_device", "_seeded", "guard")
+    __slots__ = ("_generator", "_layer", "_micro_batch", "_seed_device", "_seeded", "guard", "key")
 
-    def __init__(
-        self,
-        key: Key,
-        seed_device: Callable[[int], None] | None = None,
-        guard: AbstractContextManager[object] | None = None,
-    ) -> None:
+    def __init__(self, key: Key, guard: GeneratorGuard | None = None) -> None:
         self.guard = guard
-        self._key = key
+        self.key = key
         self._layer = -1
         self._micro_batch = -1
         self._seeded = False
         self._generator: torch.Generator | None = None
-        self._seed_device = seed_device
+        self._seed_device = None if guard is None else guard.seed
 
     def enter(self, layer: int, micro_batch: int) -> None:
         """Starts the stream of this layer and micro-batch."""
@@ -146,7 +143,7 @@ class RandomStream:
 
     def seed(self) -> int:
         """The 64-bit seed of the present (key, layer, micro-batch)."""
-        return mix(self._key.value(), self._layer, self._micro_batch)
+        return mix(self.key.value(), self._layer, self._micro_batch)
 
     def generator(self) -> torch.Generator:
         """The generator to draw the next CPU numbers from."""

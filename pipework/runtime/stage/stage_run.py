@@ -125,10 +125,11 @@ class StageRun:
         self._send_output = endpoint.sender("F", self._index + 1)
         self._send_gradient = endpoint.sender("B", self._index - 1) if self._sends_gradients else None
         self._enter_stream = None if stream is None else stream.enter
-        self._guard = None if stream is None else stream.guard
+        guard = None if stream is None else stream.guard
+        self._guard = contextlib.nullcontext() if guard is None else guard
         if self._skips is not None:
             self._skips.connect(endpoint)
-        self._watched = not (self.meter is None and self._guard is None and self._skips is None)
+        self._watched = not (self.meter is None and guard is None and self._skips is None)
         self._started = started
         self._retain_graph = retain_graph
         self._autocast_off = context_entered and bool(self._context.autocasts)
@@ -256,14 +257,15 @@ class StageRun:
             seeds += tuple([gradient for _, gradient in begun])
         of_leaves: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if starts:
-            if self._enter_stream is not None:
-                # A backward may draw random numbers, from a stream of its own.
-                self._enter_stream(-1 - self._index, micro_batch)
-            if self._weight_store is not None:
-                run = functools.partial(self._run_backward, starts, seeds)
-                of_leaves = boundary.gradients(leaves, self._weight_store.differentiate, micro_batch, run)
-            else:
-                of_leaves = boundary.gradients(leaves, self._run_backward, starts, seeds)
+            with self._guard:
+                if self._enter_stream is not None:
+                    # A backward may draw random numbers, from a stream of its own.
+                    self._enter_stream(-1 - self._index, micro_batch)
+                if self._weight_store is not None:
+                    run = functools.partial(self._run_backward, starts, seeds)
+                    of_leaves = boundary.gradients(leaves, self._weight_store.differentiate, micro_batch, run)
+                else:
+                    of_leaves = boundary.gradients(leaves, self._run_backward, starts, seeds)
         if self._check_finite:
             refuse_non_finite(of_leaves, f"the gradient of an input of stage {self._index}")
             self._check_parameters()
@@ -350,8 +352,7 @@ class StageRun:
         if not self._watched:
             return self._run_layers(leaves, structure, micro_batch)
         with contextlib.ExitStack() as stack:
-            if self._guard is not None:
-                stack.enter_context(self._guard)
+            stack.enter_context(self._guard)
             if self.meter is not None:
                 target = () if self._loss is None else self._loss.tensors(micro_batch)
                 stack.enter_context(self.meter.measuring(self._index, micro_batch, leaves, target))

@@ -1,0 +1,265 @@
+"""Generators of devices, which several workers, pipes and threads move at once."""
+
+import copy
+import threading
+import types
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipework import Pipe
+from pipework.runtime.random import streams
+from pipework.runtime.random.on_devices import DeviceGenerator, GeneratorGuard, device_generator
+from pipework.testing import draw_key, reference_backward
+
+WIDTH = 32
+CPU = torch.device("cpu")
+KINDS = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
+
+
+def device_of(kind: str) -> torch.device:
+    if kind == "cpu":
+        return CPU
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    return torch.device(found.type, 0)
+
+
+def blocks(dropout: float = 0.3) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(dropout)) for _ in range(4)),
+        nn.Linear(WIDTH, 10),
+    )
+
+
+def module(**functions: object) -> types.ModuleType:
+    made = types.ModuleType("torch.example")
+    made.__dict__.update(functions)
+    return made
+
+
+def without_generators(monkeypatch: pytest.MonkeyPatch, **functions: object) -> DeviceGenerator:
+    """A device whose module has these functions; its default generator is the CPU's."""
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module(**functions))
+    return DeviceGenerator(CPU)
+
+
+def test_a_device_without_default_generators_is_seeded_through_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    draws = without_generators(
+        monkeypatch,
+        get_rng_state=lambda device: generator.get_state(),
+        set_rng_state=lambda state, device: generator.set_state(state),
+    )
+    before = generator.get_state()
+    with GeneratorGuard(draws, moves=True) as guard:
+        assert guard.seed is not None
+        guard.seed(7)
+        drawn = torch.rand(3, generator=generator)
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(7)))
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_a_device_whose_generator_cannot_be_moved_is_refused_when_layers_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = without_generators(monkeypatch, manual_seed=lambda seed: None)
+    with pytest.raises(RuntimeError, match=r"torch.example has neither default_generators nor get_rng_state"):
+        GeneratorGuard(generator, moves=True)
+    with GeneratorGuard(generator, moves=False):  # in evaluation nothing is moved
+        pass
+
+
+def test_a_device_has_one_generator() -> None:
+    assert device_generator(torch.device("cpu")) is device_generator(torch.device("cpu"))
+
+
+def test_a_generator_that_is_given_up_is_free_for_others_and_then_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.Generator().manual_seed(1)
+    shared = without_generators(
+        monkeypatch,
+        get_rng_state=lambda device: own.get_state(),
+        set_rng_state=lambda state, device: own.set_state(state),
+    )
+    expected = torch.rand(2, generator=torch.Generator().manual_seed(7))
+    found: list[Tensor] = []
+
+    def other() -> None:
+        with GeneratorGuard(shared, moves=True) as guard:
+            found.append(own.get_state())
+            assert guard.seed is not None
+            guard.seed(8)
+            torch.rand(5, generator=own)
+
+    before = own.get_state()
+    with GeneratorGuard(shared, moves=True) as guard:
+        assert guard.seed is not None
+        guard.seed(7)
+        drawn = [torch.rand(1, generator=own)]
+        with guard.given_up():
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join(30)
+        drawn.append(torch.rand(1, generator=own))
+    assert torch.equal(found[0], before), "meanwhile the generator is in the state that the caller left"
+    assert torch.equal(torch.cat(drawn), expected)
+    assert torch.equal(own.get_state(), before)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_of_one_device_have_the_same_masks_in_forward_and_backward(kind: str, mode: str, stages: int) -> None:
+    device = device_of(kind)
+    plain = blocks().to(device)
+    balance = {2: [2, 3], 4: [1, 1, 1, 2]}[stages]
+    pipe = Pipe(copy.deepcopy(plain), 4, mode, balance=balance, devices=[device] * stages)
+    for seed in range(4):
+        x = torch.randn(16, WIDTH, device=device)
+        torch.manual_seed(seed)
+        reference = reference_backward(plain, x, torch.sum, 4, draw_key())
+        torch.manual_seed(seed)
+        output = pipe(x)
+        output.sum().backward()
+        assert torch.equal(output, reference.output)
+        for expected, actual in zip(plain.parameters(), pipe.parameters(), strict=True):
+            assert torch.equal(actual.grad, expected.grad)
+        plain.zero_grad()
+        pipe.zero_grad()
+
+
+class Recomputed(nn.Sequential):
+    """A layer with a checkpoint of its own, which is computed again within the stage's backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_pipes_of_one_device_are_called_from_two_threads(
+    kind: str, stages: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, key = device_of(kind), 12345
+    monkeypatch.setattr(streams, "draw_key", lambda: key)
+    plain = blocks().to(device)
+    if kind == "cpu":
+        plain = nn.Sequential(*(Recomputed(*block) for block in plain[:4]), plain[4])
+    x = torch.randn(16, WIDTH, device=device)
+    reference = reference_backward(plain, x, torch.sum, 4, key)
+    balance = {1: [5], 2: [2, 3]}[stages]
+    pipes = [Pipe(copy.deepcopy(plain), 4, mode, balance=balance, devices=[device] * stages) for _ in range(2)]
+    before = device_generator(device).get_state() if kind != "cpu" else torch.get_rng_state()
+    wrong: list[int] = []
+
+    def steps(pipe: Pipe) -> None:
+        for step in range(6):
+            pipe.zero_grad()
+            output = pipe(x)
+            output.sum().backward()
+            gradients = zip(plain.parameters(), pipe.parameters(), strict=True)
+            equal = torch.equal(output, reference.output) and all(torch.equal(a.grad, b.grad) for a, b in gradients)
+            wrong.extend([] if equal else [step])
+
+    threads = [threading.Thread(target=steps, args=(pipe,)) for pipe in pipes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert wrong == []
+    assert torch.equal(device_generator(device).get_state() if kind != "cpu" else torch.get_rng_state(), before)
+
+
+class _Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient + torch.randn_like(gradient)
+
+
+class Noisy(nn.Module):
+    """Draws in its backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Noisy.apply(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_backward_draws_depends_on_the_key_alone(kind: str) -> None:
+    device = device_of(kind)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), Noisy()) for _ in range(4)]
+    pipe = Pipe(nn.Sequential(*layers), 4, "never", balance=[1] * 4, devices=[device] * 4)
+    x = torch.randn(16, WIDTH, device=device)
+    found = []
+    for _ in range(5):
+        pipe.zero_grad()
+        torch.manual_seed(3)
+        pipe(x).sum().backward()
+        found.append([parameter.grad.clone() for parameter in pipe.parameters()])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+class Inner(nn.Module):
+    """Draws, calls another pipe on the same device, and draws again."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.pipe = [Pipe(blocks().to(device), 2, "always", balance=[2, 3], devices=[device] * 2)]
+        self.pipe[0].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(x, 0.3)
+        inner = x.detach().requires_grad_()
+        added = self.pipe[0](inner).mean()
+        torch.autograd.grad(added, [inner])
+        return nn.functional.dropout(x, 0.3) + added.detach()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_may_call_another_pipe_on_its_device(kind: str, stages: int) -> None:
+    device = device_of(kind)
+    inner = Inner(device)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), inner, inner, nn.Linear(WIDTH, 10)).to(device)
+    pipe = Pipe(copy.copy(plain), 2, "never", balance={1: [4], 2: [2, 2]}[stages], devices=[device] * stages)
+    x = torch.randn(8, WIDTH, device=device)
+    torch.manual_seed(2)
+    reference = reference_backward(plain, x, torch.sum, 2, draw_key())
+    expected = [parameter.grad for parameter in plain.parameters()]
+    plain.zero_grad()
+    torch.manual_seed(2)
+    output = pipe(x)
+    output.sum().backward()
+    assert torch.equal(output, reference.output)
+    assert all(map(torch.equal, expected, [parameter.grad for parameter in pipe.parameters()]))
+
+
+class CpuDraw(nn.Module):
+    """Draws on the CPU, as layers that are dropped at random do, wherever its input lies."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(torch.rand(()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_layer_draws_on_the_cpu_is_of_its_stream_on_any_device(kind: str) -> None:
+    device = device_of(kind)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), CpuDraw()) for _ in range(4))).to(device)
+    pipe = Pipe(copy.deepcopy(plain), 4, "always", balance=[2, 2], devices=[device] * 2)
+    x = torch.randn(16, WIDTH, device=device)
+    torch.manual_seed(4)
+    reference = reference_backward(plain, x, torch.sum, 4, draw_key())
+    torch.manual_seed(4)
+    output = pipe(x)
+    after = torch.rand(1)
+    output.sum().backward()
+    assert torch.equal(output, reference.output)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), pipe.parameters(), strict=True))
+    torch.manual_seed(4)
+    draw_key()
+    assert torch.equal(torch.rand(1), after), "the caller's generator has moved by the key alone"
