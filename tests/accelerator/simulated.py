@@ -12,6 +12,7 @@ import torch
 import torch._meta_registrations  # the shapes of what has no meta kernel in C++
 from torch import Generator
 
+from tests.accelerator import recurrent
 from tests.accelerator.build import build
 
 _device = build()
@@ -158,5 +159,6 @@ torch.utils.rename_privateuse1_backend("sim")
 _device.register_hooks()
 torch._register_device_module("sim", _device_module())
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+_recurrent_cells = recurrent.register()
 configure()
 atexit.register(_end)

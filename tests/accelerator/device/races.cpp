@@ -14,6 +14,12 @@ std::mutex& report_lock = *new std::mutex;
 std::vector<Race>& races = *new std::vector<Race>;
 std::vector<PoisonRead>& poison_reads = *new std::vector<PoisonRead>;
 
+// A launch that reads and writes what an earlier one wrote is one report.
+bool same_launches(const Race& race, const Access& later, const Access& earlier) {
+  return race.later.stream == later.stream && race.later.launch == later.launch &&
+      race.earlier.stream == earlier.stream && race.earlier.launch == earlier.launch;
+}
+
 std::string kind_of(const Access& access) { return access.write ? "write" : "read"; }
 
 std::string text_of(const Race& race) {
@@ -39,7 +45,9 @@ void note_access(History& history, Access access, const Clock& clock, size_t blo
   for (auto& past : history) {
     bool overlaps = past.low < access.high && access.low < past.high;
     bool ordered = past.stream == access.stream || knows(clock, past.stream, past.launch);
-    if (overlaps && (past.write || access.write) && !ordered) found.push_back({access, past, block_size, block_stream});
+    bool known = std::any_of(found.begin(), found.end(), [&](const Race& r) { return same_launches(r, access, past); });
+    if (overlaps && (past.write || access.write) && !ordered && !known)
+      found.push_back({access, past, block_size, block_stream});
     // A write comes after all that it covers. Of one stream's reads the last one stands for those before it.
     bool covered = access.low <= past.low && past.high <= access.high;
     bool replaced = covered && (access.write || (!past.write && past.stream == access.stream));

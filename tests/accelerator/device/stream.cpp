@@ -79,6 +79,8 @@ void Stream::work() {
     if (delay_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
     try {
       work();
+    } catch (const c10::Error& error) {
+      keep_failure(error.what_without_backtrace());
     } catch (const std::exception& error) {
       keep_failure(error.what());
     }
