@@ -14,8 +14,8 @@ PACKAGE = Path(pipework.__file__).parent
 
 # Folders of tests that span the whole library, or are of what is outside the package.
 SPANNING = {
-    "benchmarks", "compat/differential", "ddp", "distributed/together", "docs", "examples", "exactness", "faults",
-    "pitfalls",
+    "accelerator", "benchmarks", "compat/differential", "ddp", "distributed/together", "docs", "examples", "exactness",
+    "faults", "pitfalls",
 }  # fmt: skip
 # Tests of several source files of their folder, or of all its subfolders.
 OF_SEVERAL = {

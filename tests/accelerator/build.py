@@ -1,0 +1,56 @@
+"""Builds the simulated accelerator, once for each state of its sources, of PyTorch and of the compiler."""
+
+import hashlib
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch.utils import cpp_extension
+
+SOURCES = Path(__file__).parent / "device"
+BUILDS = Path(__file__).parents[2] / "build" / "accelerator"
+# Optimizing more costs more time in building than it saves in the tests.
+FLAGS = ["-std=c++20", "-O1", "-Wall"]
+
+
+def build() -> ModuleType:
+    """The extension, compiled if need be.
+
+    Raises:
+        RuntimeError: if there is no compiler, no ninja, or no header files of Python. The message says which.
+    """
+    compiler = _compiler()
+    files = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    state = hashlib.sha256(f"{torch.__version__} {torch.version.git_version} {version} {FLAGS}".encode())
+    # Ninja itself compiles again what has changed in the sources.
+    folder = BUILDS / state.hexdigest()[:12]
+    folder.mkdir(parents=True, exist_ok=True)
+    return cpp_extension.load(
+        "simulated_accelerator",
+        [str(path) for path in files if path.suffix == ".cpp"],
+        extra_cflags=FLAGS,
+        build_directory=str(folder),
+    )
+
+
+def _compiler() -> str:
+    """The C++ compiler; what else is needed is looked for, too."""
+    compiler = cpp_extension.get_cxx_compiler()
+    if shutil.which(compiler) is None:
+        raise RuntimeError(
+            f"the simulated accelerator needs a C++ compiler, and there is no {compiler!r}: install gcc or clang, "
+            "or set CXX to the name of one"
+        )
+    if not cpp_extension.is_ninja_available():
+        raise RuntimeError("the simulated accelerator is built with ninja, which was not found: pip install ninja")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        raise RuntimeError(
+            f"the simulated accelerator needs Python's header files, and there is no {header}: install them "
+            "(python3-dev on Debian)"
+        )
+    return compiler
