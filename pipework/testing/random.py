@@ -44,7 +44,7 @@ def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iter
     """
     devices = {parameter.device for parameter in model.parameters()}
     kernels.install()
-    # With locks of their own: a backward in here may call a pipe, on autograd's thread, whose workers need the devices'.
+    # With locks of their own: a backward in here may call a pipe, on autograd's thread, whose workers need the others.
     guards = [GeneratorGuard(DeviceGenerator(device), moves=True) for device in devices if is_accelerator(device)]
     drawn = Key(key)
     streams = [RandomStream(drawn, guard) for guard in guards] or [RandomStream(drawn)]
@@ -69,12 +69,11 @@ def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iter
     for layer in {id(layer): layer for layer in model}.values():
         handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave, always_call=True)]
     try:
-<<<<<<< HEAD
-        with random_states_kept(workers), kernels.drawing_from(stream):
-=======
-        with guard or contextlib.nullcontext(), kernels.drawing_from(stream):
->>>>>>> h-accel-mends
-            stream.enter(0, micro_batch)
+        with contextlib.ExitStack() as stack:
+            for guard in guards:
+                stack.enter_context(guard)
+            stack.enter_context(kernels.drawing_from(streams[0]))
+            enter_layer(0)
             yield
     finally:
         for handle in handles:
