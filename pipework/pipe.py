@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -24,7 +23,7 @@ from pipework.model.materialize import on_meta
 from pipework.model.microbatch import Split
 from pipework.model.rows import doubts_about_masks, modules_with_batch_second, watched
 from pipework.model.sequential import tuple_rule
-from pipework.pipe_warning import PipeWarning
+from pipework.pipe_warning import warn_caller
 from pipework.planning.doubts import doubts_about
 from pipework.planning.partition import split_layers
 from pipework.planning.plan import make_plan
@@ -169,7 +168,7 @@ class Pipe(Layers):
         plan = make_plan(module, schedule, chunks, balance, backend.devices)
         here = backend.own_stages(plan)
         for doubt in doubts_about(module, plan, chunks, balance, backend.devices) if self._warns else ():
-            warnings.warn(doubt, PipeWarning, stacklevel=2)
+            warn_caller(doubt)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)
         stages = range(len(plan.placement))
@@ -380,19 +379,25 @@ class Pipe(Layers):
             return nn.Sequential()(*inputs, **keyword_inputs)
         warn_of_hooks(self.partitions)
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
+        doubts: list[str] = []
         with ShortTracebacks(), self._backend.calling(what):
-            return self._run(inputs, keyword_inputs, target, return_output=return_output, outputs=outputs)
+            result = self._run(inputs, keyword_inputs, target, doubts, return_output=return_output, outputs=outputs)
+        # Not before: a warning may be an error, and the call has succeeded, in other processes too.
+        for doubt in doubts:
+            warn_caller(doubt)
+        return result
 
     def _run(
         self,
         inputs: tuple[Any, ...],
         keyword_inputs: dict[str, Any],
         target: Any,
+        doubts: list[str],
         *,
         return_output: bool,
         outputs: Literal["last", "all"],
     ) -> Any:
-        """One mini-batch; see `forward`."""
+        """One mini-batch; see `forward`. Adds to `doubts` what is to be warned of."""
         if return_output and target is None and self.is_last:
             raise ValueError(
                 "return_output=True is for pipe(x, target=y), which returns the loss: without a target the "
@@ -434,6 +439,8 @@ class Pipe(Layers):
         inner = None
         if inside:
             inner = self._loss.inner(targets, weighing, grad=context.grad, keeps_output=return_output)
+            padding = self._loss.doubt(targets, weighing) if targets is not None and self._warns else None
+            doubts += [padding] if padding else []
         key = Key(facts.key)
         if training:
             key.value()
@@ -457,7 +464,7 @@ class Pipe(Layers):
         self._recorded_step += 1
         returned: list[Message] = []
         first = not self._cut_before and self._warns and not split.is_given and micro_batches > 1
-        watching = self._rows_watched(split.rows, inputs, keyword_inputs) if first else contextlib.nullcontext()
+        watching = self._rows_watched(split.rows, inputs, keyword_inputs, doubts) if first else contextlib.nullcontext()
         with self._mini_batch_of_batch_norms(), watching:
             if inside:
                 results, returned = step.run(split.micro_batches, targets or [])
@@ -630,17 +637,15 @@ class Pipe(Layers):
 
     @contextlib.contextmanager
     def _rows_watched(
-        self, rows: Sequence[int], inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]
+        self, rows: Sequence[int], inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], doubts: list[str]
     ) -> Iterator[None]:
         """For the first mini-batch that is cut: looks for uses in which dimension 0 is not that of the rows."""
         if self.is_first and len(inputs) + len(keyword_inputs) > 1:
-            for doubt in doubts_about_masks(inputs, keyword_inputs):
-                warnings.warn(doubt, PipeWarning, stacklevel=7)
-        with watched(modules_with_batch_second(self.named_children()), {*rows}) as doubts:
+            doubts += doubts_about_masks(inputs, keyword_inputs)
+        with watched(modules_with_batch_second(self.named_children()), {*rows}) as found:
             yield
         self._cut_before = True
-        for doubt in doubts:
-            warnings.warn(doubt, PipeWarning, stacklevel=7)
+        doubts += found
 
     def _program(self, micro_batches: int, checkpointed: int, *, inside: bool) -> Program:
         """The schedule, ready for the runtime; made once for each number of micro-batches that occurs."""
