@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +19,6 @@ from pipework.model.checkpoint import checkpointed_micro_batches
 from pipework.model.given import Given, MicroBatches, given
 from pipework.model.microbatch import Split
 from pipework.model.rows import doubts_about_masks, modules_with_batch_second, watched
-from pipework.pipe_warning import PipeWarning
 from pipework.planning.predict import Sample, predict_step
 from pipework.runtime.caller_context import CallerContext
 from pipework.runtime.engine import make_engine
@@ -120,12 +118,13 @@ class Executor:
         inputs: tuple[Any, ...],
         keyword_inputs: dict[str, Any],
         target: Any,
+        doubts: list[str],
         *,
         training: bool,
         return_output: bool,
         everywhere: bool,
     ) -> Any:
-        """One mini-batch; see `Pipe.forward`. `training` is the pipe's flag."""
+        """One mini-batch; see `Pipe.forward`. `training` is the pipe's flag; `doubts` gets what is to be warned of."""
         split = self._split(inputs, keyword_inputs) if self._backend.is_first else None
         engine = self.engine_in_use()
         context = CallerContext.capture({"cpu", *(device.type for device in self._plan.devices)})
@@ -161,6 +160,8 @@ class Executor:
         inner = None
         if inside:
             inner = self.loss.inner(targets, weighing, grad=context.grad, keeps_output=return_output)
+            padding = self.loss.doubt(targets, weighing) if targets is not None and self.warns else None
+            doubts += [padding] if padding else []
         key = Key(facts.key)
         if training:
             key.value()
@@ -184,7 +185,7 @@ class Executor:
         self.recorded_step += 1
         returned: list[Message] = []
         first = not self._cut_before and self.warns and not split.is_given and micro_batches > 1
-        watching = self._rows_watched(split.rows, inputs, keyword_inputs) if first else contextlib.nullcontext()
+        watching = self._rows_watched(split.rows, inputs, keyword_inputs, doubts) if first else contextlib.nullcontext()
         with self._mini_batch_of_batch_norms(), watching:
             if inside:
                 results, returned = step.run(split.micro_batches, targets or [])
@@ -327,17 +328,15 @@ class Executor:
 
     @contextlib.contextmanager
     def _rows_watched(
-        self, rows: Sequence[int], inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]
+        self, rows: Sequence[int], inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], doubts: list[str]
     ) -> Iterator[None]:
         """For the first mini-batch that is cut: looks for uses in which dimension 0 is not that of the rows."""
         if self._backend.is_first and len(inputs) + len(keyword_inputs) > 1:
-            for doubt in doubts_about_masks(inputs, keyword_inputs):
-                warnings.warn(doubt, PipeWarning, stacklevel=7)
-        with watched(modules_with_batch_second(self._layers.named_children()), {*rows}) as doubts:
+            doubts += doubts_about_masks(inputs, keyword_inputs)
+        with watched(modules_with_batch_second(self._layers.named_children()), {*rows}) as found:
             yield
         self._cut_before = True
-        for doubt in doubts:
-            warnings.warn(doubt, PipeWarning, stacklevel=7)
+        doubts += found
 
 
 def _loss_and_output(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -18,7 +17,7 @@ from pipework.model.layers import Layers, refuse_own_behaviour, warn_of_hooks
 from pipework.model.loss import LossSettings
 from pipework.model.materialize import on_meta
 from pipework.model.sequential import tuple_rule
-from pipework.pipe_warning import PipeWarning
+from pipework.pipe_warning import warn_caller
 from pipework.planning.doubts import doubts_about
 from pipework.planning.partition import split_layers
 from pipework.planning.plan import make_plan
@@ -133,7 +132,7 @@ class Pipe(Layers):
         plan = make_plan(module, schedule, chunks, balance, backend.devices)
         here = backend.own_stages(plan)
         for doubt in doubts_about(module, plan, chunks, balance, backend.devices) if self._executor_type.warns else ():
-            warnings.warn(doubt, PipeWarning, stacklevel=2)
+            warn_caller(doubt)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)
         stages = range(len(plan.placement))
@@ -342,6 +341,7 @@ class Pipe(Layers):
             return nn.Sequential()(*inputs, **keyword_inputs)
         warn_of_hooks(self.partitions)
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
+        doubts: list[str] = []
         with ShortTracebacks(), generator_given_up(), self._backend.calling(what):
             if return_output and target is None and self.is_last:
                 raise ValueError(
@@ -349,14 +349,19 @@ class Pipe(Layers):
                     "output is what the pipe returns"
                 )
             self._refuse_to_run_without_data()
-            return self._executor.run(
+            result = self._executor.run(
                 inputs,
                 keyword_inputs,
                 target,
+                doubts,
                 training=self.training,
                 return_output=return_output,
                 everywhere=outputs == "all",
             )
+        # Not before: a warning may be an error, and the call has succeeded, in other processes too.
+        for doubt in doubts:
+            warn_caller(doubt)
+        return result
 
     @contextlib.contextmanager
     def record(self, step: int | None = None) -> Iterator[Recording]:

@@ -1,4 +1,11 @@
-"""The category of the warnings of a pipe."""
+"""The category of the warnings of a pipe, and the line at which they are given: the caller's."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+from pipework.tracebacks import is_inner
 
 
 class PipeWarning(UserWarning):
@@ -17,3 +24,24 @@ class PipeWarning(UserWarning):
     """
 
     __module__ = "pipework"  # the public name, for messages
+
+
+def warn_caller(text: str) -> None:
+    """Gives a `PipeWarning` at the line outside of pipework that led here.
+
+    Args:
+        text: of the warning.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True) as seen:
+        ...     warnings.simplefilter("always")
+        ...     warn_caller("nothing is pipelined")
+        >>> seen[0].category
+        <class 'pipework.PipeWarning'>
+    """
+    frame = inspect.currentframe()
+    level = 1
+    while frame is not None and is_inner(frame.f_code.co_filename, frame.f_code.co_name):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, PipeWarning, stacklevel=level)

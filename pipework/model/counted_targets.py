@@ -14,12 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipework import torch_private
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 IGNORED: Final = -100  # PyTorch's default, which tokenizers and data collators use, too
 _FUNCTIONS: Final = (functional.cross_entropy, functional.nll_loss)
 _MODULES: Final = (nn.CrossEntropyLoss, nn.NLLLoss)
+_FORWARDS: Final = tuple([module.forward for module in _MODULES])
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class CountedTargets:
 
     @classmethod
     def of(cls, function: Any) -> Self | None:
-        """Of a loss function of PyTorch's, perhaps with bound arguments; None: it is another function.
+        """Of a loss of PyTorch's, compiled as a module or bound as a partial; None: it is another function.
 
         Example:
             >>> CountedTargets.of(nn.CrossEntropyLoss(ignore_index=0))
@@ -44,11 +47,11 @@ class CountedTargets:
             >>> CountedTargets.of(functional.mse_loss) is None
             True
         """
-        if type(function) in _MODULES:
+        function, bound = _without_wrappers(function)
+        if bound is None:
+            return None
+        if isinstance(function, _MODULES) and type(function).forward in _FORWARDS:
             return cls(function.ignore_index, function.weight)
-        bound: dict[str, Any] = {}
-        if isinstance(function, functools.partial) and not function.args:
-            function, bound = function.func, function.keywords
         if function not in _FUNCTIONS:
             return None
         return cls(bound.get("ignore_index", IGNORED), bound.get("weight"))
@@ -62,19 +65,41 @@ class CountedTargets:
         """
         if not all(isinstance(target, Tensor) and not target.is_floating_point() for target in targets):
             return None
-        # One transfer for all: on an accelerator each one waits.
-        return torch.stack([self._amount(target) for target in targets]).tolist()
-
-    def _amount(self, target: Tensor) -> Tensor:
-        counted = target != self.ignored
+        # A byte would wrap around in a comparison with -100.
+        ignored = [target.long() == self.ignored for target in targets]
+        # One transfer for all: on an accelerator each one waits, so nothing here has a size that depends on values.
         if self.weight is None:
-            return counted.sum().double()
-        classes = target[counted]
-        return self.weight.to(target.device)[classes].sum().double()
+            counts = torch.stack([each.sum() for each in ignored]).tolist()
+            return [float(each.numel() - count) for each, count in zip(ignored, counts, strict=True)]
+        weight = self.weight.to(targets[0].device, torch.promote_types(self.weight.dtype, torch.float32))
+        amounts = [
+            weight[target.long().masked_fill(each, 0)].masked_fill(each, 0).sum()
+            for target, each in zip(targets, ignored, strict=True)
+        ]
+        return list(map(float, torch.stack(amounts).tolist()))
 
 
-def unequal_padding(targets: Sequence[Any], rows: Sequence[int]) -> bool:
-    """Whether the share of targets with the value -100 differs between micro-batches; only looked at on the CPU.
+def _without_wrappers(function: Any) -> tuple[Any, dict[str, Any] | None]:
+    """A compiled module's own one, or a partial's function and keywords; None: it binds other arguments, too."""
+    if isinstance(function, functools.partial):
+        return function.func, None if function.args else function.keywords
+    return torch_private.uncompiled(function), {}
+
+
+def ignored_by(function: Any) -> int:
+    """The target that a loss function leaves out, if it says so by `ignore_index`; else PyTorch's default.
+
+    Example:
+        >>> ignored_by(functools.partial(functional.cross_entropy, ignore_index=0)), ignored_by(functional.nll_loss)
+        (0, -100)
+    """
+    function, bound = _without_wrappers(function)
+    ignored = (bound or {}).get("ignore_index", getattr(function, "ignore_index", IGNORED))
+    return ignored if isinstance(ignored, int) else IGNORED
+
+
+def unequal_padding(targets: Sequence[Any], rows: Sequence[int], ignored: int = IGNORED) -> bool:
+    """Whether the share of targets with the value `ignored` differs between micro-batches; only looked at on the CPU.
 
     Example:
         >>> unequal_padding([torch.tensor([1, 2]), torch.tensor([3, -100])], [2, 2])
@@ -82,5 +107,5 @@ def unequal_padding(targets: Sequence[Any], rows: Sequence[int]) -> bool:
     """
     if not all(type(t) is Tensor and t.dtype is torch.int64 and t.device.type == "cpu" for t in targets):
         return False
-    counts = [int((target == IGNORED).sum()) for target in targets]
+    counts = [int((target == ignored).sum()) for target in targets]
     return any(counts) and any(count * rows[0] != counts[0] * row for count, row in zip(counts, rows, strict=True))

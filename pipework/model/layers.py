@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import warnings
 from collections import OrderedDict
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
@@ -16,6 +15,7 @@ from pipework import torch_private
 from pipework.model.materialize import filling, materialize_partitions, move, waits, why_not
 from pipework.model.sequential import PipeSequential
 from pipework.model.with_device import WithDevice
+from pipework.pipe_warning import warn_caller
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -261,10 +261,9 @@ def warn_of_hooks(partitions: Iterable[nn.Module]) -> None:
     """Warns if a partition has hooks: its layers are called one by one, so nothing calls the partition itself."""
     for number, partition in enumerate(partitions):
         if torch_private.has_hooks(partition):
-            warnings.warn(
+            warn_caller(
                 f"partitions[{number}] has hooks, which are not called, since its layers are called one by one: "
-                f"register them on a layer, such as partitions[{number}][-1]",
-                stacklevel=2,
+                f"register them on a layer, such as partitions[{number}][-1]"
             )
 
 

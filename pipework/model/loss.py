@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from torch import nn
 
-from pipework.model.counted_targets import IGNORED, CountedTargets, unequal_padding
-from pipework.pipe_warning import PipeWarning
+from pipework.model.counted_targets import CountedTargets, ignored_by, unequal_padding
 from pipework.runtime.stage.loss import InnerLoss, mean_weights
 from pipework.values import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     import torch
     from torch import Tensor
@@ -45,8 +43,8 @@ class LossSettings:
     reduction: str = "mean"
     weight: Callable[[Any], Any] | None = None
     grad_scaler: torch.amp.GradScaler | None = None
-    # In which mini-batches to look for padding: looking takes some microseconds for each micro-batch.
-    _looks: Iterator[int] = field(default_factory=lambda: iter(range(16)), repr=False, compare=False)
+    # One for each mini-batch in which to look for padding: looking takes some microseconds for each micro-batch.
+    _looks: list[None] = field(default_factory=lambda: [None] * 16, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, value in (("loss_fn", self.function), ("loss_weight", self.weight)):
@@ -162,7 +160,10 @@ class LossSettings:
     def _amounts(self, targets: Sequence[Message], rows: Sequence[int]) -> list[float]:
         # Before the first action: the first backward may come before the last forward.
         if self.weight is None:
-            return self._counted(targets) or self._rows(targets, rows)
+            counted = self._counted(targets)
+            if counted is None and min(rows) < 0:
+                raise _no_rows(targets, rows)
+            return list(rows) if counted is None else counted
         amounts = []
         for number, target in enumerate(targets):
             amount = self.weight(nested.unflatten(*target))
@@ -181,22 +182,28 @@ class LossSettings:
         counted = CountedTargets.of(self.function)
         return None if counted is None else counted.amounts([nested.unflatten(*target) for target in targets])
 
-    def _rows(self, targets: Sequence[Message], rows: Sequence[int]) -> list[float]:
-        if min(rows) < 0:
-            raise _no_rows(targets, rows)
-        looks = next(self._looks, None) is not None
-        if looks and any(
-            unequal_padding(each, rows) for each in zip(*(tensors for tensors, _ in targets), strict=True)
-        ):
-            warnings.warn(
-                f"targets have the value {IGNORED}, which PyTorch's losses leave out of their mean, and micro-batches "
-                "have unequal numbers of them, but loss_fn is a function of its own, so the pipe weighs micro-batches "
-                f"by rows. Give Pipe loss_weight=lambda target: (target != {IGNORED}).sum() for the mean over all "
-                "targets that count",
-                PipeWarning,
-                stacklevel=2,
-            )
-        return list(rows)
+    def doubt(self, targets: Sequence[Message], rows: Sequence[int]) -> str | None:
+        """What to warn of: targets are padded, and the mean does not leave them out. Told once.
+
+        Args:
+            targets: of the micro-batches.
+            rows: of the micro-batches.
+        """
+        by_rows = self.reduction == "mean" and self.weight is None and CountedTargets.of(self.function) is None
+        alike = len({len(tensors) for tensors, _ in targets}) == 1
+        if not (by_rows and alike and self._looks):
+            return None
+        self._looks.pop()
+        ignored = ignored_by(self.function)
+        columns = zip(*(tensors for tensors, _ in targets), strict=True)
+        if not any(unequal_padding(column, rows, ignored) for column in columns):
+            return None
+        self._looks.clear()
+        return (
+            f"targets have the value {ignored}, which losses leave out of their mean, and micro-batches have unequal "
+            "numbers of them, but loss_fn is a function of its own, so the pipe weighs micro-batches by rows. Give "
+            f"Pipe loss_weight=lambda target: (target != {ignored}).sum() for the mean over all targets that count"
+        )
 
 
 def _no_rows(targets: Sequence[Message], rows: Sequence[int]) -> ValueError:

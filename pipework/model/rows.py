@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,24 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
 _IGNORE = "to ignore this, use warnings.filterwarnings('ignore', category=pipework.PipeWarning)"
+
+# What each kind of doubt means, and what to do; {} is the size of dimension 0.
+_TEXTS: Final = {
+    "one sequence": (
+        ": two dimensions are one sequence to it. If dimension 0 is the batch, the rows of a micro-batch influence "
+        "each other: give it three dimensions. Otherwise "
+    ),
+    "batch first": (
+        ". It takes dimension 1 for the batch, but the {} rows of a micro-batch are in dimension 0, along which a pipe "
+        "cuts. So these rows influence each other. Make it with batch_first=True, or transpose before and after it "
+        "within the layer; give the pipe inputs of shape [B, T, D], not [T, B, D]. Otherwise "
+    ),
+    "either": (
+        ". It takes dimension 1 for the batch, and dimension 0, along which a pipe cuts, has {} entries, as many as a "
+        "micro-batch has rows. Compare pipe(x) with the module's own output, both in eval(). If they differ, make it "
+        "with batch_first=True and give [B, T, D]. If they are equal, "
+    ),
+}
 
 
 def modules_with_batch_second(layers: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
@@ -54,33 +72,13 @@ def watched(modules: Sequence[tuple[str, nn.Module]], sizes: Collection[int]) ->
     Returns:
         A list that gets a text for each module for which this is so, or cannot be told.
     """
-    doubts: dict[str, str] = {}
+    doubts: dict[str, tuple[str, tuple[int, ...]]] = {}  # by what the module is called: the kind, the input's shape
 
     def look(what: str, given: Iterable[Any]) -> None:
         shape = next((tuple(value.shape) for value in given if isinstance(value, Tensor)), ())
-        if len(shape) not in (2, 3) or shape[0] not in sizes:
-            return
-        if len(shape) == 2:
-            why = (
-                ", which it takes for one sequence. If dimension 0 is that of the batch, the rows of a micro-batch "
-                "influence each other: give it three dimensions. Otherwise "
-            )
-        elif shape[1] and all(size == 0 or shape[1] % size for size in sizes):
-            why = (
-                f": it takes dimension 1 for the batch, but dimension 0 has the {shape[0]} rows of a micro-batch, "
-                "since a pipe cuts along dimension 0. The rows of a micro-batch influence each other, and not those of "
-                "other micro-batches. Make it with batch_first=True, or transpose before and after it within the "
-                "layer; an input of shape [T, B, D] is given to the pipe as [B, T, D]. Otherwise "
-            )
-        else:
-            why = (
-                ": it takes dimension 1 for the batch, and a pipe cuts along dimension 0, which has as many rows as a "
-                "micro-batch. Compare pipe(x) with the module's own output, both in eval(): if they differ, make it "
-                "with batch_first=True and give [B, T, D]. If the layer transposes its input, "
-            )
-        doubts.setdefault(
-            what, f"{what} was made with batch_first=False and got an input of shape {shape}{why}{_IGNORE}"
-        )
+        kind = _doubt(shape, sizes)
+        if kind is not None:
+            doubts.setdefault(what, (kind, shape))
 
     handles = [
         module.register_forward_pre_hook(
@@ -91,10 +89,30 @@ def watched(modules: Sequence[tuple[str, nn.Module]], sizes: Collection[int]) ->
     found: list[str] = []
     try:
         yield found
-        found += doubts.values()
+        found += [
+            f"{what} was made with batch_first=False and got an input of shape {shape}{_TEXTS[kind].format(shape[0])}"
+            f"{_IGNORE}"
+            for what, (kind, shape) in doubts.items()
+        ]
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _doubt(shape: tuple[int, ...], sizes: Collection[int]) -> str | None:
+    """Why an input of this shape may be wrong for a module with `batch_first=False`: a key of `_TEXTS`, if it may be.
+
+    Args:
+        shape: of the input.
+        sizes: the rows of the micro-batches.
+    """
+    if len(shape) not in (2, 3) or shape[0] not in sizes:
+        return None
+    if len(shape) == 2:
+        return "one sequence"
+    # A layer that has transposed its input has the rows in dimension 1, perhaps several of them side by side.
+    transposed = not shape[1] or any(size and shape[1] % size == 0 for size in sizes)
+    return "either" if transposed else "batch first"
 
 
 def doubts_about_masks(arguments: Sequence[Any], keywords: dict[str, Any]) -> list[str]:

@@ -11,15 +11,28 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipework import Pipe
-from pipework.model.counted_targets import CountedTargets, unequal_padding
-from pipework.pipe_warning import PipeWarning
+from pipework.model.counted_targets import CountedTargets, ignored_by, unequal_padding
 
 WEIGHT = torch.tensor([1.0, 2.0, 0.5, 4.0, 0.0], dtype=torch.float64)
+
+
+class Subclass(nn.CrossEntropyLoss):
+    """Computes what its base does."""
+
+
+class Own(nn.CrossEntropyLoss):
+    """Computes something else."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().forward(output * 2, target)
+
+
 LOSSES = {
     "function": functional.cross_entropy,
     "ignored class": nn.CrossEntropyLoss(ignore_index=3),
     "weights of classes": nn.CrossEntropyLoss(weight=WEIGHT),
     "weights in a partial": functools.partial(functional.cross_entropy, weight=WEIGHT, ignore_index=1),
+    "subclass": Subclass(ignore_index=3),
     "smoothed": functools.partial(functional.cross_entropy, label_smoothing=0.1),
 }
 
@@ -36,8 +49,7 @@ def padded() -> tuple[Tensor, Tensor]:
 def test_the_mean_is_over_the_targets_that_count(name: str, schedule: str) -> None:
     loss_fn: Callable[..., Any] = LOSSES[name]
     x, y = padded()
-    if "partial" in name or "ignored" in name:
-        y[:7] = getattr(loss_fn, "ignore_index", 1)
+    y[:7] = ignored_by(loss_fn)
     module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
     plain = copy.deepcopy(module)
     pipe = Pipe(module, 4, schedule=schedule, loss_fn=loss_fn, balance=[1, 2], devices=["cpu", "cpu"])
@@ -56,16 +68,26 @@ def test_probabilities_and_other_functions_count_by_rows() -> None:
     assert CountedTargets.of(None) is None
 
 
-def test_padding_that_the_pipe_cannot_weigh_is_told() -> None:
-    def own(output: Tensor, target: Tensor) -> Tensor:
-        return functional.cross_entropy(output, target)
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss, Subclass, Own])
+def test_a_module_and_what_is_compiled_of_it(kind: type[nn.CrossEntropyLoss]) -> None:
+    loss_fn = kind(ignore_index=3)
+    both = loss_fn, torch.compile(loss_fn, backend="eager")
+    assert [CountedTargets.of(each) for each in both] == [None if kind is Own else CountedTargets(3)] * 2
+    assert [ignored_by(each) for each in both] == [3, 3]
 
-    x, y = padded()
-    pipe = Pipe(nn.Sequential(nn.Linear(6, 5), nn.Tanh()).double(), 4, loss_fn=own, devices=["cpu", "cpu"])
-    with pytest.warns(PipeWarning, match=r"loss_weight=lambda target: \(target != -100\)\.sum\(\)"):
-        pipe(x, target=y)
-    y[:] = 1
-    pipe(x, target=y)
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_weights_are_summed_exactly(dtype: torch.dtype) -> None:
+    targets = [torch.zeros(1023, dtype=torch.long), torch.zeros(255, dtype=torch.long)]
+    targets[0][0] = -100
+    assert CountedTargets(weight=torch.ones(2, dtype=dtype)).amounts(targets) == [1022.0, 255.0]
+
+
+def test_a_byte_is_no_negative_number() -> None:
+    targets = [torch.tensor([156, 1], dtype=torch.uint8), torch.tensor([0], dtype=torch.uint8)]
+    assert CountedTargets().amounts(targets) == [2.0, 1.0]
+    assert CountedTargets(156).amounts(targets) == [1.0, 1.0]
+    assert CountedTargets(156, torch.arange(200.0)).amounts(targets) == [1.0, 0.0]
 
 
 def test_equal_padding_needs_no_weights() -> None:

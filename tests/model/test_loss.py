@@ -1,5 +1,6 @@
 """The loss inside as its user describes it: `target`, `loss_fn`, reductions and weights, and what the pipe returns."""
 
+import contextlib
 import copy
 import math
 import pickle
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipework import NoChunk, Pipe, PipeSequential
+from pipework import MicroBatches, NoChunk, Pipe, PipeSequential, PipeWarning
 from pipework.model.loss import LossSettings
 from pipework.schedule import interleaved_1f1b, one_forward_one_backward
 from pipework.testing import reference_step
@@ -454,6 +455,53 @@ def test_an_empty_batch_is_a_mean_of_nothing(way: Any) -> None:
     plain = layers()
     (plain(torch.empty(0, 4)).flatten(1) - torch.empty(0)[:, None]).square().mean().backward()
     assert same_gradients(pipe, plain)
+
+
+# Padding that the mean does not leave out
+
+
+def own(output: Tensor, target: Any) -> Tensor:
+    return F.cross_entropy(output, target["y"] if isinstance(target, dict) else target)
+
+
+class OwnModule(nn.CrossEntropyLoss):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().forward(output, target)
+
+
+def padded(ignored: int = -100) -> Tensor:
+    target = torch.ones(8, dtype=torch.long)
+    target[0] = ignored
+    return target
+
+
+@pytest.mark.parametrize(("loss_fn", "ignored"), [(own, -100), (OwnModule(ignore_index=0), 0)])
+def test_padding_that_is_not_left_out_is_told_once_at_the_callers_line(loss_fn: Any, ignored: int) -> None:
+    pipe = Pipe(layers(), 4, loss_fn=loss_fn, balance=[2, 2], devices=["cpu"] * 2)
+    x = torch.randn(8, 4)
+    pipe(x, target=torch.full((8,), 1))
+    with pytest.warns(PipeWarning, match=rf"loss_weight=lambda target: \(target != {ignored}\)\.sum\(\)") as seen:
+        pipe(x, target=padded(ignored))
+    assert [each.filename for each in seen] == [__file__]
+    pipe(x, target=padded(ignored))
+
+
+@pytest.mark.parametrize("before", [15, 16])
+def test_padding_is_looked_for_in_the_first_mini_batches(before: int) -> None:
+    pipe = Pipe(layers(), 4, loss_fn=own, balance=[2, 2], devices=["cpu"] * 2)
+    x = torch.randn(8, 4)
+    for _ in range(before):
+        pipe(x, target=torch.full((8,), 1))
+    with pytest.warns(PipeWarning) if before < 16 else contextlib.nullcontext():
+        pipe(x, target=padded())
+
+
+def test_targets_with_other_numbers_of_tensors() -> None:
+    pipe = Pipe(layers(), 2, loss_fn=own, balance=[2, 2], devices=["cpu"] * 2)
+    parts, labels = [torch.randn(2, 4), torch.randn(3, 4)], [torch.tensor([1, 2]), torch.tensor([0, 1, 2])]
+    targets = MicroBatches([{"y": labels[0], "z": NoChunk(torch.ones(1))}, {"y": labels[1]}])
+    loss = pipe(MicroBatches(parts), target=targets)
+    torch.testing.assert_close(loss, F.cross_entropy(nn.Sequential(*pipe)(torch.cat(parts)), torch.cat(labels)))
 
 
 # Copies

@@ -75,7 +75,7 @@ def test_rows_that_would_influence_each_other(kind: str, training: bool) -> None
 
 
 def test_an_input_with_time_first() -> None:
-    with pytest.warns(PipeWarning, match=r"\(3, 10, 8\): it takes dimension 1 for the batch"):
+    with pytest.warns(PipeWarning, match=r"\(3, 10, 8\)\. It takes dimension 1 for the batch, but the 3 rows"):
         pipe_of(Output(nn.LSTM(8, 8)))(torch.randn(12, 10, 8))
 
 
@@ -99,7 +99,7 @@ def test_what_cannot_be_told_is_asked_once(shape: tuple[int, ...]) -> None:
 
 
 def test_one_sequence_without_a_batch() -> None:
-    with pytest.warns(PipeWarning, match=r"\(3, 8\), which it takes for one sequence.*give it three dimensions"):
+    with pytest.warns(PipeWarning, match=r"\(3, 8\): two dimensions are one sequence.*give it three dimensions"):
         pipe_of(Output(nn.LSTM(8, 8)))(torch.randn(12, 8))
 
 
@@ -117,6 +117,16 @@ def test_with_the_loss_inside() -> None:
         pipe(x, target=x)
     pipe[1].inner.batch_first = True
     pipe(x, target=x).backward()
+
+
+def test_a_warning_that_is_an_error_comes_after_the_step() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(5), Output(nn.LSTM(8, 8)), nn.Linear(8, 8))
+    pipe = Pipe(module, 4, deferred_batch_norm=True, balance=[1, 2], devices=["cpu", "cpu"])
+    with pytest.raises(PipeWarning, match="batch_first"):
+        pipe(torch.randn(12, 5, 8))
+    assert module[0].num_batches_tracked == 1
+    pipe(torch.randn(12, 5, 8))
+    assert module[0].num_batches_tracked == 2
 
 
 def test_a_layer_that_is_replaced_is_seen() -> None:
