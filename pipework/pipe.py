@@ -28,7 +28,8 @@ from pipework.pipe_warning import PipeWarning
 from pipework.planning.doubts import doubts_about
 from pipework.planning.partition import split_layers
 from pipework.planning.plan import make_plan
-from pipework.planning.predict import Sample, predict_step
+from pipework.planning.predict import predict_step
+from pipework.planning.stage_copy import Sample
 from pipework.runtime.caller_context import CallerContext
 from pipework.runtime.engine import make_engine
 from pipework.runtime.program import Program
@@ -512,6 +513,7 @@ class Pipe(Layers):
         self,
         *inputs: Any,
         target: Any = None,
+        optimizer: torch.optim.Optimizer | float | None = None,
         timeout: float = 0.5,
         progress: Callable[[str], None] | None = None,
         **keyword_inputs: Any,
@@ -525,12 +527,14 @@ class Pipe(Layers):
         Args:
             inputs: of a mini-batch, as for the pipe itself. All micro-batches are taken to be like the largest one.
             target: likewise; None: the loss is outside.
+            optimizer: counts, too: of the pipe's parameters, or how many numbers one keeps for each of them, such as 2
+                for Adam.
             timeout: for how many seconds to measure each stage.
             progress: called with a line for each stage, such as `print`; None: lines are logged to "pipework" (INFO).
             keyword_inputs: like `inputs`.
 
         Raises:
-            TypeError: as for the pipe itself.
+            TypeError: as for the pipe itself, or what the optimizer keeps cannot be found out.
             ValueError: as for the pipe itself, or there are no layers.
 
         Example:
@@ -551,6 +555,7 @@ class Pipe(Layers):
         largest = sizes.index(max(sizes))
         arguments, keywords = microbatch.arguments_of(split.micro_batches[largest])
         sample = Sample(arguments, keywords, tuples=self._tuples)
+        batch = [(self.input_device, sum(tensor.nbytes for tensor in split.tensors))]
         plain = Program(self._plan.schedule(len(split.micro_batches)))
         if target is None and not plain.loss_may_be_outside:
             raise self._loss.missing_target(plain.schedule.name, len(inputs), keyword_inputs, call="pipe.predict")
@@ -558,6 +563,7 @@ class Pipe(Layers):
             targets, weighing = split.targets(target, self.output_device)
             loss = self._loss.inner(targets, weighing, grad=True, keeps_output=False)
             sample = replace(sample, loss=loss, target=nested.unflatten(*targets[largest]))
+            batch.append((self.output_device, sum(tensor.nbytes for tensors, _ in targets for tensor in tensors)))
         return predict_step(
             self.partitions,
             self._plan.partitioning.devices,
@@ -565,6 +571,8 @@ class Pipe(Layers):
                 count, checkpointed_micro_batches(self._checkpoint, count), inside=target is not None
             ).schedule,
             sample,
+            batch=batch,
+            optimizer=optimizer,
             timeout=timeout,
             progress=progress,
         )
