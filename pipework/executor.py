@@ -19,7 +19,8 @@ from pipework.model.checkpoint import checkpointed_micro_batches
 from pipework.model.given import Given, MicroBatches, given
 from pipework.model.microbatch import Split
 from pipework.model.rows import doubts_about_masks, modules_with_batch_second, watched
-from pipework.planning.predict import Sample, predict_step
+from pipework.planning.predict import predict_step
+from pipework.planning.stage_copy import Sample
 from pipework.runtime.caller_context import CallerContext
 from pipework.runtime.engine import make_engine
 from pipework.runtime.program import Program
@@ -213,27 +214,39 @@ class Executor:
         keyword_inputs: dict[str, Any],
         target: Any,
         *,
+        optimizer: torch.optim.Optimizer | float | None,
         timeout: float,
         progress: Callable[[str], None] | None,
     ) -> Prediction:
         """See `Pipe.predict`."""
+        devices = self._plan.partitioning.devices
         split = self._split(inputs, keyword_inputs)
         count = len(split.micro_batches)
         sizes = [sum(tensor.nbytes for tensor in tensors) for tensors, _ in split.micro_batches]
         largest = sizes.index(max(sizes))
         arguments, keywords = microbatch.arguments_of(split.micro_batches[largest])
         sample = Sample(arguments, keywords, tuples=self._tuples)
+        batch = [(devices[0], sum(tensor.nbytes for tensor in split.tensors))]
         plain = Program(self._plan.schedule(count))
         if target is None and not plain.loss_may_be_outside:
             raise self.loss.missing_target(plain.schedule.name, len(inputs), keyword_inputs, call="pipe.predict")
-        devices = self._plan.partitioning.devices
         if target is not None:
             targets, weighing = split.targets(target, devices[-1])
             loss = self.loss.inner(targets, weighing, grad=True, keeps_output=False)
             sample = replace(sample, loss=loss, target=nested.unflatten(*targets[largest]))
+            batch.append((devices[-1], sum(tensor.nbytes for tensors, _ in targets for tensor in tensors)))
         program = self._program(count, checkpointed_micro_batches(self.checkpoint, count), inside=target is not None)
         partitions = list(self._partitions.values())
-        return predict_step(partitions, devices, program.schedule, sample, timeout=timeout, progress=progress)
+        return predict_step(
+            partitions,
+            devices,
+            program.schedule,
+            sample,
+            batch=batch,
+            optimizer=optimizer,
+            timeout=timeout,
+            progress=progress,
+        )
 
     def schedule(self, micro_batches: int | None) -> Schedule:
         """See `Pipe.schedule`."""

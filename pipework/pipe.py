@@ -397,6 +397,7 @@ class Pipe(Layers):
         self,
         *inputs: Any,
         target: Any = None,
+        optimizer: torch.optim.Optimizer | float | None = None,
         timeout: float = 0.5,
         progress: Callable[[str], None] | None = None,
         **keyword_inputs: Any,
@@ -410,12 +411,14 @@ class Pipe(Layers):
         Args:
             inputs: of a mini-batch, as for the pipe itself. All micro-batches are taken to be like the largest one.
             target: likewise; None: the loss is outside.
+            optimizer: counts, too: of the pipe's parameters, or how many numbers one keeps for each of them, such as 2
+                for Adam.
             timeout: for how many seconds to measure each stage.
             progress: called with a line for each stage, such as `print`; None: lines are logged to "pipework" (INFO).
             keyword_inputs: like `inputs`.
 
         Raises:
-            TypeError: as for the pipe itself.
+            TypeError: as for the pipe itself, or what the optimizer keeps cannot be found out.
             ValueError: as for the pipe itself, or there are no layers.
 
         Example:
@@ -430,7 +433,9 @@ class Pipe(Layers):
         if not self._backend.is_whole:
             raise ValueError("predict runs all stages in one process: make a pipe without a mesh to have it predicted")
         self._refuse_to_run_without_data()
-        return self._executor.predict(inputs, keyword_inputs, target, timeout=timeout, progress=progress)
+        return self._executor.predict(
+            inputs, keyword_inputs, target, optimizer=optimizer, timeout=timeout, progress=progress
+        )
 
     def __repr__(self) -> str:
         """A table of the partitions."""

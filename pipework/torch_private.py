@@ -184,6 +184,8 @@ make_subclass: Callable[[type, Tensor, bool], Tensor] = _find(
 )
 """A tensor of a subclass with the memory and the version counter of another one. Fallback: `Tensor.as_subclass`."""
 
+DispatchMode: Any = _find(torch, "utils._python_dispatch.TorchDispatchMode", contextlib.nullcontext)
+"""The base of modes that see the operators below autograd. Fallback: a context that sees none."""
 _in_dispatch_mode: Callable[[], bool] = _find(torch, "utils._python_dispatch.is_in_torch_dispatch_mode", lambda: False)
 
 

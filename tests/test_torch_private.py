@@ -31,6 +31,7 @@ WITH_FALLBACK = (
     "torch.Tensor._backward_hooks",
     "torch.Tensor._post_accumulate_grad_hooks",
     "torch.UntypedStorage._cdata",
+    "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._python_dispatch.is_in_torch_dispatch_mode",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack",

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import logging
-import statistics
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
-from pipework.autograd.aliases import Aliases
-from pipework.autograd.weight_split.store import WeightGradientStore
-from pipework.balance.sandbox import cut, entered, now, tensors_of, threads_of_a_worker, traceless
-from pipework.model.tuples import TupleRule
-from pipework.runtime.skips import skip_tracker
-from pipework.runtime.stage.buffers import MutableBuffers
-from pipework.runtime.stage.memory_meter import MemoryMeter
+from pipework.balance.sandbox import threads_of_a_worker, traceless
+from pipework.planning.device_peaks import device_peaks
+from pipework.planning.optimizer_bytes import optimizer_bytes
+from pipework.planning.stage_copy import StageCopy, Tracker
+from pipework.runtime.device import is_accelerator
+from pipework.runtime.out_of_memory import is_out_of_memory
 from pipework.schedule import Costs, simulate
 from pipework.schedule.draw.aligned import aligned
 from pipework.summary import readable_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from pipework.runtime.stage.loss import InnerLoss
+    from torch import nn
+
+    from pipework.model.tuples import TupleRule
+    from pipework.planning.stage_copy import Measured, Sample
     from pipework.schedule import Schedule, Simulation
 
 
@@ -40,17 +39,19 @@ class StageBytes:
             until `backward()` has added them.
         buffers: its modules' buffers.
         activations: of all micro-batches in flight.
+        optimizer: its state, if it was given.
     """
 
     weights: int
     gradients: int
     buffers: int
     activations: int
+    optimizer: int = 0
 
     @property
     def total(self) -> int:
         """The sum of all parts."""
-        return self.weights + self.gradients + self.buffers + self.activations
+        return self.weights + self.gradients + self.buffers + self.activations + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,18 @@ class Prediction:
         stages: the most that each stage holds. The stages of one worker need not reach their maxima at the same moment.
         costs: of the actions, in seconds and bytes.
         simulation: of the schedule with these costs.
+        device_bytes: the most that each device holds at one moment of a step: the parts of `stages`, the mini-batch,
+            messages, temporary tensors, and what the optimizer's step needs.
+        measured_on_cpu: the stages that could not be measured on their device, which had no memory left for it. Their
+            bytes are right, their times are those of the CPU.
     """
 
     devices: tuple[torch.device, ...]
     stages: tuple[StageBytes, ...]
     costs: Costs
     simulation: Simulation
+    device_bytes: Mapping[torch.device, int] = field(default_factory=dict)
+    measured_on_cpu: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -83,38 +90,30 @@ class Prediction:
         return tuple(round(size + peak) for size, peak in zip(fixed, self.simulation.peak_memory, strict=True))
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("stage", "device", "weights", "gradients", "buffers", "activations", "total")]
+        names = ["weights", "gradients", "buffers", "activations", "optimizer", "total"]
+        if not any(stage.optimizer for stage in self.stages):
+            names.remove("optimizer")
+        rows: list[tuple[str, ...]] = [("stage", "device", *names)]
         for number, (stage, device) in enumerate(zip(self.stages, self.devices, strict=True)):
-            sizes = (stage.weights, stage.gradients, stage.buffers, stage.activations, stage.total)
-            rows.append((str(number), str(device), *map(readable_bytes, sizes)))
+            rows.append((str(number), str(device), *(readable_bytes(getattr(stage, name)) for name in names)))
         line = self.simulation.timeline
+        at_once = ", ".join(f"{readable_bytes(size)} on {device}" for device, size in self.device_bytes.items())
         return "\n".join(
             [
                 f"predicted: {self.simulation.schedule.title}",
                 *aligned(rows, left={1}),
                 f"step {self.seconds:.3g} s, bubble {line.bubble:.1%}, "
                 f"largest worker {readable_bytes(max(self.worker_bytes))}",
+                f"at most {at_once} at once",
+                *self._doubts(),
             ]
         )
 
-
-@dataclass(frozen=True)
-class Sample:
-    """One micro-batch, its target and its loss.
-
-    Attributes:
-        arguments: positional arguments of the first layer.
-        keywords: keyword arguments of the first layer.
-        loss: the loss that the last stage computes; None: the loss is outside of the pipe.
-        target: for the loss.
-        tuples: the rule for tuples between layers.
-    """
-
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-    loss: InnerLoss | None = None
-    target: Any = None
-    tuples: TupleRule = TupleRule.BY_SIGNATURE
+    def _doubts(self) -> list[str]:
+        if not self.measured_on_cpu:
+            return []
+        which = ", ".join(map(str, self.measured_on_cpu))
+        return [f"measured on the CPU, because the device ran out of memory: stage {which}; its times are the CPU's"]
 
 
 def predict_step(
@@ -123,6 +122,8 @@ def predict_step(
     schedule: Schedule,
     sample: Sample,
     *,
+    batch: Sequence[tuple[torch.device, int]],
+    optimizer: torch.optim.Optimizer | float | None,
     timeout: float,
     progress: Callable[[str], None] | None,
 ) -> Prediction:
@@ -133,6 +134,8 @@ def predict_step(
         devices: of each stage.
         schedule: of the whole step.
         sample: its largest micro-batch.
+        batch: devices of the mini-batch's inputs and targets, and their bytes.
+        optimizer: see `optimizer_bytes`.
         timeout: seconds to measure each stage; at least two passes are made.
         progress: called with a line of text for each stage; None: the line is logged to "pipework" (INFO).
     """
@@ -141,15 +144,24 @@ def predict_step(
         {worker for worker, device in zip(schedule.placement, devices, strict=True) if device.type == "cpu"}
     )
     split = schedule.split_stages
-    tracker = _Tracker()
+    tracker = Tracker()
     value: Any = sample
-    measured = []
+    measured: list[Measured] = []
+    elsewhere: list[int] = []
     for number, (partition, device) in enumerate(zip(partitions, devices, strict=True)):
-        with traceless(device), threads_of_a_worker(cpu_workers if device.type == "cpu" else 1):
-            last = number == len(partitions) - 1
-            of_last = sample if last else None
-            stage = _Stage(partition, device, tracker, of_last, tuples=sample.tuples, splits=number in split)
-            one, value = stage.measure(value, timeout)
+        of_last = sample if number == len(partitions) - 1 else None
+        measure = functools.partial(
+            _measure, partition, tracker, value, of_last, timeout, tuples=sample.tuples, splits=number in split
+        )
+        try:
+            with threads_of_a_worker(cpu_workers if device.type == "cpu" else 1):
+                one, value = measure(device)
+        except RuntimeError as error:
+            if not (is_accelerator(device) and is_out_of_memory(error)):
+                raise
+            elsewhere.append(number)
+        if number in elsewhere:  # not while the error keeps what was measured alive
+            one, value = measure(torch.device("cpu"))
         measured.append(one)
         backward = f"backward {one.first_half:.3g} s"
         if one.second_half:
@@ -173,192 +185,33 @@ def predict_step(
         StageBytes(*_fixed_bytes(partition), activations=round(peak))
         for partition, peak in zip(partitions, simulation.stage_peak_memory, strict=True)
     ]
-    return Prediction(tuple(devices), tuple(stages), costs, simulation)
+    outputs = [] if sample.loss is not None else [measured[-1].message] * schedule.micro_batches
+    peaks = device_peaks(simulation.timeline, [one.actions for one in measured], devices, outputs)
+    for device in peaks:
+        own = [number for number, other in enumerate(devices) if other == device]
+        of_optimizer = optimizer_bytes(optimizer, [partitions[number].parameters() for number in own], device)
+        for number, state in zip(own, of_optimizer.states, strict=True):
+            stages[number] = replace(stages[number], optimizer=state)
+        gradients = sum(stages[number].gradients for number in own)
+        peaks[device] = max(peaks[device], gradients + of_optimizer.step)
+        peaks[device] += sum(stages[n].weights + stages[n].buffers + stages[n].optimizer for n in own)
+        peaks[device] += sum(size for place, size in batch if place == device)
+    return Prediction(tuple(devices), tuple(stages), costs, simulation, peaks, tuple(elsewhere))
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """One micro-batch on one stage: seconds and bytes. A backward that is not split has no second half."""
-
-    forward: float
-    first_half: float
-    second_half: float
-    activation: int
-    checkpoint: int
-    waiting: int
-    message: int
-
-
-class _Stage:
-    """A copy of a stage; it runs a micro-batch as the stage will."""
-
-    def __init__(
-        self,
-        partition: nn.Sequential,
-        device: torch.device,
-        tracker: _Tracker,
-        sample: Sample | None,
-        *,
-        tuples: TupleRule,
-        splits: bool,
-    ) -> None:
-        self._tuples = tuples
-        self._layers = list(copy.deepcopy(partition))
-        for layer in self._layers:
-            layer.zero_grad(set_to_none=True)
-        self._device = device
-        self._tracker = tracker
-        self._sample = sample
-        self._target: Any = None
-        self._weight_store = WeightGradientStore({}) if splits else None
-        self._aliases = Aliases(self._layers if splits else (), self._weight_store)
-        if not self._aliases.any_deferrable:
-            self._weight_store = None
-
-    def measure(self, value: Any, timeout: float) -> tuple[_Measured, Any]:
-        """Runs the stage repeatedly; returns the measurement, and the input of the next stage."""
-        end = time.perf_counter() + timeout
-        with self._aliases.standing_in():
-            if self._weight_store is not None:
-                self._time(self._fresh(value))  # the first pass shows which weight gradients can be delayed
-            held, kept, waiting, output = self._count(self._fresh(value))  # slows a pass down, and warms up
-            times = [self._time(self._fresh(value))]
-            while time.perf_counter() < end:
-                times.append(self._time(self._fresh(value)))
-        self._tracker.next_stage()
-        forward, first_half, second_half = (statistics.median(column) for column in zip(*times, strict=True))
-        sent = sum(tensor.nbytes for tensor in tensors_of(output))
-        result = _Measured(forward, first_half, second_half, held, kept, waiting, sent)
-        return result, cut(output, self._device)
-
-    def _count(self, given: Any) -> tuple[int, int, int, Any]:
-        """The bytes that a micro-batch holds, without and with checkpointing, and between halves; and the output."""
-        meter = MemoryMeter(tensor for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers()))
-        buffers = MutableBuffers(self._layers)
-        before = buffers.snapshot()
-        inputs = tensors_of((given.arguments, given.keywords) if isinstance(given, Sample) else given)
-        # Tensors that other stages have stashed are inputs, too; they are known only after they have been popped.
-        with meter.measuring(0, 0, inputs, tensors_of(self._target)):
-            output = self._forward(given)
-        kept = (*inputs, *self._tracker.popped, *buffers.learn(before).tensors)
-        held = meter.read(0, 0)[1]
-        self._first_half(output)
-        waiting = 0
-        if self._weight_store is not None:
-            meter.waiting(0, 0, self._weight_store.kept(0))
-            waiting = meter.read(0, 0)[1]
-        self._second_half()
-        self._end_pass()
-        return held, sum(tensor.nbytes for tensor in kept), waiting, output
-
-    def _time(self, given: Any) -> tuple[float, float, float]:
-        """The seconds of a forward, of its backward (or the first half of it), and of the second half."""
-        begin = now(self._device)
-        output = self._forward(given)
-        middle = now(self._device)
-        self._first_half(output)
-        end_of_first = now(self._device)
-        self._second_half()
-        end = now(self._device) if self._weight_store is not None else end_of_first
-        self._end_pass()
-        return middle - begin, end_of_first - middle, end - end_of_first
-
-    def _forward(self, given: Any) -> Any:
-        if self._weight_store is None:
-            return self._run(given)
-        self._weight_store.begin(0)
-        output = self._run(given)
-        self._weight_store.end()
-        return output
-
-    def _first_half(self, output: Any) -> None:
-        if self._weight_store is None:
-            self._backward(output)
-        else:
-            self._weight_store.differentiate(0, lambda: self._backward(output))
-
-    def _second_half(self) -> None:
-        if self._weight_store is not None:
-            self._weight_store.add_weight_gradients(0, again=False)
-
-    def _fresh(self, value: Any) -> Any:
-        """Copies of the stage's input for one pass, which may overwrite them."""
-        self._target = None if self._sample is None else cut(self._sample.target, self._device)
-        if isinstance(value, Sample):
-            arguments, keywords = cut((value.arguments, value.keywords), self._device)
-            return Sample(arguments, keywords)
-        return cut(value, self._device)
-
-    def _run(self, value: Any) -> Any:
-        with skip_tracker.using(self._tracker):
-            if isinstance(value, Sample):
-                arguments, keywords = entered((value.arguments, value.keywords))
-                return self._run_layers(Sample(arguments, keywords))
-            return self._run_layers(entered(value))
-
-    def _run_layers(self, value: Any) -> Any:
-        takes_target = self._sample is not None and self._sample.loss is not None and self._sample.loss.function is None
-        for number, layer in enumerate(self._layers):
-            last = takes_target and number == len(self._layers) - 1
-            target = (self._target,) if last else ()
-            if isinstance(value, Sample):
-                value = layer(*value.arguments, *target, **value.keywords)
-            else:
-                value = layer(*self._tuples.arguments(value, layer, len(target)), *target)
-        if self._sample is not None and self._sample.loss is not None:
-            loss = self._sample.loss
-            return loss.part(value if loss.function is None else loss.function(value, self._target), 0)
-        return value
-
-    def _backward(self, output: Any) -> None:
-        ends = [tensor for tensor in (*tensors_of(output), *self._tracker.stashed) if tensor.requires_grad]
-        if ends:
-            torch.autograd.backward(ends, [torch.ones_like(tensor) for tensor in ends])
-
-    def _end_pass(self) -> None:
-        for layer in self._layers:
-            layer.zero_grad(set_to_none=False)
-        self._tracker.next_pass()
-
-
-class _Tracker:
-    """Keeps stashed tensors: for later stages detached from their graph, within a stage as they are."""
-
-    def __init__(self) -> None:
-        self._from_before: dict[Hashable, Tensor | None] = {}
-        self._last: dict[Hashable, Tensor | None] = {}
-        self._of_this_stage: dict[Hashable, Tensor | None] = {}
-        self.popped: list[Tensor] = []
-
-    @property
-    def stashed(self) -> list[Tensor]:
-        """The tensors stashed in this pass."""
-        return [tensor for tensor in self._of_this_stage.values() if tensor is not None]
-
-    def save(self, key: Hashable, tensor: Tensor | None, poppers: int) -> None:
-        """See `SkipTracker.save`."""
-        self._of_this_stage[key] = tensor
-
-    def load(self, key: Hashable) -> Tensor | None:
-        """See `SkipTracker.load`."""
-        if key in self._of_this_stage:
-            return self._of_this_stage[key]
-        tensor = self._from_before[key]
-        if tensor is None:
-            return None
-        leaf = cut(tensor, tensor.device)
-        self.popped.append(leaf)
-        return entered(leaf)  # type: ignore[no-any-return]
-
-    def next_pass(self) -> None:
-        """Prepares for another pass of the same stage."""
-        self._last, self._of_this_stage, self.popped = self._of_this_stage, {}, []
-
-    def next_stage(self) -> None:
-        """Prepares for the next stage."""
-        for key, tensor in self._last.items():
-            self._from_before[key] = None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
-        self._last = {}
+def _measure(
+    partition: nn.Sequential,
+    tracker: Tracker,
+    value: Any,
+    of_last: Sample | None,
+    timeout: float,
+    device: torch.device,
+    *,
+    tuples: TupleRule,
+    splits: bool,
+) -> tuple[Measured, Any]:
+    with traceless(device):
+        return StageCopy(partition, device, tracker, of_last, tuples=tuples, splits=splits).measure(value, timeout)
 
 
 def _fixed_bytes(partition: nn.Sequential) -> tuple[int, int, int]:
