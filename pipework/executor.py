@@ -37,6 +37,7 @@ from pipework.values import nested
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import torch
     from torch import Tensor
 
     from pipework.backend import Backend

@@ -15,7 +15,10 @@ def test_parameters_of_other_processes_are_named() -> None:
     ours, theirs = nn.Linear(2, 2), nn.Linear(2, 2)
     check = OptimizerCheck([(f"1.{name}", "rank 3", parameter) for name, parameter in theirs.named_parameters()])
     early = torch.optim.Adam([*ours.parameters(), *theirs.parameters()])
-    with pytest.raises(RuntimeError, match=r"\(Adam\) has 2 parameters .* \(rank 3\): 1\.weight, 1\.bias\. .*make it"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"\(Adam\) has 2 parameters of layers that are in other processes \(rank 3\): 1\.weight, 1\.bias\. .*make",
+    ):
         early.step()
     own = torch.optim.SGD(ours.parameters(), lr=0.1)
     own.step()

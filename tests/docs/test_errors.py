@@ -25,9 +25,9 @@ REFUSED = {
     "a `loss_fn` that is a module with parameters": "make it the last layer",
     "a schedule whose backwards are not in ascending order": "in another order than 0, 1, 2, ",
     "other inputs or targets on one rank of a pipe than on another": "was given other ",
-    "an optimizer with parameters of other ranks, at its first step": "in other processes (rank ",
+    "an optimizer with parameters of other ranks, at its first step": "of layers that are in other processes (",
     "`nn.utils.clip_grad_norm_` for a pipe over several ranks": "Call pipe.clip_grad_norm_(max_norm) on all ranks",
-    "`model(x)` or `model.state_dict()` with layers of other ranks": "has no values in this process",
+    "`model(x)`, `model.state_dict()`, a copy or `torch.save(model)` with layers of other ranks": "has no values in ",
     "a second pipe of a model whose layers another rank has trained": "gave up its values",
     "changing a popped tensor in place while another stage pops it, too": "another stage has popped it, too",
     "outputs that are nested differently for each micro-batch": "micro-batch 0 gave ",
@@ -40,7 +40,7 @@ WARNED_OF = {
     "idle devices": "will be idle",
     "targets are padded unequally": "loss_weight=lambda target: (target != ",
     "an input": "and is split",
-    "or a module": "it takes dimension 1 for the batch",
+    "or a module": "takes dimension 1 for the batch",
 }
 
 
