@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import warnings
 from collections import OrderedDict
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
@@ -257,15 +256,14 @@ def refuse_own_behaviour(module: nn.Sequential) -> None:
         )
 
 
-def warn_of_hooks(partitions: Iterable[nn.Module]) -> None:
-    """Warns if a partition has hooks: its layers are called one by one, so nothing calls the partition itself."""
-    for number, partition in enumerate(partitions):
-        if torch_private.has_hooks(partition):
-            warnings.warn(
-                f"partitions[{number}] has hooks, which are not called, since its layers are called one by one: "
-                f"register them on a layer, such as partitions[{number}][-1]",
-                stacklevel=2,
-            )
+def doubts_about_hooks(partitions: Iterable[nn.Module]) -> list[str]:
+    """A text for each partition with hooks: layers are called one by one, so nothing calls the partition itself."""
+    return [
+        f"partitions[{number}] has hooks, which are not called, since its layers are called one by one: "
+        f"register them on a layer, such as partitions[{number}][-1]"
+        for number, partition in enumerate(partitions)
+        if torch_private.has_hooks(partition)
+    ]
 
 
 def _refuse_to_move() -> NoReturn:
