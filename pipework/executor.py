@@ -17,6 +17,7 @@ from pipework.model import microbatch
 from pipework.model.batchnorm import DeferredBatchNorm
 from pipework.model.checkpoint import checkpointed_micro_batches
 from pipework.model.given import Given, MicroBatches, given
+from pipework.model.layers import doubts_about_hooks
 from pipework.model.microbatch import Split
 from pipework.model.rows import doubts_about_masks, modules_with_batch_second, watched
 from pipework.planning.predict import predict_step
@@ -128,6 +129,8 @@ class Executor:
     ) -> Any:
         """One mini-batch; see `Pipe.forward`. `training` is the pipe's flag; `doubts` gets what is to be warned of."""
         split = self._split(inputs, keyword_inputs) if self._backend.is_first else None
+        if self._engine is None:
+            doubts += doubts_about_hooks(self._partitions.values())
         engine = self.engine_in_use()
         context = CallerContext.capture({"cpu", *(device.type for device in self._plan.devices)})
         if self._backend.is_whole:  # of several processes each knows its own layers only, but all know the pipe's flag

@@ -13,7 +13,7 @@ from pipework.backend import LocalBackend, PipeSpec
 from pipework.executor import Executor
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.checkpoint import MODES
-from pipework.model.layers import Layers, refuse_own_behaviour, warn_of_hooks
+from pipework.model.layers import Layers, refuse_own_behaviour
 from pipework.model.loss import LossSettings
 from pipework.model.materialize import on_meta
 from pipework.model.sequential import tuple_rule
@@ -339,7 +339,6 @@ class Pipe(Layers):
             if target is not None:
                 raise ValueError("a pipe without layers has no loss: leave the target out")
             return nn.Sequential()(*inputs, **keyword_inputs)
-        warn_of_hooks(self.partitions)
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
         doubts: list[str] = []
         with ShortTracebacks(), generator_given_up(), self._backend.calling(what):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipework.compat.backward_order import from_last_to_first
 from pipework.executor import Executor
 from pipework.model import microbatch
+from pipework.model.given import flattened
 from pipework.model.tuples import TupleRule
 from pipework.pipe import Pipe
 from pipework.torch_private import pytree
@@ -60,7 +61,7 @@ class AdaptedExecutor(Executor):
     def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> microbatch.Split:
         whole: list[Tensor] = []
         unwrapped = tuple([_unwrapped(each, whole) for each in inputs])
-        tensors, structure, is_split = microbatch.flattened((unwrapped, keyword_inputs))
+        tensors, structure, is_split = flattened((unwrapped, keyword_inputs))
         kept = {id(tensor) for tensor in whole}
         sizes = tuple(
             [

@@ -1,4 +1,4 @@
-"""`checkpoint` of the old libraries, which runs one function checkpointed, without a pipe."""
+"""`checkpoint` of `torch.distributed.pipeline.sync`, which runs one function checkpointed, without a pipe."""
 
 from __future__ import annotations
 
@@ -14,33 +14,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def checkpoint(function: Callable[[Any], Any], input: Tensor | tuple[Tensor, ...]) -> Any:
+def checkpoint(function: Callable[..., Any], input: Any) -> Any:
     """Runs a function without a graph, and once more when gradients are wanted.
 
     `is_checkpointing()` and `is_recomputing()` show it which of the two runs this is. Both draw the same random
     numbers.
 
     Args:
-        function: of the input; a tuple is one argument.
-        input: a tensor or several.
+        function: of the input; the values of a tuple are its arguments.
+        input: a tensor, or a tuple of values.
 
     Example:
         >>> from pipework import is_recomputing
         >>> x = torch.ones(2, requires_grad=True)
-        >>> y = checkpoint(lambda x: (print("again" if is_recomputing() else "once"), 2 * x)[1], x)
+        >>> y = checkpoint(lambda x, y: (print("again" if is_recomputing() else "once"), x * y)[1], (x, 2))
         once
         >>> y.sum().backward()
         again
-    """
-    return checkpointed(lambda *tensors: function(tensors if isinstance(input, tuple) else tensors[0]), input)
-
-
-def checkpointed(function: Callable[..., Any], input: Any) -> Any:
-    """As `checkpoint`; a tuple becomes the function's arguments.
-
-    Example:
-        >>> checkpointed(torch.add, (torch.ones(1), torch.ones(1))).item()
-        2.0
     """
     inputs = (input,) if isinstance(input, Tensor) else tuple(input)
 

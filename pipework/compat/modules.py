@@ -35,10 +35,12 @@ _BALANCE: dict[str, Sources] = {
     "balance.blockpartition": {"pipework.compat.balances": ("solve",)},
 }
 REEXPORTS: dict[str, dict[str, Sources]] = {
-    "pipework.compat.sync": _COMMON | {"microbatch": {"pipework.model.microbatch": ("NoChunk",)}},
-    "pipework.compat.torchgpipe": _COMMON
-    | _BALANCE
-    | {"checkpoint": _PHASES | {"pipework.compat.checkpoints": ("checkpoint",)}},
+    "pipework.compat.sync": _COMMON
+    | {
+        "checkpoint": _PHASES | {"pipework.compat.checkpoints": ("checkpoint",)},
+        "microbatch": {"pipework.model.no_chunk": ("NoChunk",)},
+    },
+    "pipework.compat.torchgpipe": _COMMON | _BALANCE,
     "pipework.compat.fairscale.nn.pipe": _COMMON | _BALANCE | {"checkpoint": _PHASES},
 }
 """For each package of an adapter its submodules without a file, parents first."""

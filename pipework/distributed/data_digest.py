@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from pipework.model.given import MicroBatches
-from pipework.model.microbatch import flattened
+from pipework.model.given import MicroBatches, flattened
 from pipework.values import nested
 
 if TYPE_CHECKING:

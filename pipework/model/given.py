@@ -300,24 +300,36 @@ def _for_each(named: dict[str, Any], count: int, call: Callable[[dict[str, Any]]
 
 
 def _value(value: Any) -> _Value:
+    tensors, structure, is_split = flattened(value, as_views=False)  # it may be in several micro-batches
+    return _Value(tensors, structure, tuple([tensor for tensor, own in zip(tensors, is_split, strict=True) if own]))
+
+
+def flattened(value: Any, *, as_views: bool = True) -> tuple[tuple[Tensor, ...], Structure | None, tuple[bool, ...]]:
+    """The tensors of a value, the structure around them, and for each tensor whether it is split.
+
+    Args:
+        value: without `MicroBatches`.
+        as_views: whether a tensor in `NoChunk` becomes a view, as it may also be in the value without a wrapper.
+
+    Raises:
+        TypeError: there are `MicroBatches` in it.
+    """
+    if type(value) is Tensor:  # the usual case; subclasses take the general way below
+        return (value,), None, (True,)
     whole: set[int] = set()
 
     def unwrap(wrapper: NoChunk | MicroBatches) -> Tensor:
         if isinstance(wrapper, MicroBatches):
-            raise inside_of_a_value()
-        whole.add(id(wrapper.tensor))
-        return wrapper.tensor
+            raise TypeError(
+                "MicroBatches is inside of another value: wanted it as a whole argument, or as the target, with the "
+                "nested value of each micro-batch in it, such as MicroBatches([{'x': first}, {'x': second}])"
+            )
+        tensor = wrapper.tensor.view_as(wrapper.tensor) if as_views else wrapper.tensor
+        whole.add(id(tensor))
+        return tensor
 
     tensors, structure = nested.flatten(nested.replaced(value, (NoChunk, MicroBatches), unwrap))
-    return _Value(tensors, structure, tuple([tensor for tensor in tensors if id(tensor) not in whole]))
-
-
-def inside_of_a_value() -> TypeError:
-    """The error for `MicroBatches` within a nested value."""
-    return TypeError(
-        "MicroBatches is inside of another value: wanted it as a whole argument, or as the target, with the nested "
-        "value of each micro-batch in it, such as MicroBatches([{'x': first}, {'x': second}])"
-    )
+    return tensors, structure, tuple([id(tensor) not in whole for tensor in tensors])
 
 
 def refuse_gradient(target: Tensor) -> None:

@@ -15,7 +15,6 @@ from pipework import torch_private
 from pipework.model.materialize import filling, materialize_partitions, move, waits, why_not
 from pipework.model.sequential import PipeSequential
 from pipework.model.with_device import WithDevice
-from pipework.pipe_warning import warn_caller
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -257,14 +256,14 @@ def refuse_own_behaviour(module: nn.Sequential) -> None:
         )
 
 
-def warn_of_hooks(partitions: Iterable[nn.Module]) -> None:
-    """Warns if a partition has hooks: its layers are called one by one, so nothing calls the partition itself."""
-    for number, partition in enumerate(partitions):
-        if torch_private.has_hooks(partition):
-            warn_caller(
-                f"partitions[{number}] has hooks, which are not called, since its layers are called one by one: "
-                f"register them on a layer, such as partitions[{number}][-1]"
-            )
+def doubts_about_hooks(partitions: Iterable[nn.Module]) -> list[str]:
+    """A text for each partition with hooks: layers are called one by one, so nothing calls the partition itself."""
+    return [
+        f"partitions[{number}] has hooks, which are not called, since its layers are called one by one: "
+        f"register them on a layer, such as partitions[{number}][-1]"
+        for number, partition in enumerate(partitions)
+        if torch_private.has_hooks(partition)
+    ]
 
 
 def _refuse_to_move() -> NoReturn:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipework.model.given import MicroBatches, inside_of_a_value, refuse_gradient
+from pipework.model.given import MicroBatches, flattened, refuse_gradient
 from pipework.model.moving import moved
-from pipework.model.no_chunk import NoChunk
 from pipework.values import nested
 
 if TYPE_CHECKING:
@@ -290,24 +289,6 @@ class InputSplits:
             return [None] * len(self.shapes)
         columns = zip(*(tensors for tensors, _ in gradients), strict=True)
         return [_joined_gradient(*each) for each in zip(self.shapes, self.sizes, columns, strict=True)]
-
-
-def flattened(value: Any) -> tuple[tuple[Tensor, ...], Structure | None, tuple[bool, ...]]:
-    """The tensors of a value, the structure around them, and for each tensor whether it is split."""
-    if type(value) is Tensor:  # the usual case; subclasses take the general way below
-        return (value,), None, (True,)
-    whole: set[int] = set()
-
-    def unwrap(wrapper: NoChunk | MicroBatches) -> Tensor:
-        if isinstance(wrapper, MicroBatches):
-            raise inside_of_a_value()
-        # Not the tensor itself, which may also be among the inputs without a wrapper.
-        tensor = wrapper.tensor.view_as(wrapper.tensor)
-        whole.add(id(tensor))
-        return tensor
-
-    tensors, structure = nested.flatten(nested.replaced(value, (NoChunk, MicroBatches), unwrap))
-    return tensors, structure, tuple([id(tensor) not in whole for tensor in tensors])
 
 
 def _common_rows(tensors: Sequence[Tensor], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework.compat.checkpoints import checkpoint, checkpointed
-from pipework.compat.torchgpipe.checkpoint import is_checkpointing, is_recomputing
+from pipework.compat.sync.checkpoint import checkpoint, is_checkpointing, is_recomputing
+from pipework.model import checkpoint as modes
 
 
 def logged(library: Any, needs_gradient: bool) -> list[Any]:
@@ -51,8 +51,26 @@ def test_a_tuple_is_one_argument(adapter: Any) -> None:
 
 def test_a_tuple_becomes_arguments() -> None:
     x, y = torch.ones(2, requires_grad=True), torch.full((2,), 3.0)
-    checkpointed(torch.mul, (x, y)).sum().backward()
+    checkpoint(torch.mul, (x, y)).sum().backward()
     assert x.grad.tolist() == [3.0, 3.0]
+
+
+def test_both_runs_are_marked() -> None:
+    seen = []
+
+    def double(x: torch.Tensor, factor: int) -> torch.Tensor:
+        seen.append((is_checkpointing(), is_recomputing()))
+        return factor * x
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(double, (x, 2)).sum().backward()
+    assert seen == [(True, False), (False, True)]
+    assert x.grad.tolist() == [2.0, 2.0]
+
+
+def test_the_marks_are_those_of_pipes() -> None:
+    assert is_checkpointing is modes.is_checkpointing
+    assert is_recomputing is modes.is_recomputing
 
 
 def test_without_gradients_there_is_one_run() -> None:

@@ -17,7 +17,7 @@ def test_parameters_of_other_processes_are_named() -> None:
     early = torch.optim.Adam([*ours.parameters(), *theirs.parameters()])
     with pytest.raises(
         RuntimeError,
-        match=r"\(Adam\) has 2 parameters of layers that are in other processes \(rank 3\): 1\.weight, 1\.bias\. .*make",
+        match=r"\(Adam\) has 2 parameters of layers that are in other processes \(rank 3\): 1\.weight, 1\.bias\.",
     ):
         early.step()
     own = torch.optim.SGD(ours.parameters(), lr=0.1)

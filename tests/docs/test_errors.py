@@ -38,6 +38,7 @@ WARNED_OF = {
     "a whole model in one layer": "has one layer",
     "a single device": "only one device was found",
     "idle devices": "will be idle",
+    "hooks of a partition": "has hooks, which are not called",
     "targets are padded unequally": "loss_weight=lambda target: (target != ",
     "an input": "and is split",
     "or a module": "takes dimension 1 for the batch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,10 @@ from pipework.compat.adapter import (
 )
 from pipework.compat.sync.partitions import cpu_workers, group, merged
 from pipework.model import with_device
-from pipework.model.layers import warn_of_hooks
+from pipework.model.layers import doubts_about_hooks
 from pipework.model.no_chunk import NoChunk
 from pipework.model.sequential import PipeSequential
+from pipework.pipe_warning import PipeWarning
 from pipework.skip.verify import verify_skippables
 
 if TYPE_CHECKING:
@@ -68,6 +70,8 @@ class Pipe(Adapter):
         TypeError: the module is not an `nn.Sequential`, or stashes and pops do not match.
         ValueError: an argument is invalid.
     """
+
+    _has_run = False
 
     def __init__(
         self,
@@ -120,7 +124,9 @@ class Pipe(Adapter):
             raise ValueError("All inputs should be on the same device as the first partition")
         if not self.partitions:
             return rpc.RRef(inputs[0] if len(inputs) == 1 else inputs)
-        warn_of_hooks(self._groups())
+        for doubt in [] if self._has_run else doubts_about_hooks(self._groups()):
+            warnings.warn(doubt, PipeWarning, stacklevel=4)
+        self._has_run = True
         return rpc.RRef(self._run(*map(_only_itself_split, inputs)))
 
 
