@@ -479,6 +479,21 @@ def norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
     return [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
 
 
+_foreach_mul: Callable[..., Any] | None = _find(torch, "_foreach_mul_")
+
+
+def multiply_each(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiplies tensors of one device by a 0-dimensional one, in place; few kernels for all.
+
+    Fallback: one after the other.
+    """
+    if _foreach_mul is not None:
+        _foreach_mul(tensors, factor)
+    else:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
 _clip_grad: Any = _find(torch, "nn.utils.clip_grad")
 _CLIP: Final = "_clip_grads_with_norm_"
 

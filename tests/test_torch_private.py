@@ -53,6 +53,7 @@ WITH_FALLBACK = (
     "torch.utils._foreach_utils._group_tensors_by_device_and_dtype",
     "torch.utils._foreach_utils._has_foreach_support",
     "torch._foreach_norm",
+    "torch._foreach_mul_",
     "torch.nn.utils.clip_grad._clip_grads_with_norm_",
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.ProcessGroupGloo._Options",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pipework import torch_private
+from pipework.autograd.factor import Factor
 from pipework.tracebacks import ShortTracebacks
 
 if TYPE_CHECKING:
@@ -35,17 +36,17 @@ class Backward(Protocol):
     def step(self) -> Step:
         """The mini-batch."""
 
-    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> float | None:
+    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> Factor | None:
         """Called by the last node, with the gradients of the pipe's outputs.
 
         Returns:
             The factor of all gradients; None: there are none.
         """
 
-    def of_inputs(self, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
+    def of_inputs(self, factor: Factor, *, retain_graph: bool) -> list[Tensor | None]:
         """The gradients of the pipe's input tensors."""
 
-    def of_parameters(self, stage: int, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
+    def of_parameters(self, stage: int, factor: Factor, *, retain_graph: bool) -> list[Tensor | None]:
         """The gradients of a stage's parameters."""
 
 
@@ -65,17 +66,17 @@ class LossOutside:
     join: Callable[[Sequence[Message]], list[Tensor | None]]
     returned: list[Message] = field(default_factory=list)
 
-    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> float:
+    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> Factor:
         """See `Backward`: runs everything that computes the gradients."""
         self.returned = self.step.backward(self.cut(gradients), retain_graph=retain_graph)
-        return 1.0
+        return Factor(1.0)
 
-    def of_inputs(self, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
+    def of_inputs(self, factor: Factor, *, retain_graph: bool) -> list[Tensor | None]:
         """See `Backward`."""
         of_inputs, self.returned = self.join(self.returned), []
         return of_inputs
 
-    def of_parameters(self, stage: int, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
+    def of_parameters(self, stage: int, factor: Factor, *, retain_graph: bool) -> list[Tensor | None]:
         """See `Backward`."""
         return self.step.take_gradients(stage)
 
@@ -94,35 +95,24 @@ class LossInside:
     step: Step
     join: Callable[[Sequence[Message]], list[Tensor | None]]
     returned: list[Message]
-    scale: float = 1.0
+    scale: float | Tensor = 1.0
 
-    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> float | None:
+    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> Factor | None:
         """See `Backward`: returns the factor by which the gradients are still to be multiplied, mostly 1."""
         (gradient,) = gradients
-        if gradient is None:  # a node behind the loss may return None
-            return None
-        return 1.0 if gradient.is_meta else float(gradient) / self.scale
+        return None if gradient is None else Factor.of(gradient, self.scale)  # a node behind the loss may return None
 
-    def of_inputs(self, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
+    def of_inputs(self, factor: Factor, *, retain_graph: bool) -> list[Tensor | None]:
         """See `Backward`."""
         gradients = self.join(self.returned)
         if not retain_graph:
             self.returned = []
         # Never in place: what came out of a backward may be one tensor for two inputs, or elements that share memory.
-        return [_multiplied(gradient, factor, keep=retain_graph or factor != 1.0) for gradient in gradients]
+        return factor.times(gradients, keep=retain_graph or not factor.is_one)
 
-    def of_parameters(self, stage: int, factor: float, *, retain_graph: bool) -> list[Tensor | None]:
+    def of_parameters(self, stage: int, factor: Factor, *, retain_graph: bool) -> list[Tensor | None]:
         """See `Backward`; without `retain_graph` the buffers themselves, which autograd takes over without a copy."""
-        gradients = self.step.take_gradients(stage, keep=retain_graph)
-        return [_multiplied(gradient, factor, keep=retain_graph) for gradient in gradients]
-
-
-def _multiplied(gradient: Tensor | None, factor: float, *, keep: bool) -> Tensor | None:
-    if gradient is None:
-        return None
-    if keep:
-        return gradient * factor
-    return gradient if factor == 1.0 else gradient.mul_(factor)
+        return factor.times(self.step.take_gradients(stage, keep=retain_graph), keep=retain_graph)
 
 
 class StageNode(torch.autograd.Function):
@@ -173,19 +163,21 @@ class StageNode(torch.autograd.Function):
         (token,) = ctx.saved_tensors
         shared: Backward = ctx.shared
         retain_graph = torch_private.retains_graph()
-        # The factor goes from node to node as the token's gradient. An attribute could hold the factor of another
-        # backward, which runs within a hook of this one.
-        factor: float | None
+        # The factor goes from node to node with the token's gradient. An attribute of the node could hold the factor of
+        # another backward, which runs within a hook of this one.
+        factor: Factor | None
         if ctx.is_last:
             with ShortTracebacks():
                 factor = shared.begin(gradients, retain_graph=retain_graph)
         else:
-            factor = None if gradients[0] is None else float(gradients[0])
+            factor = None if gradients[0] is None else gradients[0].pipework_factor  # type: ignore[attr-defined]
         if factor is None:
             return (None,) * len(ctx.needs_input_grad)
         of_inputs = shared.of_inputs(factor, retain_graph=retain_graph) if ctx.stage == 0 else []
         of_parameters = shared.of_parameters(ctx.stage, factor, retain_graph=retain_graph)
-        return (None, None, None, None, torch.full_like(token, factor), *of_inputs, *of_parameters)
+        carrying = torch.zeros_like(token)
+        carrying.pipework_factor = factor  # type: ignore[attr-defined]
+        return (None, None, None, None, carrying, *of_inputs, *of_parameters)
 
 
 def attach(
