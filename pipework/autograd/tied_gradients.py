@@ -19,11 +19,15 @@ from typing import TYPE_CHECKING
 from pipework.autograd.weight_split.operation import DeferrableAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from typing import Any, TypeAlias
 
     from torch import Tensor
 
     from pipework.autograd.aliases import Aliases
+    from pipework.runtime.device import Link
+
+    Departed: TypeAlias = tuple[tuple[Any, ...], Any]  # a gradient, and the event after which it may be read
 
 
 class TiedGradients:
@@ -32,34 +36,47 @@ class TiedGradients:
     __slots__ = ("_from_later", "_to_earlier")
 
     def __init__(self) -> None:
-        # Aliases of this stage, each with the gradients that wait, by micro-batch.
-        self._from_later: list[tuple[Tensor, dict[int, Tensor]]] = []
-        self._to_earlier: list[tuple[Tensor, dict[int, Tensor]]] = []
+        # Aliases of this stage, each with the gradients that wait, by micro-batch, and the link on which they travel.
+        self._from_later: list[tuple[Tensor, dict[int, Departed], Link | None]] = []
+        self._to_earlier: list[tuple[Tensor, dict[int, Departed], Link | None]] = []
 
-    def connect(self, alias: Tensor, later: TiedGradients, alias_there: Tensor) -> None:
-        """This stage begins with what the other one finds."""
-        waiting: dict[int, Tensor] = {}
-        self._from_later.append((alias, waiting))
-        later._to_earlier.append((alias_there, waiting))
+    def connect(self, alias: Tensor, later: TiedGradients, alias_there: Tensor, link: Link | None) -> None:
+        """This stage begins with what the other one finds, which comes over the link."""
+        waiting: dict[int, Departed] = {}
+        self._from_later.append((alias, waiting, link))
+        later._to_earlier.append((alias_there, waiting, link))
 
     def begun(self, micro_batch: int) -> list[tuple[Tensor, Tensor]]:
         """The aliases whose gradients a later stage has begun, with these gradients: further roots of the backward."""
-        return [(alias, waiting.pop(micro_batch)) for alias, waiting in self._from_later if micro_batch in waiting]
+        found = []
+        for alias, waiting, link in self._from_later:
+            if micro_batch in waiting:
+                (gradient,), event = waiting.pop(micro_batch)
+                if link is not None:
+                    link.arrive((gradient,), event)
+                found.append((alias, gradient))
+        return found
 
     def hand_on(self, micro_batch: int) -> None:
         """After the backward: gives the gradients to the stages that go on with them."""
-        for alias, waiting in self._to_earlier:
+        for alias, waiting, link in self._to_earlier:
             if alias.grad is not None:
-                waiting[micro_batch], alias.grad = alias.grad, None
+                waiting[micro_batch] = ((alias.grad,), None) if link is None else link.depart((alias.grad,))
+                alias.grad = None
 
     def clear(self) -> None:
         """Drops everything, after a failure."""
-        for _, waiting in (*self._from_later, *self._to_earlier):
+        for _, waiting, _ in (*self._from_later, *self._to_earlier):
             waiting.clear()
 
 
-def tied_gradients(stages: Mapping[int, Aliases]) -> dict[int, TiedGradients]:
-    """For each stage of this process that shares parameters with another one, which they are."""
+def tied_gradients(stages: Mapping[int, Aliases], link: Callable[[int, int], Link | None]) -> dict[int, TiedGradients]:
+    """For each stage of this process that shares parameters with another one, which they are.
+
+    Args:
+        stages: by number.
+        link: gives the link from one stage's device to another's; None: tensors are passed by reference.
+    """
     every = [parameter for aliases in stages.values() for parameter in aliases.parameters]
     if len({id(parameter) for parameter in every}) == len(every):
         return {}
@@ -71,7 +88,7 @@ def tied_gradients(stages: Mapping[int, Aliases]) -> dict[int, TiedGradients]:
     for found in users.values():
         for (earlier, alias), (later, alias_there) in itertools.pairwise(found):
             first, second = (tied.setdefault(stage, TiedGradients()) for stage in (earlier, later))
-            first.connect(alias, second, alias_there)
+            first.connect(alias, second, alias_there, link(later, earlier))
             for each in (alias, alias_there):
                 if isinstance(each, DeferrableAlias):
                     each.deferred = False

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from pipework import torch_private
 
@@ -65,18 +66,17 @@ class CountedTargets:
         """
         if not all(isinstance(target, Tensor) and not target.is_floating_point() for target in targets):
             return None
-        # A byte would wrap around in a comparison with -100.
-        ignored = [target.long() == self.ignored for target in targets]
-        # One transfer for all: on an accelerator each one waits, so nothing here has a size that depends on values.
+        # On an accelerator each transfer waits: one for all, and nothing here has a size that depends on values.
+        # Bytes would wrap around in a comparison with -100.
+        flat = [target.flatten().long() for target in targets]
+        together = pad_sequence(flat, batch_first=True, padding_value=self.ignored)
+        ignored = together == self.ignored
         if self.weight is None:
-            counts = torch.stack([each.sum() for each in ignored]).tolist()
-            return [float(each.numel() - count) for each, count in zip(ignored, counts, strict=True)]
-        weight = self.weight.to(targets[0].device, torch.promote_types(self.weight.dtype, torch.float32))
-        amounts = [
-            weight[target.long().masked_fill(each, 0)].masked_fill(each, 0).sum()
-            for target, each in zip(targets, ignored, strict=True)
-        ]
-        return list(map(float, torch.stack(amounts).tolist()))
+            counts = (~ignored).sum(1)
+        else:
+            weight = self.weight.to(together.device, torch.promote_types(self.weight.dtype, torch.float32))
+            counts = weight[together.masked_fill(ignored, 0)].masked_fill(ignored, 0).sum(1)
+        return list(map(float, counts.tolist()))
 
 
 def _without_wrappers(function: Any) -> tuple[Any, dict[str, Any] | None]:

@@ -103,20 +103,28 @@ def test_a_failed_step_keeps_no_gradient(schedule: str) -> None:
     assert alive() <= before
 
 
+def no_link(source: int, target: int) -> None:
+    """Tensors are passed by reference."""
+
+
 def test_only_shared_parameters_are_tied() -> None:
     layers = copy.deepcopy(model())
     stages = {number: Aliases([layer]) for number, layer in enumerate(layers)}
-    assert sorted(tied_gradients(stages)) == [1, 2, 3, 5, 6]
-    assert tied_gradients({0: Aliases([nn.Sequential(layers[0], layers[1])]), 1: Aliases([layers[7]])}) == {}
+    assert sorted(tied_gradients(stages, no_link)) == [1, 2, 3, 5, 6]
+    assert tied_gradients({0: Aliases([nn.Sequential(layers[0], layers[1])]), 1: Aliases([layers[7]])}, no_link) == {}
 
 
-def test_a_gradient_waits_for_the_earlier_stage() -> None:
+def in_three_stages() -> dict[int, Aliases]:
     weight = nn.Parameter(torch.zeros(2))
     holders = [nn.Module() for _ in range(3)]
     for holder in holders:
         holder.weight = weight
-    stages = {number: Aliases([holder]) for number, holder in enumerate(holders)}
-    tied = tied_gradients(stages)
+    return {number: Aliases([holder]) for number, holder in enumerate(holders)}
+
+
+def test_a_gradient_waits_for_the_earlier_stage() -> None:
+    stages = in_three_stages()
+    tied = tied_gradients(stages, no_link)
     first, second, third = tied[0], tied[1], tied[2]
     stages[2].leaves[0].grad = torch.ones(2)
     third.hand_on(5)
@@ -128,3 +136,36 @@ def test_a_gradient_waits_for_the_earlier_stage() -> None:
     assert second.begun(5) == []
     third.hand_on(6)  # it got no gradient
     assert second.begun(6) == []
+
+
+@pytest.mark.parametrize("cleared", [1, 2])
+def test_after_a_failure_no_gradient_waits(cleared: int) -> None:
+    stages = in_three_stages()
+    tied = tied_gradients(stages, no_link)
+    stages[2].leaves[0].grad = torch.ones(2)
+    tied[2].hand_on(0)
+    tied[cleared].clear()
+    assert tied[1].begun(0) == []
+
+
+def test_a_gradient_goes_over_the_link() -> None:
+    travelled: list[tuple[int, int, str]] = []
+
+    class Doubles:
+        def __init__(self, source: int, target: int) -> None:
+            self.ends = source, target
+
+        def depart(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], str]:
+            return tuple(2 * tensor for tensor in tensors), "event"
+
+        def arrive(self, tensors: tuple[Tensor, ...], event: str) -> None:
+            travelled.append((*self.ends, event))
+
+    stages = in_three_stages()
+    tied = tied_gradients(stages, Doubles)
+    stages[2].leaves[0].grad = torch.ones(2)
+    tied[2].hand_on(0)
+    assert not travelled
+    ((_, gradient),) = tied[1].begun(0)
+    assert gradient.tolist() == [2.0, 2.0]
+    assert travelled == [(2, 1, "event")]

@@ -1,10 +1,12 @@
 """What is easily forgotten where workers are processes: order, what changes in place, what only one of them does."""
 
+import contextlib
 import copy
 import gc
 import logging
 import signal
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework import Mesh, Pipe, PipelineError, load_checkpoint, pop, save_checkpoint, skippable, stash
+from pipework import Mesh, Pipe, PipelineError, PipeWarning, load_checkpoint, pop, save_checkpoint, skippable, stash
 from pipework import pipe as pipe_module
 from pipework.schedule import from_orders_text
 
@@ -75,6 +77,11 @@ class Tied(nn.Module):
         return x @ self.weight
 
 
+class Recurrent(nn.LSTM):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
 def square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
@@ -99,6 +106,14 @@ def two_ranks(mesh: Mesh) -> None:
         loss, mine = pipe(x[:rows], target=y[:rows], return_output=True, outputs="all")
         assert torch.equal(loss, expected)
         assert torch.equal(mine, output)
+
+    pipe = Pipe(nn.Sequential(Recurrent(3, 3), nn.Linear(3, 3)), 2, mesh=mesh, balance=[1, 1], loss_fn=square)
+    x = torch.randn(8, 5, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PipeWarning)
+        with pytest.raises(PipeWarning, match="batch_first") if pipe.is_first else contextlib.nullcontext():
+            pipe(x, target=x)
+        pipe(x, target=x).backward()
 
 
 def without_data(mesh: Mesh) -> list[str]:
