@@ -32,6 +32,7 @@ from pipework.runtime.skips import skip_tracker
 from pipework.runtime.skips.connections import Bundle, SkipPorts
 from pipework.runtime.skips.stashed import Arrived, Stashed, arrived_tensors
 from pipework.runtime.stage.finite import refuse_non_finite
+from pipework.runtime.stage.recompute_check import RecomputeCheck
 from pipework.runtime.stage.recompute_phase import checkpointing, recomputing
 from pipework.runtime.stage.returned import layer_text, note_returned
 from pipework.values import nested
@@ -82,6 +83,7 @@ class StageRun:
         self._checkpointed = checkpointed if context.grad and stage.training else frozenset[int]()
         self._inputs: dict[int, tuple[tuple[Tensor, ...], Around, Snapshot, list[int]]] = {}
         self._graphs: dict[int, tuple[tuple[Tensor, ...], tuple[Root, ...]]] = {}
+        self._recompute_check = RecomputeCheck(stage.recompute_looks)
         # Whether the layers change their input in place; None before the first micro-batch, which is treated as if they
         # did. The caller's own leaves, and views of them from an earlier stage, are passed as they are, so that PyTorch
         # refuses an in-place operation on them.
@@ -224,6 +226,7 @@ class StageRun:
         context = contextlib.nullcontext() if self._context_entered else self._context.entered()
         with context, recomputing(), buffers.standing_in(again=again):
             outputs, _ = self._compute(leaves, structure, micro_batch)
+            self._recompute_check.compare(micro_batch, outputs, self._stage.place)
             self._keep_graph(micro_batch, leaves, outputs)
         self._targets.pop(micro_batch, None)  # a loss inside is recomputed once
 
@@ -311,6 +314,7 @@ class StageRun:
         self._targets.clear()
         self._inputs.clear()
         self._graphs.clear()
+        self._recompute_check.clear()
         if self._weight_store is not None:
             self._weight_store.clear()
         if self.tied is not None:
@@ -343,6 +347,7 @@ class StageRun:
             outputs, structure_out = self._compute(own, structure, micro_batch)
             if not self._inspected:
                 self._inspect(own, outputs)
+        self._recompute_check.keep(micro_batch, outputs)
         if of_target != list(map(_version, target)):
             raise RuntimeError(
                 "the loss changed its target in place, and checkpointing needs the target again. Clone it in the loss, "
