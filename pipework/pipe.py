@@ -228,13 +228,22 @@ class Pipe(Layers):
             seed: of the order; the same on all ranks.
             drop_last: leave out rows at the end that do not fill all replicas, instead of repeating some.
 
+        Raises:
+            TypeError: it is a `DataLoader`, whose length counts batches.
+
         Example:
             >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), devices=["cpu"])
             >>> list(pipe.sampler(range(4), shuffle=False))
             [0, 1, 2, 3]
         """
+        from torch.utils.data import DataLoader
         from torch.utils.data.distributed import DistributedSampler  # needs torch.distributed, which a build may lack
 
+        if isinstance(dataset, DataLoader):
+            raise TypeError(
+                "pipe.sampler got a DataLoader, whose length counts batches, and wanted the dataset, whose length "
+                "counts rows: DataLoader(dataset, batch_size, sampler=pipe.sampler(dataset))"
+            )
         data: Any = dataset
         return DistributedSampler(
             data, self.data_parallel_size, self.data_parallel_rank, shuffle=shuffle, seed=seed, drop_last=drop_last

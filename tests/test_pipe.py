@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from pipework import Pipe, PipeWarning
 from pipework.schedule import Schedule, fill_drain
@@ -118,6 +119,12 @@ def test_without_balance_and_devices_it_chooses_and_says_so(caplog: pytest.LogCa
         pipe = Pipe(layers())
     assert len(pipe.balance) >= 2 or torch.accelerator.is_available()
     assert len(caplog.records) == 1
+
+
+def test_a_sampler_is_of_a_dataset() -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), devices=["cpu"])
+    with pytest.raises(TypeError, match=r"got a DataLoader.*wanted the dataset"):
+        pipe.sampler(DataLoader(range(4), batch_size=2))
 
 
 def test_attributes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -69,9 +70,15 @@ class LossSettings:
 
     def _refuse_other_reduction(self) -> None:
         """Raises a ValueError if the function has another `reduction`: an attribute or argument of PyTorch's losses."""
-        own, name = getattr(self.function, "reduction", None), type(self.function).__name__
-        if isinstance(self.function, functools.partial):
-            own, name = self.function.keywords.get("reduction"), getattr(self.function.func, "__name__", name)
+        function: Any = self.function
+        bound: dict[str, Any] = {}
+        if isinstance(function, functools.partial):
+            function, bound = function.func, function.keywords
+        name = getattr(function, "__name__", None) or type(function).__name__
+        own = bound.get("reduction", getattr(function, "reduction", None))
+        if own is None and getattr(function, "__module__", "") == nn.functional.__name__:
+            parameter = inspect.signature(function).parameters.get("reduction")
+            own = None if parameter is None else parameter.default
         if own == "none":
             raise ValueError(
                 f"loss_fn ({name}) has reduction='none', which gives no single number: make it with reduction="
@@ -81,6 +88,12 @@ class LossSettings:
             raise ValueError(
                 f"loss_fn ({name}) has reduction='sum', and loss_reduction is 'mean', so the pipe would take the mean "
                 "of its micro-batches' sums: give Pipe loss_reduction=\"sum\", or make loss_fn with reduction='mean'"
+            )
+        if own in {"mean", "batchmean"} and self.reduction == "sum":
+            raise ValueError(
+                f"loss_fn ({name}) has reduction={own!r}, and loss_reduction is 'sum', so the pipe would add up its "
+                "micro-batches' means, which is larger than the mean the more micro-batches there are: leave "
+                "loss_reduction out, or make loss_fn with reduction='sum'"
             )
 
     def missing_target(

@@ -89,9 +89,13 @@ class Scaled(nn.Module):
         return self.linear(value["x"]) * scale**power
 
 
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output, target)
+
+
 def test_what_all_micro_batches_share_gets_the_sum_of_their_gradients(way: Any) -> None:
     plain = nn.Sequential(Scaled(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    pipe = way.pipe(plain, 2, balance=[1, 1, 1, 1], loss_fn=nn.functional.mse_loss, loss_reduction="sum")
+    pipe = way.pipe(plain, 2, balance=[1, 1, 1, 1], loss_fn=mean_square, loss_reduction="sum")
     batches = [{"x": torch.randn(*shape, 4)} for shape in ((3,), (2, 5), (7, 1, 2))]
     targets = [torch.randn_like(each["x"]) for each in batches]
     scales = [torch.randn(4, requires_grad=True) for _ in range(2)]

@@ -5,6 +5,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,6 +53,13 @@ class WithParameters(nn.Module):
             ValueError,
             "reduction='none'.*make it with reduction='sum'",
         ),
+        ({"loss_fn": F.cross_entropy, "loss_reduction": "sum"}, ValueError, r"\(cross_entropy\) has reduction='mean'"),
+        ({"loss_fn": nn.MSELoss(), "loss_reduction": "sum"}, ValueError, "leave loss_reduction out, or .*'sum'"),
+        (
+            {"loss_fn": partial(F.nll_loss, ignore_index=0), "loss_reduction": "sum"},
+            ValueError,
+            r"\(nll_loss\).*'mean'",
+        ),
         ({"loss_weight": 3}, TypeError, "loss_weight is 3: wanted a function"),
         ({"loss_reduction": "none"}, ValueError, "loss_reduction is 'none': wanted one of 'mean', 'sum'"),
         ({"loss_reduction": None}, ValueError, "loss_reduction is None"),
@@ -71,6 +79,7 @@ def test_nonsense_is_refused_by_the_constructor(options: dict[str, Any], error: 
 
 def test_a_loss_that_sums_fits_a_sum() -> None:
     assert LossSettings(nn.MSELoss(reduction="sum"), "sum").reduction == "sum"
+    assert LossSettings(partial(F.mse_loss, reduction="sum"), "sum").reduction == "sum"
 
 
 def test_a_disabled_scaler_scales_nothing() -> None:

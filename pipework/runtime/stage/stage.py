@@ -9,6 +9,7 @@ from torch import nn
 from pipework.runtime.skips.stashed import StashedTensors
 from pipework.runtime.stage.buffers import MutableBuffers
 from pipework.runtime.stage.execution_views import execution_layers
+from pipework.runtime.stage.recompute_check import MINI_BATCHES
 from pipework.runtime.stage.returned import layer_text
 
 if TYPE_CHECKING:
@@ -78,7 +79,13 @@ class Stage:
         self.inspected: set[tuple[bool, bool, int]] = set()
         # By the id of a parameter, whether its gradient is deferred to W; see WeightGradientStore.
         self.deferred: dict[int, bool] = {}
+        self.recompute_looks = iter(range(MINI_BATCHES))
         self.buffers = MutableBuffers(runnable if loss is None else [*runnable, loss])
+
+    @property
+    def place(self) -> str:
+        """The stage and its layers, as messages call them."""
+        return f"stage {self.index} (layers {self.layers[0].name!r} to {self.layers[-1].name!r})"
 
     def before(self, number: int) -> str | None:
         """The layer before that with a number, as messages call it; None: there is none."""

@@ -33,6 +33,7 @@ from pipework.runtime.skips.stashed import Arrived, Stashed, arrived_tensors
 from pipework.runtime.stage.finite import refuse_non_finite
 from pipework.runtime.stage.in_place import InPlaceChanges
 from pipework.runtime.stage.loss_run import LossRun
+from pipework.runtime.stage.recompute_check import RecomputeCheck
 from pipework.runtime.stage.recompute_phase import checkpointing, recomputing
 from pipework.runtime.stage.returned import layer_text, note_returned
 from pipework.values import nested
@@ -82,6 +83,7 @@ class StageRun:
         self._inputs: dict[int, tuple[tuple[Tensor, ...], Around, Snapshot, list[int]]] = {}
         self._graphs: dict[int, tuple[tuple[Tensor, ...], tuple[Root, ...]]] = {}
         self._in_place = InPlaceChanges(stage, own_leaves if stage.index == 0 else frozenset(), batch)
+        self._recompute_check = RecomputeCheck(stage.recompute_looks)
         self._sends_gradients = sends_gradients
         self._inspected = False  # whether a graph has been searched for hidden parameters
         if loss is not None and loss.function is None:  # the last layer takes the target, too
@@ -207,6 +209,7 @@ class StageRun:
         context = contextlib.nullcontext() if self._context_entered else self._context.entered()
         with context, recomputing(), buffers.standing_in(again=again):
             outputs, _ = self._compute(leaves, structure, micro_batch)
+            self._recompute_check.compare(micro_batch, outputs, self._stage.place)
             self._keep_graph(micro_batch, leaves, outputs)
         if self._loss is not None:
             self._loss.targets.pop(micro_batch, None)  # it is recomputed once
@@ -297,6 +300,7 @@ class StageRun:
             self._loss.targets.clear()
         self._inputs.clear()
         self._graphs.clear()
+        self._recompute_check.clear()
         if self._weight_store is not None:
             self._weight_store.clear()
         if self.tied is not None:
@@ -322,6 +326,7 @@ class StageRun:
             outputs, structure_out = self._compute(own, structure, micro_batch)
             if not self._inspected:
                 self._inspect(own, outputs)
+        self._recompute_check.keep(micro_batch, outputs)
         if of_target != list(map(_version, target)):
             raise RuntimeError(
                 "the loss changed its target in place, and checkpointing needs the target again. Clone it in the loss, "
