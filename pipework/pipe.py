@@ -131,8 +131,10 @@ class Pipe(Layers):
         backend = _backend(mesh, devices)
         plan = make_plan(module, schedule, chunks, balance, backend.devices)
         here = backend.own_stages(plan)
-        for doubt in doubts_about(module, plan, chunks, balance, backend.devices) if self._executor_type.warns else ():
-            warn_caller(doubt)
+        # Of several processes all have the same doubts, and one says so.
+        if self._executor_type.warns and backend.data_parallel_rank == 0 and 0 in (here or [0]):
+            for doubt in doubts_about(module, plan, chunks, balance, backend.devices):
+                warn_caller(doubt)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)
         stages = range(len(plan.placement))

@@ -1,5 +1,6 @@
 """What works in one process and would train something else in several: it is refused, by name."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,13 @@ def right_rows(mesh: Mesh) -> list[int]:
     return list(sampler)
 
 
+def warned(mesh: Mesh) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Pipe(layers(), 1, mesh=mesh)
+    return [str(each.message)[:11] for each in caught]
+
+
 def test_the_wrapped_model_does_not_answer_for_others(on_ranks: Run) -> None:
     on_ranks(2, stale)
 
@@ -99,3 +107,7 @@ def test_the_sampler_gives_ranks_the_same_rows_and_replicas_others(on_ranks: Run
     assert first == second
     assert third == fourth
     assert sorted(first + third) == list(range(32))
+
+
+def test_what_all_processes_doubt_is_told_by_one(on_ranks: Run) -> None:
+    assert on_ranks(4, warned, init={"dp": 2}) == [["chunks is 1"], [], [], []]
