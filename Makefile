@@ -9,10 +9,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test test-thorough test-all docs package lint format bench clean
+.PHONY: help train test test-thorough test-all test-accelerator docs package lint format bench clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
 
 train: $(VENV)/.train ## train a small GPT in a pipeline (options: ARGS="--help")
 	@trap : INT; echo $(BIN)/python examples/train_gpt.py $(ARGS); \
@@ -27,6 +27,11 @@ test-thorough: $(VENV)/.test ## run what `make test` leaves out, but for slow te
 
 test-all: $(VENV)/.test ## run all tests, the slow ones too
 	$(BIN)/python -m pytest -n $(WORKERS) -m "" $(ARGS)
+
+# Built before pytest starts its workers; PyTorch gets one accelerator for the life of a process, so these run alone.
+test-accelerator: $(VENV)/.test ## run the tests of accelerators on a simulated one (needs gcc or clang)
+	$(BIN)/python -m tests.accelerator.build
+	$(BIN)/python -m pytest -p tests.accelerator.plugin -n $(WORKERS) -m "gpu and not slow" $(ARGS)
 
 lint: $(VENV)/.dev ## check style, format and types
 	$(BIN)/ruff check .

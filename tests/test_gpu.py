@@ -1,25 +1,35 @@
-"""Streams, copies between devices and random numbers on an accelerator; skipped where there is none."""
+"""Streams, copies between devices and random numbers on accelerators; skipped where there is none.
+
+With several accelerators several are used, with one all workers share it. The values are those of the un-pipelined
+model on the CPU: bit for bit on the simulated accelerator (`tests/accelerator/`), on others in double precision to
+almost all digits.
+"""
 
 import copy
+import gc
+from collections.abc import Iterable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipework import Pipe, pop, skippable, stash
+from pipework import MicroBatches, Pipe, balance_by_size, balance_by_time, pop, skippable, stash
 from pipework.runtime.device import Link
-from pipework.testing import draw_key, reference_backward
+from pipework.schedule import SCHEDULES
+from pipework.testing import draw_key, reference_backward, reference_step
+from tests.conftest import WAYS
 
 pytestmark = pytest.mark.gpu
 
 WIDTH = 256
 
 
-def accelerator() -> torch.device:
+def accelerator(number: int = 0) -> torch.device:
+    """One of the accelerators, counted round."""
     found = torch.accelerator.current_accelerator()
     assert found is not None
-    return torch.device(found.type, 0)
+    return torch.device(found.type, number % torch.accelerator.device_count())
 
 
 def model(dropout: float = 0.0) -> nn.Sequential:
@@ -30,7 +40,7 @@ def model(dropout: float = 0.0) -> nn.Sequential:
 
 
 def devices_of(kind: str) -> list[torch.device]:
-    gpu, cpu = accelerator(), torch.device("cpu")
+    gpu, other, cpu = accelerator(), accelerator(1), torch.device("cpu")
     return {
         "one stage": [gpu],
         "two stages on one": [gpu, gpu],
@@ -38,34 +48,158 @@ def devices_of(kind: str) -> list[torch.device]:
         "cpu to gpu": [cpu, gpu],
         "gpu to cpu": [gpu, cpu],
         "there and back": [cpu, gpu, cpu, gpu],
+        "two": [gpu, other],
+        "four": [accelerator(number) for number in range(4)],
+        "two stages on each of two": [gpu, other, gpu, other],
+        "cpu between two": [gpu, cpu, other, cpu],
     }[kind]
 
 
-KINDS = ["one stage", "two stages on one", "four stages on one", "cpu to gpu", "gpu to cpu", "there and back"]
+KINDS = [
+    "one stage", "two stages on one", "four stages on one", "cpu to gpu", "gpu to cpu", "there and back", "two", "four",
+    "two stages on each of two", "cpu between two",
+]  # fmt: skip
 BALANCES = {1: [5], 2: [2, 3], 4: [1, 1, 1, 2]}
 
+every_mode = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("kind", KINDS)
+
+def same(actual: Tensor, expected: Tensor) -> None:
+    exact = accelerator().type == "sim"
+    torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=0 if exact else 1e-9, atol=0 if exact else 1e-12)
+
+
+def same_gradients(pipe: nn.Module, plain: nn.Module) -> None:
+    for actual, expected in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert actual.grad is not None
+        assert expected.grad is not None
+        same(actual.grad, expected.grad)
+
+
+def batches(count: int, rows: int = 64) -> Iterable[tuple[Tensor, Tensor]]:
+    """Inputs and targets. A missing synchronisation shows when memory is reused, hence several."""
+    for _ in range(count):
+        yield torch.randn(rows, WIDTH, dtype=torch.float64), torch.randint(10, (rows,))
+
+
+@every_mode
+@every_kind
 def test_gradients_with_the_loss_outside(kind: str, checkpoint: str) -> None:
     devices = devices_of(kind)
     plain = model().double()
     pipe = Pipe(copy.deepcopy(plain), 4, checkpoint, balance=BALANCES[len(devices)], devices=devices)
     assert pipe[0][0].weight.device == devices[0]
-    for _ in range(5):  # a missing synchronisation shows when memory is reused
-        x, y = torch.randn(64, WIDTH, dtype=torch.float64), torch.randint(10, (64,))
+    for x, y in batches(5):
         plain.zero_grad()
-        F.cross_entropy(plain(x), y).backward()
+        reference = reference_backward(plain, x, lambda output, y=y: F.cross_entropy(output, y), 4, draw_key())
         pipe.zero_grad()
         output = pipe(x)
         assert output.device == devices[-1]
         F.cross_entropy(output, y.to(output.device)).backward()
-        for expected, actual in zip(plain.parameters(), pipe.parameters(), strict=True):
-            torch.testing.assert_close(actual.grad.cpu(), expected.grad, rtol=1e-9, atol=1e-12)
+        same(output, reference.output)
+        same_gradients(pipe, plain)
+
+
+@every_mode
+@every_kind
+def test_gradients_with_the_loss_inside(kind: str, checkpoint: str) -> None:
+    devices = devices_of(kind)
+    plain = model().double()
+    pipe = Pipe(
+        copy.deepcopy(plain), 4, checkpoint, balance=BALANCES[len(devices)], devices=devices, schedule="1f1b",
+        loss_fn=F.cross_entropy,
+    )  # fmt: skip
+    for x, y in batches(3):
+        plain.zero_grad()
+        reference = reference_step(plain, x, y, F.cross_entropy, 4, draw_key())
+        pipe.zero_grad()
+        loss = pipe(x, target=y)
+        loss.backward()
+        same(loss, reference.loss)
+        same_gradients(pipe, plain)
+
+
+@every_mode
+@pytest.mark.parametrize("schedule", [name for name in WAYS if name != "outside"])
+def test_every_schedule_on_two_devices(schedule: str, checkpoint: str) -> None:
+    plain = model().double()
+    workers = 4 // SCHEDULES[schedule].stages_per_worker
+    pipe = Pipe(
+        copy.deepcopy(plain), 4, checkpoint, balance=[1, 1, 1, 2], schedule=schedule, loss_fn=F.cross_entropy,
+        devices=[accelerator(worker % 2) for worker in range(workers)],
+    )  # fmt: skip
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (plain, pipe)]
+    for x, y in batches(3):
+        reference = reference_step(plain, x, y, F.cross_entropy, 4, draw_key())
+        loss = pipe(x, target=y)
+        loss.backward()
+        same(loss, reference.loss)
+        same_gradients(pipe, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["two", "four", "cpu between two"])
+def test_evaluation(kind: str) -> None:
+    devices = devices_of(kind)
+    plain = model(0.1).double().eval()
+    pipe = Pipe(copy.deepcopy(plain), 4, balance=BALANCES[len(devices)], devices=devices).eval()
+    with torch.no_grad():
+        for x, _ in batches(5):
+            same(pipe(x.to(devices[0])), torch.cat([plain(part) for part in x.chunk(4)]))
+
+
+@pytest.mark.parametrize("place", [0, 1, "cpu"])
+def test_inputs_may_lie_anywhere_and_get_their_gradients_there(place: int | str) -> None:
+    where = torch.device("cpu") if place == "cpu" else accelerator(int(place))
+    plain = model().double()
+    pipe = Pipe(copy.deepcopy(plain), 4, balance=[2, 3], devices=devices_of("two"))
+    for x, _ in batches(3):
+        inputs = [x.clone().requires_grad_(), x.to(where).requires_grad_()]
+        plain.zero_grad()
+        reference = reference_backward(plain, inputs[0], lambda output: output.square().sum(), 4, draw_key())
+        pipe.zero_grad()
+        output = pipe(inputs[1])
+        output.square().sum().backward()
+        same(output, reference.output)
+        same_gradients(pipe, plain)
+        assert inputs[1].grad is not None
+        assert inputs[1].grad.device == where
+        same(inputs[1].grad, inputs[0].grad)
+
+
+def test_given_micro_batches() -> None:
+    plain = model().double()
+    pipe = Pipe(copy.deepcopy(plain), 3, balance=[2, 3], devices=devices_of("two"), loss_fn=F.cross_entropy)
+    for x, y in batches(3, rows=9):
+        xs, ys = MicroBatches(x.split([2, 3, 4])), MicroBatches(y.split([2, 3, 4]))
+        plain.zero_grad()
+        reference = reference_step(plain, xs, ys, F.cross_entropy, 3, draw_key())
+        pipe.zero_grad()
+        loss = pipe(xs, target=ys)
+        loss.backward()
+        same(loss, reference.loss)
+        same_gradients(pipe, plain)
+
+
+def test_two_calls_before_backward_and_a_retained_graph() -> None:
+    plain = model().double()
+    pipe = Pipe(copy.deepcopy(plain), 4, "never", balance=[2, 3], devices=devices_of("two"))
+    (first, _), (second, _) = batches(2)
+    for x in (first, second, second):
+        reference_backward(plain, x, torch.sum, 4, draw_key())
+    outputs = [pipe(first), pipe(second)]
+    outputs[0].sum().backward()
+    loss = outputs[1].sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    same_gradients(pipe, plain)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@every_mode
 def test_dropout_is_the_same_for_any_number_of_stages_and_when_recomputed(stages: int, checkpoint: str) -> None:
     gpu = accelerator()
     plain = model(0.3).to(gpu)
@@ -82,6 +216,22 @@ def test_dropout_is_the_same_for_any_number_of_stages_and_when_recomputed(stages
     torch.testing.assert_close(output, reference.output)
     for expected, actual in zip(plain.parameters(), pipe.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad)
+
+
+@every_mode
+def test_dropout_on_four_devices_depends_on_the_seed_alone(checkpoint: str) -> None:
+    pipe = Pipe(model(0.3).double(), 4, checkpoint, balance=BALANCES[4], devices=devices_of("four"))
+    x = torch.randn(64, WIDTH, dtype=torch.float64)
+    results = []
+    for _ in range(3):
+        torch.manual_seed(1)
+        pipe.zero_grad()
+        output = pipe(x)
+        output.sum().backward()
+        results.append([output, *(parameter.grad for parameter in pipe.parameters())])
+    for again in results[1:]:
+        for actual, expected in zip(again, results[0], strict=True):
+            same(actual, expected)
 
 
 def test_the_callers_own_stream_is_respected() -> None:
@@ -102,10 +252,11 @@ def test_the_callers_own_stream_is_respected() -> None:
     torch.testing.assert_close(gradient, plain[0][0].weight.grad * 2)
 
 
-def test_recorded_times_are_the_devices() -> None:
-    gpu = accelerator()
-    pipe = Pipe(model(), 4, balance=[2, 3], devices=[gpu, gpu])
-    x = torch.randn(4096, WIDTH, device=gpu)
+@pytest.mark.parametrize("kind", ["two stages on one", "two"])
+def test_recorded_times_are_the_devices(kind: str) -> None:
+    devices = devices_of(kind)
+    pipe = Pipe(model(), 4, balance=[2, 3], devices=devices)
+    x = torch.randn(4096, WIDTH, device=devices[0])
     pipe(x).sum().backward()
     with pipe.record() as timeline:
         pipe(x).sum().backward()
@@ -113,7 +264,46 @@ def test_recorded_times_are_the_devices() -> None:
     assert all(interval.end > interval.start for interval in measured.intervals)
 
 
+def test_prediction() -> None:
+    devices = devices_of("two")
+    pipe = Pipe(model(), 4, "never", balance=[2, 3], devices=devices, schedule="1f1b", loss_fn=F.cross_entropy)
+    x, y = torch.randn(64, WIDTH), torch.randint(10, (64,))
+    predicted = pipe.predict(x, target=y)
+    assert list(predicted.devices) == devices
+    assert predicted.seconds > 0
+    weights = [sum(p.numel() * p.element_size() for p in layers.parameters()) for layers in pipe.partitions]
+    assert [stage.weights for stage in predicted.stages] == weights
+
+
+def test_balances() -> None:
+    module, x = model(), torch.randn(64, WIDTH)
+    devices = devices_of("two")
+    assert sum(balance_by_time(2, module, x, timeout=0, devices=devices)) == 5
+    assert sum(balance_by_time(2, module, x, timeout=0, devices=[*devices[:1], "cpu"])) == 5
+    sizes = balance_by_size(2, module, x, device="cpu")
+    assert balance_by_size(2, module, x, device=accelerator(1)) == sizes
+    assert all(parameter.device == torch.device("cpu") for parameter in module.parameters())
+
+
+def test_deferred_batch_norm() -> None:
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()) for _ in range(4))
+    plain = nn.Sequential(*layers).double()
+    for pipe_devices in (devices_of("two"), devices_of("cpu to gpu")):
+        pipe = Pipe(
+            copy.deepcopy(plain), 4, "always", deferred_batch_norm=True, balance=[2, 2], devices=pipe_devices
+        )  # fmt: skip
+        expected = copy.deepcopy(plain)
+        for x, _ in batches(3):
+            # The first norm sees what it would without micro-batches; what the others see depends on it.
+            expected[0](x)
+            pipe(x).sum().backward()
+        for name in ("running_mean", "running_var"):
+            actual = getattr(pipe[0][1], name)
+            torch.testing.assert_close(actual.cpu(), getattr(expected[0][1], name), rtol=1e-12, atol=1e-12)
+
+
 def test_memory_does_not_grow() -> None:
+    gc.collect()  # of earlier tests, which must not go while this one counts
     gpu = accelerator()
     pipe = Pipe(model(), 4, balance=[2, 3], devices=[gpu, gpu])
 
@@ -141,6 +331,24 @@ class Use(nn.Module):
         return x + skip.sum()
 
 
+@skippable(stash=["kept"])
+class Keep(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = super().forward(x)
+        yield stash("kept", x)
+        return x.tanh()
+
+
+@skippable(pop=["kept"])
+class Add(nn.Module):
+    def forward(self, x):
+        kept = yield pop("kept")
+        return x + kept.sigmoid()
+
+
 def test_a_skip_to_several_workers_of_one_device_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, large = accelerator(), 64 * WIDTH
     copied: list[int] = []
@@ -158,3 +366,22 @@ def test_a_skip_to_several_workers_of_one_device_is_copied_once(monkeypatch: pyt
     output.backward()
     assert copied.count(large) == 2
     torch.testing.assert_close(x.grad[1:], torch.full((63, WIDTH), 3.0))
+
+
+@every_mode
+@pytest.mark.parametrize("kind", ["two", "four", "cpu between two"])
+def test_skips_between_devices(kind: str, checkpoint: str) -> None:
+    devices = devices_of(kind)
+    plain = nn.Sequential(Keep(), nn.Linear(WIDTH, WIDTH), Add(), nn.Linear(WIDTH, 10)).double()
+    balance = [1] * 4 if len(devices) == 4 else [2, 2]
+    pipe = Pipe(copy.deepcopy(plain), 4, checkpoint, balance=balance, devices=devices)
+    for x, _ in batches(3):
+        inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+        plain.zero_grad()
+        reference = reference_backward(plain, inputs[0], lambda output: output.square().sum(), 4, draw_key())
+        pipe.zero_grad()
+        output = pipe(inputs[1])
+        output.square().sum().backward()
+        same(output, reference.output)
+        same_gradients(pipe, plain)
+        same(inputs[1].grad, inputs[0].grad)

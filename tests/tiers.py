@@ -4,6 +4,8 @@
 * Tests marked `thorough` run with `make test-thorough`, and so in `.ci/run`. Some have the mark in their file, and this
   module gives it to others.
 * All other tests run with `make test`.
+* Tests marked `gpu` are skipped in all of these without an accelerator, and `tests/accelerator` is left out:
+  `make test-accelerator` runs both, in processes whose accelerator is simulated.
 
 There are two rules, and both give the same choice each time:
 

@@ -1,11 +1,17 @@
-"""Builds the simulated accelerator, once for each state of its sources, of PyTorch and of the compiler."""
+"""Builds the simulated accelerator, once for each state of its sources, of PyTorch and of the compiler.
+
+`python -m tests.accelerator.build` only builds it.
+"""
 
 import hashlib
+import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import torch
 from torch.utils import cpp_extension
@@ -22,6 +28,13 @@ def build() -> ModuleType:
     Raises:
         RuntimeError: if there is no compiler, no ninja, or no header files of Python. The message says which.
     """
+    # A virtual environment that is not activated has its ninja beside its Python.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    with mock.patch.dict(os.environ, PATH=path):
+        return _build()
+
+
+def _build() -> ModuleType:
     compiler = _compiler()
     files = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
@@ -54,3 +67,10 @@ def _compiler() -> str:
             "(python3-dev on Debian)"
         )
     return compiler
+
+
+if __name__ == "__main__":
+    try:
+        build()
+    except RuntimeError as error:
+        sys.exit(str(error))

@@ -13,6 +13,15 @@ import pytest
 from tests.accelerator import simulated
 
 SHOWN = 2  # reports of one test
+# Tests of how fast a real device is.
+SPEED = {"tests/balance/test_by_time.py::test_a_cpu_beside_an_accelerator_gets_fewer_layers"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    skip = pytest.mark.skip(reason="the simulated accelerator is no faster than the CPU")
+    for item in items:
+        if item.nodeid in SPEED:
+            item.add_marker(skip)
 
 
 def settings_from(text: str) -> dict[str, Any]:

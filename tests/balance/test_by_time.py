@@ -104,9 +104,10 @@ def test_integers_frozen_layers_and_detached_outputs_are_fine():
 
 @pytest.mark.gpu
 def test_runs_on_an_accelerator_and_leaves_the_module_where_it_is(delicate, untouched):
+    x = torch.rand(6, 4)
     state = torch.get_device_module().get_rng_state()
     with untouched(delicate):
-        assert sum(balance_by_time(2, delicate, torch.rand(6, 4), timeout=0)) == 5
+        assert sum(balance_by_time(2, delicate, x, timeout=0)) == 5
     assert torch.equal(torch.get_device_module().get_rng_state(), state)
 
 

@@ -100,8 +100,11 @@ class Call {
         auto target = targets[r].begin();
         for_each_tensor(made[r], [&](const at::Tensor& tensor) {
           if (target == targets[r].end()) return;
-          // The CPU's kernel may leave empty what other devices fill for the backward.
-          if (tensor.numel() > 0 || target->numel() == 0) target->copy_(tensor);
+          // The CPU's kernel may leave empty what other devices keep for the backward.
+          if (tensor.numel() == target->numel())
+            target->copy_(tensor);
+          else
+            target->zero_();
           ++target;
         });
       }
