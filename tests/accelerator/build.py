@@ -3,6 +3,7 @@
 `python -m tests.accelerator.build` only builds it.
 """
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -42,12 +43,16 @@ def _build() -> ModuleType:
     # Ninja itself compiles again what has changed in the sources.
     folder = BUILDS / state.hexdigest()[:12]
     folder.mkdir(parents=True, exist_ok=True)
-    return cpp_extension.load(
-        "simulated_accelerator",
-        [str(path) for path in files if path.suffix == ".cpp"],
-        extra_cflags=FLAGS,
-        build_directory=str(folder),
-    )
+    with (folder / "building").open("w") as building:
+        fcntl.flock(building, fcntl.LOCK_EX)
+        # PyTorch's own lock: nobody else builds now, so one that is there is of a build that was killed.
+        (folder / "lock").unlink(missing_ok=True)
+        return cpp_extension.load(
+            "simulated_accelerator",
+            [str(path) for path in files if path.suffix == ".cpp"],
+            extra_cflags=FLAGS,
+            build_directory=str(folder),
+        )
 
 
 def _compiler() -> str:
