@@ -21,6 +21,7 @@ REFUSED = {
     "an object of an unknown class that holds a tensor with a gradient": "register_pytree_node",
     "a norm with running statistics in two partitions": "put them into one partition",
     "an `nn.Sequential` with a forward, parameters, buffers or hooks of its own": "pipe of its layers would leave out",
+    "a layer draws from Python's `random`, numpy or a `torch.Generator` of its own, or counts calls": "another output",
     "`optimizer.step()` between forward and backward, with the loss outside": "modified by an inplace operation since",
     "a `loss_fn` that is a module with parameters": "make it the last layer",
     "a schedule whose backwards are not in ascending order": "in another order than 0, 1, 2, ",
