@@ -17,8 +17,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework import Mesh, Pipe, PipelineError, PipeWarning, load_checkpoint, pop, save_checkpoint, skippable, stash
-from pipework import pipe as pipe_module
+from pipework import (
+    Mesh,
+    Pipe,
+    PipelineError,
+    PipeWarning,
+    executor,
+    load_checkpoint,
+    pop,
+    save_checkpoint,
+    skippable,
+    stash,
+)
 from pipework.schedule import from_orders_text
 
 Run = Callable[..., list[Any]]
@@ -535,7 +545,7 @@ def clip_without_workers(mesh: Mesh) -> None:
         raise MemoryError("no memory for the engine")
 
     if mesh.rank == 1:
-        pipe_module.make_engine = no_engine  # type: ignore[assignment]
+        executor.make_engine = no_engine  # type: ignore[assignment]
     with pytest.raises(MemoryError if mesh.rank == 1 else PipelineError, match="no memory for the engine"):
         small_training(mesh)[0].clip_grad_norm_(1.0)  # the other rank may fail while this one makes the pipe
 
