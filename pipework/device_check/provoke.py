@@ -55,7 +55,7 @@ class LongKernels:
     def on_copy_streams(self, engine: Engine) -> None:
         """Keeps the streams busy on which an engine's links copy."""
         for link in engine.links.values():
-            for stream in [] if link is None else link._copy_streams:
+            for stream in [] if link is None else link.copy_streams:
                 with stream:
                     self(stream.device)
 

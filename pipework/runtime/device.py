@@ -104,13 +104,17 @@ class StreamClock(Clock):
 
 
 class Link:
-    """Carries tensors from one worker's device to another's, in one direction, with copy streams of its own."""
+    """Carries tensors from one worker's device to another's, in one direction.
+
+    Attributes:
+        copy_streams: streams of its own, on which it copies; none if both ends are on one device.
+    """
 
     def __init__(self, source: WorkerDevice, destination: WorkerDevice) -> None:
         self._source = source
         self._destination = destination
         self._crosses = source.device != destination.device
-        self._copy_streams = [
+        self.copy_streams = [
             torch.Stream(end.device) for end in (source, destination) if self._crosses and end.stream is not None
         ]
 
@@ -124,14 +128,14 @@ class Link:
         if not self._crosses:
             return tensors, event
         with contextlib.ExitStack() as current:
-            for stream in self._copy_streams:
+            for stream in self.copy_streams:
                 if event is not None:
                     stream.wait_event(event)
                 current.enter_context(stream)
             copies = tuple(None if tensor is None else self._copy(tensor) for tensor in tensors)
         # A copy between two accelerators runs on the source's stream, and the destination's stream waits for it, so an
         # event of the last stream comes after all copies.
-        return copies, self._copy_streams[-1].record_event()
+        return copies, self.copy_streams[-1].record_event()
 
     def arrive(self, tensors: tuple[Tensor | None, ...], event: torch.Event | None) -> None:
         """On the receiver's thread, before the tensors are read."""
@@ -148,14 +152,14 @@ class Link:
 
     def hand_over(self) -> None:
         """Called by the caller's thread after a failure: its streams wait for copies that nobody has received."""
-        for stream in self._copy_streams:
+        for stream in self.copy_streams:
             torch.accelerator.current_stream(stream.device).wait_stream(stream)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         with torch.no_grad():
             copy = tensor.to(self._destination.device, non_blocking=True)
         if self._source.stream is not None and tensor.device == self._source.device:
-            tensor.record_stream(self._copy_streams[0])
+            tensor.record_stream(self.copy_streams[0])
         return copy.requires_grad_() if tensor.requires_grad else copy
 
 

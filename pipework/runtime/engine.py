@@ -36,7 +36,8 @@ class Engine:
         peers: the processes that hold the pipe.
         links: see `LocalTransport`.
         workers: the threads.
-        lock: held while the workers run, because a stage's slots can hold the leaves of one mini-batch only.
+        lock: held while the workers run, because a stage's slots can hold the leaves of one mini-batch only, and while
+            a link is made.
     """
 
     stages: Mapping[int, Stage]
@@ -47,6 +48,19 @@ class Engine:
     links: dict[tuple[int, int], Link | None]
     workers: WorkerThreads
     lock: threading.Lock
+
+    def link(self, source: int, destination: int) -> Link | None:
+        """The link between the workers of two stages of this process; None: tensors are passed by reference.
+
+        Most are made with the engine, others when they are first asked for, with the lock held: parameters may be
+        shared at any time. `links[w, w]` is not that of two stages of worker w.
+        """
+        pair = self.placement[source], self.placement[destination]
+        if pair[0] == pair[1]:
+            return None
+        if pair not in self.links:
+            self.links[pair] = link(self.devices[pair[0]], self.devices[pair[1]])
+        return self.links[pair]
 
     def has(self, stage: int) -> bool:
         """Whether what is addressed to this stage stays in this process.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pipework.autograd.tied_gradients import tied_gradients
 from pipework.runtime.caller_modes import Modes, TakingTurns
-from pipework.runtime.device import link
 from pipework.runtime.failure import Failure
 from pipework.runtime.out_of_memory import note_memory
 from pipework.runtime.peers import RunSpec
@@ -124,11 +123,7 @@ class Step:
                 )
                 for stage in engine.stages.values()
             }
-        device_of = {number: stage.device for number, stage in engine.stages.items()}
-        ties = tied_gradients(
-            {number: run.aliases for number, run in self._runs.items()},
-            lambda source, target: link(device_of[source], device_of[target]),
-        )
+            ties = tied_gradients({number: run.aliases for number, run in self._runs.items()}, engine.link)
         for number, tied in ties.items():
             self._runs[number].tied = tied
         if options.recorder is not None:

@@ -31,7 +31,7 @@ def test_tensors_go_from_one_cpu_worker_to_another_without_a_link() -> None:
 def test_a_link_to_another_device_copies_and_keeps_requires_grad() -> None:
     way = link(WorkerDevice(CPU), WorkerDevice(META))
     assert isinstance(way, Link)
-    way._copy_streams = [_Stream()]
+    way.copy_streams = [_Stream()]
     copies, event = way.depart((torch.ones(2, requires_grad=True), None, torch.ones(1)))
     assert [copy if copy is None else (copy.device, copy.requires_grad) for copy in copies] == [
         (META, True), None, (META, False)
