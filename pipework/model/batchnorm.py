@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from pipework.runtime.device import is_accelerator
+from pipework.runtime.device import is_accelerator, record_on
 from pipework.runtime.stage.recompute_phase import is_recomputing
 from pipework.torch_private import BatchNorm
 
@@ -211,13 +211,10 @@ class DeferredBatchNorm(BatchNorm):
         ]
         self._collected.moments.clear()
         if groups:
-            if is_accelerator(
-                mean.device
-            ):  # the workers' streams have allocated them; this one, the caller's, reads them
-                stream = torch.accelerator.current_stream(mean.device)
-                for group in groups:
-                    group.mean.record_stream(stream)
-                    group.deviations.record_stream(stream)
+            if is_accelerator(mean.device):
+                # The workers' streams have allocated the statistics, and the caller's reads them.
+                own = [tensor for group in groups for tensor in (group.mean, group.deviations)]
+                record_on(torch.accelerator.current_stream(mean.device), own)
             whole = merged(groups)
             mean.copy_((1 - weight) * mean + weight * whole.mean)
             variance.copy_((1 - weight) * variance + weight * (whole.deviations / (whole.count - 1)))

@@ -21,7 +21,7 @@ import torch
 from pipework.runtime.random.on_devices import GeneratorGuard, device_generator
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -49,9 +49,7 @@ class WorkerDevice:
         if self.stream is not None:
             current = torch.accelerator.current_stream(self.device)
             current.wait_stream(self.stream)
-            for tensor in tensors:
-                if tensor is not None and tensor.device == self.device:
-                    tensor.record_stream(current)
+            record_on(current, tensors)
 
     def generator_guard(self, *, moves: bool) -> GeneratorGuard | None:
         """What guards the device's default generator; None on the CPU, where each worker has one of its own.
@@ -146,9 +144,7 @@ class Link:
             return
         if event is not None:
             stream.wait_event(event)
-        for tensor in tensors:
-            if tensor is not None and tensor.device == self._destination.device:
-                tensor.record_stream(stream)
+        record_on(stream, tensors)
 
     def hand_over(self) -> None:
         """Called by the caller's thread after a failure: its streams wait for copies that nobody has received."""
@@ -161,6 +157,13 @@ class Link:
         if self._source.stream is not None and tensor.device == self._source.device:
             tensor.record_stream(self.copy_streams[0])
         return copy.requires_grad_() if tensor.requires_grad else copy
+
+
+def record_on(stream: torch.Stream, tensors: Iterable[Tensor | None]) -> None:
+    """Memory of those on the stream's device is not reused before the stream has done what it was given so far."""
+    for tensor in tensors:
+        if tensor is not None and tensor.device == stream.device:
+            tensor.record_stream(stream)
 
 
 def link(source: WorkerDevice, destination: WorkerDevice) -> Link | None:

@@ -7,8 +7,11 @@ import functools
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
+
 from pipework.autograd.tied_gradients import tied_gradients
 from pipework.runtime.caller_modes import Modes, TakingTurns
+from pipework.runtime.device import record_on
 from pipework.runtime.failure import Failure
 from pipework.runtime.out_of_memory import note_memory
 from pipework.runtime.peers import RunSpec
@@ -22,7 +25,6 @@ from pipework.runtime.worker import RunConditions, WorkerRun
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch import Tensor
 
     from pipework.autograd.batch_versions import BatchVersions
@@ -312,11 +314,12 @@ class Step:
             intervals = [interval for job in jobs for interval in job.recorded()]
             recorder.add(self._options.number, engine.peers.all_intervals(intervals))
         received = []
+        accelerators = {device.device for device in engine.devices.values() if device.stream is not None}
         for kind, stage in awaited:
             messages = [transport.outside.receive((kind, stage, micro_batch)) for micro_batch in range(micro_batches)]
             tensors = [tensor for tensors, _ in messages for tensor in tensors]
-            for source in engine.devices.values():
-                source.hand_over(tensors)
+            for place in accelerators:  # the caller's streams have waited above
+                record_on(torch.accelerator.current_stream(place), tensors)
             received.append(messages)
         return received
 
