@@ -83,6 +83,17 @@ def batches(count: int, rows: int = 64) -> Iterable[tuple[Tensor, Tensor]]:
         yield torch.randn(rows, WIDTH, dtype=torch.float64), torch.randint(10, (rows,))
 
 
+def same_step_inside(
+    pipe: Pipe, plain: nn.Sequential, x: Tensor | MicroBatches, y: Tensor | MicroBatches, chunks: int = 4
+) -> None:
+    """One step of both, from gradients that are None."""
+    reference = reference_step(plain, x, y, F.cross_entropy, chunks, draw_key())
+    loss = pipe(x, target=y)
+    loss.backward()
+    same(loss, reference.loss)
+    same_gradients(pipe, plain)
+
+
 @every_mode
 @every_kind
 def test_gradients_with_the_loss_outside(kind: str, checkpoint: str) -> None:
@@ -112,12 +123,8 @@ def test_gradients_with_the_loss_inside(kind: str, checkpoint: str) -> None:
     )  # fmt: skip
     for x, y in batches(3):
         plain.zero_grad()
-        reference = reference_step(plain, x, y, F.cross_entropy, 4, draw_key())
         pipe.zero_grad()
-        loss = pipe(x, target=y)
-        loss.backward()
-        same(loss, reference.loss)
-        same_gradients(pipe, plain)
+        same_step_inside(pipe, plain, x, y)
 
 
 @every_mode
@@ -131,11 +138,7 @@ def test_every_schedule_on_two_devices(schedule: str, checkpoint: str) -> None:
     )  # fmt: skip
     optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (plain, pipe)]
     for x, y in batches(3):
-        reference = reference_step(plain, x, y, F.cross_entropy, 4, draw_key())
-        loss = pipe(x, target=y)
-        loss.backward()
-        same(loss, reference.loss)
-        same_gradients(pipe, plain)
+        same_step_inside(pipe, plain, x, y)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -176,12 +179,8 @@ def test_given_micro_batches() -> None:
     for x, y in batches(3, rows=9):
         xs, ys = MicroBatches(x.split([2, 3, 4])), MicroBatches(y.split([2, 3, 4]))
         plain.zero_grad()
-        reference = reference_step(plain, xs, ys, F.cross_entropy, 3, draw_key())
         pipe.zero_grad()
-        loss = pipe(xs, target=ys)
-        loss.backward()
-        same(loss, reference.loss)
-        same_gradients(pipe, plain)
+        same_step_inside(pipe, plain, xs, ys, chunks=3)
 
 
 def test_two_calls_before_backward_and_a_retained_graph() -> None:

@@ -25,12 +25,10 @@ def refuse_hidden_parameters(
     known = {id(leaf) for leaf in (*aliases.leaves, *leaves)}
     for variable in graph_leaves(outputs):
         if id(variable) not in known:
-            first, last = stage.layers[0].name, stage.layers[-1].name
             raise RuntimeError(
-                f"stage {stage.index} (layers {first!r} to {last!r}) uses {_name(variable, stage)} "
-                "without reading it from its module, for example from a list, a closure or an attribute that is "
-                "not a registered parameter. Let the layer read it as an attribute of the module that owns it "
-                "(self.weight), or register it there with register_parameter."
+                f"{stage.place} uses {_name(variable, stage)} without reading it from its module, for example from a "
+                "list, a closure or an attribute that is not a registered parameter. Let the layer read it as an "
+                "attribute of the module that owns it (self.weight), or register it there with register_parameter."
             )
 
 

@@ -150,7 +150,7 @@ class StageCopy:
         meter = MemoryMeter(tensor for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers()))
         buffers = MutableBuffers(self._layers)
         before = buffers.snapshot()
-        inputs = tensors_of((given.arguments, given.keywords) if isinstance(given, Sample) else given)
+        inputs = _inputs(given)
         # Tensors that other stages have stashed are inputs, too; they are known only after they have been popped.
         with meter.measuring(0, 0, inputs, tensors_of(self._target)):
             output = self._forward(given)
@@ -188,11 +188,11 @@ class StageCopy:
         with meter:
             given = self._fresh(value)
             start = meter.begin()
-            inputs = tensors_of((given.arguments, given.keywords) if isinstance(given, Sample) else given)
+            inputs = _inputs(given)
             of_inputs = {torch_private.storage_key(each.untyped_storage()): each.nbytes for each in inputs}
             output = self._forward(given)
             forward, kept_with_output = _need(meter, start), meter.live - start
-            ends = [tensor for tensor in (*tensors_of(output), *self._tracker.stashed) if tensor.requires_grad]
+            ends = self._ends(output)
             there = meter.live
             seeds = tuple([torch.ones_like(tensor) for tensor in ends])
             roots = tuple([get_gradient_edge(tensor) for tensor in ends])
@@ -288,8 +288,12 @@ class StageCopy:
             return loss.part(value if loss.function is None else loss.function(value, self._target), 0)
         return value
 
+    def _ends(self, output: Any) -> list[Tensor]:
+        """Where a backward begins."""
+        return [tensor for tensor in (*tensors_of(output), *self._tracker.stashed) if tensor.requires_grad]
+
     def _backward(self, output: Any) -> None:
-        ends = [tensor for tensor in (*tensors_of(output), *self._tracker.stashed) if tensor.requires_grad]
+        ends = self._ends(output)
         if ends:
             torch.autograd.backward(ends, [torch.ones_like(tensor) for tensor in ends])
 
@@ -337,6 +341,11 @@ class Tracker:
         for key, tensor in self._last.items():
             self._from_before[key] = None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
         self._last = {}
+
+
+def _inputs(given: Any) -> list[Tensor]:
+    """The tensors of a stage's input."""
+    return tensors_of((given.arguments, given.keywords) if isinstance(given, Sample) else given)
 
 
 def _need(meter: StorageMeter, before: int) -> Need:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from pipework import torch_private
+from pipework.autograd.weight_split.detached_graph import tensors_among
 from pipework.runtime.device import is_accelerator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     import torch
 
@@ -72,10 +73,10 @@ class StorageMeter(torch_private.DispatchMode):  # type: ignore[misc]
         result = func(*args, **(kwargs or {}))
         self._operators += 1
         self._sum += self.live
-        new = [tensor for tensor in _tensors(result) if tensor.device == self._device and not self._knows(tensor)]
+        new = [tensor for tensor in tensors_among(result) if tensor.device == self._device and not self._knows(tensor)]
         if new:
             # A view of a tensor that is not known, such as a constant of a layer, makes nothing.
-            given = {_key(tensor) for tensor in _tensors((args, tuple((kwargs or {}).values())))}
+            given = {_key(tensor) for tensor in tensors_among((args, tuple((kwargs or {}).values())))}
             for tensor in new:
                 if _key(tensor) not in given:
                     self._count(tensor)
@@ -102,15 +103,6 @@ class StorageMeter(torch_private.DispatchMode):  # type: ignore[misc]
 def _call(method: weakref.WeakMethod[Any], key: int, storage: object) -> None:
     if (free := method()) is not None:
         free(key)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments or results, which are nested in nothing else."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
 
 
 def _key(tensor: Tensor) -> int | None:

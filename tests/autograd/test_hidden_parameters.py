@@ -8,6 +8,7 @@ from torch import nn
 
 from pipework.autograd.aliases import Aliases
 from pipework.autograd.hidden_parameters import graph_leaves, refuse_hidden_parameters
+from pipework.runtime.stage.stage import Stage
 
 
 def test_the_leaves_of_a_graph_are_found_once_each() -> None:
@@ -19,9 +20,13 @@ def test_the_leaves_of_a_graph_are_found_once_each() -> None:
     assert list(graph_leaves([frozen])) == []
 
 
+class _Stage(SimpleNamespace):
+    place = Stage.place
+
+
 def test_a_parameter_that_is_not_read_from_its_module_is_refused_by_name() -> None:
     layer, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
-    stage = SimpleNamespace(index=3, layers=[SimpleNamespace(name="head", module=layer)])
+    stage = _Stage(index=3, layers=[SimpleNamespace(name="head", module=layer)])
     aliases, hidden = Aliases([layer]), layer.weight
     with aliases.standing_in():
         refuse_hidden_parameters(stage, aliases, [x], [layer(x)])

@@ -106,12 +106,13 @@ class _Bridge(torch.autograd.Function):
         return None, None, *ctx.call.input_gradients(gradient)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_among(value: Any) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments or results, which are nested in nothing but tuples and lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_among(each)
 
 
 def with_detached_graph(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Operation | None:
@@ -121,7 +122,7 @@ def with_detached_graph(function: Any, arguments: tuple[Any, ...], options: dict
     once = hooks is not None and not getattr(hooks[1], "may_be_called_twice", False)
     if function is F.embedding or "out" in options or once:
         return None
-    found = dict.fromkeys(_tensors((arguments, *options.values())))
+    found = dict.fromkeys(tensors_among((arguments, *options.values())))
     parameters = tuple([tensor for tensor in found if isinstance(tensor, DeferrableAlias)])
     # For a bias alone it does not pay.
     if not any(alias.dim() > 1 for alias in parameters):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from pipework.model import with_device
 from pipework.model.layers import doubts_about_hooks
 from pipework.model.no_chunk import NoChunk
 from pipework.model.sequential import PipeSequential
-from pipework.pipe_warning import PipeWarning
+from pipework.pipe_warning import warn_caller
 from pipework.skip.verify import verify_skippables
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ class Pipe(Adapter):
         if not self.partitions:
             return rpc.RRef(inputs[0] if len(inputs) == 1 else inputs)
         for doubt in [] if self._has_run else doubts_about_hooks(self._groups()):
-            warnings.warn(doubt, PipeWarning, stacklevel=4)
+            warn_caller(doubt)
         self._has_run = True
         return rpc.RRef(self._run(*map(_only_itself_split, inputs)))
 
