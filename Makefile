@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test test-thorough test-all test-accelerator docs package lint format bench clean
+.PHONY: help train finetune test test-thorough test-all test-accelerator docs package lint format bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -17,6 +17,9 @@ help: ## show this list
 train: $(VENV)/.train ## train a small GPT in a pipeline (options: ARGS="--help")
 	@trap : INT; echo $(BIN)/python examples/train_gpt.py $(ARGS); \
 	$(BIN)/python examples/train_gpt.py $(ARGS) || test $$? = 130  # Ctrl-C is no error
+
+finetune: $(VENV)/.hf ## train a small Llama of transformers in a pipeline (options: ARGS="--help")
+	@echo $(BIN)/python examples/finetune.py $(ARGS); $(BIN)/python examples/finetune.py $(ARGS)
 
 # Files or folders that are asked for are tested thoroughly.
 test: $(VENV)/.test ## run the quick tests (thoroughly those of one file: ARGS=tests/test_pipe.py)
@@ -65,7 +68,7 @@ clean: ## remove the environment, caches and build results
 	rm -rf $(VENV) build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Stamps: .created says that the environment is whole; .train, .test, .docs and .dev that this set is installed as
+# Stamps: .created says that the environment is whole; the others, such as .test, that this set is installed as
 # pyproject.toml and constraints.txt want it now.
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; \
@@ -74,7 +77,7 @@ $(VENV)/.created:
 	$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
-$(VENV)/.train $(VENV)/.test $(VENV)/.docs $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/.created
+$(VENV)/.train $(VENV)/.hf $(VENV)/.test $(VENV)/.docs $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/.created
 	@echo 'installing PyTorch and the tools, this takes a minute'
 	$(PIP) --editable '.[$*]' --constraint constraints.txt
 	@touch $@

@@ -201,7 +201,8 @@ class Verdict:
 
     def __str__(self) -> str:
         word = "REACHED" if self.reached else "MISSED"
-        return f"{word}: {self.what}: {self.measured:.3g} {self.unit}, to reach at most {self.target:.3g} {self.unit}"
+        unit = self.unit if self.unit == "%" else f" {self.unit}"
+        return f"{word}: {self.what}: {self.measured:.3g}{unit}, to reach at most {self.target:.3g}{unit}"
 
 
 @dataclass

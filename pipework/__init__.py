@@ -8,9 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pipework.assignment.partition import partition_model
+    from pipework.attached import attach, to_sequential
     from pipework.balance import balance_by_size, balance_by_time
     from pipework.distributed.health.errors import PipelineError, exit_code
     from pipework.distributed.mesh import Mesh, init
+    from pipework.integrations.pretrained import load_pretrained, save_pretrained
     from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
     from pipework.model.checkpoint import is_checkpointing, is_recomputing
     from pipework.model.given import MicroBatches
@@ -19,7 +22,12 @@ if TYPE_CHECKING:
     from pipework.model.with_device import WithDevice
     from pipework.pipe import Pipe
     from pipework.pipe_warning import PipeWarning
-    from pipework.planning.partition import partition_model
+    from pipework.planning.layer_costs import LinkSpeed
+    from pipework.planning.plan import Plan
+    from pipework.planning.profile import Profile
+    from pipework.profiling.estimate import Rates
+    from pipework.profiling.measure import profile
+    from pipework.profiling.plan_model import plan
     from pipework.saving import Checkpoint, load_checkpoint, save_checkpoint
     from pipework.skip import Namespace, pop, skippable, stash, verify_skippables
 
@@ -27,6 +35,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Pipe",
+    "attach",
+    "to_sequential",
     "NoChunk",
     "MicroBatches",
     "PipeSequential",
@@ -34,6 +44,12 @@ __all__ = [
     "partition_model",
     "balance_by_size",
     "balance_by_time",
+    "plan",
+    "Plan",
+    "profile",
+    "Profile",
+    "Rates",
+    "LinkSpeed",
     "skippable",
     "stash",
     "pop",
@@ -48,6 +64,8 @@ __all__ = [
     "save_checkpoint",
     "load_checkpoint",
     "Checkpoint",
+    "save_pretrained",
+    "load_pretrained",
     "PipelineError",
     "PipeWarning",
     "exit_code",
@@ -57,9 +75,11 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     homes = {
+        "pipework.attached": ("attach", "to_sequential"),
         "pipework.balance": ("balance_by_size", "balance_by_time"),
         "pipework.distributed.health.errors": ("PipelineError", "exit_code"),
         "pipework.distributed.mesh": ("Mesh", "init"),
+        "pipework.integrations.pretrained": ("load_pretrained", "save_pretrained"),
         "pipework.model.batchnorm": ("DeferredBatchNorm", "convert_deferred_batch_norm"),
         "pipework.model.checkpoint": ("is_checkpointing", "is_recomputing"),
         "pipework.model.given": ("MicroBatches",),
@@ -68,15 +88,23 @@ def __getattr__(name: str) -> object:
         "pipework.model.with_device": ("WithDevice",),
         "pipework.pipe": ("Pipe",),
         "pipework.pipe_warning": ("PipeWarning",),
-        "pipework.planning.partition": ("partition_model",),
+        "pipework.planning.layer_costs": ("LinkSpeed",),
+        "pipework.planning.plan": ("Plan",),
+        "pipework.planning.profile": ("Profile",),
+        "pipework.profiling.estimate": ("Rates",),
+        "pipework.profiling.measure": ("profile",),
+        "pipework.profiling.plan_model": ("plan",),
+        "pipework.assignment.partition": ("partition_model",),
         "pipework.saving": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
         "pipework.skip": ("Namespace", "pop", "skippable", "stash", "verify_skippables"),
     }
     home = next((module for module, names in homes.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(home), name)  # from now on it is found without this function
-    return value
+    module = import_module(home)
+    # From now on they are found without this function: all of them, as one has the name of its module.
+    globals().update({each: getattr(module, each) for each in homes[home]})
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

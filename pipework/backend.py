@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from pipework.planning.plan import Plan
+    from pipework.assignment.assignment import Assignment
+    from pipework.autograd.factor import Factor
     from pipework.runtime.peers import Peers
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import Key
-    from pipework.runtime.skips.connections import Skip
+    from pipework.runtime.skips.skip import Skip
     from pipework.runtime.worker_threads import WorkerThreads
 
 
@@ -31,7 +32,7 @@ class PipeSpec:
 
     Attributes:
         module: the layers, already cut into partitions.
-        plan: stages, workers and schedule.
+        assignment: stages, workers and schedule.
         partitions: the layers of all stages.
         skips: the skip connections between them.
         settings: the pipe's other arguments, as JSON values.
@@ -41,7 +42,7 @@ class PipeSpec:
     """
 
     module: nn.Sequential
-    plan: Plan
+    assignment: Assignment
     partitions: Sequence[nn.Sequential]
     skips: Sequence[Skip]
     settings: Mapping[str, Any]
@@ -92,6 +93,8 @@ class StepFacts(NamedTuple):
         inside: whether there is a target, so that the loss is computed inside of the pipe.
         given: for micro-batches that the caller has made, the rows of each, -1 if it has none; processes that have
             neither inputs nor targets may know -1 only. None: the pipe splits the mini-batch.
+        target_is_unread: whether the process that reads the inputs was given a target, and the one that reads the
+            target was not.
     """
 
     rows: int
@@ -99,6 +102,7 @@ class StepFacts(NamedTuple):
     key: int | None
     inside: bool
     given: Sequence[int] | None = None
+    target_is_unread: bool = False
 
 
 class MiniBatch(Protocol):
@@ -176,7 +180,7 @@ class Backend(Protocol):
 
     # ---- making a pipe ----------------------------------------------------------------------------------------------
 
-    def own_stages(self, plan: Plan) -> list[int]:
+    def own_stages(self, assignment: Assignment) -> list[int]:
         """The stages of this process's workers. Raises a ValueError if a process would have none."""
 
     def join(self, spec: PipeSpec) -> None:
@@ -227,6 +231,13 @@ class Backend(Protocol):
             ValueError: the processes make different calls, or were given different data.
         """
 
+    def expect_backward(self) -> Callable[[Factor], None] | None:
+        """This call returns a loss whose gradients layers of this process need.
+
+        Returns:
+            What is to be called when its `backward()` has come, with the factor that the gradients got; None: nothing.
+        """
+
     def common_error(self, error: ValueError) -> ValueError:
         """Marks an error that each process finds by itself in this call: then none reports it to the others."""
 
@@ -263,9 +274,9 @@ class LocalBackend:
         self.peers: Peers = LocalPeers()
         self.stopping = False
 
-    def own_stages(self, plan: Plan) -> list[int]:
+    def own_stages(self, assignment: Assignment) -> list[int]:
         """All of them."""
-        return list(range(len(plan.placement)))
+        return list(range(len(assignment.placement)))
 
     def join(self, spec: PipeSpec) -> None:
         """There is no other process."""
@@ -301,6 +312,10 @@ class LocalBackend:
         assert batch is not None
         given = batch.rows if batch.is_given else None
         return StepFacts(sum(batch.rows), len(batch.rows), None, data.target is not None, given)
+
+    def expect_backward(self) -> Callable[[Factor], None] | None:
+        """There is no other process."""
+        return None
 
     def common_error(self, error: ValueError) -> ValueError:
         """The error itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import OrderedDict
 from dataclasses import replace
@@ -12,51 +13,61 @@ from torch import nn
 
 from pipework.autograd.batch_versions import BatchVersions
 from pipework.autograd.nodes import LossInside, LossOutside, attach
+from pipework.autograd.undelivered import UndeliveredLosses
 from pipework.backend import StepData, StepFacts, StepHeader
 from pipework.model import microbatch
 from pipework.model.batchnorm import DeferredBatchNorm
-from pipework.model.checkpoint import checkpointed_micro_batches
 from pipework.model.given import Given, MicroBatches, given
 from pipework.model.layers import doubts_about_hooks
+from pipework.model.loss.check import LossCheck
 from pipework.model.microbatch import Split
+from pipework.model.misspelt import refuse_misspelt
+from pipework.model.output_rows import OutputRows
 from pipework.model.rows import doubts_about_masks, modules_with_batch_second, watched
-from pipework.planning.predict import predict_step
-from pipework.planning.stage_copy import Sample
+from pipework.prediction.mini_batch_form import MiniBatchForm, batch_bytes, largest_micro_batch
+from pipework.prediction.predict import predict_step
+from pipework.prediction.stage_copy import Sample
+from pipework.prediction.what_fits import note_what_fits
 from pipework.runtime.caller_context import CallerContext
 from pipework.runtime.engine import make_engine
+from pipework.runtime.failure import add_note
+from pipework.runtime.out_of_memory import is_out_of_memory
 from pipework.runtime.program import Program
 from pipework.runtime.random.streams import Key
-from pipework.runtime.skips.connections import Skip
+from pipework.runtime.skips.skip import Skip
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
 from pipework.runtime.stage.loss import total
 from pipework.runtime.step import Step, StepOptions
-from pipework.schedule import with_recompute
 from pipework.skip.layout import skip_edges
 from pipework.skip.verify import verify_skippables
 from pipework.values import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     import torch
     from torch import Tensor
 
+    from pipework.assignment.assignment import Assignment
     from pipework.backend import Backend
-    from pipework.model.loss import LossSettings
+    from pipework.model.loss.settings import LossSettings
     from pipework.model.tuples import TupleRule
-    from pipework.planning.plan import Plan
-    from pipework.planning.predict import Prediction
+    from pipework.prediction.predict import Prediction
     from pipework.runtime.engine import Engine
+    from pipework.runtime.stage.loss import InnerLoss
     from pipework.runtime.transport import Message
     from pipework.schedule import Schedule
     from pipework.timeline import Recording
+
+
+_LOOKS = frozenset({"inputs", "loss"})  # at what to look in the first mini-batch that is cut
 
 
 class Executor:
     """Runs the mini-batches of a pipe, and lives as long as it. Its engine is made at the first one.
 
     Args:
-        plan: of the pipe.
+        assignment: of the pipe.
         backend: where its workers are.
         partitions: the layers of all stages; only those of `here` are kept.
         here: the stages of this process.
@@ -65,6 +76,7 @@ class Executor:
         chunks: see `Pipe`; may be changed between mini-batches, as `checkpoint` may.
         checkpoint: see `Pipe`.
         check_finite: see `Pipe`.
+        one_thread: see `Pipe`.
 
     Attributes:
         recording: receives the actions of mini-batches; None: nothing is recorded.
@@ -75,7 +87,7 @@ class Executor:
 
     def __init__(
         self,
-        plan: Plan,
+        assignment: Assignment,
         backend: Backend,
         partitions: Sequence[nn.Sequential],
         here: Sequence[int],
@@ -85,8 +97,9 @@ class Executor:
         chunks: int,
         checkpoint: str,
         check_finite: bool,
+        one_thread: bool,
     ) -> None:
-        self._plan = plan
+        self._assignment = assignment
         self._backend = backend
         self._partitions = {stage: partitions[stage] for stage in here}
         self._tuples = tuples
@@ -94,11 +107,15 @@ class Executor:
         self.chunks = chunks
         self.checkpoint = checkpoint
         self._check_finite = check_finite
+        self._one_thread = one_thread
         self.recording: Recording | None = None
         self.recorded_step = 0
         self.skips = self._skips_between(partitions)
-        self._programs: dict[tuple[int, int, bool], Program] = {}
-        self._cut_before = False
+        self._programs: dict[tuple[int, str, bool], Program] = {}
+        self._keywords: frozenset[str] = frozenset()  # that were given to the present first layer
+        self._looks = _LOOKS
+        self._output_rows = OutputRows()
+        self._undelivered = UndeliveredLosses()
         self._deferred: list[DeferredBatchNorm] = []
         self._engine: Engine | None = None
         self._make_locks()
@@ -128,11 +145,15 @@ class Executor:
         everywhere: bool,
     ) -> Any:
         """One mini-batch; see `Pipe.forward`. `training` is the pipe's flag; `doubts` gets what is to be warned of."""
+        if self._backend.is_whole and return_output and target is None:
+            raise _output_without_loss()
         split = self._split(inputs, keyword_inputs) if self._backend.is_first else None
         if self._engine is None:
             doubts += doubts_about_hooks(self._partitions.values())
         engine = self.engine_in_use()
-        context = CallerContext.capture({"cpu", *(device.type for device in self._plan.devices)})
+        context = CallerContext.capture({"cpu", *(device.type for device in self._assignment.devices)})
+        if context.is_checkpointing:
+            self._refuse_checkpoint_around([] if split is None else split.tensors)
         if self._backend.is_whole:  # of several processes each knows its own layers only, but all know the pipe's flag
             training = any(layer.training for partition in self._partitions.values() for layer in partition)
         header = StepHeader(
@@ -147,26 +168,22 @@ class Executor:
         split = split or _elsewhere(facts)
         targets, weighing = None, split.rows
         if inside and self._backend.is_last:
-            readers = (self._backend.rank_of(self._plan.placement[0]), self._backend.rank_of(self._plan.placement[-1]))
-            targets, weighing = split.targets(target, self._plan.partitioning.devices[-1], readers)
+            targets, weighing = split.targets(target, self._assignment.partitioning.devices[-1], self._end_ranks)
         micro_batches = len(split.rows)
-        checkpointed = checkpointed_micro_batches(self.checkpoint, micro_batches) if training and context.grad else 0
+        trains = training and context.grad
         try:
-            program = self._program(micro_batches, checkpointed, inside=inside)
+            program = self._program(micro_batches, self.checkpoint if trains else "never", inside=inside)
         except ValueError as error:  # a schedule of the caller's own is for fewer micro-batches
             raise self._backend.common_error(error) from None
-        if not inside and training and context.grad:
-            reader = self._backend.rank_of(self._plan.placement[-1])
-            if not program.loss_may_be_outside:
-                missing = self.loss.missing_target(program.schedule.name, len(inputs), keyword_inputs, reader=reader)
-                raise self._backend.common_error(missing)
-            if reader is not None and not everywhere:
-                raise self._backend.common_error(self.loss.outside_of_one_rank(reader))
-        inner = None
+        if not inside and trains:
+            self._refuse_loss_outside(program, len(inputs), keyword_inputs, everywhere=everywhere)
+        self._refuse_misplaced(facts, return_output=return_output)
+        looks = self._looks if self.warns and not split.is_given and micro_batches > 1 else frozenset[str]()
+        inner, check = None, None
         if inside:
-            inner = self.loss.inner(targets, weighing, grad=context.grad, keeps_output=return_output)
-            padding = self.loss.doubt(targets, weighing) if targets is not None and self.warns else None
-            doubts += [padding] if padding else []
+            inner, check = self._inner_loss(
+                targets, weighing, looks, doubts, grad=context.grad, keeps_output=return_output
+            )
         key = Key(facts.key)
         if training:
             key.value()
@@ -189,28 +206,104 @@ class Executor:
         )
         self.recorded_step += 1
         returned: list[Message] = []
-        first = not self._cut_before and self.warns and not split.is_given and micro_batches > 1
-        watching = self._rows_watched(split.rows, inputs, keyword_inputs, doubts) if first else contextlib.nullcontext()
-        with self._mini_batch_of_batch_norms(), watching:
-            if inside:
-                results, returned = step.run(split.micro_batches, targets or [])
-            else:
-                results = step.forward(split.micro_batches)
+        watching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if "inputs" in looks:
+            watching = self._rows_watched(split.rows, inputs, keyword_inputs, doubts)
+        try:
+            with self._mini_batch_of_batch_norms(), watching:
+                if inside:
+                    results, returned = step.run(split.micro_batches, targets or [])
+                else:
+                    results = step.forward(split.micro_batches)
+        except (RuntimeError, MemoryError) as error:
+            if trains and is_out_of_memory(error):
+                self._note_what_fits(self._call(split, targets), context, error)
+            raise
         self._backend.share_key(facts, key)
         rooted = not self._backend.is_whole
         if inner is not None:
-            shared = LossInside(step, split.splits.join, returned, inner.scale_in(results[0][0][0].dtype))
             has_output = return_output and (everywhere or self._backend.is_last)
-            loss, output = _loss_and_output(results, split, shared, has_output=has_output, rooted=rooted)
+            # A process that has nothing to train may leave its backward out.
+            has_backward = trains and any(step.parameters(stage) for stage in step.stages)
+            arrived = self._backend.expect_backward() if has_backward else None
+            scale = inner.scale_in(results[0][0][0].dtype)
+            shared = LossInside(step, split.splits.join, returned, scale, arrived)
+            if self.warns and has_backward:
+                doubts += self._undelivered.doubts()
+                self._undelivered.add(shared)
+            outputs = [(tensors[1:], structure) for tensors, structure in results] if has_output else []
+            if check is not None:
+                doubts += check.doubts(inner, split.rows)
+            loss, output = _loss_and_output(results, outputs, split, shared, rooted=rooted)
+            if outputs and self.warns and not split.is_given:
+                doubts += self._output_rows.doubts(outputs, split.rows)
             return (loss, output) if return_output else loss
         if not results:
             return None
         joined = split.joined(results)
+        if self.warns and not split.is_given:
+            doubts += self._output_rows.doubts(results, split.rows)
         tensors = joined.tensors
         if context.grad and any(joined.differentiable):
+            if trains:
+                step.out_of_memory = functools.partial(self._note_what_fits, self._call(split, None), context)
             backward = LossOutside(step, cut=joined.splits.cut, join=split.splits.join)
             tensors = attach(backward, split.tensors, tensors, joined.differentiable, step.stages, rooted=rooted)
         return joined.value(tensors)
+
+    @property
+    def _end_ranks(self) -> tuple[int | None, int | None]:
+        """The ranks of the first stage, which reads inputs, and of the last one, which reads targets."""
+        placement = self._assignment.placement
+        return self._backend.rank_of(placement[0]), self._backend.rank_of(placement[-1])
+
+    def _refuse_loss_outside(
+        self, program: Program, inputs: int, keywords: Collection[str], *, everywhere: bool
+    ) -> None:
+        """Raises an error if a step with gradients and without a target cannot be run."""
+        _, reader = self._end_ranks
+        if not program.loss_may_be_outside:
+            missing = self.loss.missing_target(program.schedule.name, inputs, keywords, reader=reader)
+            raise self._backend.common_error(missing)
+        if reader is not None and not everywhere:
+            raise self._backend.common_error(self.loss.outside_of_one_rank(reader))
+
+    def _refuse_misplaced(self, facts: StepFacts, *, return_output: bool) -> None:
+        """Raises an error if a target is where nobody reads it, or an output is asked for beside no loss."""
+        if facts.target_is_unread:
+            first, last = self._end_ranks
+            raise self._backend.common_error(
+                ValueError(
+                    f"a target was given on rank {first}, and none on rank {last}, which has the last stage and reads "
+                    "it: give it there"
+                )
+            )
+        if return_output and not facts.inside:
+            raise self._backend.common_error(_output_without_loss())
+
+    def _inner_loss(
+        self,
+        targets: Sequence[Message] | None,
+        weighing: Sequence[int],
+        looks: frozenset[str],
+        doubts: list[str],
+        *,
+        grad: bool,
+        keeps_output: bool,
+    ) -> tuple[InnerLoss, LossCheck | None]:
+        """The loss inside; in the first mini-batch also what tells whether the function is a mean over rows."""
+        check = None
+        if targets is not None and self.warns:
+            padding = self.loss.doubt(targets, weighing)
+            doubts += [padding] if padding else []
+            if "loss" in looks:
+                self._looks -= {"loss"}
+                if not padding and self.loss.weight is None:  # a weight says what mean is meant
+                    check = LossCheck.of(self.loss.function)
+        last = self._assignment.partitioning.devices[-1]
+        sample = None if check is None else check.sample
+        inner = self.loss.inner(targets, weighing, last, grad=grad, keeps_output=keeps_output, sample=sample)
+        return inner, check
 
     def predict(
         self,
@@ -223,48 +316,79 @@ class Executor:
         progress: Callable[[str], None] | None,
     ) -> Prediction:
         """See `Pipe.predict`."""
-        devices = self._plan.partitioning.devices
+        devices = self._assignment.partitioning.devices
         split = self._split(inputs, keyword_inputs)
         count = len(split.micro_batches)
-        sizes = [sum(tensor.nbytes for tensor in tensors) for tensors, _ in split.micro_batches]
-        largest = sizes.index(max(sizes))
+        largest = largest_micro_batch(split)
         arguments, keywords = microbatch.arguments_of(split.micro_batches[largest])
         sample = Sample(arguments, keywords, tuples=self._tuples)
-        batch = [(devices[0], sum(tensor.nbytes for tensor in split.tensors))]
-        plain = Program(self._plan.schedule(count))
+        targets: list[Message] | None = None
+        plain = Program(self._assignment.schedule(count))
         if target is None and not plain.loss_may_be_outside:
             raise self.loss.missing_target(plain.schedule.name, len(inputs), keyword_inputs, call="pipe.predict")
         if target is not None:
             targets, weighing = split.targets(target, devices[-1])
-            loss = self.loss.inner(targets, weighing, grad=True, keeps_output=False)
+            loss = self.loss.inner(targets, weighing, devices[-1], grad=True, keeps_output=False)
             sample = replace(sample, loss=loss, target=nested.unflatten(*targets[largest]))
-            batch.append((devices[-1], sum(tensor.nbytes for tensors, _ in targets for tensor in tensors)))
-        program = self._program(count, checkpointed_micro_batches(self.checkpoint, count), inside=target is not None)
+        program = self._program(count, self.checkpoint, inside=target is not None)
         partitions = list(self._partitions.values())
         return predict_step(
             partitions,
             devices,
             program.schedule,
             sample,
-            batch=batch,
+            batch=batch_bytes(split, targets, devices),
             optimizer=optimizer,
             timeout=timeout,
             progress=progress,
         )
 
+    def _call(self, split: Split | Given, targets: Sequence[Message] | None) -> MiniBatchForm | None:
+        """What is remembered of a mini-batch for `_note_what_fits`; None: nothing can be predicted from it."""
+        if not self._backend.is_whole:
+            return None
+        with contextlib.suppress(Exception):  # of tensors of the user's own kind; the step goes on in any case
+            return MiniBatchForm.of(split, targets, self._assignment.partitioning.devices)
+        return None
+
+    def _note_what_fits(self, call: MiniBatchForm | None, context: CallerContext, error: BaseException) -> None:
+        """Adds a note to an out-of-memory error of a training step: which other settings would fit."""
+        if call is None:
+            why = (
+                "nothing is predicted for other settings: inputs or targets are of a kind that has no copy without data"
+            )
+            if not self._backend.is_whole:
+                why = (
+                    "this process knows its own stages only: pipe.predict of a pipe of the same layers, made without "
+                    "mesh=, says what all of them need, and with other settings"
+                )
+            add_note(error, why)
+            return
+        note_what_fits(
+            error,
+            self._assignment,
+            list(self._partitions.values()),
+            self.loss.function,
+            call,
+            checkpoint=self.checkpoint,
+            tuples=self._tuples,
+            ordinary=not context.autocasts and context.saved_tensor_hooks is None,
+        )
+
     def schedule(self, micro_batches: int | None) -> Schedule:
         """See `Pipe.schedule`."""
         count = self.chunks if micro_batches is None else micro_batches
-        checkpointed = checkpointed_micro_batches(self.checkpoint, count)
-        outside = self._program(count, checkpointed, inside=False)
+        outside = self._program(count, self.checkpoint, inside=False)
         if self.loss.function is None and outside.loss_may_be_outside:
             return outside.schedule
-        return self._program(count, checkpointed, inside=True).schedule
+        return self._program(count, self.checkpoint, inside=True).schedule
 
     def layer_replaced(self) -> None:
         """The stages still run the layer that was there before: the next mini-batch makes and checks them again."""
         self._engine = None
-        self._cut_before = False
+        self._keywords = frozenset()
+        self._looks = _LOOKS
+        self._output_rows = OutputRows()
 
     def engine_in_use(self) -> Engine:
         """The stages and workers, made at the first mini-batch and again after a copy, an unpickling or a fork."""
@@ -282,13 +406,14 @@ class Executor:
             self._deferred = [module for module in self._layers.modules() if isinstance(module, DeferredBatchNorm)]
             self._engine = make_engine(
                 self._partitions,
-                self._plan.partitioning.balance,
-                self._plan.partitioning.devices,
-                self._plan.placement,
+                self._assignment.partitioning.balance,
+                self._assignment.partitioning.devices,
+                self._assignment.placement,
                 self.skips,
                 peers=self._backend.peers,
                 tuples=self._tuples,
                 loss=self.loss.function if isinstance(self.loss.function, nn.Module) else None,
+                one_thread=self._one_thread,
             )
             self._backend.use(self._engine.workers)
         return self._engine
@@ -300,15 +425,15 @@ class Executor:
 
     def _skips_between(self, partitions: Sequence[nn.Sequential]) -> list[Skip]:
         # The stages of a process share its device; those of threads may share a device with other workers.
-        places = self._plan.partitioning.devices if self._backend.is_whole else self._plan.placement
+        places = self._assignment.partitioning.devices if self._backend.is_whole else self._assignment.placement
         return [Skip(edge.key, edge.source, edge.destinations, tuple(places)) for edge in skip_edges(partitions)]
 
-    def _program(self, micro_batches: int, checkpointed: int, *, inside: bool) -> Program:
+    def _program(self, micro_batches: int, checkpoint: str, *, inside: bool) -> Program:
         """The schedule, ready for the runtime; made once for each number of micro-batches that occurs."""
-        key = (micro_batches, checkpointed, inside)
+        key = (micro_batches, checkpoint, inside)
         if key not in self._programs:
-            plain = self._plan.schedule(micro_batches)
-            program = self._checked(with_recompute(plain, checkpointed, loss_outside=not inside))
+            schedule = self._assignment.recomputing(micro_batches, checkpoint, loss_outside=not inside)
+            program = self._checked(schedule)
             self._programs[key] = self._backend.program(program, self.skips)
         return self._programs[key]
 
@@ -320,10 +445,22 @@ class Executor:
         """The mini-batch in micro-batches."""
         if not keyword_inputs:
             self._backend.check_inputs(inputs)
-        device = self._plan.partitioning.devices[0]
+        elif not keyword_inputs.keys() <= self._keywords:
+            refuse_misspelt(keyword_inputs, *next(self._layers.named_children()))
+            self._keywords = frozenset(keyword_inputs)
+        device = self._assignment.partitioning.devices[0]
         if any(isinstance(value, MicroBatches) for value in (*inputs, *keyword_inputs.values())):
             return given(inputs, keyword_inputs, device)
         return microbatch.split(inputs, keyword_inputs, self.chunks, device)
+
+    def _refuse_checkpoint_around(self, inputs: Iterable[Tensor]) -> None:
+        """Raises a RuntimeError if autograd saves tensors, whose hooks would call the pipe on one of its workers."""
+        if any(tensor.requires_grad for tensor in (*inputs, *self._layers.parameters())):
+            raise RuntimeError(
+                "the pipe is called inside of torch.utils.checkpoint.checkpoint(..., use_reentrant=False), which would "
+                "call it again in the middle of its own backward: leave it out; a pipe recomputes by itself, as "
+                "Pipe(checkpoint='except_last') or 'always' says; in a layer torch.utils.checkpoint works as usual"
+            )
 
     @contextlib.contextmanager
     def _mini_batch_of_batch_norms(self) -> Iterator[None]:
@@ -352,22 +489,35 @@ class Executor:
             doubts += doubts_about_masks(inputs, keyword_inputs)
         with watched(modules_with_batch_second(self._layers.named_children()), {*rows}) as found:
             yield
-        self._cut_before = True
+        self._looks -= {"inputs"}
         doubts += found
 
 
 def _loss_and_output(
-    results: list[Message], split: Split | Given, shared: LossInside, *, has_output: bool, rooted: bool
+    results: list[Message],
+    outputs: list[Message],
+    split: Split | Given,
+    shared: LossInside,
+    *,
+    rooted: bool,
 ) -> tuple[Tensor, Any]:
     """What comes out of a mini-batch whose loss is inside."""
     parts = [tensors[0] for tensors, _ in results]
     loss = total(parts)
     if any(part.requires_grad for part in parts):
-        (loss,) = attach(shared, split.tensors, (loss,), (True,), shared.step.stages, rooted=rooted)
-    if not has_output:
+        arrived = None if shared.arrived is None else shared.end
+        (loss,) = attach(shared, split.tensors, (loss,), (True,), shared.step.stages, rooted=rooted, arrived=arrived)
+    if not outputs:
         return loss, None
-    joined = split.joined([(tensors[1:], structure) for tensors, structure in results])
+    joined = split.joined(outputs)
     return loss, joined.value(joined.tensors)
+
+
+def _output_without_loss() -> ValueError:
+    return ValueError(
+        "return_output=True is for pipe(x, target=y), which returns the loss: without a target the output is what the "
+        "pipe returns"
+    )
 
 
 def _elsewhere(facts: StepFacts) -> Split | Given:

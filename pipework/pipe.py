@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import contextlib
 from copy import copy
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
+from pipework.assignment.assignment import assign
+from pipework.assignment.doubts import doubts_about
+from pipework.assignment.from_plan import arguments_of
+from pipework.assignment.partition import split_layers
 from pipework.backend import LocalBackend, PipeSpec
 from pipework.executor import Executor
 from pipework.model.batchnorm import convert_deferred_batch_norm
-from pipework.model.checkpoint import MODES
+from pipework.model.checkpoint import AS_SCHEDULED, MODES
 from pipework.model.layers import Layers, refuse_own_behaviour
-from pipework.model.loss import LossSettings
+from pipework.model.loss.function_identity import function_identity
+from pipework.model.loss.settings import LossSettings
 from pipework.model.materialize import on_meta
 from pipework.model.sequential import tuple_rule
+from pipework.model.state_names import state_tensors
+from pipework.model.wrapped_module import WrappedModule
 from pipework.pipe_warning import warn_caller
-from pipework.planning.doubts import doubts_about
-from pipework.planning.partition import split_layers
-from pipework.planning.plan import make_plan
 from pipework.runtime.random.on_devices import generator_given_up
 from pipework.runtime.random.streams import draw_key
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
@@ -39,7 +44,8 @@ if TYPE_CHECKING:
 
     from pipework.backend import Backend, ProcessGroupView
     from pipework.distributed.mesh import Mesh
-    from pipework.planning.predict import Prediction
+    from pipework.planning.plan import Plan
+    from pipework.prediction.predict import Prediction
     from pipework.schedule import Schedule, ScheduleSpec
 
 
@@ -57,7 +63,8 @@ class Pipe(Layers):
             rows makes as many as it has rows. More chunks make a smaller bubble (the workers' idle share,
             (p-1)/(m+p-1) for p workers and m chunks), until a micro-batch is too small to keep a device busy.
         checkpoint: which micro-batches are computed again for their backward instead of being kept: 'always',
-            'except_last' or 'never'. Training mode only.
+            'except_last' or 'never'. Training mode only. A `Schedule` of your own with ``R`` says it itself, for each
+            stage; leave this out then.
         deferred_batch_norm: batch norms take their running statistics from the whole mini-batch instead of from each
             micro-batch in turn (see `DeferredBatchNorm`, which replaces them in `module`).
         balance: how many layers each partition has. None: as the layers lie on devices already, else chosen by their
@@ -81,9 +88,15 @@ class Pipe(Layers):
             it outside as always.
         check_finite: NaN or an infinity in an output or a gradient raises a FloatingPointError at once, with a note
             that says where. On an accelerator the host waits for every result to see it.
+        one_thread: one thread runs the actions of all workers of this process, in the order of the schedule, and not a
+            thread for each worker. On accelerators the host then waits less for Python's lock, but a layer that waits
+            for its device (`.item()`, `.nonzero()`) holds up all of them. On the CPU the workers compute one after the
+            other, which helps to debug.
         mesh: what `pipework.init()` returned, or a `DeviceMesh`: each worker is a process, and this one holds the
             layers of its own stages only. Then the pipe is made and called by all processes alike. None: the workers
             are threads of this process.
+        plan: what `pipework.plan` returned for these layers; it decides chunks, checkpoint, balance and schedule, and
+            the devices unless they are given. With a mesh all processes load the same plan, of as many workers.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`.
@@ -100,7 +113,9 @@ class Pipe(Layers):
         (torch.Size([16, 2]), torch.Size([8, 4]))
     """
 
-    _own_attributes: ClassVar[frozenset[str]] = Layers._own_attributes | {"_backend", "_defers", "_executor", "_plan"}
+    _own_attributes: ClassVar[frozenset[str]] = Layers._own_attributes | {
+        "_backend", "_defers", "_executor", "_assignment", "_wrapped",
+    }  # fmt: skip
     _executor_type: ClassVar[type[Executor]] = Executor
 
     def __init__(
@@ -118,8 +133,18 @@ class Pipe(Layers):
         loss_weight: Callable[[Any], Any] | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         check_finite: bool = False,
+        one_thread: bool = False,
         mesh: Mesh | DeviceMesh | None = None,
+        plan: Plan | None = None,
     ) -> None:
+        if plan is not None:
+            given = {
+                "chunks": (chunks, 1),
+                "balance": (balance, None),
+                "schedule": (schedule, "gpipe"),
+                "checkpoint": (checkpoint, "except_last"),
+            }
+            chunks, balance, devices, schedule = arguments_of(plan, module, devices, given, on_ranks=mesh is not None)
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
             raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
         if checkpoint not in MODES:
@@ -128,31 +153,50 @@ class Pipe(Layers):
         if isinstance(module, nn.Sequential):
             refuse_own_behaviour(module)
             verify_skippables(module)
-        backend = _backend(mesh, devices)
-        plan = make_plan(module, schedule, chunks, balance, backend.devices)
-        here = backend.own_stages(plan)
+        with ShortTracebacks():
+            backend = backend_for(mesh, devices)
+            assignment = assign(module, schedule, chunks, balance, backend.devices)
+            here = backend.own_stages(assignment)
+        if plan is not None:
+            checkpoint = AS_SCHEDULED
+        elif assignment.recomputes:
+            if checkpoint != "except_last":  # which is the default
+                raise ValueError(
+                    f"checkpoint is {checkpoint!r}, but the schedule says itself what is recomputed: leave checkpoint= "
+                    "out, or R out of the schedule"
+                )
+            checkpoint = AS_SCHEDULED
         # Of several processes all have the same doubts, and one says so.
         if self._executor_type.warns and backend.data_parallel_rank == 0 and 0 in (here or [0]):
-            for doubt in doubts_about(module, plan, chunks, balance, backend.devices):
+            alone = _doubt_about_no_mesh() if mesh is None and devices is None else None
+            for doubt in [
+                *doubts_about(module, assignment, chunks, balance, backend.devices),
+                *([alone] if alone else []),
+            ]:
                 warn_caller(doubt)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)
-        stages = range(len(plan.placement))
+        stages = range(len(assignment.placement))
         key = draw_key() if any(map(on_meta, module)) else None
-        partitions = split_layers(module, plan.partitioning, key, here)
+        partitions = split_layers(module, assignment.partitioning, key, here)
         refuse_shared_statistics(partitions)
         super().__init__(
             {stage: partitions[stage] for stage in here},
-            [plan.partitioning.devices[stage] for stage in here],
-            [sum(plan.partitioning.balance[:stage]) for stage in here],
+            [assignment.partitioning.devices[stage] for stage in here],
+            [sum(assignment.partitioning.balance[:stage]) for stage in here],
             key,
-            {name for stage in stages if stage not in here for name in partitions[stage]._modules},
+            {
+                name
+                for stage in stages
+                if stage not in here
+                for name in (*partitions[stage]._modules, *state_tensors(partitions[stage]))
+            },
         )
         self._backend = backend
-        self._plan = plan
+        self._assignment = assignment
         self._defers = bool(deferred_batch_norm)
         executor = self._executor = self._executor_type(
-            plan,
+            assignment,
             backend,
             partitions,
             here,
@@ -161,13 +205,15 @@ class Pipe(Layers):
             chunks=chunks,
             checkpoint=checkpoint,
             check_finite=bool(check_finite),
+            one_thread=bool(one_thread),
         )
         settings = {
             "chunks": chunks,
             "checkpoint": checkpoint,
             "deferred_batch_norm": bool(deferred_batch_norm),
             "loss_reduction": loss_reduction,
-            "loss_inside": loss_fn is not None,
+            "loss_fn": function_identity(loss_fn),
+            "loss_weight": function_identity(loss_weight),
             "check_finite": bool(check_finite),
             "grad_scaler": grad_scaler is not None,
             "training": module.training,
@@ -175,9 +221,13 @@ class Pipe(Layers):
         }
         own = [*self.named_parameters(), *self.named_buffers()]
         skips, open_workers = executor.skips, executor.engine_in_use
-        backend.join(PipeSpec(module, plan, partitions, skips, settings, own, grad_scaler, open_workers))
+        with ShortTracebacks():
+            backend.join(PipeSpec(module, assignment, partitions, skips, settings, own, grad_scaler, open_workers))
         loss.place(self.output_device)
         self.training = module.training
+        self._wrapped = WrappedModule(module if executor.warns else None)
+
+    _refused_attributes = Layers._refused_attributes | frozenset(signature(__init__).parameters) - {"self", "module"}
 
     @property
     def chunks(self) -> int:
@@ -186,18 +236,21 @@ class Pipe(Layers):
 
     @property
     def checkpoint(self) -> str:
-        """Which micro-batches are computed again for their backward; `save_checkpoint` has nothing to do with it."""
+        """Which micro-batches are computed again for their backward; `save_checkpoint` has nothing to do with it.
+
+        The mode, or "as scheduled" if the pipe's own schedule says it.
+        """
         return self._executor.checkpoint
 
     @property
     def balance(self) -> list[int]:
         """How many layers each partition has."""
-        return list(self._plan.partitioning.balance)
+        return list(self._assignment.partitioning.balance)
 
     @property
     def devices(self) -> list[torch.device]:
         """The device of each worker; with one partition per worker, of each partition."""
-        return list(self._plan.devices)
+        return list(self._assignment.devices)
 
     @property
     def is_first(self) -> bool:
@@ -351,13 +404,9 @@ class Pipe(Layers):
                 raise ValueError("a pipe without layers has no loss: leave the target out")
             return nn.Sequential()(*inputs, **keyword_inputs)
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
-        doubts: list[str] = []
+        doubts = self._wrapped.doubts()
         with ShortTracebacks(), generator_given_up(), self._backend.calling(what):
-            if return_output and target is None and self.is_last:
-                raise ValueError(
-                    "return_output=True is for pipe(x, target=y), which returns the loss: without a target the "
-                    "output is what the pipe returns"
-                )
+            self._refuse_changed_partitions()
             self._refuse_to_run_without_data()
             result = self._executor.run(
                 inputs,
@@ -469,7 +518,15 @@ class Pipe(Layers):
         return {**self.__dict__, "_executor": copy(self._executor)}
 
 
-def _backend(mesh: Mesh | DeviceMesh | None, devices: Sequence[int | str | torch.device] | None) -> Backend:
+def _doubt_about_no_mesh() -> str | None:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    from pipework.distributed.mesh import doubt_about_no_mesh  # as below
+
+    return doubt_about_no_mesh()
+
+
+def backend_for(mesh: Mesh | DeviceMesh | None, devices: Sequence[int | str | torch.device] | None) -> Backend:
     """Where the workers are. A further kind of workers is a file that implements `Backend`, and a line here."""
     if mesh is None:
         return LocalBackend(devices)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     import datetime
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch.autograd.graph import GradientEdge
     from torch.distributed.distributed_c10d import Store
@@ -154,6 +154,24 @@ unsafe_view: Callable[[Tensor, Sequence[int]], Tensor] = _find(torch, "ops.aten.
 operations are allowed on it also if the tensor is a leaf. Fallback: a function in Python, 9 microseconds slower."""
 
 
+@functools.cache
+def _saved_names(kind: Any) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name[1:].startswith("raw_saved_"))  # each operator has its own
+
+
+def saved_by(node: Any) -> list[Any]:
+    """What a node of a graph keeps for its backward: tensors, or what `saved_tensors_hooks` have made of them.
+
+    It calls no hook and makes no tensor. Fallback: nothing, so that a note about memory counts less.
+    """
+    found: list[Any] = []
+    for name in _saved_names(node.__class__):
+        with contextlib.suppress(AttributeError, RuntimeError):  # it has been freed already
+            saved = getattr(node, name)
+            found += [each.data for each in (saved if isinstance(saved, tuple | list) else (saved,))]
+    return found
+
+
 # Subclasses of tensors, and what operators ask about them
 
 
@@ -187,6 +205,32 @@ make_subclass: Callable[[type, Tensor, bool], Tensor] = _find(
 DispatchMode: Any = _find(torch, "utils._python_dispatch.TorchDispatchMode", contextlib.nullcontext)
 """The base of modes that see the operators below autograd. Fallback: a context that sees none."""
 _in_dispatch_mode: Callable[[], bool] = _find(torch, "utils._python_dispatch.is_in_torch_dispatch_mode", lambda: False)
+
+
+def changes_arguments(operator: Any) -> bool:
+    """Whether an operator below autograd writes to one of its arguments. Fallback: True.
+
+    Example:
+        >>> changes_arguments(torch.ops.aten.add_.Tensor), changes_arguments(torch.ops.aten.add.Tensor)
+        (True, False)
+    """
+    return bool(_find(operator, "_schema.is_mutable", True))
+
+
+def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of an operator to which it writes. Fallback: none.
+
+    Example:
+        >>> written_arguments(torch.ops.aten.add_.Tensor, (torch.zeros(1), torch.ones(1)), {})
+        [tensor([0.])]
+    """
+    found: list[Any] = []
+    if changes_arguments(operator):
+        for position, argument in enumerate(_find(operator, "_schema.arguments", ())):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[position] if position < len(args) else kwargs.get(argument.name)
+                found += given if isinstance(given, list | tuple) else [given]
+    return [each for each in found if isinstance(each, Tensor)]
 
 
 class TracedAsParameter(Tensor):
@@ -248,6 +292,21 @@ storage_key: Callable[[torch.UntypedStorage], int] = (
 """A number that tells storages apart, also on the meta device, where none has an address. Fallback: `id`, which does so
 while the storage's Python object lives."""
 
+
+def memory_key(tensor: Tensor) -> int | None:
+    """The `storage_key` of a tensor's memory; None: it has none of its own, as sparse and nested tensors.
+
+    Example:
+        >>> x = torch.zeros(3)
+        >>> memory_key(x) == memory_key(x[1:]), memory_key(x.to_sparse())
+        (True, None)
+    """
+    try:
+        return storage_key(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 ALIGNMENT: Final = 64
 """The memory of a new tensor on the CPU begins at a multiple of so many bytes. This is no name, but it is not public
 either. If it changes, a result may differ in its last bit."""
@@ -267,9 +326,22 @@ _backward_pre_hooks = _attribute(nn.Module(), "_backward_pre_hooks", None)
 _compiled_call = _attribute(nn.Module(), "_compiled_call_impl", None)
 
 
+def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """The hooks that run after a module's forward. Fallback: none."""
+    found = _forward_hooks(module)
+    return list(found.values()) if isinstance(found, dict) else []
+
+
 def may_have_forward_hooks(module: nn.Module) -> bool:
     """Whether hooks run before or after a module's forward. There is no public way to ask. Fallback: True."""
     return bool(_forward_hooks(module) or _forward_pre_hooks(module))
+
+
+def all_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """What runs when the module itself is called, beside its forward. Fallback: nothing."""
+    groups = [*(getattr(module, name, None) for name in _FORWARD_HOOKS), _backward_hooks(module)]
+    groups.append(_backward_pre_hooks(module))
+    return [hook for group in groups if isinstance(group, dict) for hook in group.values()]
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -281,8 +353,7 @@ def has_hooks(module: nn.Module) -> bool:
         >>> has_hooks(module), has_hooks(module[0])
         (False, True)
     """
-    forward = any(getattr(module, name, None) for name in _FORWARD_HOOKS)
-    return bool(forward or _backward_hooks(module) or _backward_pre_hooks(module))
+    return bool(all_hooks(module))
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -293,13 +364,33 @@ def is_compiled(module: nn.Module) -> bool:
     return _compiled_call(module) is not None or type(module).__name__ == "OptimizedModule"
 
 
+def run_uncompiled(copy: nn.Module) -> None:
+    """Lets a shallow copy of a compiled module run itself: what was compiled runs the module that it was made of."""
+    copy.__dict__.pop("_compiled_call_impl", None)
+    inside = copy._modules.get(COMPILED_MODULE)
+    if inside is not None and "forward" in copy.__dict__:
+        copy.__dict__["forward"] = inside
+
+
 COMPILED_MODULE: Final = "_orig_mod"
 """The attribute under which what `torch.compile(module)` returns has the module."""
 
 
-def uncompiled(module: nn.Module) -> nn.Module:
-    """The module that was given to `torch.compile`. Fallback: the one that it returned."""
-    return getattr(module, COMPILED_MODULE, module)
+_COMPILER: Final = "torch._dynamo"
+"""The package that defines what `torch.compile(function)` returns: a wrapper, for PyTorch's own functions two."""
+
+
+def uncompiled(function: Any) -> Any:
+    """The module or function inside of what `torch.compile` returned, or one wrapper less. Fallback: what it returned.
+
+    Example:
+        >>> uncompiled(nn.functional.relu) is nn.functional.relu
+        True
+    """
+    if getattr(function, "__globals__", {}).get("__name__", "").startswith(_COMPILER):
+        return getattr(function, "__wrapped__", function)
+    # Other objects may answer every name, as mocks do.
+    return getattr(function, COMPILED_MODULE, function) if isinstance(function, nn.Module) else function
 
 
 CALLS_OF_MODULES: Final = ("_wrapped_call_impl", "_call_impl")
@@ -319,6 +410,29 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor | None]:
         left_out = module._buffers.keys() - {name for name, tensor in module._buffers.items() if tensor is None}
         left_out -= module.state_dict().keys()
     return {name: buffer for name, buffer in module._buffers.items() if name not in left_out}
+
+
+_save: Any = _find(nn.Module, "_save_to_state_dict")
+
+
+def saved_beside(module: nn.Module) -> dict[str, Tensor]:
+    """What a module puts into a state dict by a method of its own, such as the scales of quantised weights.
+
+    Only tensors that it has are given, and not those that it makes for each state dict, into which nothing can be
+    loaded. Fallback: none.
+    """
+    if _save is None or type(module)._save_to_state_dict is _save:
+        return {}
+    saved: dict[str, Any] = {}
+    again: dict[str, Any] = {}
+    module._save_to_state_dict(saved, "", True)
+    module._save_to_state_dict(again, "", True)
+    return {
+        name: value
+        for name, value in saved.items()
+        if isinstance(value, Tensor) and isinstance(again.get(name), Tensor)
+        if memory_key(value) == memory_key(again[name])
+    }
 
 
 _apply: Any = _required(nn.Module, "_apply", "to move a layer of which a part lies on the meta device")
@@ -587,6 +701,12 @@ if TYPE_CHECKING:
 else:
     pytree = _required(torch, "utils._pytree", "to take nested values apart")
     """PyTorch's library of nested values, at which users and libraries register their classes. No fallback."""
+
+
+def paths_of(tree: Any) -> list[str]:
+    """Where the leaves of a nested value are, such as "['loss']". Fallback: nothing is said of it."""
+    flatten, name = _find(pytree, "tree_flatten_with_path"), _find(pytree, "keystr")
+    return [] if flatten is None or name is None else [name(path) for path, _ in flatten(tree)[0]]
 
 
 def register_node(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:

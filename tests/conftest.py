@@ -22,7 +22,7 @@ from pipework.testing import Reference, draw_key, reference_backward, reference_
 from tests.nursery import Nursery
 from tests.programs import run_python as run_python
 from tests.programs import start_python as start_python
-from tests.ranks import RankPipe, held, own_mesh, recut
+from tests.ranks import RankPipe, held, own_mesh, recut, workers_of
 from tests.tiers import mark_thorough
 
 # How long an example takes says more about what else the machine does than about the code.
@@ -88,7 +88,7 @@ def square_mean(output: Tensor) -> Tensor:
 
 
 def bitwise(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    torch.testing.assert_close(actual.to(expected.device), expected, rtol=0, atol=0)
 
 
 def distance(output: Tensor, target: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Way:
         workers = len(balance)
         if known.stages_per_worker == 2:
             workers = 1 if workers % 2 else workers // 2
-        return Pipe(own, chunks, checkpoint, *args, balance=balance, devices=["cpu"] * workers, **options)
+        return Pipe(own, chunks, checkpoint, *args, balance=balance, **workers_of(workers), **options)
 
     def named(self, kind: str) -> str:
         """What an action of this kind is called in errors: where backwards are split, hooks run in the first half."""
@@ -155,6 +155,8 @@ class Way:
         if self.inside:
             return pipe(*arguments, **keywords, target=target, return_output=True)
         output = pipe(*arguments, **keywords)
+        if isinstance(output, Tensor) and isinstance(target, Tensor):
+            target = target.to(output.device)
         return loss_fn(output, target), output
 
     def loss(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import pipework
@@ -47,10 +48,13 @@ def layers_of_stages(pipe: Pipe) -> list[tuple[int, nn.Module]]:
 
 
 def workers_of(count: int) -> dict[str, Any]:
-    """The arguments of a pipe for its workers."""
+    """The arguments of a pipe for its workers; threads are on the default device, or without an index on all alike."""
     mesh = own_mesh()
     if mesh is None:
-        return {"devices": ["cpu"] * count}
+        default = torch.get_default_device()
+        if default.type == "cpu" or default.index is not None:
+            return {"devices": [default] * count}
+        return {"devices": [torch.device(default.type, n % torch.accelerator.device_count()) for n in range(count)]}
     if len(mesh.ranks) != count:
         pytest.skip(f"{count} workers are not as many as there are ranks, {len(mesh.ranks)}")
     return {"mesh": mesh}

@@ -99,7 +99,7 @@ def test_another_backend_is_a_file_and_a_line(monkeypatch: pytest.MonkeyPatch) -
         made.peers = peers
         return made
 
-    monkeypatch.setattr(pipe_module, "_backend", backend)
+    monkeypatch.setattr(pipe_module, "backend_for", backend)
     plain = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
     x, y = torch.randn(6, 4), torch.randn(6, 2)
     torch.manual_seed(1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipework import MicroBatches, Pipe, balance_by_size, balance_by_time, pop, skippable, stash
+from pipework import MicroBatches, Pipe, PipeWarning, balance_by_size, balance_by_time, pop, skippable, stash
 from pipework.runtime.device import Link
 from pipework.schedule import SCHEDULES
 from pipework.testing import draw_key, reference_backward, reference_step
@@ -384,3 +384,22 @@ def test_skips_between_devices(kind: str, checkpoint: str) -> None:
         same(output, reference.output)
         same_gradients(pipe, plain)
         same(inputs[1].grad, inputs[0].grad)
+
+
+def test_a_loss_of_the_whole_batch_and_one_that_a_layer_keeps_are_noticed() -> None:
+    class Keeping(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.aux = self.weight.square().sum()
+            return super().forward(x)
+
+    def root(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target).sqrt()
+
+    x, kept = torch.randn(16, 8) * torch.linspace(1, 4, 16)[:, None], Keeping(8, 8)
+    layers = nn.Sequential(nn.Linear(8, 8), kept, nn.Tanh(), nn.Linear(8, 8))
+    pipe = Pipe(layers, 4, balance=[2, 2], devices=devices_of("two"), schedule="1f1b", loss_fn=root)
+    with pytest.warns(PipeWarning, match="is no mean over rows"):
+        loss = pipe(x, target=x)
+    with pytest.raises(RuntimeError, match="outside of the pipe's own backward"):
+        (loss.cpu() + kept.aux.cpu()).backward()
+    pipe(x, target=x).backward()

@@ -12,6 +12,8 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from pipework import Namespace, NoChunk, Pipe, PipeSequential, pop, skippable, stash
 
 CHECKPOINT_MODES = ("never", "except_last", "always")
+# Finite differences compute losses of which none goes backward.
+pytestmark = pytest.mark.filterwarnings("ignore:loss.backward.. was called on none:pipework.PipeWarning")
 
 
 def check(pipe: Pipe, *inputs: Tensor, call: Callable[..., Any] | None = None, fast_mode: bool = True) -> None:

@@ -15,17 +15,22 @@ import pipework
 
 PACKAGE = Path(pipework.__file__).parent
 # From below to above; a folder without subfolders here has none, or does not tell them apart. All that use PyTorch may
-# import torch_private and tracebacks.
+# import torch_private, tracebacks and spot_checks.
 MAY_IMPORT = {
-    "schedule": {"schedule.generators", "schedule.passes", "schedule.analysis", "schedule.formats", "schedule.draw"},
+    "schedule": {
+        "schedule.generators", "schedule.passes", "schedule.analysis", "schedule.formats", "schedule.draw",
+        "schedule.synthesis",
+    },
     "schedule.generators": {"schedule"},
     "schedule.passes": {"schedule", "schedule.analysis"},
     "schedule.analysis": {"schedule", "schedule.passes", "schedule.draw"},
     "schedule.formats": {"schedule", "schedule.passes"},
     "schedule.draw": {"schedule"},
+    "schedule.synthesis": {"schedule", "schedule.analysis", "schedule.draw", "schedule.passes"},
     "timeline": {"schedule", "schedule.analysis", "schedule.draw"},
     "torch_private": set(),
     "tracebacks": set(),
+    "spot_checks": set(),
     "values": set(),
     "autograd": {"autograd.weight_split"},
     "autograd.weight_split": set(),
@@ -38,10 +43,21 @@ MAY_IMPORT = {
         "autograd", "autograd.weight_split", "runtime", "runtime.random", "runtime.skips", "values",
     },
     "model": {"autograd", "pipe_warning", "runtime", "runtime.random", "runtime.stage", "values"},
+    "model.parts": {"model", "model.parts.analysis", "model.parts.execution", "runtime.random", "values"},
+    "model.parts.analysis": {"model.parts.execution", "runtime.random", "values"},
+    "model.parts.execution": {"runtime.random", "values"},
+    "model.loss": {"model", "runtime", "runtime.random", "runtime.stage", "values"},
     "balance": {"autograd", "model", "values"},
-    "planning": {
+    "planning": {"planning.cuts", "schedule", "schedule.analysis", "schedule.draw", "schedule.synthesis"},
+    "planning.cuts": set(),
+    "assignment": {"balance", "model", "planning", "runtime", "runtime.random", "schedule", "schedule.draw"},
+    "prediction": {
         "autograd", "autograd.weight_split", "balance", "model", "runtime", "runtime.random", "runtime.skips",
-        "runtime.stage", "schedule", "schedule.analysis", "schedule.draw", "summary",
+        "runtime.stage", "schedule", "schedule.analysis", "schedule.draw", "summary", "values",
+    },
+    "profiling": {
+        "assignment", "balance", "model", "model.loss", "planning", "prediction", "runtime", "runtime.stage",
+        "schedule", "schedule.draw", "skip", "values",
     },
     "skip": {"model", "runtime.skips"},
     "summary": {"schedule", "schedule.draw"},
@@ -49,24 +65,31 @@ MAY_IMPORT = {
         "backend", "distributed.gradients", "distributed.health", "distributed.transport", "model", "runtime",
         "runtime.random", "schedule", "timeline", "values", "__init__",
     },
-    "distributed.gradients": {"distributed.transport"},
+    "distributed.gradients": {"distributed.transport", "model"},
     "distributed.health": set(),
     "distributed.transport": {"runtime", "runtime.skips", "values"},
     "testing": {"distributed", "model", "runtime", "runtime.random"},
     "device_check": {"__init__", "runtime", "testing"},
     "backend": {"runtime"},
     "executor": {
-        "autograd", "backend", "model", "pipe_warning", "planning", "runtime", "runtime.random", "runtime.skips",
-        "runtime.stage", "schedule", "skip", "values",
+        "autograd", "backend", "model", "model.loss", "pipe_warning", "prediction", "runtime", "runtime.random",
+        "runtime.skips", "runtime.stage", "schedule", "skip", "values",
     },
     "pipe": {
-        "backend", "distributed", "executor", "model", "pipe_warning", "planning", "runtime.random", "runtime.stage",
-        "schedule", "skip", "summary", "timeline",
+        "assignment", "backend", "distributed", "executor", "model", "model.loss", "pipe_warning", "runtime.random",
+        "runtime.stage", "schedule", "skip", "summary", "timeline",
     },
-    "saving": {"__init__", "values"},  # what it needs of a pipe are its partitions
+    "integrations": {"model.parts", "model.parts.analysis", "model.parts.execution", "saving"},
+    "attached_forward": {"model.parts", "model.parts.execution", "runtime", "values"},
+    "attached": {
+        "assignment", "attached_forward", "backend", "balance", "integrations", "model", "model.parts",
+        "model.parts.analysis", "model.parts.execution", "pipe", "pipe_warning", "values",
+    },
+    "saving": {"__init__", "model", "values"},  # what it needs of a pipe are its partitions
     "pipe_warning": set(),
     "__init__": {
-        "balance", "distributed", "distributed.health", "model", "pipe", "pipe_warning", "planning", "saving", "skip",
+        "assignment", "attached", "balance", "distributed", "distributed.health", "integrations", "model", "pipe",
+        "pipe_warning", "planning", "profiling", "saving", "skip",
     },
 }  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -119,11 +142,29 @@ def test_imports_point_one_way(path: Path) -> None:
     folder = folder_of(module_of(path))
     if folder in MAY_IMPORT:  # compat, cli and __main__ may import everything, and nothing else may import them
         folders = {folder_of(name) for name in modules_imported(path)}
-        assert folders - {folder, "torch_private", "tracebacks"} <= MAY_IMPORT[folder]
+        assert folders - {folder, "torch_private", "tracebacks", "spot_checks"} <= MAY_IMPORT[folder]
     if folder.split(".")[0] == "schedule":
         names = set(imported(ast.parse(path.read_text())))
-        allowed = sys.stdlib_module_names | {"pipework"} | ({"matplotlib"} if path.name == "png.py" else set())
+        optional = (
+            {"matplotlib"} if path.name == "png.py" else {"ortools"} if path.parent.name == "synthesis" else set()
+        )
+        allowed = sys.stdlib_module_names | {"pipework"} | optional
         assert {name.split(".")[0] for name in names} <= allowed
+
+
+def test_torch_alone_is_needed_to_import_what_is_public() -> None:
+    # Imported for a model of transformers.
+    own = {"integrations/transformers.py", "integrations/sketch.py", "integrations/trainer.py"}
+    for path in FILES:
+        if path.relative_to(PACKAGE).as_posix() in own:
+            continue
+        for statement in ast.parse(path.read_text()).body:
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                names = [statement.module or ""] if isinstance(statement, ast.ImportFrom) else [
+                    alias.name for alias in statement.names
+                ]  # fmt: skip
+                others = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+                assert others <= {"torch", "pipework"}, path
 
 
 def test_no_circles() -> None:
@@ -141,7 +182,7 @@ def test_one_class_per_name() -> None:
     assert not [name for name, count in classes.items() if count > 1]
 
 
-@pytest.mark.parametrize("module", ["pipework", "pipework.schedule"])
+@pytest.mark.parametrize("module", ["pipework", "pipework.schedule", "pipework.planning.cuts"])
 def test_what_needs_no_tensors_imports_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

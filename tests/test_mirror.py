@@ -1,4 +1,4 @@
-"""Tests mirror the source: `tests/model/test_loss.py` is of `pipework/model/loss.py`.
+"""Tests mirror the source: `tests/model/loss/test_settings.py` is of `pipework/model/loss/settings.py`.
 
 More tests of one file may have more words in their name: `test_validate_randomly.py` is of `validate.py`.
 """
@@ -24,6 +24,7 @@ OF_SEVERAL = {
     "compat": {"differences", "documents"},
     "compat/sync": {"ddp", "exactness", "gpu", "rpc", "skip"},
     "distributed/health": {"monitors_together"},
+    "integrations": {"accelerate", "lightning"},
     "saving": {
         "compiled",
         "crashes",

@@ -169,7 +169,24 @@ def test_several_layers_are_taken_from_a_list() -> None:
         two_stages()[:-1:2]
 
 
-@pytest.mark.parametrize("name", ["schedule", "chunks", "balance", "checkpoint", "devices", "partitions"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "schedule",
+        "chunks",
+        "balance",
+        "checkpoint",
+        "devices",
+        "partitions",
+        "loss_fn",
+        "loss_weight",
+        "loss_reduction",
+        "check_finite",
+        "grad_scaler",
+        "deferred_batch_norm",
+        "mesh",
+    ],
+)
 @pytest.mark.parametrize("value", ["1f1b", nn.ReLU()])
 def test_what_a_pipe_is_made_with_cannot_be_changed(name: str, value: object) -> None:
     pipe = two_stages()

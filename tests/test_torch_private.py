@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import pipework
+from pipework import torch_private
 
 PACKAGE = Path(pipework.__file__).parent
 HOME = PACKAGE / "torch_private.py"
@@ -46,6 +47,7 @@ WITH_FALLBACK = (
     "torch.nn.Module()._backward_hooks",
     "torch.nn.Module()._backward_pre_hooks",
     "torch.nn.Module()._non_persistent_buffers_set",
+    "torch.nn.Module._save_to_state_dict",
     "torch.nn.Module._compiled_call_impl",
     "torch.nn.RNNBase._init_flat_weights",
     "torch.nn.modules.batchnorm._BatchNorm",
@@ -77,6 +79,7 @@ ON_OBJECTS = {
     "_wrapped_call_impl": nn.Module,
     "_call_impl": nn.Module,
     "_metadata": lambda: nn.Module().state_dict(),
+    "_schema": lambda: torch.ops.aten.add.Tensor,
     "_dispatch_key": lambda: torch.utils._python_dispatch.TorchDispatchMode(
         _dispatch_key=torch._C.DispatchKey.PreDispatch
     ),
@@ -86,10 +89,15 @@ IN_FILES = {
     "_is_param": "nn/parameter.py",
     "_mode_key": "_subclasses/fake_tensor.py",
     "_orig_mod": "_dynamo/eval_frame.py",
+    "_dynamo": "__init__.py",
 }
 # Private names of Python's own, and two of this package that PyTorch has, too.
 OURS = {"_replace", "_asdict", "_fields", "_exit", "_current_frames", "_SubParsersAction"}
-NOT_PYTORCHS = {"autograd/weight_split/operation.py": {"_version"}}
+NOT_PYTORCHS = {
+    "autograd/weight_split/operation.py": {"_version"},
+    "integrations/sketch.py": {"_keys_to_ignore_on_save"},
+    "integrations/transformers.py": {"_active_collector", "_init_weights"},
+}
 
 
 def is_private(name: str) -> bool:
@@ -326,3 +334,16 @@ def test_without_it_a_pipe_still_trains_exactly(path: str, outcomes: dict[str, s
 def test_without_it_the_error_says_so(path: str, outcomes: dict[str, str]) -> None:
     name = path.replace("torch.nn.Module", "Module").replace("torch.Tensor", "Tensor")
     assert outcomes[path] == "trained" or f"PyTorch {torch.__version__} has no {name}" in outcomes[path]
+
+
+def test_what_a_node_has_saved_is_found_without_calling_hooks() -> None:
+    x, unpacked = torch.ones(3, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (7, tensor), unpacked.append):
+        hooked = x.exp()
+    plain = x.exp()
+    (saved,) = torch_private.saved_by(plain.grad_fn)
+    assert saved.data_ptr() == plain.data_ptr()
+    ((number, packed),) = torch_private.saved_by(hooked.grad_fn)
+    assert (number, packed.data_ptr(), unpacked) == (7, hooked.data_ptr(), [])
+    plain.sum().backward()
+    assert torch_private.saved_by(plain.grad_fn) in ([], [None])

@@ -51,6 +51,12 @@ def names_in(error: BaseException) -> list[str]:
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
 
+def test_what_is_refused_when_a_pipe_is_made_has_two_frames() -> None:
+    with pytest.raises(ValueError, match="balance must be") as caught:
+        Pipe(nn.Sequential(nn.Identity()), balance=[2], devices=["cpu"])
+    assert names_in(caught.value)[1:] == ["__init__", "checked_balance"]
+
+
 @pytest.mark.parametrize("options", [{}, {"loss_fn": nn.functional.mse_loss}], ids=["outside", "inside"])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_what_a_thread_raises_has_the_users_frames_and_the_call(checkpoint: str, options: dict[str, Any]) -> None:

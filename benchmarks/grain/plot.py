@@ -81,7 +81,7 @@ def axes(title: str, scale: Scale, *, labelled: bool) -> list[str]:
         y = number(scale.y(percent / 100))
         marks.append(f'<path d="M0 {y}H{WIDTH}" stroke="{LINE}"/>')
         if labelled:
-            marks.append(text(-8, scale.y(percent / 100) + 4, f"{percent} %", 12, text_anchor="end", fill=QUIET))
+            marks.append(text(-8, scale.y(percent / 100) + 4, f"{percent}%", 12, text_anchor="end", fill=QUIET))
     for size in ticks(scale):
         x = scale.x(size)
         marks.append(f'<path d="M{number(x)} 0V{HEIGHT}" stroke="{LINE}"/>')

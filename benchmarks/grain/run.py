@@ -221,7 +221,7 @@ def report(measured: dict[Line, list[Point]], micro_batches: int) -> list[Verdic
     for line, points in measured.items():
         for name in points[0].efficiency:
             shown = "threads without a pipe" if name == BARE else name
-            rows.append([f"{line.name}, {shown}", *(f"{100 * point.efficiency[name]:.0f} %" for point in points)])
+            rows.append([f"{line.name}, {shown}", *(f"{100 * point.efficiency[name]:.0f}%" for point in points)])
         if line.kernel.real:
             rows.append([f"{line.name}: an action alone", *(f"{1e3 * point.alone:.3g} ms" for point in points)])
         else:
@@ -229,7 +229,7 @@ def report(measured: dict[Line, list[Point]], micro_batches: int) -> list[Verdic
     harness.print_table(["", *(f"{1e3 * point.seconds:g} ms" for point in measured[LINES[-1]])], rows)
 
     print(
-        "\nmilliseconds of an action from which on a pipe is faster than one worker, and has 90 % of its ideal speed\n"
+        "\nmilliseconds of an action from which on a pipe is faster than one worker, and has 90% of its ideal speed\n"
     )
     rows, verdicts = [], []
     for line, points in measured.items():
@@ -240,7 +240,7 @@ def report(measured: dict[Line, list[Point]], micro_batches: int) -> list[Verdic
             shown = [f"<= {least:.2g}" if each == least else f"{each:.2g}" for each in (pays, good)]
             rows.append([f"{line.name}, {schedule}", f"{speed_up:.2f} x", *shown])
             verdicts.append(Verdict(f"{line.name}, {schedule}: pays from actions of", pays, TARGET, "ms"))
-    harness.print_table(["", "ideal speed-up", "pays from", "90 % from"], rows)
+    harness.print_table(["", "ideal speed-up", "pays from", "90% from"], rows)
     return verdicts
 
 

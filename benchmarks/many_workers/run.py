@@ -194,14 +194,14 @@ def report(results: Sequence[tuple[Case, Result]], micro_batches: int, milliseco
                 str(case.workers),
                 f"{result.predicted * 1e3:.1f}",
                 f"{recorded * 1e3:.1f}",
-                f"{excess['recorded']:+.2f} %",
-                f"{100 * (result.from_costs / recorded - 1):+.2f} %",
-                f"{100 * (result.without_transfer / recorded - 1):+.2f} %",
+                f"{excess['recorded']:+.2f}%",
+                f"{result.from_costs / recorded - 1:+.2%}",
+                f"{result.without_transfer / recorded - 1:+.2%}",
                 f"{median(result.wall) * 1e3:.1f}",
-                f"{excess['wall-clock']:+.2f} %",
+                f"{excess['wall-clock']:+.2f}%",
                 f"{median(result.awake) * 1e3:.1f}",
-                f"{100 * (result.slept - 1):+.2f} %",
-                f"{100 * (result.action - 1):+.2f} %",
+                f"{result.slept - 1:+.2%}",
+                f"{result.action - 1:+.2%}",
             ]
         )
         for clock, above in excess.items():

@@ -299,7 +299,7 @@ def above(value: float, reference: float) -> str:
 
 
 def verdicts_of(cases: Sequence[Case], processes: Sequence[Process]) -> list[Verdict]:
-    """The targets: within 5 %, in either direction, on the worst stage."""
+    """The targets: within 5%, in either direction, on the worst stage."""
     verdicts = []
     for what, name in (
         ("kept", "kept"),

@@ -31,6 +31,9 @@ class CopyingLink:
     def arrive(self, tensors: tuple[Tensor | None, ...], event: None) -> None:
         """See `pipework.runtime.device.Link`."""
 
+    def hand_over(self, *, received: bool) -> None:
+        """See `pipework.runtime.device.Link`: there are no streams."""
+
 
 class TakingLink(CopyingLink):
     """The same, but that a copy counts from the moment on in which the receiver takes it.

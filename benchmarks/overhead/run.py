@@ -206,7 +206,7 @@ def report(measured: dict[Case, dict[int, Times]]) -> list[Verdict]:
         if len(excess) > 2:
             fixed, slope = harness.line_fit(list(excess), list(excess.values()))
             off = off_the_line(by_chunks)
-            fits.append([*label, f"{fixed:.0f}", f"{slope / case.stages:.1f}", f"{off:.1f} %"])
+            fits.append([*label, f"{fixed:.0f}", f"{slope / case.stages:.1f}", f"{off:.1f}%"])
             if case.workers == 1:
                 verdicts.append(Verdict(f"{what}, off the straight line", off, LINEAR, "%"))
     chunks = next(iter(measured.values()))

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         theirs, ours = each["makespan"]["theirs"], each["makespan"]["ours"]
         percents = [more(makespans, channel) for makespans in (theirs, ours) for channel in CHANNELS]
         worst = max(worst, *percents[len(CHANNELS) :])
-        cells = [f"{theirs['unbounded']:.5g}", f"{ours['unbounded']:.5g}", *(f"{each:.1f} %" for each in percents)]
+        cells = [f"{theirs['unbounded']:.5g}", f"{ours['unbounded']:.5g}", *(f"{each:.1f}%" for each in percents)]
         rows.append([str(each["schedule"]), *cells])
     columns = [f"{who}, {channel}" for who in ("PyTorch", "pipework") for channel in CHANNELS]
     harness.print_table(["", "PyTorch, unbounded", "pipework, unbounded", *columns], rows)

@@ -99,10 +99,10 @@ def report(forecasts: Mapping[str, Forecast], steps: int) -> list[Verdict]:
                 name,
                 f"{each.measured:.3f}",
                 f"{each.predicted:.3f}",
-                f"{each.off(each.predicted):+.1f} %",
-                f"{each.off_by_step:+.1f} %",
+                f"{each.off(each.predicted):+.1f}%",
+                f"{each.off_by_step:+.1f}%",
                 f"{each.before:.3f}",
-                f"{each.off(each.before):+.1f} %",
+                f"{each.off(each.before):+.1f}%",
             ]
         )
         verdicts.append(Verdict(f"prediction of {name}", abs(each.off_by_step), TOLERANCE, "%"))

@@ -32,7 +32,7 @@ WHOLE = "un-pipelined, one core, the whole batch at once"
 ALL_CORES = "un-pipelined, all cores, the whole batch at once"
 OUTSIDE = "pipework gpipe, loss outside"
 TORCHGPIPE = "torchgpipe 0.0.7"
-BEST_TARGET = 0.52  # of the one-core time: within 4 % of a perfect split, for the best schedule that splits backwards
+BEST_TARGET = 0.52  # of the one-core time: within 4% of a perfect split, for the best schedule that splits backwards
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,13 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
+from pipework.planning.plan_profile import plan_profile
+from pipework.planning.profile import Profile
 from pipework.schedule import Costs, Schedule, Timeline, build, simulate, svg, with_recompute
 from pipework.schedule.draw.palette import ACTION, INK, LINE, PAPER, QUIET, worker_fill
 
 HERE = Path(__file__).parent
+PLANNED = Path(__file__).parent / "planning_profile.json"  # of the model of planning.md, as that page makes it
 GRADIENT = "#3b8a35"
 VALUE = "#2f6db5"
 SKIP = "#b5531c"
@@ -345,6 +348,30 @@ def memory() -> None:
     picture.save("memory.svg")
 
 
+def planning() -> None:
+    """A step of planning.md with an even cut and 1F1B, and below it the planned one."""
+    profile = Profile.load(PLANNED)
+    layers = profile.at(128).seconds["worker"]
+    halves = layers[:5], layers[5:]
+    costs = Costs(
+        forward=[sum(layer.forward for layer in half) for half in halves],
+        backward=[sum(layer.input_gradient + layer.weight_gradient for layer in half) for half in halves],
+    )
+    even = simulate(build("1f1b", workers=2, chunks=8), costs).timeline
+    plan = plan_profile(
+        profile,
+        ["worker", "worker"],
+        chunks=8,
+        schedules=["1f1b", "zb-h1"],
+        iterations=60,
+        progress=lambda _: None,
+    )
+    in_micro_batches = replace(plan.costs, activation=1.0, checkpoint_activation=0.0, waiting=None)
+    planned = replace(simulate(plan.schedule, in_micro_batches).timeline, unit="s")
+    picture = svg([replace(even, unit="s"), planned], colors="action")
+    (HERE / "planning.svg").write_text(picture, encoding="utf-8")
+
+
 if __name__ == "__main__":
     graph_cut()
     skip()
@@ -353,3 +380,4 @@ if __name__ == "__main__":
     schedules()
     first_example()
     memory()
+    planning()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from pipework.autograd.stray_gradients import StrayGradients
     from pipework.autograd.weight_split.store import WeightGradientStore
     from pipework.runtime.stage.stage import Layer
 
@@ -41,11 +42,17 @@ class Aliases:
         layers: of the stage.
         weight_store: defers gradients to W, and gives parameters of its operators aliases of its own class; None: the
             schedule has no W.
+        stray: refuses gradients from outside of the pipe; None: not in this mini-batch.
     """
 
-    __slots__ = ("_slots", "leaves", "parameters")
+    __slots__ = ("_slots", "_stray", "leaves", "parameters")
 
-    def __init__(self, layers: Iterable[nn.Module], weight_store: WeightGradientStore | None = None) -> None:
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        weight_store: WeightGradientStore | None = None,
+        stray: StrayGradients | None = None,
+    ) -> None:
         by_parameter: dict[int, tuple[Tensor, Tensor]] = {}
         self._slots: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
         found = [
@@ -71,6 +78,9 @@ class Aliases:
             self._slots.append((slots, name, parameter, by_parameter[id(parameter)][1]))
         self.parameters = [parameter for parameter, _ in by_parameter.values()]
         self.leaves = [alias for _, alias in by_parameter.values()]
+        self._stray = stray
+        if stray is not None:
+            stray.watch(self.leaves)
 
     @property
     def any_deferrable(self) -> bool:
@@ -93,6 +103,8 @@ class Aliases:
         """
         thread = threading.get_ident()
         found: list[Tensor | None] = []
+        if self._stray is not None:
+            self._stray.running = True
         try:
             for slots, name, parameter, alias in self._slots:
                 present = slots.get(name)
@@ -103,6 +115,8 @@ class Aliases:
                 slots[name] = alias
             yield
         finally:
+            if self._stray is not None:
+                self._stray.running = False
             for (slots, name, _, alias), present in zip(self._slots, found, strict=False):
                 if slots.get(name) is alias:  # a layer that replaced its own parameter keeps what it put there
                     slots[name] = present

@@ -160,8 +160,9 @@ def gradients(
 
 def _see(takers: dict[int, _Taker], leaf: Tensor, gradient: Tensor) -> None:
     """The hook of the leaf."""
-    usual = gradient.is_contiguous() and gradient.stride() == leaf.stride()
-    if not usual and gradient.layout is torch.strided and id(leaf) not in takers:
+    if gradient.layout is not torch.strided or id(leaf) in takers:  # a sparse one has no strides
+        return
+    if not (gradient.is_contiguous() and gradient.stride() == leaf.stride()):
         takers[id(leaf)] = _Taker(leaf)
 
 

@@ -35,7 +35,8 @@ class Factor:
         self._tensor = value if isinstance(value, torch.Tensor) else None
         if isinstance(value, torch.Tensor):
             # Each stage's gradients are multiplied in the stream that takes them, perhaps on another thread.
-            self._known = torch.accelerator.current_stream(value.device).record_event()
+            self._stream = torch.accelerator.current_stream(value.device)
+            self._known = self._stream.record_event()
         else:
             self._number = value
 
@@ -54,6 +55,16 @@ class Factor:
             return cls(float(gradient) / float(scale))
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         return cls(wide if not isinstance(scale, torch.Tensor) and scale == 1.0 else wide / scale)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether `number` waits for no accelerator."""
+        return self._tensor is None
+
+    @property
+    def number(self) -> float:
+        """The factor itself; the host waits for one that is still being computed on an accelerator."""
+        return self._number
 
     @cached_property
     def _number(self) -> float:
@@ -90,8 +101,9 @@ class Factor:
         if self._tensor is None or self._tensor.device.type != device.type:
             return self._number
         stream = torch.accelerator.current_stream(self._tensor.device)
-        stream.wait_event(self._known)
-        self._tensor.record_stream(stream)
+        if stream != self._stream:
+            stream.wait_event(self._known)
+            self._tensor.record_stream(stream)
         return self._tensor.to(device, non_blocking=True)
 
     def _multiplied_at_once(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pipework import torch_private
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -22,13 +24,19 @@ def refuse_hidden_parameters(
     stage: Stage, aliases: Aliases, leaves: Iterable[Tensor], outputs: Iterable[Tensor]
 ) -> None:
     """Raises a RuntimeError if the graph of `outputs` has a leaf that is neither an alias nor an input of the stage."""
-    known = {id(leaf) for leaf in (*aliases.leaves, *leaves)}
+    given = list(leaves)
+    known = {id(leaf) for leaf in (*aliases.leaves, *given)}
+    # Some forwards ask for the gradient of a view of their input, and nobody reads it.
+    memory = {torch_private.memory_key(leaf) for leaf in given} - {None}
     for variable in graph_leaves(outputs):
-        if id(variable) not in known:
+        is_view_of_input = torch_private.memory_key(variable) in memory
+        if id(variable) not in known and not is_view_of_input:
             raise RuntimeError(
                 f"{stage.place} uses {_name(variable, stage)} without reading it from its module, for example from a "
-                "list, a closure or an attribute that is not a registered parameter. Let the layer read it as an "
-                "attribute of the module that owns it (self.weight), or register it there with register_parameter."
+                "list, a closure, an attribute that is not a registered parameter, or a function or object that an "
+                "earlier layer returned. Let the layer read it as an "
+                "attribute of the module that owns it (self.weight), or register it there with register_parameter. If "
+                "its forward makes it, it must not call requires_grad_() on it, since nobody reads that gradient."
             )
 
 

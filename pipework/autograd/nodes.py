@@ -13,7 +13,7 @@ and the last stage's gradients are there for a reducer (DistributedDataParallel)
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
     from pipework.runtime.step import Step
     from pipework.runtime.transport import Message
+
+FREED: Final = (
+    "pipework: this mini-batch has gone backward before. Call the pipe again for a new loss, or the first backward "
+    "with retain_graph=True; for several losses of one call add them up and go backward once"
+)
+"""A note on PyTorch's error for a second backward, which does not say what was called twice."""
 
 
 class Backward(Protocol):
@@ -90,17 +96,32 @@ class LossInside:
         join: joins the input gradients of stage 0 into those of the pipe's input tensors.
         returned: the input gradients of stage 0.
         scale: the factor of all gradients.
+        arrived: is given the factor of a backward that has come to the first node, see `attach`.
+        begun: called when a backward begins.
     """
 
     step: Step
     join: Callable[[Sequence[Message]], list[Tensor | None]]
     returned: list[Message]
     scale: float | Tensor = 1.0
+    arrived: Callable[[Factor], None] | None = None
+    begun: Callable[[], None] | None = None
+    _latest: Factor | None = field(default=None, init=False)
 
     def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> Factor | None:
         """See `Backward`: returns the factor by which the gradients are still to be multiplied, mostly 1."""
         (gradient,) = gradients
-        return None if gradient is None else Factor.of(gradient, self.scale)  # a node behind the loss may return None
+        if gradient is None:  # a node behind the loss may return None
+            return None
+        if self.begun is not None:
+            self.begun()
+        self._latest = Factor.of(gradient, self.scale)
+        return self._latest
+
+    def end(self, _: Tensor) -> None:
+        """A backward that accumulates all gradients has come to the first node."""
+        if self.arrived is not None and self._latest is not None:
+            self.arrived(self._latest)
 
     def of_inputs(self, factor: Factor, *, retain_graph: bool) -> list[Tensor | None]:
         """See `Backward`."""
@@ -160,7 +181,12 @@ class StageNode(torch.autograd.Function):
                 "a pipe cannot be differentiated twice (create_graph=True): its stages compute their gradients on "
                 "graphs of their own. Compute a gradient penalty on the un-partitioned module, or outside of the pipe."
             )
-        (token,) = ctx.saved_tensors
+        try:
+            (token,) = ctx.saved_tensors
+        except RuntimeError as error:
+            if "backward through the graph a second time" in str(error):
+                error.add_note(FREED)
+            raise
         shared: Backward = ctx.shared
         retain_graph = torch_private.retains_graph()
         # The factor goes from node to node with the token's gradient. An attribute of the node could hold the factor of
@@ -188,6 +214,7 @@ def attach(
     stages: Sequence[int],
     *,
     rooted: bool = False,
+    arrived: Callable[[Tensor], None] | None = None,
 ) -> tuple[Tensor, ...]:
     """Puts a mini-batch whose forward is done into the user's autograd graph.
 
@@ -198,6 +225,8 @@ def attach(
         differentiable: for each output, whether it requires a gradient.
         stages: their numbers, in order; if the workers are processes, those of this process.
         rooted: whether the outputs require a gradient even if no input and no parameter here does.
+        arrived: called when a backward that accumulates all gradients has come to the first node; needs `rooted`. One
+            that wants some gradients only (`torch.autograd.grad`, `inputs=`) is no such backward.
 
     Returns:
         The outputs, as results of the graph.
@@ -205,6 +234,8 @@ def attach(
     fixed = [output for output, needs in zip(outputs, differentiable, strict=True) if not needs]
     apply: Callable[..., Any] = StageNode.apply
     token = torch.zeros((), dtype=torch.float64, device="cpu", requires_grad=rooted)
+    if arrived is not None:
+        token.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
     *others, last = stages
     for stage in others:
         token = apply(shared, stage, None, [], token, *(inputs if stage == 0 else ()), *shared.step.parameters(stage))

@@ -71,14 +71,14 @@ def balance_by_time(
             raise ValueError(f"some parameter already has gradient: {name!r}; call zero_grad() on the module first")
     places = _places(partitions, device, devices)
     cpu_workers = sum(place.type == "cpu" for place in places) if devices is not None else 1
-    times: dict[tuple[str, str], list[float]] = {}
+    times: dict[str, list[float]] = {}
     for place in places:
-        if _kind(place) not in times:
+        if device_kind(place) not in times:
             with threads_of_a_worker(cpu_workers if place.type == "cpu" else 1):
-                times[_kind(place)] = _layer_times(module, sample, place, timeout)
+                times[device_kind(place)] = _layer_times(module, sample, place, timeout)
     if len(times) == 1:
-        return minimax_partition(times[_kind(places[0])], partitions)
-    return minimax_on_devices([times[_kind(place)] for place in places])
+        return minimax_partition(times[device_kind(places[0])], partitions)
+    return minimax_on_devices([times[device_kind(place)] for place in places])
 
 
 def _places(partitions: int, device: Device | None, devices: Sequence[Device] | None) -> list[torch.device]:
@@ -94,12 +94,12 @@ def _places(partitions: int, device: Device | None, devices: Sequence[Device] | 
     return [measuring_device(place) for place in devices[:partitions]]
 
 
-def _kind(place: torch.device) -> tuple[str, str]:
-    """The kind of a device, on which a layer's time depends: its type, and the model of an accelerator."""
+def device_kind(place: torch.device) -> str:
+    """The kind of a device, on which a layer's time depends: the model of an accelerator, or its type."""
     if place.type in ("cpu", "meta"):
-        return place.type, ""
+        return place.type
     model = getattr(torch.get_device_module(place), "get_device_name", None)
-    return place.type, model(place) if model else ""
+    return str(model(place)) if model else place.type
 
 
 def _layer_times(module: nn.Sequential, sample: Any, device: torch.device, timeout: float) -> list[float]:

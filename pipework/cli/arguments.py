@@ -13,11 +13,13 @@ from pipework.schedule import Channel, Costs, Schedule, from_csv, from_json, fro
 from pipework.schedule.argument_checks import unknown_name
 from pipework.schedule.costs import read_costs
 
+DEFAULT_COSTS: Final = "forward=1,backward=2,activation=1"
+
 _COSTS_HELP: Final = (
     "times and memory of a worker's whole share of the model, such as forward=1,input_gradient=1.1,transfer=0.05 "
     "(or F, B, I, W, R, c for the transfer, A for activations), or a .json file with these names, as Costs.save writes "
     "it, in which a list has a number for each worker's whole share, or for each stage (default "
-    "forward=1,backward=2,activation=1)"
+    f"{DEFAULT_COSTS})"
 )
 
 _SHORT: Final[Mapping[str, str]] = MappingProxyType(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipework.cli import arguments as shared
 from pipework.cli.report import Report
-from pipework.schedule import ScheduleError, simulate, validate
+from pipework.schedule import Costs, ScheduleError, simulate, validate
 from pipework.schedule.analysis.rules import ascending
 from pipework.schedule.draw.units import counted, memory_text, time_text
 
@@ -67,4 +67,6 @@ def run(arguments: argparse.Namespace) -> Report:
         f"  bubble {result.bubble:.1%}, makespan {time_text(result.makespan, '')}, "
         f"peak memory {memory_text(max(result.peak_memory), '')}"
     )
+    if arguments.costs == Costs():
+        lines.append(f"  for the default costs, {shared.DEFAULT_COSTS}; give those of your model with --costs")
     return Report(lines)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from pipework.cli import env
 from pipework.cli.report import Report
+from pipework.schedule.draw.aligned import aligned
 from pipework.schedule.draw.units import counted
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _seconds(text: str) -> float:
 def _devices(names: list[str] | None) -> list[torch.device]:
     import torch
 
-    from pipework.planning.devices import Machine, usable_device
+    from pipework.assignment.devices import Machine, usable_device
 
     machine = Machine.here()
     if names is None:
@@ -121,10 +122,8 @@ def _lines(findings: Findings, accelerators: bool) -> list[str]:
         rows = [_row(place) for place in findings.places if place.is_device == (what == "device")]
         if not rows:
             continue
-        table = [(what, "verdict", "cases", "64 MiB copied at, 1 KiB in"), *rows]
-        widths = [max(len(row[column]) for row in table) for column in range(3)]
-        lines += ["  ".join([*map(str.ljust, row[:3], widths), row[3]]) for row in table]
-        lines.append("")
+        table = aligned([(what, "verdict", "cases", "64 MiB copied at, 1 KiB in"), *rows], left={0, 1, 3})
+        lines += [*map(str.rstrip, table), ""]
     for place in findings.places:
         lines += _notes(place)
     lines.append(_conclusion(findings))

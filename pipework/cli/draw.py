@@ -16,7 +16,7 @@ from pipework.schedule import (
     SCHEDULES,
     Costs,
     Schedule,
-    Simulation,
+    Timeline,
     grid,
     schedule_spec,
     simulate,
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> Report:
     simulation = simulate(schedule, costs, channel=arguments.channel or "unbounded")
     line = simulation.timeline
     peak = max(simulation.peak_memory)
-    facts = f"bubble {100 * line.bubble:.1f} %, makespan {time_text(line.makespan, line.unit)}, peak memory "
+    facts = f"bubble {line.bubble:.1%}, makespan {time_text(line.makespan, line.unit)}, peak memory "
     if out is None or form is None:
         # If the output is no terminal, its width is not limited.
         width = shutil.get_terminal_size(fallback=(160, 24)).columns
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> Report:
     line = replace(line, memory_unit="micro-batches")
     # The colours of workers would hide split backwards and the stages of a worker.
     plain = not several and not any(interval.action.kind in "IW" for interval in line.intervals)
-    content = form(replace(simulation, timeline=line), arguments.colors or ("worker" if plain else "action"))
+    content = form(schedule, line, arguments.colors or ("worker" if plain else "action"))
     size = out.write_bytes(content if isinstance(content, bytes) else content.encode())
     large = f" ({memory_text(size, 'bytes')})" if size > _LARGE else ""
     return Report([f"wrote {out}{large}: {line.title}, {facts}{memory_text(peak, line.memory_unit)}"])
@@ -145,22 +145,21 @@ def _schedule(arguments: argparse.Namespace) -> tuple[Schedule, Costs]:
     return with_recompute(schedule, checkpointed) if checkpointed else schedule, costs
 
 
-def _csv(simulation: Simulation, colors: Colors) -> str:
-    schedule = simulation.schedule
+def _csv(schedule: Schedule, line: Timeline, colors: Colors) -> str:
     return to_csv(schedule, form="compute_comms" if schedule.communicates else "compute_only")
 
 
-Form = Callable[[Simulation, "Colors"], str | bytes]
+Form = Callable[[Schedule, Timeline, "Colors"], str | bytes]
 
 # Longer suffixes come first.
 _FORMS: Final[Mapping[str, Form]] = MappingProxyType(
     {
-        ".trace.json": lambda simulation, colors: trace_json(simulation.timeline),
-        ".svg": lambda simulation, colors: svg(simulation.timeline, colors=colors, update=colors == "worker"),
-        ".png": lambda simulation, colors: png(simulation.timeline, colors=colors, update=colors == "worker"),
+        ".trace.json": lambda schedule, line, colors: trace_json(line),
+        ".svg": lambda schedule, line, colors: svg(line, colors=colors, update=colors == "worker"),
+        ".png": lambda schedule, line, colors: png(line, colors=colors, update=colors == "worker"),
         ".csv": _csv,
-        ".json": lambda simulation, colors: to_json(simulation.schedule) + "\n",
-        ".txt": lambda simulation, colors: to_orders_text(simulation.schedule) + "\n",
+        ".json": lambda schedule, line, colors: to_json(schedule) + "\n",
+        ".txt": lambda schedule, line, colors: to_orders_text(schedule) + "\n",
     }
 )
 

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Final, NoReturn
 
-from pipework.cli import check, check_device, compare, convert, draw, env
+from pipework.cli import check, check_device, compare, convert, draw, env, plan
 from pipework.cli.report import Report
 from pipework.schedule.argument_checks import unknown_name
 
 _COMMANDS: Final[Mapping[str, ModuleType]] = MappingProxyType(
-    {"draw": draw, "compare": compare, "check": check, "convert": convert, "check-device": check_device, "env": env}
+    {
+        "draw": draw,
+        "compare": compare,
+        "plan": plan,
+        "check": check,
+        "convert": convert,
+        "check-device": check_device,
+        "env": env,
+    }
 )
+
+_READER_ENDED: Final = 141  # as shells have it: 128 and the number of SIGPIPE
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,16 +42,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 1 if a check did not pass; 2 if arguments are wrong, with one line on the standard error;
-        130 after Ctrl-C.
+        130 after Ctrl-C, 141 if the reader of the output has ended, as `head` does.
 
     Example:
         >>> main(["draw", "gpipe", "--workers", "2", "--chunks", "1", "--costs", "backward=1"])
         gpipe, 2 workers, 1 micro-batch
         worker 0  0F0  .   .  0B0
         worker 1   .  1F0 1B0  .
-        bubble 50.0 %, makespan 4, peak memory 1 (in micro-batches of activations of a stage)
+        bubble 50.0%, makespan 4, peak memory 1 (in micro-batches of activations of a stage)
         0
     """
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python writes what is left once more when it exits, and would report the error then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_ENDED
+    return status
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
     words = sys.argv[1:] if argv is None else argv
     command = next((word for word in words if not word.startswith("-")), None)
@@ -55,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         report: Report = arguments.run(arguments)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, ImportError) as error:
         print(f"{parser.prog} {arguments.command}: error: {error}", file=sys.stderr)
         return 2

@@ -6,6 +6,7 @@
 * `rendezvous`: all ranks of a pipe make the groups and channels between them.
 * `peer_group`: the ranks of one pipe, and the calls that they make together.
 * `step_header`, `data_digest`: at the beginning of a call, the ranks compare what they call, and with which data.
+* `delivered_losses`: whether all ranks have called `backward()`.
 * `all_gather`: every rank gives bytes, and gets those of all.
 * `optimizer_check`, `parameter_check`: find an optimizer with parameters of other ranks, and a rank without any.
 * `faults`: faults on purpose, for tests of what follows them.

@@ -30,14 +30,17 @@ def all_gather(group: Group, ranks: Sequence[int], mine: bytes) -> list[bytes]:
     gathered = {here: mine}
     current = here
     try:
-        works = [group.send([part], other, tag) for other in others for tag, part in ((_LENGTH, length), (_DATA, data))]
+        sent = []
+        for current in others:  # a send to a rank that is known to be gone raises at once
+            sent += [(current, group.send([part], current, tag)) for tag, part in ((_LENGTH, length), (_DATA, data))]
         for current in others:
             size = torch.empty(1, dtype=torch.int64)
             group.recv([size], current, _LENGTH).wait()
             buffer = torch.empty(max(1, int(size)), dtype=torch.uint8)
             group.recv([buffer], current, _DATA).wait()
             gathered[current] = buffer[: int(size)].numpy().tobytes()
-        for work in works:
+        for receiver, work in sent:
+            current = receiver
             work.wait()
     except RuntimeError as error:
         raise LostConnectionError(ranks[current]) from error

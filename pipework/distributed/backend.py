@@ -18,20 +18,22 @@ from pipework.distributed.parameter_check import check_parameters
 from pipework.distributed.peer_group import PeerGroup
 from pipework.distributed.rendezvous import RendezvousSpec
 from pipework.model.release import release_layers
+from pipework.model.state_names import state_name
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
+    from pipework.assignment.assignment import Assignment
+    from pipework.autograd.factor import Factor
     from pipework.backend import MiniBatch, PipeSpec, StepData, StepFacts, StepHeader
     from pipework.distributed.mesh import Mesh
-    from pipework.planning.plan import Plan
     from pipework.runtime.peers import Peers
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import Key
-    from pipework.runtime.skips.connections import Skip
+    from pipework.runtime.skips.skip import Skip
     from pipework.runtime.worker_threads import WorkerThreads
 
 
@@ -82,7 +84,7 @@ class DistributedBackend:
     def _share_text(self, text: str) -> list[str]:
         with self.group.calling("checkpoint"):
             self.group.faults.strike("save")
-            return self.group.all_gather_text(text)
+            return self.group.all_gather_text(text, compares_losses=True)
 
     @property
     def stopping(self) -> bool:
@@ -90,26 +92,26 @@ class DistributedBackend:
         self.group.stop_was_seen = True
         return self.group.stopping
 
-    def own_stages(self, plan: Plan) -> list[int]:
+    def own_stages(self, assignment: Assignment) -> list[int]:
         """The stages of this rank's worker. Raises a ValueError if any process would have none."""
-        workers, processes = len(set(plan.placement)), len(self.mesh.ranks)
+        workers, processes = len(set(assignment.placement)), len(self.mesh.ranks)
         if workers < processes:
-            layers = sum(plan.partitioning.balance)
+            layers = sum(assignment.partitioning.balance)
             raise ValueError(
                 f"the pipe has {layers} layer{'' if layers == 1 else 's'} for {workers} of {processes} processes: "
                 f"start {workers or 'fewer'}, or make replicas of them (pipework.init(dp=...)), or give the pipe more "
                 "layers or another balance"
             )
-        return [stage for stage, worker in enumerate(plan.placement) if worker == self.mesh.worker]
+        return [stage for stage, worker in enumerate(assignment.placement) if worker == self.mesh.worker]
 
     def join(self, spec: PipeSpec) -> None:
         """Returns when all processes have come and agree about the pipe."""
-        mesh, placement = self.mesh, spec.plan.placement
+        mesh, placement = self.mesh, spec.assignment.placement
         self.is_first, self.is_last = mesh.worker == placement[0], mesh.worker == placement[-1]
         check_parameters(spec.partitions, placement, mesh.ranks, mesh.worker, spec.grad_scaler)
         pairs = [(stage, stage + 1) for stage in range(len(placement) - 1)]
         pairs += [pair for skip in spec.skips for pair in skip.hops]
-        agreed = contract(spec.module, spec.plan, **spec.settings)
+        agreed = contract(spec.module, spec.assignment, **spec.settings)
         tied = tied_parameters(spec.partitions, placement)
         self._tied_stages = [each.stages for each in tied]
         self._group = PeerGroup(mesh, RendezvousSpec(placement, pairs, tied, agreed), spec.tensors, spec.open_workers)
@@ -117,13 +119,13 @@ class DistributedBackend:
 
     def _leave_to_others(self, spec: PipeSpec) -> None:
         """Frees the layers of other ranks, and refuses what would silently work with this rank's layers alone."""
-        placed = list(zip(spec.plan.placement, spec.partitions, strict=True))
+        placed = list(zip(spec.assignment.placement, spec.partitions, strict=True))
         own = [partition for worker, partition in placed if worker == self.mesh.worker]
         own_ids = {id(parameter) for partition in own for parameter in partition.parameters()}
         others = [(self.mesh.ranks[worker], part) for worker, part in placed if worker != self.mesh.worker]
 
         before = [
-            (name, f"rank {rank}", tensor)
+            (state_name(partition._modules, name), f"rank {rank}", tensor)
             for rank, partition in others
             for name, tensor in partition.named_parameters()
             if id(tensor) not in own_ids and not tensor.is_meta
@@ -179,6 +181,10 @@ class DistributedBackend:
     def begin(self, header: StepHeader, batch: MiniBatch | None, data: StepData) -> StepFacts:
         """Sends all ranks what the first and the last of them were given."""
         return self.group.begin(header, batch, data)
+
+    def expect_backward(self) -> Callable[[Factor], None] | None:
+        """See `Backend.expect_backward`."""
+        return self.group.expect_backward()
 
     def common_error(self, error: ValueError) -> ValueError:
         """See `Backend.common_error`."""

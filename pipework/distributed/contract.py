@@ -13,11 +13,11 @@ from pipework.schedule import Schedule, ScheduleSpec, to_json
 if TYPE_CHECKING:
     from torch import nn
 
-    from pipework.planning.plan import Plan
+    from pipework.assignment.assignment import Assignment
 
 
-def contract(module: nn.Sequential, plan: Plan, **settings: Any) -> dict[str, Any]:
-    """Versions, plan, layers, the dtypes and shapes of parameters and buffers, and settings.
+def contract(module: nn.Sequential, assignment: Assignment, **settings: Any) -> dict[str, Any]:
+    """Versions, assignment, layers, the dtypes and shapes of parameters and buffers, and settings.
 
     The values of parameters are not compared: a rank drops those of other ranks' layers. `requires_grad` is not
     compared: in the layers of other ranks it has no effect, and it may change between two steps. Where it matters,
@@ -25,19 +25,19 @@ def contract(module: nn.Sequential, plan: Plan, **settings: Any) -> dict[str, An
 
     Example:
         >>> from torch import nn
-        >>> from pipework.planning.plan import make_plan
+        >>> from pipework.assignment.assignment import assign
         >>> module = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-        >>> agreed = contract(module, make_plan(module, "gpipe", 1, [1, 1], ["cpu", "cpu"]), chunks=1)
+        >>> agreed = contract(module, assign(module, "gpipe", 1, [1, 1], ["cpu", "cpu"]), chunks=1)
         >>> agreed["layers"], agreed["parameters"]["0.weight"]
         (['0: Linear', '1: ReLU'], 'torch.float32 (3, 2)')
         >>> layer = nn.Linear(2, 2)
         >>> tied = nn.Sequential(layer, layer)
-        >>> contract(tied, make_plan(tied, "gpipe", 1, [1, 1], ["cpu", "cpu"]))["parameters"]["1.bias"]
+        >>> contract(tied, assign(tied, "gpipe", 1, [1, 1], ["cpu", "cpu"]))["parameters"]["1.bias"]
         'torch.float32 (2,), tied to 0.bias'
     """
-    schedule = plan.source
+    schedule = assignment.source
     if isinstance(schedule, ScheduleSpec):
-        schedule = plan.schedule(settings["chunks"])
+        schedule = assignment.schedule(settings["chunks"])
     if isinstance(schedule, Schedule):  # a named schedule follows from the version; this one may differ
         schedule = f"{schedule.name}, orders {hashlib.sha256(to_json(schedule).encode()).hexdigest()[:16]}"
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -46,8 +46,8 @@ def contract(module: nn.Sequential, plan: Plan, **settings: Any) -> dict[str, An
         "pipework": pipework.__version__,
         "torch": torch.__version__,
         "schedule": schedule,
-        "balance": list(plan.partitioning.balance),
-        "placement": list(plan.placement),
+        "balance": list(assignment.partitioning.balance),
+        "placement": list(assignment.placement),
         "layers": [f"{name}: {type(layer).__qualname__}" for name, layer in module.named_children()],
         "parameters": {
             name: f"{tensor.dtype} {tuple(tensor.shape)}"

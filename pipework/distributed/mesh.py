@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -17,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from pipework import torch_private
 from pipework.distributed.faults import faults_from_environment
 from pipework.distributed.health import process_exit
+from pipework.distributed.health.process_calls import ProcessCalls
 from pipework.distributed.store_prefix import attempt_prefix
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ logger = logging.getLogger("pipework")
 
 PIPELINE = "pp"
 REPLICAS = "dp"
+PIPES = "pipework/pipes of {}"  # the key of the store at which a rank counts the pipes that it has made of a mesh
 
 # A rank waits for another one as long as that is alive: the monitor decides this, and not a timeout of PyTorch.
 _NO_TIMEOUT = timedelta(days=7)
@@ -131,6 +135,12 @@ class Mesh:
         return [int(rank) for rank in self._by_replica().flatten()]
 
     @property
+    def calls(self) -> ProcessCalls:
+        """The calls of all pipes of this process: of all meshes that were made of one `DeviceMesh`."""
+        calls: ProcessCalls = vars(self.device_mesh).setdefault("pipework_calls", ProcessCalls())
+        return calls
+
+    @property
     def hosts_store(self) -> bool:
         """Whether the store's server ends with this process: it runs in rank 0, unless it runs in a launcher."""
         return self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -185,7 +195,13 @@ def init(
     refuse_times(detect, action_timeout, timeout, grace)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         if dp > 1:
-            logger.warning("dp=%d has no effect: a single process trains a single replica; start it with torchrun", dp)
+            logger.warning(
+                "dp=%d has no effect: this is a single process, which trains a single replica. Start as many processes "
+                "as replicas, or a multiple: torchrun --nproc-per-node %d %s",
+                dp,
+                dp,
+                os.path.basename(sys.argv[0]) or "train.py",
+            )
         if faults_from_environment():
             logger.warning("PIPEWORK_FAULT has no effect in a single process: start it with torchrun")
         return None
@@ -204,6 +220,25 @@ def init(
     process_exit.install()
     device_mesh = init_device_mesh(device.type, (dp, ranks // dp), mesh_dim_names=(REPLICAS, PIPELINE))
     return Mesh(device_mesh, device, torch_private.default_store(), detect, action_timeout, timeout, grace)
+
+
+def doubt_about_no_mesh() -> str | None:
+    """What to warn of when a pipe is made without a mesh, on the first of several processes that `init` has joined.
+
+    None where there is no such process, as with a process group that the program made itself
+    (`DistributedDataParallel`), or where the mesh has been used for a pipe before.
+    """
+    joined = isinstance(sys.excepthook, process_exit.ExitHook) and dist.is_initialized()
+    if not joined or dist.get_world_size() == 1 or dist.get_rank() > 0:
+        return None
+    with contextlib.suppress(RuntimeError):  # the store may be gone
+        if torch_private.default_store().check([PIPES.format(dist.get_rank())]):
+            return None
+    return (
+        f"pipework.init() has joined {dist.get_world_size()} processes, and this pipe has no mesh: each process trains "
+        "the whole model, alone. Give Pipe mesh=mesh, which is what init() returned; or devices=, if the workers are "
+        "to be threads of each process"
+    )
 
 
 def refuse_times(detect: float, action_timeout: float | None, timeout: float, grace: float) -> None:
@@ -283,7 +318,10 @@ def _current_device(kind: str) -> torch.device:
 
 
 def _backend(device: torch.device, neighbours: int) -> str:
-    """The backend: gloo for the CPU; an accelerator has its own backend, unless several ranks share it."""
+    """The backend: gloo for the CPU; an accelerator has its own, if there is one, unless several ranks share it."""
     if device.type == "cpu" or neighbours > torch.accelerator.device_count():
         return "gloo"
-    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    try:
+        return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    except ValueError:
+        return "gloo"

@@ -54,4 +54,7 @@ class OptimizerCheck:
 
     def _elsewhere(self, parameter: Tensor) -> tuple[str, str] | None:
         known = self._others.get(id(parameter))
-        return known[1:] if known is not None and known[0]() is parameter else released_from(parameter)
+        if known is None or known[0]() is not parameter:
+            return released_from(parameter)
+        # The pipe left it without a gradient. One that has got a gradient since is of another model in this process.
+        return known[1:] if parameter.grad is None else None

@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from pipework.distributed.agreement import agree
 from pipework.distributed.all_gather import all_gather
+from pipework.distributed.delivered_losses import Delivered
 from pipework.distributed.faults import Faults
 from pipework.distributed.gradients.found_inf import FoundInf
 from pipework.distributed.gradients.grad_norm import norm_of_all, norms_of_stages
@@ -20,6 +21,7 @@ from pipework.distributed.health.errors import PREEMPTED
 from pipework.distributed.health.monitor import HealthMonitor
 from pipework.distributed.health.preemption import Preemption
 from pipework.distributed.health.status import describe_action
+from pipework.distributed.mesh import PIPES
 from pipework.distributed.rendezvous import Rendezvous
 from pipework.distributed.step_header import StepHeaders
 from pipework.distributed.transport.channel import LostConnectionError
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.distributed_c10d import Store
 
+    from pipework.autograd.factor import Factor
     from pipework.backend import MiniBatch, StepData, StepFacts, StepHeader
     from pipework.distributed.mesh import Mesh
     from pipework.distributed.rendezvous import Connections, RendezvousSpec
@@ -76,7 +79,7 @@ class PeerGroup:
         self._placement = spec.placement
         self.faults = Faults.of_environment(mesh.rank, mesh.everyone, len(spec.placement))
         # All ranks make the pipes of a job in the same order, so each rank can count them by itself.
-        number = mesh.store.add(f"pipework/pipes of {mesh.rank}", 1)
+        number = mesh.store.add(PIPES.format(mesh.rank), 1)
         store = PrefixStore(f"pipework/pipe {number}", mesh.store)
         position = self.everyone.index(mesh.rank)
         agree(PrefixStore("agreement", store), position, len(self.everyone), spec.contract, mesh.timeout, self._named)
@@ -88,6 +91,7 @@ class PeerGroup:
             detect=mesh.detect,
             action_timeout=mesh.action_timeout,
             names=self._named,
+            calls=mesh.calls.of_pipe(number),
             hosts_store=mesh.hosts_store,
         )
         self._connections = self._rendezvous(store, spec, tensors)
@@ -205,9 +209,18 @@ class PeerGroup:
         mine = self._headers.own(header, data)
         return self._on_worker(lambda: self._headers.exchange(header, batch, key, mine))
 
-    def all_gather_text(self, text: str) -> list[str]:
-        """The texts of all ranks of the job, in order. Every rank calls this, and waits for all others."""
-        return self._gather("everyone", self.everyone, text)
+    def expect_backward(self) -> Callable[[Factor], None]:
+        """See `pipework.backend.Backend`."""
+        return self._headers.losses.expect()
+
+    def all_gather_text(self, text: str, *, compares_losses: bool = False) -> list[str]:
+        """The texts of all ranks of the job, in order. Every rank calls this, and waits for all others.
+
+        Args:
+            text: of this rank.
+            compares_losses: see `_gather`; alike on all ranks.
+        """
+        return self._gather("everyone", self.everyone, text, compares_losses=compares_losses)
 
     def any_of_replica(self, happened: bool) -> bool:
         """Whether something has happened on any rank of this replica. Every rank of it calls this, and waits."""
@@ -224,16 +237,32 @@ class PeerGroup:
         Args:
             stages: the parameters of each stage of this rank; a parameter of several stages counts once.
             norm_type: the order of the norm.
+
+        Raises:
+            ValueError: other ranks of the pipe brought other losses backward.
         """
         assert self._connections.tied is not None
         mine = norms_of_stages(stages, self._connections.tied.counted_elsewhere, norm_type)
-        gathered = self._gather("control", self.ranks, json.dumps(mine))
+        gathered = self._gather("control", self.ranks, json.dumps(mine), compares_losses=True)
         return norm_of_all([json.loads(text) for text in gathered], norm_type)
 
-    def _gather(self, name: str, ranks: Sequence[int], text: str) -> list[str]:
-        """The texts of all ranks of a group."""
+    def _gather(self, name: str, ranks: Sequence[int], text: str, *, compares_losses: bool = False) -> list[str]:
+        """The texts of all ranks of a group.
+
+        With `compares_losses` a ValueError is raised if another rank of this pipe brought other losses backward: what
+        follows would be the last of its training, such as a checkpoint, without a further call that notices it.
+        """
         group = self._connections.groups[name]
-        return [each.decode() for each in self._on_worker(lambda: all_gather(group, ranks, text.encode()))]
+        if compares_losses:
+            mine = self._headers.losses.told(waits=True)
+            text = f"{json.dumps(mine)}\n{text}"
+        texts = [each.decode() for each in self._on_worker(lambda: all_gather(group, ranks, text.encode()))]
+        if not compares_losses:
+            return texts
+        for rank, (theirs, _, _) in zip(ranks, map(_cut, texts), strict=True):
+            if rank in self.ranks:
+                self._headers.check_delivered(mine, Delivered(*json.loads(theirs)), self.ranks.index(rank))
+        return [rest for _, _, rest in map(_cut, texts)]
 
     def _on_worker(self, function: Callable[[], Result]) -> Result:
         """Runs a function that waits for other ranks: on a worker, because no signal could interrupt the caller."""
@@ -271,7 +300,8 @@ class PeerGroup:
         """See `pipework.runtime.peers.Peers`."""
         replicas = self._connections.replicas
         if replicas is not None and spec.differentiates:
-            replicas.compare([each for run in spec.runs.values() for each in run.aliases.parameters])
+            trained = [each for run in spec.runs.values() for each in run.aliases.parameters]
+            replicas.compare(trained, self._headers.losses.marks)
         return RankTransport(self.worker, spec, self._connections, self)
 
     def starting(self, action: Action) -> None:
@@ -366,6 +396,10 @@ class PeerGroup:
             self.abort()
         else:
             failure.report(self.monitor.error(), None)
+
+
+def _cut(text: str) -> tuple[str, str, str]:
+    return text.partition("\n")
 
 
 def _where(error: BaseException) -> str | None:

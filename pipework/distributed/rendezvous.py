@@ -151,7 +151,7 @@ class Rendezvous:
                 device_group = self._group(self._store, f"{name}, NCCL", same, mesh.rank, nccl=True)
             made.replicas = DataParallel(group, same, device_group)
             made.replicas.share_values(self._tensors)
-        made.tied = TiedParameters(self._spec.tied, placement, mesh.worker, made.channels)
+        made.tied = TiedParameters(self._spec.tied, placement, mesh.worker, made.channels, mesh.ranks)
         made.tied.share_values()
 
     def _connect(self, store: Store) -> None:

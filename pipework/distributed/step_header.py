@@ -6,14 +6,17 @@ given different data see it.
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from pipework.backend import StepFacts, StepHeader
-from pipework.distributed.data_digest import NO_DATA, data_digest
+from pipework.distributed.data_digest import NO_DATA, data_digest, tells_rows
+from pipework.distributed.delivered_losses import Delivered, DeliveredLosses
 from pipework.distributed.transport.channel import LostConnectionError
 from pipework.model.given import NO_ROWS
+from pipework.spot_checks import is_checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,8 +28,6 @@ if TYPE_CHECKING:
 
 _NO_KEY: Final = -1
 _GIVEN: Final = -1  # in place of the rows of the mini-batch: the caller has made the micro-batches
-_FIRST_CALLS: Final = 4  # whose data are compared
-_INTERVAL: Final = 32  # of later calls; reading a sample takes up to 0.1 ms
 
 
 class Numbers(NamedTuple):
@@ -34,11 +35,21 @@ class Numbers(NamedTuple):
 
     flags: int
     has_target: int
+    marks: int
+    factor_call: int = 0
+    factor: int = 0  # its 64 bits
+    is_unread: int = 0
     rows: int = 0
     micro_batches: int = 0
     key: int = _NO_KEY
     inputs: int = NO_DATA
     targets: int = NO_DATA
+
+    @property
+    def delivered(self) -> Delivered:
+        """What the rank says of its losses."""
+        (factor,) = struct.unpack("<d", struct.pack("<q", self.factor))
+        return Delivered(self.marks, self.factor_call, factor)
 
 
 class StepHeaders:
@@ -58,6 +69,7 @@ class StepHeaders:
         self._first = first
         self._last = last
         self._calls = 0
+        self.losses = DeliveredLosses()
         self._sends: list[tuple[Tensor, int, Any]] = []  # sends that have not ended yet, and their memory
 
     def own(self, header: StepHeader, data: StepData) -> Numbers:
@@ -67,10 +79,13 @@ class StepHeaders:
             header: how this rank makes the call.
             data: what this rank was given; the target of the last rank is the one that counts.
         """
+        samples = len(self._ranks) > 1 and is_checked(self._calls)  # reading a sample takes up to 0.1 ms
         self._calls += 1
         flags = sum(value << position for position, value in enumerate(header))
-        numbers = Numbers(flags, int(data.target is not None))
-        if len(self._ranks) == 1 or (self._calls > _FIRST_CALLS and self._calls % _INTERVAL):
+        marks, call, number = self.losses.told(waits=samples)
+        (factor,) = struct.unpack("<q", struct.pack("<d", number))
+        numbers = Numbers(flags, int(data.target is not None), marks, call, factor)
+        if not samples:
             return numbers
         return numbers._replace(inputs=data_digest((data.arguments, data.keywords)), targets=data_digest(data.target))
 
@@ -84,7 +99,7 @@ class StepHeaders:
             mine: what `own` gave.
 
         Raises:
-            ValueError: the ranks make different calls, or were given different data.
+            ValueError: the ranks make different calls, were given different data, or brought other losses backward.
             LostConnectionError: a rank is gone.
         """
         for _, worker, work in self._sends:
@@ -100,6 +115,7 @@ class StepHeaders:
             theirs = mine if self._last == self._first else Numbers(*self._receive(self._last))
             facts = mine._replace(
                 has_target=theirs.has_target,
+                is_unread=int(mine.has_target and not theirs.has_target),
                 rows=_GIVEN if batch.is_given else sum(batch.rows),
                 micro_batches=len(batch.rows),
                 key=_NO_KEY if key is None else key,
@@ -109,17 +125,19 @@ class StepHeaders:
                     self._send(worker, facts)
             other = self._last
         self._check_flags(theirs.flags, mine.flags, other)
-        if mine.has_target and not facts.has_target and not (header.training and header.grad):
-            # A training step without a target has an error of its own.
+        self.check_delivered(mine.delivered, theirs.delivered, other)
+        self.losses.begin_call()
+        if mine.has_target and not (facts.has_target or facts.is_unread or (header.training and header.grad)):
+            # A training step without a target has an error of its own, and so has a target on the first rank.
             raise ValueError(
                 f"a target was given here, and none on rank {self._ranks[self._last]}, which has the last stage and "
                 "reads it: give it there"
             )
-        self._check_data("inputs", theirs.inputs, mine.inputs, other)
-        self._check_data("targets", theirs.targets, mine.targets, other)
+        if self._worker in (self._first, self._last):
+            self._check_data(theirs, mine, other)
         given = self._exchange_rows(batch, facts.micro_batches) if facts.rows == _GIVEN else None
         drawn = None if facts.key == _NO_KEY else facts.key
-        return StepFacts(facts.rows, facts.micro_batches, drawn, bool(facts.has_target), given)
+        return StepFacts(facts.rows, facts.micro_batches, drawn, bool(facts.has_target), given, bool(facts.is_unread))
 
     def _exchange_rows(self, batch: MiniBatch | None, micro_batches: int) -> Sequence[int]:
         """Gives the last rank the rows of micro-batches that the caller of the first has made; others need none."""
@@ -141,8 +159,36 @@ class StepHeaders:
             )
             raise ValueError(f"the ranks call the pipe differently: {differences}; call it alike on all of them")
 
-    def _check_data(self, what: str, theirs: int, mine: int, worker: int) -> None:
-        if theirs != mine and NO_DATA not in (theirs, mine):
+    def check_delivered(self, mine: Delivered, theirs: Delivered, worker: int) -> None:
+        """Raises a ValueError if another rank brought other losses backward, or with another factor."""
+        ranks = self._ranks[self._worker], self._ranks[worker]
+        if (found := self.losses.difference(theirs.marks)) is not None:
+            call, here = found
+            one, other = ranks if here else ranks[::-1]
+            raise ValueError(
+                f"loss.backward() was called on rank {one} and not on rank {other}, after call {call} of the pipe: the "
+                f"layers of rank {other} got no gradient. Call it on all ranks: on each it delivers the gradients of "
+                "its own layers"
+            )
+        if self.losses.other_factor(mine, theirs):
+            raise ValueError(
+                f"the loss of call {mine.call} of the pipe was multiplied by {mine.factor:g} before its backward on "
+                f"rank {ranks[0]} and by {theirs.factor:g} on rank {ranks[1]}: each rank multiplies the gradients of "
+                "its own layers, so take the same factor on all. A GradScaler that the loop alone knows scales "
+                "differently on each rank: give it to Pipe(grad_scaler=)"
+            )
+
+    def _check_data(self, theirs: Numbers, mine: Numbers, worker: int) -> None:
+        """The inputs of the first rank and the target of the last are read: they must be of one mini-batch.
+
+        They are if both ranks were given the same inputs, or the same target. What else differs is read nowhere, such
+        as inputs that the last rank has augmented in another way, or with other rounding.
+        """
+        pairs = {"inputs": (theirs.inputs, mine.inputs), "targets": (theirs.targets, mine.targets)}
+        known = {what: pair for what, pair in pairs.items() if NO_DATA not in pair}
+        other = [what for what, (there, here) in known.items() if there != here]
+        if other and not any(there == here and tells_rows(here) for there, here in known.values()):
+            what = other[0]
             raise ValueError(
                 f"rank {self._ranks[self._worker]} was given other {what} than rank {self._ranks[worker]} in call "
                 f"{self._calls} of the pipe. All ranks of a pipe take the same mini-batch: inputs are read on rank "

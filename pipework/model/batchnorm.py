@@ -63,7 +63,9 @@ def merged(groups: Sequence[Moments]) -> Moments:
     if len(groups) == 1:
         return groups[0]
     means = torch.stack([group.mean for group in groups])
-    counts = means.new_tensor([[group.count] for group in groups])
+    first, *others = [group.count for group in groups]
+    # A tensor of counts makes the host wait for an accelerator, which a number does not.
+    counts = first if {*others} == {first} else means.new_tensor([[first], *([count] for count in others)])
     total = sum(group.count for group in groups)
     mean = (means * counts).sum(0) / total
     within = torch.stack([group.deviations for group in groups]).sum(0)
@@ -261,7 +263,7 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int) -> nn.Module:
     """
     _checked(chunks)
     replacements = {
-        id(found): _deferred(found, chunks)
+        id(found): _as_unit(found, _deferred(found, chunks))
         for found in module.modules()
         if isinstance(found, BatchNorm) and _is_to_be_replaced(found, chunks)
     }
@@ -273,13 +275,15 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int) -> nn.Module:
 
 
 def _is_to_be_replaced(batch_norm: BatchNorm, chunks: int) -> bool:
+    if getattr(batch_norm, "is_elsewhere", False):  # stands in a part where the norm of another part was
+        return False
     if isinstance(batch_norm, LazyModuleMixin) and batch_norm.has_uninitialized_params():
         raise ValueError(
             f"{type(batch_norm).__name__} has no shape yet: run the module once on a small batch before it is converted"
         )
     if isinstance(batch_norm, DeferredBatchNorm):
         return batch_norm.chunks != chunks
-    is_ordinary = type(batch_norm).forward is BatchNorm.forward
+    is_ordinary = _class_of(batch_norm).forward is BatchNorm.forward
     return is_ordinary and batch_norm.track_running_stats and batch_norm.running_mean is not None
 
 
@@ -287,9 +291,22 @@ def _deferred(batch_norm: BatchNorm, chunks: int) -> DeferredBatchNorm:
     """A deferred batch norm that takes over all attributes, parameters, buffers and hooks."""
     deferred = DeferredBatchNorm.__new__(DeferredBatchNorm)
     deferred.__dict__.update(batch_norm.__dict__)
-    replaces = batch_norm._replaces if isinstance(batch_norm, DeferredBatchNorm) else type(batch_norm)
+    replaces = batch_norm._replaces if isinstance(batch_norm, DeferredBatchNorm) else _class_of(batch_norm)
     deferred._prepare(chunks, replaces)
     return deferred
+
+
+def _class_of(batch_norm: BatchNorm) -> type[BatchNorm]:
+    """Its class; of a unit of a part that of the model's own module."""
+    own: type[BatchNorm] = getattr(batch_norm, "own_class", type(batch_norm))
+    return own
+
+
+def _as_unit(batch_norm: BatchNorm, deferred: DeferredBatchNorm) -> nn.Module:
+    """In a part of a model the replacement is the same unit."""
+    unit_of: Any = getattr(batch_norm, "same_unit", None)
+    replacement: nn.Module = deferred if unit_of is None else unit_of(deferred)
+    return replacement
 
 
 def _checked(chunks: int) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pipework.runtime.stage.recompute_phase import is_checkpointing, is_recomputing
 
-__all__ = ["MODES", "checkpointed_micro_batches", "is_checkpointing", "is_recomputing"]
+__all__ = ["AS_SCHEDULED", "MODES", "checkpointed_micro_batches", "is_checkpointing", "is_recomputing"]
 
 MODES = ("always", "except_last", "never")
+AS_SCHEDULED = "as scheduled"
+"""What `pipe.checkpoint` is if the pipe got a schedule of the caller's own that says what is recomputed."""
 
 
 def checkpointed_micro_batches(mode: str, micro_batches: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from pipework.model.moving import moved
@@ -14,8 +15,6 @@ from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from pipework.runtime.transport import Message
     from pipework.values.nested import Structure
@@ -324,12 +323,23 @@ def flattened(value: Any, *, as_views: bool = True) -> tuple[tuple[Tensor, ...],
                 "MicroBatches is inside of another value: wanted it as a whole argument, or as the target, with the "
                 "nested value of each micro-batch in it, such as MicroBatches([{'x': first}, {'x': second}])"
             )
-        tensor = wrapper.tensor.view_as(wrapper.tensor) if as_views else wrapper.tensor
+        viewed = as_views and is_dense(wrapper.tensor)  # others have no views, and are never split
+        tensor = wrapper.tensor.view_as(wrapper.tensor) if viewed else wrapper.tensor
         whole.add(id(tensor))
         return tensor
 
     tensors, structure = nested.flatten(nested.replaced(value, (NoChunk, MicroBatches), unwrap))
     return tensors, structure, tuple([id(tensor) not in whole for tensor in tensors])
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has rows that can be cut off: it is neither sparse nor nested.
+
+    Example:
+        >>> is_dense(torch.eye(2)), is_dense(torch.eye(2).to_sparse())
+        (True, False)
+    """
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def refuse_gradient(target: Tensor) -> None:

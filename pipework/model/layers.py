@@ -6,7 +6,7 @@ import contextlib
 import operator
 from collections import OrderedDict
 from textwrap import indent
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
 
 import torch
 from torch import nn
@@ -14,10 +14,13 @@ from torch import nn
 from pipework import torch_private
 from pipework.model.materialize import filling, materialize_partitions, move, waits, why_not
 from pipework.model.sequential import PipeSequential
+from pipework.model.state_names import has_own_names, state_name
 from pipework.model.with_device import WithDevice
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+T = TypeVar("T")
 
 
 class Layers(nn.Module):
@@ -28,7 +31,7 @@ class Layers(nn.Module):
         devices: of each partition.
         first_layers: the index of each partition's first layer in the un-partitioned module.
         key: the key of the random values of layers on the meta device.
-        elsewhere: the names of the layers of other processes.
+        elsewhere: the names of the layers of other processes; of parts of a model those of their tensors, too.
     """
 
     # Every other attribute is a layer, which may have any name, such as "chunks" or "devices".
@@ -109,6 +112,10 @@ class Layers(nn.Module):
             )
         return list(self)[operator.index(index)]
 
+    def __setitem__(self, index: int, layer: nn.Module) -> None:
+        """Replaces the layer at a position, as `nn.Sequential` does."""
+        self._replace([*self._modules][operator.index(index)], layer)
+
     def train(self, mode: bool = True) -> Self:
         """Sets the training flag of all layers, as `nn.Module.train` does."""
         super().train(mode)
@@ -129,22 +136,91 @@ class Layers(nn.Module):
 
     cpu = xpu = cuda
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles each layer, as `nn.Module.compile` does: workers call the layers, not the pipe.
+
+        Example:
+            >>> from pipework import Pipe
+            >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), devices=["cpu"])
+            >>> pipe.compile(backend="eager")
+        """
+        for layer in self:
+            layer.compile(*args, **kwargs)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads parameters and buffers, as `nn.Module.load_state_dict` does; fills layers on the meta device.
 
         The state dict may be that of the whole model: entries of layers of other processes are left out.
         """
+        own = self._own_names()
         if self._elsewhere:
-            own = {key: value for key, value in state_dict.items() if key.partition(".")[0] not in self._elsewhere}
-            whole, state_dict = state_dict, OrderedDict(own)
+            kept = {
+                key: value
+                for key, value in state_dict.items()
+                if key in own.values() or not self._elsewhere & {key, key.partition(".")[0]}
+            }
+            whole, state_dict = state_dict, OrderedDict(kept)
             torch_private.copy_metadata(whole, state_dict)
+        if own:
+            there = [(name, key) for name, key in own.items() if key in state_dict]
+            others = [(key, key) for key in state_dict if key not in own.values()]
+            state_dict = OrderedDict((name, state_dict[key]) for name, key in (*there, *others))
         if not assign:
             with self._filling():
-                return super().load_state_dict(state_dict, strict, assign)
-        result = super().load_state_dict(state_dict, strict, assign)
+                return self._renamed(super().load_state_dict, state_dict, strict, assign)
+        result = self._renamed(super().load_state_dict, state_dict, strict, assign)
         self._waiting = True
         self._materialize()
         return result
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Parameters and buffers by name; those of parts of a model have the names that they have in the model."""
+        result = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        for name, key in self._own_names().items():
+            if prefix + name in result:
+                result[prefix + key] = result.pop(prefix + name)
+        return result
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; those of parts of a model have the names that they have in the model."""
+        yield from self._as_in_state(super().named_parameters("", recurse, remove_duplicate), prefix)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """As of any module; those of parts of a model have the names that they have in the model."""
+        yield from self._as_in_state(super().named_buffers("", recurse, remove_duplicate), prefix)
+
+    def _as_in_state(self, named: Iterable[tuple[str, T]], prefix: str) -> Iterator[tuple[str, T]]:
+        """With names as in a state dict. Parts of a model may have the same tensor under the same name."""
+        seen: set[tuple[str, int]] = set()
+        for name, tensor in named:
+            own = state_name(self._modules, name)
+            if own == name or (own, id(tensor)) not in seen:
+                seen.add((own, id(tensor)))
+                yield f"{prefix}.{own}" if prefix else own, tensor
+
+    def _own_names(self) -> dict[str, str]:
+        """From the full names of entries of a state dict to the model's own; empty without parts of a model."""
+        if not has_own_names(self._modules):
+            return {}
+        return {name: state_name(self._modules, name) for name in super().state_dict(keep_vars=True)}
+
+    def _renamed(self, load: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
+        """Loads; what is missing has names as in a state dict."""
+        if not has_own_names(self._modules):
+            return load(state_dict, strict, assign)
+        found = load(state_dict, False, assign)
+        missing = list(dict.fromkeys(state_name(self._modules, name) for name in found.missing_keys))
+        found = type(found)(missing, found.unexpected_keys)
+        if strict and (missing or found.unexpected_keys):
+            wrong = [("missing", missing), ("unexpected", found.unexpected_keys)]
+            listed = "; ".join(f"{len(names)} {what}, such as {', '.join(names[:8])}" for what, names in wrong if names)
+            raise RuntimeError(f"the state dict is not that of the model of this pipe; {listed}")
+        return found
 
     @contextlib.contextmanager
     def _filling(self) -> Iterator[None]:
@@ -185,6 +261,22 @@ class Layers(nn.Module):
                 + "\n".join(reasons)
                 + "\nGive such a class a reset_parameters() that fills all that it owns, as the classes of torch.nn "
                 "have, or load a checkpoint: pipe.load_state_dict(...)"
+            )
+
+    def _refuse_changed_partitions(self) -> None:
+        """Raises a RuntimeError if a partition was given another layer, which is none of the pipe's."""
+        for number, partition in enumerate(self._partitions.values()):
+            for name, layer in partition._modules.items():
+                if self._modules.get(name) is not layer:
+                    raise RuntimeError(
+                        f"partitions[{number}] has a layer {name!r} ({type(layer).__name__}) that is not the pipe's: "
+                        "its parameters would not be trained or saved. Replace a layer in the pipe, "
+                        "pipe[index] = layer; none can be added"
+                    )
+        if sum(map(len, self._partitions.values())) != len(self._modules):
+            raise RuntimeError(
+                "a layer was removed from pipe.partitions, and the pipe has it still: replace it in the pipe, "
+                "pipe[index] = nn.Identity()"
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -232,6 +324,14 @@ class Layers(nn.Module):
         """
         self.__setattr__(name, module)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refused: a pipe has the parameters of its layers only."""
+        _refuse_own_tensor("parameter", name)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Refused: a pipe has the buffers of its layers only."""
+        _refuse_own_tensor("buffer", name)
+
     def _prepared(self, layer: nn.Module) -> nn.Module:
         """The module that takes the place of a replaced layer; a subclass may convert it."""
         return layer
@@ -264,6 +364,14 @@ def doubts_about_hooks(partitions: Iterable[nn.Module]) -> list[str]:
         for number, partition in enumerate(partitions)
         if torch_private.has_hooks(partition)
     ]
+
+
+def _refuse_own_tensor(what: str, name: str) -> NoReturn:
+    raise AttributeError(
+        f"{what} {name!r} cannot be registered in a pipe, which has those of its layers only: no worker would use it, "
+        "and no checkpoint would have it. Put it into a layer before the nn.Sequential is wrapped, or keep it beside "
+        "the pipe, in a module of its own"
+    )
 
 
 def _refuse_to_move() -> NoReturn:

@@ -11,17 +11,21 @@ from __future__ import annotations
 import contextlib
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from pipework import torch_private
 from pipework.model.meta_memory import MetaMemory
+from pipework.model.moving import move_module
 from pipework.runtime.random.streams import draw_key, mix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+
+_OF_LIBRARY: Final = "initialiser_of"  # a method of a layer that knows how its model's library fills a module
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +37,7 @@ class _Slot:
     name: str
     tensor: Tensor
     kind: str
+    layer: nn.Module
 
     @property
     def registry(self) -> dict[str, Any]:
@@ -44,7 +49,8 @@ class _Slot:
     def why(self) -> str:
         """The reason why the tensor is not filled, for the error message."""
         kind = type(self.module).__name__
-        cause = "has no reset_parameters()" if _reset_of(self.module) is None else "does not fill it when it is reset"
+        reset = _reset_of(self.module, self.layer)
+        cause = "has no reset_parameters()" if reset is None else "does not fill it when it is reset"
         unsaved = self.kind == "attribute" or (
             self.kind == "buffer" and self.name not in torch_private.persistent_buffers(self.module)
         )
@@ -97,14 +103,15 @@ def materialize_layers(layers: Sequence[tuple[int, str, nn.Module]], device: tor
         if not waits(layer, torch.device(device)):
             continue
         try:
-            _, unfilled = _initialised(layer, mix(key, index, 0))
+            # The values of a part of a model depend on the names of its modules, not on where the model is cut.
+            _, unfilled = _initialised(layer, key if hasattr(layer, _OF_LIBRARY) else mix(key, index, 0))
         except Exception as error:
             error.add_note(f"while layer {name!r}, which was built on the meta device, was initialised")
             raise
         if unfilled:
             left.append(name)
         else:
-            layer.to(device)
+            move_module(layer, torch.device(device))
     return left
 
 
@@ -161,7 +168,7 @@ def why_not(layer: nn.Module) -> str:
 def move(layer: nn.Module, device: torch.device) -> None:
     """Moves tensors with data to a device. Tensors without data stay on the meta device."""
     if not waits(layer, device):
-        layer.to(device)
+        move_module(layer, device)
     else:
         torch_private.apply_to_tensors(layer, lambda t: t if t.is_meta else t.to(device))
 
@@ -195,14 +202,14 @@ def _initialised(layer: nn.Module, seed: int) -> tuple[MetaMemory | None, list[_
     """The filled memory of a layer, or the tensors that cannot be filled; then the layer is on meta as before."""
     slots = _slots(layer)
     missing = [slot for slot in slots if slot.tensor.is_meta]
-    hopeless = [slot for slot in missing if all(_reset_of(m) is None for m in layer.modules() if _owns(m, slot))]
+    hopeless = [slot for slot in missing if all(_reset_of(m, layer) is None for m in layer.modules() if _owns(m, slot))]
     if hopeless:
         return None, hopeless
     bare = {id(slot.tensor) for slot in missing}
     meta_memory = MetaMemory(layer, torch.device("cpu"))
     try:
         with _as_in_a_constructor(seed):
-            _reset(layer, slots, bare, meta_memory)
+            _reset(layer, slots, bare, meta_memory, seed)
         unfilled = [slot for slot in missing if not _is_filled(slot, meta_memory)]
     except BaseException:
         meta_memory.take_back()
@@ -213,7 +220,7 @@ def _initialised(layer: nn.Module, seed: int) -> tuple[MetaMemory | None, list[_
     return meta_memory, []
 
 
-def _reset(layer: nn.Module, slots: list[_Slot], bare: set[int], meta_memory: MetaMemory) -> None:
+def _reset(layer: nn.Module, slots: list[_Slot], bare: set[int], meta_memory: MetaMemory, seed: int) -> None:
     """Resets the modules that have a tensor in `bare`, children first."""
     done: set[int] = set()
     for module in _children_first(layer, set()):
@@ -221,7 +228,7 @@ def _reset(layer: nn.Module, slots: list[_Slot], bare: set[int], meta_memory: Me
         below = [slot for slot in slots if slot.module in inside and slot.kind != "attribute"]
         own = {id(slot.tensor) for slot in below if slot.module is module}
         needed = own & bare or any(s.module is module and s.tensor.is_meta for s in slots)
-        reset = _reset_of(module)
+        reset = _reset_of(module, layer, seed)
         # A parent without tensors of its own may fill those of its children, unless they had values before.
         all_bare = bool(below) and all(id(slot.tensor) in bare for slot in below)
         if reset is None or not (needed or all_bare):
@@ -261,7 +268,7 @@ def _slots(layer: nn.Module) -> list[_Slot]:
     for path, module in layer.named_modules():
         kinds = (("parameter", module._parameters), ("buffer", module._buffers), ("attribute", module.__dict__))
         for kind, registry in kinds:
-            found += [_Slot(module, path, n, t, kind) for n, t in registry.items() if isinstance(t, Tensor)]
+            found += [_Slot(module, path, n, t, kind, layer) for n, t in registry.items() if isinstance(t, Tensor)]
     return found
 
 
@@ -269,7 +276,14 @@ def _owns(module: nn.Module, slot: _Slot) -> bool:
     return any(inner is slot.module for inner in module.modules())
 
 
-def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+def _reset_of(module: nn.Module, layer: nn.Module, seed: int = 0) -> Callable[[], object] | None:
+    """What fills a module of a layer."""
+    of_library = getattr(layer, _OF_LIBRARY, None)
+    own = _method_of(module)
+    return own if of_library is None else of_library(module, own, seed)
+
+
+def _method_of(module: nn.Module) -> Callable[[], object] | None:
     """The method that fills a module, if it can be called without arguments."""
     for name in torch_private.RESETS:
         found = getattr(module, name, None)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipework.model.given import MicroBatches, flattened, refuse_gradient
+from pipework.model.given import MicroBatches, flattened, is_dense, refuse_gradient
 from pipework.model.moving import moved
 from pipework.values import nested
 
@@ -110,7 +110,7 @@ def split(
 
     Raises:
         TypeError: there is no tensor to split among the inputs.
-        ValueError: a tensor has no dimension to split, or tensors have different numbers of rows.
+        ValueError: a tensor is sparse or has no dimension to split, or tensors have different numbers of rows.
 
     Example:
         >>> [tuple(tensors[0].shape) for tensors, _ in split((torch.zeros(9, 2),), {}, 4).micro_batches]
@@ -140,7 +140,7 @@ def split_target(
 
     Raises:
         TypeError: it is `MicroBatches`.
-        ValueError: a tensor has another number of rows than the inputs, or requires a gradient.
+        ValueError: a tensor has another number of rows than the inputs, is sparse, or requires a gradient.
 
     Example:
         >>> [tensors[0].tolist() for tensors, _ in split_target(torch.arange(3), [2, 1], torch.device("cpu"))]
@@ -155,6 +155,8 @@ def split_target(
     total = sum(rows)
     for tensor, split in zip(tensors, is_split, strict=True):
         refuse_gradient(tensor)
+        if split and not is_dense(tensor):
+            raise _not_dense("a target tensor", tensor)
         if split and (tensor.dim() == 0 or tensor.shape[0] != total):
             raise _other_rows(total, tensor, *readers)
     there = [moved(tensor, device) for tensor in tensors]
@@ -299,6 +301,8 @@ def _common_rows(tensors: Sequence[Tensor], arguments: tuple[Any, ...], keywords
             "(those in NoChunk are not split)"
         )
     for position, tensor in enumerate(tensors):
+        if not is_dense(tensor):
+            raise _not_dense(f"input tensor {position}", tensor)
         if tensor.dim() == 0:
             raise ValueError(
                 f"input tensor {position} is 0-dimensional and cannot be split into micro-batches; "
@@ -313,6 +317,15 @@ def _common_rows(tensors: Sequence[Tensor], arguments: tuple[Any, ...], keywords
                 "wrap a tensor that every micro-batch should get whole, such as a mask, in NoChunk"
             )
     return tensors[0].shape[0]
+
+
+def _not_dense(what: str, tensor: Tensor) -> ValueError:
+    kind = "a nested tensor" if tensor.is_nested else f"not dense (layout {tensor.layout})"
+    return ValueError(
+        f"{what} is {kind}, and only dense tensors are split into micro-batches along dimension 0: make it dense, "
+        "wrap it in NoChunk if every micro-batch should get it whole, or split the mini-batch yourself and give its "
+        "parts in MicroBatches"
+    )
 
 
 def _sizes(rows: int, count: int) -> list[int]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import torch_private
+from pipework.model.state_names import state_name
 from pipework.runtime.stage.returned import layer_text
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class _Released:
 
     def __init__(self, name: str, layer: nn.Module, owner: str) -> None:
         self.owner = owner
+        self._layer = layer  # a unit shares its hooks with the model's own module, and PyTorch refers to it weakly
         self._gone = f"{layer_text(name, layer)} has no values in this process: {owner} trains it"
         layer.register_forward_pre_hook(self._refuse_forward)
         layer.register_state_dict_pre_hook(self._refuse_to_save)  # type: ignore[no-untyped-call]
@@ -42,7 +44,8 @@ class _Released:
     def _refuse_to_save(self, *_: Any) -> NoReturn:
         raise RuntimeError(
             f"{self._gone}. pipe.state_dict() has the layers of this process; pipework.save_checkpoint saves those of "
-            "all, and `python -m pipework convert` turns the checkpoint into a state dict of the whole model"
+            "all, and `python -m pipework convert` turns the checkpoint into a state dict of the whole model; "
+            "pipework.save_pretrained writes a model of transformers"
         )
 
     def _refuse_to_load(self, *_: Any) -> NoReturn:
@@ -72,7 +75,11 @@ def release_layers(layers: Iterable[tuple[str, nn.Module, str]], kept: Collectio
     own_modules = {id(module) for layer in kept for module in layer.modules()}
 
     def released(tensor: Tensor) -> Tensor:
-        return tensor if id(tensor) in own or tensor.is_meta else torch.empty_like(tensor, device="meta")
+        if id(tensor) in own or tensor.is_meta:
+            return tensor
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # it need not know this operator
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return torch.empty_like(tensor, device="meta")
 
     for name, layer, owner in layers:
         tensors = [*layer.parameters(), *layer.buffers()]
@@ -84,8 +91,17 @@ def release_layers(layers: Iterable[tuple[str, nn.Module, str]], kept: Collectio
         torch_private.apply_to_tensors(layer, released)
         for path, parameter in layer.named_parameters():
             if id(parameter) not in own:  # a weak reference would keep PyTorch from swapping the tensor
-                setattr(parameter, _ATTRIBUTE, (f"{name}.{path}", owner))
+                setattr(parameter, _ATTRIBUTE, (state_name({name: layer}, f"{name}.{path}"), owner))
         _Released(name, layer, owner)
+        for unit_name, unit in units_of(layer).items():
+            if any(id(tensor) not in own for tensor in (*unit.parameters(), *unit.buffers())):
+                _Released(unit_name, unit, owner)
+
+
+def units_of(layer: nn.Module) -> dict[str, nn.Module]:
+    """The units of a part of a model, by their names there; they share their hooks with the model's own modules."""
+    units = getattr(layer, "units_here", None)
+    return {} if units is None else units()
 
 
 def released_from(parameter: Tensor) -> tuple[str, str] | None:
@@ -97,8 +113,10 @@ def refuse_released(partitions: Iterable[nn.Sequential]) -> None:
     """Raises a ValueError if a layer has given up its values, because another process trains it in another pipe."""
     for name, module in (named for partition in partitions for named in partition.named_modules()):
         released = getattr(module, _ATTRIBUTE, None)
-        if released is not None:
+        tensors = (released_from(each) for each in module._parameters.values() if each is not None)
+        owners = [*([released.owner] if released is not None else []), *(each[1] for each in tensors if each)]
+        if owners:
             raise ValueError(
-                f"layer {name!r} gave up its values when a pipe was made of this model before: {released.owner} has "
+                f"layer {name!r} gave up its values when a pipe was made of this model before: {owners[0]} has "
                 "them. Make the model again for a second pipe, and load a checkpoint of the first into it"
             )

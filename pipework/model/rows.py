@@ -16,7 +16,7 @@ from pipework.values import nested
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-_IGNORE = "to ignore this, use warnings.filterwarnings('ignore', category=pipework.PipeWarning)"
+IGNORE = "to ignore this, use warnings.filterwarnings('ignore', category=pipework.PipeWarning)"
 
 # What each kind of doubt means, and what to do; {} is the size of dimension 0.
 _TEXTS: Final = {
@@ -91,7 +91,7 @@ def watched(modules: Sequence[tuple[str, nn.Module]], sizes: Collection[int]) ->
         yield found
         found += [
             f"{what} was made with batch_first=False and got an input of shape {shape}{_TEXTS[kind].format(shape[0])}"
-            f"{_IGNORE}"
+            f"{IGNORE}"
             for what, (kind, shape) in doubts.items()
         ]
     finally:
@@ -134,7 +134,7 @@ def doubts_about_masks(arguments: Sequence[Any], keywords: dict[str, Any]) -> li
     return [
         f"{name} has the shape {tuple(mask.shape)} and is split like the rows of the batch. If it is a mask between "
         f"the {len(mask)} positions of a sequence, every micro-batch needs all of it: wrap it in NoChunk. If it has a "
-        f"row for each row of the batch, {_IGNORE}"
+        f"row for each row of the batch, {IGNORE}"
         for number, (name, mask) in enumerate(tensors)
         if number
         and mask.dim() == 2

@@ -1,1 +1,1 @@
-"""How a model becomes a pipe: cut, devices, schedule, and what a step will cost."""
+"""The best pipeline for a model's layers, devices and memory: from a profile to a plan. It needs no tensors."""

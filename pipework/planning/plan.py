@@ -1,222 +1,215 @@
-"""Chooses the stages of a pipe, the workers that hold them, their devices, and the schedule."""
+"""A plan: the cut, the schedule, the devices and micro-batches of a pipe, and what they are predicted to cost."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import nn
-
-from pipework.balance.checks import checked_balance, not_sequential, too_few_devices
-from pipework.planning.devices import Machine, checked_devices, default_devices
-from pipework.planning.partition import Partitioning, choose_partitioning, is_placed, log_choice
-from pipework.runtime.program import Program
-from pipework.schedule import Schedule, ScheduleSpec, build, restricted, schedule_spec
+from pipework.planning.candidate import WorkerBytes
+from pipework.planning.certificate import Certificate
+from pipework.planning.layer_costs import LayerInfo
+from pipework.planning.plan_file import fields_of, text_of
+from pipework.schedule import Costs, Schedule, Simulation, Timeline, simulate, svg, to_csv, without_recompute
+from pipework.schedule.draw.aligned import aligned
+from pipework.schedule.draw.units import counted, memory_text, time_text
+from pipework.schedule.edges import recomputed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
-    from pipework.model.with_device import Device
+    from pipework.planning.candidate import Candidate
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule for any number of micro-batches, and the layers, workers and devices of its stages.
+    """What is chosen for a pipe; `print` it for a table, give it to `Pipe(module, plan=plan)`.
 
     Attributes:
-        source: the schedule's name, or the user's own spec or schedule.
-        partitioning: layers and device of each stage.
-        placement: the worker of each stage.
+        devices: of each worker.
+        balance: the number of layers of each stage.
+        chunks: the number of micro-batches.
+        batch: the rows of a mini-batch.
+        schedule: all actions, with recomputation.
+        costs: of the stages' actions, in seconds and bytes.
+        workers: the bytes that each worker holds at most.
+        layers: of the model.
+        certificate: lower bounds of the step.
+        optimizer: the numbers that the optimizer keeps for each trained parameter.
+        named: the seconds of the best candidate of each schedule that has a name, and fits.
+        estimated: whether times are not measured.
+        notes: what there is to know beside that, a line each.
     """
 
-    source: str | ScheduleSpec | Schedule
-    partitioning: Partitioning
-    placement: tuple[int, ...]
+    devices: tuple[str, ...]
+    balance: tuple[int, ...]
+    chunks: int
+    batch: int
+    schedule: Schedule
+    costs: Costs
+    workers: tuple[WorkerBytes, ...]
+    layers: tuple[LayerInfo, ...]
+    certificate: Certificate
+    optimizer: float
+    named: Mapping[str, float]
+    estimated: bool = False
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, candidate: Candidate, certificate: Certificate, named: Mapping[str, float], notes: Sequence[str] = ()
+    ) -> Plan:
+        """The plan of a candidate."""
+        request, choice = candidate.request, candidate.choice
+        return cls(
+            devices=tuple(request.devices[index] for index in choice.order),
+            balance=choice.balance,
+            chunks=choice.chunks,
+            batch=request.batch,
+            schedule=candidate.schedule,
+            costs=candidate.costs,
+            workers=candidate.workers,
+            layers=request.profile.layers,
+            certificate=certificate,
+            optimizer=request.optimizer,
+            named=dict(named),
+            estimated=any(request.profile.kinds[kind].estimated for kind in request.kinds),
+            notes=tuple(notes),
+        )
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """Of a step."""
+        return simulate(self.schedule, self.costs)
 
     @property
-    def workers(self) -> int:
-        """The number of workers."""
-        return max(self.placement, default=-1) + 1
+    def timeline(self) -> Timeline:
+        """Of the simulation, for pictures."""
+        return replace(self.simulation.timeline, unit="s", memory_unit="bytes")
 
     @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """The device of each worker."""
-        return tuple(self.partitioning.devices[self.placement.index(worker)] for worker in range(self.workers))
+    def seconds(self) -> float:
+        """The predicted time of a step, without the optimizer."""
+        return self.simulation.makespan
 
-    def schedule(self, micro_batches: int) -> Schedule:
-        """The order of all actions, without recomputation.
+    @property
+    def gap(self) -> float:
+        """The excess of the step over the bound of all schedules of its stages, as a share of that."""
+        bound = self.certificate.schedule_bound
+        return self.seconds / bound - 1 if bound else 0.0
+
+    def __str__(self) -> str:
+        schedule, step = self.schedule, self.seconds
+        rows = [("worker", "device", "layers", "busy", "recomputes", "weights, gradients, optimizer",
+                 "activations", "temporary", "total", "limit")]  # fmt: skip
+        again = recomputed(schedule)
+        names = [layer.name for layer in self.layers]
+        spans = list(pairwise(accumulate(self.balance, initial=0)))
+        for worker, held in enumerate(self.workers):
+            stages = schedule.stages_of(worker)
+            layers = "; ".join(_span(names, *spans[stage]) for stage in stages)
+            repeats = [f"{sum(where == stage for where, _ in again)} of {self.chunks}" for stage in stages]
+            rows.append(
+                (
+                    str(worker), self.devices[worker], layers,
+                    f"{time_text(self.simulation.busy[worker], 's')}",
+                    "; ".join(dict.fromkeys(repeats)) if again else "-",
+                    memory_text(held.fixed, "bytes"), memory_text(held.activations, "bytes"),
+                    memory_text(held.temporary, "bytes"), memory_text(held.total, "bytes"),
+                    "-" if held.limit == inf else memory_text(held.limit, "bytes"),
+                )
+            )  # fmt: skip
+        bound = self.certificate
+        rate = "estimated" if self.estimated else "predicted"
+        return "\n".join(
+            [
+                f"plan: {counted(sum(self.balance), 'layer')} on {counted(len(self.devices), 'worker')}, "
+                f"{counted(self.chunks, 'micro-batch')} of {counted(-(-self.batch // self.chunks), 'row')}, "
+                f"schedule {schedule.name!r}",
+                *(line.rstrip() for line in aligned(rows, left={1, 2})),
+                f"step {time_text(step, 's')} {rate}, bubble {self.simulation.bubble:.1%}; "
+                f"{_rate_text(self.batch / step)} rows a second"
+                if step
+                else "step 0 s",
+                f"lower bound {time_text(bound.schedule_bound, 's')} for these stages (gap {self.gap:.1%}), "
+                f"{time_text(bound.any_bound, 's')} for any plan",
+                f"what binds: {bound.binding}",
+                *([f"best schedules with a name, by the profile: {self._best_named}"] if self.named else []),
+                *self.notes,
+            ]
+        )
+
+    @property
+    def _best_named(self) -> str:
+        best = sorted(self.named.items(), key=lambda item: item[1])[:3]
+        return ", ".join(f"{name} {time_text(seconds, 's')}" for name, seconds in best)
+
+    def _repr_svg_(self) -> str:
+        return svg(self.timeline)
+
+    def save(self, path: str | Path) -> None:
+        """Write it in the format of the file's ending.
+
+        Args:
+            path: ``.json``, which :meth:`load` reads; ``.csv``, the schedule for PyTorch, without recomputation, which
+                that format does not have; ``.svg`` or ``.png``, a picture.
 
         Raises:
-            ValueError: the user's own schedule has fewer micro-batches, or the generator of the user's own spec makes
-                another one than it is asked for.
+            ValueError: the ending is another one.
+            OSError: the file cannot be written.
         """
-        if isinstance(self.source, Schedule):
-            if micro_batches > self.source.micro_batches:
+        path = Path(path)
+        if path.suffix == ".png":
+            from pipework.schedule.draw.png import png  # needs matplotlib, which the package does without
+
+            path.write_bytes(png(self.timeline))
+            return
+        if path.suffix not in (".json", ".csv", ".svg"):
+            raise ValueError(f"{path}: a plan is saved as .json, .csv, .svg or .png, not as {path.suffix!r}")
+        if path.suffix == ".csv":
+            text = to_csv(without_recompute(self.schedule))
+        else:
+            text = text_of(self) if path.suffix == ".json" else self._repr_svg_()
+        path.write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read what :meth:`save` has written as JSON.
+
+        Raises:
+            ValueError: the file is no plan.
+            OSError: it cannot be read.
+        """
+        return cls(**fields_of(Path(path).read_text(encoding="utf-8-sig"), str(path)))
+
+    def check_model(self, layers: Sequence[LayerInfo]) -> None:
+        """Refuse another model than the planned one.
+
+        Raises:
+            ValueError: it has another number of layers, or a layer has another name, class or size.
+        """
+        if len(layers) != len(self.layers):
+            raise ValueError(
+                f"the plan is for a model of {counted(len(self.layers), 'layer')}, and this one has {len(layers)}: "
+                "plan this model"
+            )
+        for planned, found in zip(self.layers, layers, strict=True):
+            if planned != found:
                 raise ValueError(
-                    f"the mini-batch has {micro_batches} micro-batches, and the schedule {self.source.name!r} is made "
-                    f"for {self.source.micro_batches}: give at most as many, or a pipe the schedule's name, if it has "
-                    "one, which makes it for any number"
+                    f"the plan is for another model: layer {planned.name} was {_described(planned)}, and is "
+                    f"{_described(found)} here; plan this model"
                 )
-            return restricted(self.source, micro_batches)
-        stages_per_worker = len(self.placement) // max(1, self.workers)
-        made = build(self.source, workers=self.workers, chunks=micro_batches, stages_per_worker=stages_per_worker)
-        if (made.placement, made.micro_batches) != (self.placement, micro_batches):
-            raise ValueError(
-                f"{self.source!r} was asked for {micro_batches} micro-batches with the stages on workers "
-                f"{self.placement}, and made {made!r} with {made.placement}: correct its generator, or its placement"
-            )
-        return made
 
 
-def make_plan(
-    module: nn.Sequential,
-    schedule: str | ScheduleSpec | Schedule,
-    chunks: int,
-    balance: Sequence[int] | None,
-    devices: Sequence[Device] | None,
-) -> Plan:
-    """Finds stages, workers and devices that fit the schedule and the user's arguments.
-
-    With one stage per worker there is one device for each partition (see `choose_partitioning`). With several, there is
-    one device for each worker, and the schedule places the worker's stages.
-
-    Raises:
-        TypeError: the module is not an `nn.Sequential`, or the schedule is neither a name nor a `ScheduleSpec` nor a
-            `Schedule`.
-        ValueError: the numbers of layers, partitions, devices, stages and chunks do not fit together; the message says
-            which numbers fit.
-        IndexError: fewer devices than workers.
-    """
-    if not isinstance(module, nn.Sequential):
-        raise not_sequential(module)
-    if not isinstance(schedule, str | ScheduleSpec | Schedule):
-        raise TypeError(f"schedule is {schedule!r}: wanted a name such as '1f1b', a ScheduleSpec or a Schedule")
-    machine = Machine.here()
-    counts = None if balance is None else checked_balance(balance, len(module))
-    places = None if devices is None else checked_devices(devices, machine)
-    if isinstance(schedule, Schedule):
-        _refuse_unfit(schedule, chunks)
-        return _placed(module, schedule, schedule.placement, counts, places, machine)
-    spec = _spec(schedule)
-    if not spec.several and spec.stages_per_worker == 1:
-        partitioning = choose_partitioning(module, balance, devices)
-        plan = Plan(schedule, partitioning, tuple(range(len(partitioning.balance))))
-    else:
-        plan = _several_stages(module, schedule, counts, places, machine)
-    if isinstance(schedule, ScheduleSpec) and plan.workers:
-        Program.of(plan.schedule(chunks))
-    return plan
+def _span(names: Sequence[str], begin: int, end: int) -> str:
+    return names[begin] if end == begin + 1 else f"{names[begin]} .. {names[end - 1]}"
 
 
-def _spec(schedule: str | ScheduleSpec) -> ScheduleSpec:
-    """The spec of a schedule by name. Raises a ValueError if it cannot be run; it tries a small one."""
-    if isinstance(schedule, ScheduleSpec):
-        return schedule  # whose generator need not make a small one
-    try:
-        spec = schedule_spec(schedule)
-    except ValueError as error:
-        raise ValueError(f"{error}; for one of your own, give the ScheduleSpec or Schedule itself") from None
-    Program.of(build(schedule, workers=2, chunks=2))
-    return spec
+def _rate_text(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def _refuse_unfit(schedule: Schedule, chunks: int) -> None:
-    """Raises a ValueError if the user's own schedule cannot be run, or not with so many micro-batches."""
-    Program.of(schedule)
-    again = next((action for order in schedule.orders for action in order if action.kind == "R"), None)
-    if again is not None:
-        raise ValueError(f"the schedule recomputes by itself ({again}): leave R out, and give checkpoint=... instead")
-    if chunks != schedule.micro_batches:
-        raise ValueError(
-            f"chunks is {chunks}, but the schedule {schedule.name!r} is for {schedule.micro_batches} micro-batches: "
-            f"give chunks={schedule.micro_batches}, or make the schedule for {chunks}"
-        )
-
-
-def _several_stages(
-    module: nn.Sequential,
-    schedule: str | ScheduleSpec,
-    balance: Sequence[int] | None,
-    devices: Sequence[torch.device] | None,
-    machine: Machine,
-) -> Plan:
-    """The plan for a schedule by name or spec whose workers hold several stages each."""
-    known = schedule_spec(schedule)
-    per_worker = known.stages_per_worker
-    if balance is None and devices is None:
-        if is_placed(module):
-            partitioning = choose_partitioning(module, None, None, machine=machine)
-            return _as_it_lies(schedule, partitioning, per_worker)
-        workers = len(default_devices(max(1, len(module) // per_worker), False, machine))
-        plan = _placed(module, schedule, known.placement(workers, per_worker), None, None, machine)
-        log_choice(plan.partitioning, machine)
-        return plan
-    workers = len(devices) if devices is not None else _workers(len(balance or ()), per_worker)
-    if not workers:
-        raise IndexError(
-            f"too few devices to hold given partitions (devices: 0, layers: {len(module)}): give one for each worker"
-        )
-    if balance is not None:
-        if len(balance) % workers:
-            raise ValueError(
-                f"balance has {len(balance)} partitions for {workers} workers: with schedule {schedule!r} each worker "
-                "holds the same number of them, so give a multiple of the number of devices"
-            )
-        per_worker = len(balance) // workers
-    return _placed(module, schedule, known.placement(workers, per_worker), balance, devices, machine)
-
-
-def _workers(stages: int, per_worker: int) -> int:
-    """The smallest number of workers of which none holds more stages than `per_worker`."""
-    return max(1, -(-stages // per_worker))
-
-
-def _as_it_lies(schedule: str | ScheduleSpec, partitioning: Partitioning, per_worker: int) -> Plan:
-    """The plan for layers that lie on devices already; these must repeat in the order of the schedule's workers."""
-    stages = len(partitioning.balance)
-    kinds = len(set(partitioning.devices))
-    # Several CPU workers have one device, so the devices do not show the number of workers.
-    workers = kinds if kinds > 1 else _workers(stages, per_worker)
-    placement = schedule_spec(schedule).placement(workers, max(1, stages // workers))
-    plan = Plan(schedule, partitioning, placement)
-    if len(placement) != stages or any(
-        plan.devices[worker] != device for worker, device in zip(placement, partitioning.devices, strict=True)
-    ):
-        where = ", ".join(map(str, partitioning.devices))
-        raise ValueError(
-            f"the layers form {stages} partitions on {where}, but with schedule {schedule!r} partitions must go round "
-            "the devices again and again: move the layers, or give balance and devices"
-        )
-    return plan
-
-
-def _placed(
-    module: nn.Sequential,
-    source: str | ScheduleSpec | Schedule,
-    placement: tuple[int, ...],
-    balance: Sequence[int] | None,
-    devices: Sequence[torch.device] | None,
-    machine: Machine,
-) -> Plan:
-    """The plan for a given placement."""
-    if not len(module):
-        return Plan(source, choose_partitioning(module, None, None, machine=machine), ())
-    workers = max(placement, default=-1) + 1
-    places = default_devices(workers, True, machine) if devices is None else devices
-    if len(places) < workers:
-        raise too_few_devices(len(places), workers, "workers")
-    stages = len(placement)
-    if balance is not None and len(balance) != stages:
-        raise ValueError(f"the schedule has {stages} stages, and balance has {len(balance)} entries: give one for each")
-    if len(module) < stages:
-        most = len(module) // (stages // workers)
-        fewer = (
-            f"use at most {most} worker{'s' if most > 1 else ''}, or cut layers finer" if most else "cut layers finer"
-        )
-        raise ValueError(
-            f"the schedule has {stages} stages, and there are {len(module)} layers: each needs one; {fewer}"
-        )
-    on_stages = [places[worker] for worker in placement]
-    return Plan(source, choose_partitioning(module, balance, on_stages, machine=machine), placement)
+def _described(layer: LayerInfo) -> str:
+    return f"{layer.type} {layer.name!r} of {memory_text(layer.weights, 'bytes')}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 
 from pipework import torch_private
 
@@ -60,6 +61,15 @@ class CallerContext:
     def is_usual(self) -> bool:
         """Whether a new thread has these settings by default, so that nothing need be entered."""
         return self.grad and not (self.inference or self.autocasts or self.saved_tensor_hooks or self.default_device)
+
+    @property
+    def is_checkpointing(self) -> bool:
+        """Whether `torch.utils.checkpoint` is around the caller, in its mode with hooks (`use_reentrant=False`).
+
+        Such a hook runs the checkpointed function again on the thread that needs a saved tensor: on a worker.
+        """
+        hooks = self.saved_tensor_hooks
+        return self.grad and hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pipework.runtime.failure import add_note
 from pipework.runtime.random.on_devices import GeneratorGuard, device_generator
+from pipework.values.tensor_form import copied
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,23 +34,26 @@ class WorkerDevice:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.Stream(device) if is_accelerator(device) else None
+        self._waited: torch.Stream | None = None  # for all that this worker has launched
 
     def enter_thread(self) -> None:
-        """Makes the device and its stream the current ones of this thread."""
+        """Makes the stream the current one of this thread, and its device, too."""
         if self.stream is not None:
-            torch.accelerator.set_device_index(self.device)
             torch.accelerator.set_stream(self.stream)
 
     def wait_for_caller(self) -> None:
         """Called by the caller's thread: the worker's next kernels run after all that the caller has launched."""
         if self.stream is not None:
+            self._waited = None
             self.stream.wait_stream(torch.accelerator.current_stream(self.device))
 
     def hand_over(self, tensors: Sequence[Tensor | None]) -> None:
         """Called by the thread that reads the worker's results: its stream may read them from now on."""
         if self.stream is not None:
             current = torch.accelerator.current_stream(self.device)
-            current.wait_stream(self.stream)
+            if self._waited is None or current != self._waited:  # a stream compared with None is neither == nor !=
+                current.wait_stream(self.stream)
+                self._waited = current
             record_on(current, tensors)
 
     def generator_guard(self, *, moves: bool) -> GeneratorGuard | None:
@@ -102,7 +107,10 @@ class StreamClock(Clock):
 
 
 class Link:
-    """Carries tensors from one worker's device to another's, in one direction.
+    """Carries tensors from one worker's device to another's, in one direction; or from the caller to a worker's.
+
+    Its events are recorded again and again. A wait is for the record that was there when the wait was launched, so an
+    event is free as soon as its reader has launched the wait.
 
     Attributes:
         copy_streams: streams of its own, on which it copies; none if both ends are on one device.
@@ -115,6 +123,9 @@ class Link:
         self.copy_streams = [
             torch.Stream(end.device) for end in (source, destination) if self._crosses and end.stream is not None
         ]
+        self._computed: torch.Event | None = None  # what is copied; waited for by the thread that records it
+        self._free: list[torch.Event] = []
+        self._copies = False  # since the last `hand_over`
 
     def depart(self, tensors: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor | None, ...], torch.Event | None]:
         """On the sender's thread: starts the copy, if one is needed.
@@ -122,18 +133,27 @@ class Link:
         Returns:
             The tensors on the destination, and the event after which they may be read.
         """
-        event = None if self._source.stream is None else self._source.stream.record_event()
+        source, streams = self._source.stream, self.copy_streams
+        if self._source is self._destination:
+            return tensors, None  # from the caller, for whose stream the worker's has waited
+        for tensor in tensors:
+            if tensor is not None:
+                break
+        else:
+            return tensors, None  # such as the gradients of inputs that need none
         if not self._crosses:
-            return tensors, event
+            return tensors, None if source is None else self._recorded(source)
+        self._copies = True
+        if source is not None:
+            self._computed = source.record_event(self._computed)
+            streams[0].wait_event(self._computed)
         with contextlib.ExitStack() as current:
-            for stream in self.copy_streams:
-                if event is not None:
-                    stream.wait_event(event)
+            for stream in streams:
                 current.enter_context(stream)
             copies = tuple(None if tensor is None else self._copy(tensor) for tensor in tensors)
         # A copy between two accelerators runs on the source's stream, and the destination's stream waits for it, so an
         # event of the last stream comes after all copies.
-        return copies, self.copy_streams[-1].record_event()
+        return copies, self._recorded(streams[-1])
 
     def arrive(self, tensors: tuple[Tensor | None, ...], event: torch.Event | None) -> None:
         """On the receiver's thread, before the tensors are read."""
@@ -141,21 +161,45 @@ class Link:
         if stream is None:
             if event is not None:
                 event.synchronize()
+                self._free.append(event)
             return
         if event is not None:
             stream.wait_event(event)
+            self._free.append(event)
         record_on(stream, tensors)
 
-    def hand_over(self) -> None:
-        """Called by the caller's thread after a failure: its streams wait for copies that nobody has received."""
+    def hand_over(self, *, received: bool) -> None:
+        """Called by the caller's thread after a run: its streams wait for copies of what it may write to.
+
+        A worker waits for what it receives. But a copied tensor may be an input or a parameter that a layer has
+        returned as it is, and the stream of the worker that sent it waits for no copy.
+
+        Args:
+            received: whether the destination has received all copies.
+        """
+        if not self._copies:
+            return
+        self._copies = False
         for stream in self.copy_streams:
-            torch.accelerator.current_stream(stream.device).wait_stream(stream)
+            if not received or stream.device == self._source.device:
+                torch.accelerator.current_stream(stream.device).wait_stream(stream)
+
+    def _recorded(self, stream: torch.Stream) -> torch.Event:
+        return stream.record_event(self._free.pop() if self._free else None)
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        with torch.no_grad():
-            copy = tensor.to(self._destination.device, non_blocking=True)
-        if self._source.stream is not None and tensor.device == self._source.device:
-            tensor.record_stream(self.copy_streams[0])
+        if self._source.stream is not None:
+            if tensor.device == self._source.device:
+                tensor.record_stream(self.copy_streams[0])
+            elif self._computed is not None:
+                # A layer has moved it by itself, in the stream of its worker.
+                self.copy_streams[-1].wait_event(self._computed)
+        try:
+            # Detached: entering no_grad takes the host longer.
+            copy = copied(tensor.detach() if tensor.requires_grad else tensor, self._destination.device)
+        except torch.OutOfMemoryError as error:
+            add_note(error, no_memory_to_receive(self._destination.device))
+            raise
         return copy.requires_grad_() if tensor.requires_grad else copy
 
 
@@ -164,6 +208,11 @@ def record_on(stream: torch.Stream, tensors: Iterable[Tensor | None]) -> None:
     for tensor in tensors:
         if tensor is not None and tensor.device == stream.device:
             tensor.record_stream(stream)
+
+
+def no_memory_to_receive(device: torch.device) -> str:
+    """The note on an error of a copy that found no memory."""
+    return f"no memory on {device} for a tensor that was sent there"
 
 
 def link(source: WorkerDevice, destination: WorkerDevice) -> Link | None:

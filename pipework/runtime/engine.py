@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipework.model.tuples import TupleRule
     from pipework.runtime.device import Link
     from pipework.runtime.peers import Peers
-    from pipework.runtime.skips.connections import Skip
+    from pipework.runtime.skips.skip import Skip
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Engine:
         peers: the processes that hold the pipe.
         links: see `LocalTransport`.
         workers: the threads.
+        one_thread: whether one thread runs all workers of this process.
         lock: held while the workers run, because a stage's slots can hold the leaves of one mini-batch only, and while
             a link is made.
     """
@@ -48,6 +49,7 @@ class Engine:
     links: dict[tuple[int, int], Link | None]
     workers: WorkerThreads
     lock: threading.Lock
+    one_thread: bool
 
     def link(self, source: int, destination: int) -> Link | None:
         """The link between the workers of two stages of this process; None: tensors are passed by reference.
@@ -80,6 +82,7 @@ def make_engine(
     tuples: TupleRule,
     peers: Peers,
     loss: nn.Module | None = None,
+    one_thread: bool = False,
 ) -> Engine:
     """Makes a stage of each partition, and a worker for each number in the placement.
 
@@ -92,6 +95,7 @@ def make_engine(
         tuples: how a tuple reaches a layer.
         peers: the processes that hold the pipe.
         loss: computed by the last stage, if it is a module; its buffers are treated like those of the layers.
+        one_thread: see `Pipe`.
     """
     workers: dict[int, WorkerDevice] = {}
     for index in sorted(partitions, key=placement.__getitem__):
@@ -119,6 +123,7 @@ def make_engine(
     ways = {(stage, stage) for stage in stages} | {(stage, stage + 1) for stage in stages if stage + 1 in stages}
     ways |= {(a, b) for skip in skips for a, b in skip.hops if a in stages and b in stages}
     pairs = {(placement[a], placement[b]) for a, b in ways} | {(placement[b], placement[a]) for a, b in ways}
+    one_thread = one_thread and len(workers) > 1  # of several processes each has one worker
     return Engine(
         stages=stages,
         placement=placement,
@@ -126,8 +131,9 @@ def make_engine(
         skips=skips,
         peers=peers,
         links={(source, target): link(workers[source], workers[target]) for source, target in sorted(pairs)},
-        workers=WorkerThreads(list(workers.values())),
+        workers=WorkerThreads(list(workers.values())[: 1 if one_thread else None]),
         lock=threading.Lock(),
+        one_thread=one_thread,
     )
 
 

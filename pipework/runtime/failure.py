@@ -31,13 +31,15 @@ class Failure:
     Attributes:
         happened: whether an action has failed.
         error: the first exception, until `raise_first` raises it.
+        action: in which it was raised; None: in none, or in another process.
     """
 
-    __slots__ = ("__weakref__", "_lock", "_stop", "error", "happened")
+    __slots__ = ("__weakref__", "_lock", "_stop", "action", "error", "happened")
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self.happened = False
         self.error: BaseException | None = None
+        self.action: Action | None = None
         self._stop = stop
         self._lock = threading.Lock()
 
@@ -49,7 +51,7 @@ class Failure:
             if action is not None:
                 which = f", micro-batch {action.micro_batch}" if action.micro_batch >= 0 else ""
                 add_note(error, f"stage {action.stage}{which}, action {action.kind}")
-            self.error = error
+            self.error, self.action = error, action
             self.happened = True
         self._stop()
 

@@ -1,24 +1,32 @@
-"""The note on an out-of-memory error: how much memory each stage holds, which another balance would change."""
+"""The note on an out-of-memory error: the device, the action, and what each stage holds at that moment."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from pipework.runtime.device import is_accelerator
+from pipework import torch_private
+from pipework.runtime.device import is_accelerator, no_memory_to_receive
 from pipework.runtime.failure import add_note
 from pipework.schedule.draw.aligned import aligned
 from pipework.schedule.draw.units import memory_text
+from pipework.torch_private import memory_key
+from pipework.values.tensor_form import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch import Tensor
-
     from pipework.runtime.stage.stage import Stage
     from pipework.runtime.stage.stage_run import StageRun
+    from pipework.runtime.transport import Address
+    from pipework.schedule import Action
+
+_COLUMNS = ("stage", "device", "weights", "gradients", "buffers", "activations", "micro-batches", "messages")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -35,34 +43,117 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
-def note_memory(error: BaseException | None, stages: Sequence[Stage], runs: Sequence[StageRun]) -> None:
-    """If the error says that memory has run out, adds a note with a table of the memory of every stage."""
+def note_memory(
+    error: BaseException | None,
+    action: Action | None,
+    stages: Sequence[Stage],
+    runs: Sequence[StageRun],
+    messages: Sequence[tuple[Address, Any]] = (),
+) -> None:
+    """If the error says that memory has run out, adds a note with a table of the memory of every stage.
+
+    Args:
+        error: of a run.
+        action: that raised it; None: it was raised in none.
+        stages: of this process.
+        runs: of these stages, before they drop their tensors.
+        messages: that no stage has received; those to the caller and from the caller do not count.
+    """
     if error is not None and is_out_of_memory(error):
-        with contextlib.suppress(RuntimeError, MemoryError):  # an error of the table must not replace the first one
-            add_note(error, "\n".join(["memory of the stages, without activations", *table(stages, runs)]))
+        with contextlib.suppress(Exception):  # an error of the table must not replace the first one
+            add_note(error, "\n".join([_heading(error, action, stages), *table(stages, runs, messages)]))
 
 
-def table(stages: Sequence[Stage], runs: Sequence[StageRun]) -> list[str]:
+def table(stages: Sequence[Stage], runs: Sequence[StageRun], messages: Sequence[tuple[Address, Any]] = ()) -> list[str]:
     """A line for each stage, and one for each accelerator. Shared memory is counted for each stage that has it."""
-    rows: list[tuple[str, ...]] = [("stage", "device", "parameters", "gradients", "buffers")]
+    sent = _bytes_of_messages(stages, messages)
+    rows: list[tuple[str, ...]] = [_COLUMNS]
     for stage, run in zip(stages, runs, strict=True):
         parameters = [parameter for module in stage.modules for parameter in module.parameters()]
         buffers = [buffer for module in stage.modules for buffer in module.buffers()]
         gradients = [tensor.grad for tensor in (*parameters, *run.aliases.leaves)]
-        sizes = [_size(tensors) for tensors in (parameters, gradients, buffers)]
-        rows.append((str(stage.index), str(stage.device.device), *sizes))
+        held = _activations(run, stage.device.device, (*parameters, *buffers))
+        sizes = [_size(parameters), _size(gradients), _size(buffers), sum(held.values())]
+        texts = [memory_text(size, "bytes") for size in sizes]
+        which = spans(held) or "-"
+        rows.append(
+            (str(stage.index), str(stage.device.device), *texts, which, memory_text(sent[stage.index], "bytes"))
+        )
     lines = aligned(rows)
     for device in dict.fromkeys(stage.device.device for stage in stages):
         if is_accelerator(device):
             allocated, reserved = torch.accelerator.memory_allocated(device), torch.accelerator.memory_reserved(device)
             lines.append(
-                f"  {device}: {memory_text(allocated, 'bytes')} allocated by all of this process, activations "
-                f"included, {memory_text(reserved, 'bytes')} reserved"
+                f"  {device}: {memory_text(allocated, 'bytes')} allocated by all of this process, with the mini-batch, "
+                f"the optimizer's state and the tensors of running actions, {memory_text(reserved, 'bytes')} reserved"
             )
-    return [*lines, "  less is needed with more chunks, checkpoint='always', or a balance that moves layers elsewhere"]
+    return lines
 
 
-def _size(tensors: Iterable[Tensor | None]) -> str:
+def spans(numbers: Iterable[int]) -> str:
+    """Numbers in ascending order, those that follow each other together.
+
+    Example:
+        >>> spans([0, 1, 2, 5])
+        '0-2, 5'
+    """
+    groups = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in group] for _, group in groups]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _heading(error: BaseException, action: Action | None, stages: Sequence[Stage]) -> str:
+    """Where the memory has run out."""
+    places = {stage.index: stage.device.device for stage in stages}
+    notes = getattr(error, "__notes__", ())
+    sent = [device for device in places.values() if f"pipework: {no_memory_to_receive(device)}" in notes]
+    if action is None or action.stage not in places:
+        return "memory of the stages"
+    which = f"action {action.kind} of stage {action.stage}, micro-batch {action.micro_batch}"
+    return f"out of memory on {(sent or [places[action.stage]])[0]} in {which}; memory of the stages then"
+
+
+def _activations(run: StageRun, device: torch.device, fixed: Iterable[Tensor]) -> dict[int, int]:
+    """By micro-batch in flight, the bytes of its input, of what its graph has saved, and of what waits for its W."""
+    persistent = {key for key in map(memory_key, fixed) if key is not None}
+    held = {}
+    for number, (inputs, roots, waiting) in run.held().items():
+        # The caller's micro-batches are slices of one storage; each holds its own rows.
+        sizes = {memory_key(tensor): bytes_of(tensor) for tensor in inputs}
+        for tensor in (*waiting, *_saved(roots)):
+            if tensor.device == device and (key := memory_key(tensor)) not in persistent and key not in sizes:
+                sizes[key] = tensor.untyped_storage().nbytes() if key is not None else 0
+        held[number] = sum(sizes.values())
+    return held
+
+
+def _saved(roots: Iterable[Any]) -> list[Tensor]:
+    """The tensors that a graph has saved; hooks may have packed them."""
+    nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots if root is not None]
+    stack = [node for node in nodes if node is not None]
+    seen, found = set(stack), []
+    while stack:
+        node = stack.pop()
+        for value in torch_private.saved_by(node):
+            found += [each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, Tensor)]
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return found
+
+
+def _bytes_of_messages(stages: Sequence[Stage], messages: Sequence[tuple[Address, Any]]) -> dict[int, int]:
+    """By stage of this process, the bytes of what was sent to it, or what it has to send to another process."""
+    sizes = {stage.index: 0 for stage in stages}
+    for (kind, stage, _), (tensors, _) in messages:
+        if kind == "target" or (kind, stage) == ("F", 0):  # the mini-batch
+            continue
+        nearest = min(sizes, key=lambda index: abs(index - stage))
+        sizes[nearest] += sum(bytes_of(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+    return sizes
+
+
+def _size(tensors: Iterable[Tensor | None]) -> int:
     """The bytes of these tensors, each counted once."""
-    distinct = {id(tensor): tensor.nbytes for tensor in tensors if tensor is not None}
-    return memory_text(sum(distinct.values()), "bytes")
+    return sum({id(tensor): bytes_of(tensor) for tensor in tensors if tensor is not None}.values())

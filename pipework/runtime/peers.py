@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pipework.runtime.device import Link
     from pipework.runtime.failure import Failure
-    from pipework.runtime.skips.connections import Skip
+    from pipework.runtime.skips.skip import Skip
     from pipework.runtime.stage.stage_run import StageRun
     from pipework.runtime.transport import Transport
     from pipework.schedule import Action, Interval

@@ -6,17 +6,39 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pipework.schedule import KINDS, split_at_loss, validate, with_communication, with_gradient_reduction, with_skips
+from pipework.schedule import (
+    KINDS,
+    simulate,
+    split_at_loss,
+    validate,
+    with_communication,
+    with_gradient_reduction,
+    with_skips,
+)
 from pipework.schedule.edges import recomputed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Set
 
-    from pipework.schedule import Schedule
+    from pipework.schedule import Action, Schedule
     from pipework.schedule.phases import Orders
 
 
 _FORWARD = ("F", "SEND_F", "RECV_F")
+
+
+def _sending(order: Iterable[Action], skips: Set[tuple[int, int]]) -> tuple[Action, ...]:
+    """The order without transfers of skips on which nothing is sent: values and gradients may go different ways.
+
+    It stays without a deadlock, as each such transfer is left out on both sides.
+    """
+
+    def is_empty(action: Action) -> bool:
+        kind, stage, _, peer = action
+        way = (stage, peer) if kind.startswith("SEND") else (peer, stage)
+        return peer >= 0 and abs(stage - peer) > 1 and way not in skips
+
+    return tuple([action for action in order if not is_empty(action)])
 
 
 @dataclass(frozen=True)
@@ -63,12 +85,13 @@ class Program:
         """The program for workers that are processes, with actions that send, receive and reduce.
 
         Args:
-            skips: the pairs of stages between which skip connections go, see `Skip.hops`.
+            skips: the pairs of stages of which the first sends something of a skip connection, see `Skip.hops`.
             reduces: whether gradients are summed over replicas.
         """
-        lowered = with_skips(self.schedule, skips)
+        ways = set(skips)
+        lowered = with_skips(self.schedule, {(min(way), max(way)) for way in ways})
         lowered = with_communication(with_gradient_reduction(lowered) if reduces else lowered)
-        return replace(self, lowered=lowered)
+        return replace(self, lowered=replace(lowered, orders=tuple(_sending(order, ways) for order in lowered.orders)))
 
     @cached_property
     def checkpointed(self) -> tuple[frozenset[int], ...]:
@@ -93,6 +116,21 @@ class Program:
     def others(self) -> Orders:
         """All other actions. Every valid schedule can be cut like this, but it holds more activations in between."""
         return tuple(tuple(action for action in order if action.kind not in _FORWARD) for order in self.whole)
+
+    def launch_order(self, orders: Orders) -> tuple[Action, ...]:
+        """The actions of all workers in one order, in which each comes after those whose values it needs.
+
+        Args:
+            orders: `whole`, `forwards` or `others`.
+        """
+        wanted = {action for order in orders for action in order}
+        return tuple([action for action in self._launched if action in wanted])
+
+    @cached_property
+    def _launched(self) -> list[Action]:
+        # By default each action takes some time, so that none starts together with one whose value it needs.
+        intervals = sorted(simulate(self.schedule).timeline.intervals, key=lambda each: (each.start, each.worker))
+        return [each.action for each in intervals]
 
     @cached_property
     def loss_may_be_outside(self) -> bool:

@@ -13,7 +13,8 @@ from pipework.autograd.tied_gradients import tied_gradients
 from pipework.runtime.caller_modes import Modes, TakingTurns
 from pipework.runtime.device import record_on
 from pipework.runtime.failure import Failure
-from pipework.runtime.out_of_memory import note_memory
+from pipework.runtime.one_thread import OneThreadRun
+from pipework.runtime.out_of_memory import is_out_of_memory, note_memory
 from pipework.runtime.peers import RunSpec
 from pipework.runtime.random import kernels
 from pipework.runtime.random.on_devices import generator_given_up
@@ -23,7 +24,7 @@ from pipework.runtime.stage.stage_run import StageRun
 from pipework.runtime.worker import RunConditions, WorkerRun
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -83,6 +84,9 @@ class Step:
             operations.
         input_gradients: whether any of the caller's input tensors requires a gradient.
         versions: of the caller's input tensors.
+
+    Attributes:
+        out_of_memory: called with an error of `backward` that says that memory has run out; None: nothing is.
     """
 
     def __init__(
@@ -102,10 +106,16 @@ class Step:
         self._versions = versions
         self._program = program
         self._context = context
+        # Autograd runs a backward of outputs on an accelerator on a thread of its own, where the caller's variables are
+        # not set. Those of the call are kept until then, and only there: one may hold the loss, and so this step.
+        late = loss is None and any(device.stream is not None for device in engine.devices.values())
+        self._variables = contextvars.copy_context() if late else None
+        self._thread = threading.get_ident()
         self._key = key
         self._options = options
         self._loss = loss
         self._failed = False
+        self.out_of_memory: Callable[[BaseException], None] | None = None
         # Most models' inputs need no gradient, and a message for each micro-batch that says so is not free.
         self._returned = [("B", -1)] if input_gradients else []
         last = len(engine.placement) - 1
@@ -268,9 +278,23 @@ class Step:
         transport = engine.peers.transport(spec)
         failure = Failure(transport.stop)
         engine.peers.during(failure)
-        jobs = self._jobs(orders, transport, failure, begins=begins, retain_graph=retain_graph)
+        modes = Modes.capture()
+        conditions = RunConditions(
+            failure,
+            context=self._context if begins and not self._context.is_usual else None,
+            modes=modes,
+            turn=threading.Lock() if modes and not engine.one_thread else None,
+            starting=engine.peers.starting,
+        )
+        jobs = self._jobs(orders, transport, conditions, retain_graph=retain_graph)
+        launched: Sequence[Callable[[], None]] = list(jobs.values())
+        if engine.one_thread:
+            workers = [jobs[worker] for worker in engine.placement]
+            launched = [OneThreadRun(workers, self._program.launch_order(orders), conditions)]
         # A context can be entered once at a time only, and each worker needs the caller's variables: copies.
-        calls = [functools.partial(contextvars.copy_context().run, job) for job in jobs]
+        elsewhere = self._variables if threading.get_ident() != self._thread else None
+        variables = contextvars.copy_context() if elsewhere is None else elsewhere
+        calls = [functools.partial(variables.copy().run, job) for job in launched]
         completed = False
         with engine.lock:
             try:
@@ -288,30 +312,37 @@ class Step:
                 # Also after a failure: what was launched before still reads inputs and parameters.
                 for device in engine.devices.values():
                     device.hand_over(())
-                if not completed:
-                    for way in engine.links.values():
-                        if way is not None:
-                            way.hand_over()
+                for way in engine.links.values():
+                    if way is not None:
+                        way.hand_over(received=completed)
             for each in engine.stages.values():
                 each.hand_back()
-        for job in jobs:
+        for job in jobs.values():
             job.disconnect()
+        if failure.happened and is_out_of_memory(failure.error):
+            undelivered = transport.take_undelivered()
+            note_memory(
+                failure.error, failure.action, list(engine.stages.values()), list(self._runs.values()), undelivered
+            )
+            undelivered.clear()
         transport.close()
         if begins:
             self._versions.report()
         if not (begins and self._loss is None) and not retain_graph:
             self._versions.forget()
+            self._variables = None
         if failure.happened:
             self._failed = True
-            note_memory(failure.error, list(engine.stages.values()), list(self._runs.values()))
             for run in self._runs.values():
                 run.clear()
+            if self.out_of_memory is not None and failure.error is not None and is_out_of_memory(failure.error):
+                self.out_of_memory(failure.error)
             failure.explain(engine.peers.explained)
             failure.raise_first()
         if recorder is not None:
             if begins:  # not before: a mini-batch that failed is no measurement
                 recorder.begin(self._options.number, self._program.schedule, loss_outside=self._loss is None)
-            intervals = [interval for job in jobs for interval in job.recorded()]
+            intervals = [interval for job in jobs.values() for interval in job.recorded()]
             recorder.add(self._options.number, engine.peers.all_intervals(intervals))
         received = []
         accelerators = {device.device for device in engine.devices.values() if device.stream is not None}
@@ -324,17 +355,10 @@ class Step:
         return received
 
     def _jobs(
-        self, orders: Orders, transport: Transport, failure: Failure, *, begins: bool, retain_graph: bool
-    ) -> list[WorkerRun]:
-        engine, modes = self._engine, Modes.capture()
-        conditions = RunConditions(
-            failure,
-            context=self._context if begins and not self._context.is_usual else None,
-            modes=modes,
-            turn=threading.Lock() if modes else None,
-            starting=engine.peers.starting,
-        )
-        jobs = []
+        self, orders: Orders, transport: Transport, conditions: RunConditions, *, retain_graph: bool
+    ) -> dict[int, WorkerRun]:
+        """The workers of this process by their numbers, ready to run."""
+        engine, jobs = self._engine, {}
         recorded = self._options.recorder is not None
         for worker, device in engine.devices.items():
             runs, order, endpoint = self._runs_of(worker), orders[worker], transport.endpoints[worker]
@@ -346,5 +370,5 @@ class Step:
             job = WorkerRun(worker, runs, order, device, conditions, stream, recorded=recorded)
             turn = conditions.turn
             job.connect(endpoint if turn is None else TakingTurns(endpoint, turn), retain_graph=retain_graph)
-            jobs.append(job)
+            jobs[worker] = job
         return jobs

@@ -63,6 +63,9 @@ class Transport(Protocol):
     def outside(self) -> Endpoint:
         """The endpoint of the thread that called the pipe."""
 
+    def take_undelivered(self) -> list[tuple[Address, Any]]:
+        """After a failure: takes out the messages that nobody will receive."""
+
     def stop(self) -> None:
         """Wakes every worker that waits: it raises `Stopped`."""
 
@@ -132,6 +135,16 @@ class LocalEndpoint:
             arrive()
         return message
 
+    def take_undelivered(self) -> list[tuple[Address, Any]]:
+        """See `Transport.take_undelivered`: those to this worker."""
+        taken: list[tuple[Address, Any]] = [(address, message) for address, (message, _) in self._pending.items()]
+        self._pending.clear()
+        while not self.inbox.empty():
+            letter = self.inbox.get()
+            if letter is not WAKE_UP:
+                taken.append((letter[0], letter[1]))
+        return taken
+
     @property
     def handlers(self) -> Mapping[str, Callable[[Action], None]]:
         """See `Endpoint.handlers`: values are sent when they are computed, so there are none."""
@@ -168,6 +181,10 @@ class LocalTransport:
             )
             for number, inbox in enumerate(self._inboxes)
         }
+
+    def take_undelivered(self) -> list[tuple[Address, Any]]:
+        """See `Transport.take_undelivered`."""
+        return [each for end in (*self.endpoints.values(), self.outside) for each in end.take_undelivered()]
 
     def stop(self) -> None:
         """See `Transport.stop`."""

@@ -13,7 +13,7 @@ from pipework.schedule import KINDS, Interval
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pipework.runtime.caller_context import CallerContext
     from pipework.runtime.caller_modes import Modes
@@ -43,6 +43,23 @@ class RunConditions:
     turn: threading.Lock | None
     starting: Callable[[Action], None] | None = None
 
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, this thread has the caller's modes and settings; the failure keeps an exception."""
+        try:
+            with contextlib.ExitStack() as stack:
+                if self.turn is not None:
+                    stack.enter_context(self.turn)
+                if self.context is not None:
+                    stack.enter_context(self.context.entered())
+                if self.modes:
+                    stack.enter_context(self.modes.entered())
+                yield
+        except Stopped:
+            pass
+        except BaseException as error:  # entering or leaving a context
+            self.failure.report(error, None)
+
 
 class WorkerRun:
     """One worker's list of actions, ready to be executed on its thread.
@@ -55,6 +72,10 @@ class WorkerRun:
         conditions: those of all workers.
         stream: the source of the worker's random numbers; None: its layers draw none.
         recorded: whether actions are recorded with their times.
+
+    Attributes:
+        handlers: by (kind, stage), the function that executes an action.
+        finish: called after the last action, unless one has failed.
     """
 
     def __init__(
@@ -77,19 +98,19 @@ class WorkerRun:
         self._stream = stream
         self._marks: list[tuple[Action, Any, Any, tuple[int, int, int]]] | None = [] if recorded else None
         self._meter = self._runs[0].meter
-        self._handlers: dict[tuple[str, int], Callable[[Action], None]] = {}
+        self.handlers: dict[tuple[str, int], Callable[[Action], None]] = {}
         for stage, run in runs.items():
-            self._handlers["F", stage] = run.forward
-            self._handlers["R", stage] = run.recompute
-            self._handlers["B", stage] = run.backward
-            self._handlers["I", stage] = run.input_gradient
-            self._handlers["W", stage] = run.weight_gradient
+            self.handlers["F", stage] = run.forward
+            self.handlers["R", stage] = run.recompute
+            self.handlers["B", stage] = run.backward
+            self.handlers["I", stage] = run.input_gradient
+            self.handlers["W", stage] = run.weight_gradient
 
     def connect(self, endpoint: Endpoint, *, retain_graph: bool) -> None:
         """Prepares the worker's stages for the run."""
-        self._finish = endpoint.finish
+        self.finish = endpoint.finish
         for kind, handler in endpoint.handlers.items():
-            self._handlers.update({(kind, stage): handler for stage in self._stages})
+            self.handlers.update({(kind, stage): handler for stage in self._stages})
         for run in self._runs:
             run.connect(
                 endpoint,
@@ -101,31 +122,32 @@ class WorkerRun:
 
     def __call__(self) -> None:
         """Executes the actions; the failure keeps an exception."""
-        try:
-            with contextlib.ExitStack() as stack:
-                conditions = self._conditions
-                if conditions.turn is not None:
-                    stack.enter_context(conditions.turn)
-                if conditions.context is not None:
-                    stack.enter_context(conditions.context.entered())
-                if self._stream is not None:
-                    stack.enter_context(kernels.drawing_from(self._stream))
-                if conditions.modes:
-                    stack.enter_context(conditions.modes.entered())
-                # On the worker's thread, where no Ctrl-C can come between putting an alias in and taking it out.
-                for run in self._runs:
-                    stack.enter_context(run.aliases.standing_in())
-                finished = None
-                if self._marks is not None:
-                    self._clock = self._device.clock()
-                    finished = self._mark_end
-                run_actions(self._order, self._handlers, conditions.failure, finished, conditions.starting)
-                if not conditions.failure.happened:
-                    self._finish()
-        except Stopped:
-            pass
-        except BaseException as error:  # entering or leaving a context
-            self._conditions.failure.report(error, None)
+        conditions = self._conditions
+        with conditions.entered(), self.entered(), kernels.drawing_from(self._stream):
+            run_actions(self._order, self.handlers, conditions.failure, self.finished, conditions.starting)
+            if not conditions.failure.happened:
+                self.finish()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, the actions may be executed by this thread."""
+        with contextlib.ExitStack() as stack:
+            # On the worker's thread, where no Ctrl-C can come between putting an alias in and taking it out.
+            for run in self._runs:
+                stack.enter_context(run.aliases.standing_in())
+            if self._marks is not None:
+                self._clock = self._device.clock()
+            yield
+
+    def take_thread(self) -> None:
+        """What this thread launches next is this worker's."""
+        self._device.enter_thread()
+        kernels.thread_stream.stream = self._stream
+
+    @property
+    def finished(self) -> Callable[[Action], None] | None:
+        """Called after each action; None: not needed."""
+        return None if self._marks is None else self._mark_end
 
     def disconnect(self) -> None:
         """After the run."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipework.model.state_names import state_tensors
 from pipework.saving import steps
 from pipework.saving.collective import MeshCoordinate, process_group_of, run_on_all_ranks
 from pipework.saving.files import DamagedError
@@ -19,7 +20,7 @@ from pipework.saving.manifest import COMPLETE
 from pipework.saving.optimizer import check_optimizer
 from pipework.saving.random_states import random_states, set_random_states
 from pipework.saving.reading import GatheredInfo, LoadedState, Target, read_checkpoint
-from pipework.saving.stages import stages_of
+from pipework.saving.stages import plain_name, stages_of
 from pipework.saving.tensor_files import require_safetensors
 from pipework.saving.training import POSITION, RANDOM, TrainingState
 
@@ -185,11 +186,15 @@ def _read(
     return None
 
 
-def _copy(target: Target, content: LoadedState) -> None:
+def _copy(pipe: pipework.Pipe, target: Target, content: LoadedState) -> None:
     with torch.no_grad():
         for tensors in target.stages.values():
             for name, tensor in tensors.items():
                 tensor.copy_(content.tensors[name])
+        for part in pipe.partitions:  # several parts of a model may have a copy of a buffer
+            for name, (_, *copies) in state_tensors(part).items():
+                for tensor in copies:
+                    tensor.copy_(content.tensors.get(plain_name(name), tensor))
 
 
 def _take_over(group: ProcessGroupView, pipe: pipework.Pipe, target: Target, content: LoadedState) -> None:
@@ -215,7 +220,7 @@ def _take_over(group: ProcessGroupView, pipe: pipework.Pipe, target: Target, con
             for step in reversed(undo):
                 step()
             raise
-        run_on_all_ranks(group, "copy what was saved into the layers", functools.partial(_copy, target, content))
+        run_on_all_ranks(group, "copy what was saved into the layers", functools.partial(_copy, pipe, target, content))
         run_on_all_ranks(group, "initialise what no checkpoint has", memory.close)
     if RANDOM in content.training:
         set_random_states(content.training[RANDOM])  # again: initialisation may have drawn random numbers

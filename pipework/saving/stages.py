@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from pipework.model.state_names import state_name
 from pipework.saving.files import UnfitError
 from pipework.saving.tensor_files import Kind, check_savable
-from pipework.torch_private import COMPILED_MODULE, persistent_buffers
+from pipework.torch_private import COMPILED_MODULE, persistent_buffers, saved_beside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence, Set
@@ -22,6 +23,8 @@ Stages = dict[int, dict[str, "Tensor"]]
 
 def stages_of(pipe: Pipe, *, to_load: bool = False) -> Stages:
     """The parameters and persistent buffers of each stage that this process holds, the tensors themselves.
+
+    With what modules put into a state dict beside these, such as the scales of quantised weights.
 
     Args:
         pipe: the pipe.
@@ -42,7 +45,8 @@ def stages_of(pipe: Pipe, *, to_load: bool = False) -> Stages:
     for tensors, part in zip(stages.values(), pipe.partitions, strict=True):
         for name, tensor in _tensors(part):
             check_savable(name, tensor, waits=waits)
-            if tensors.setdefault(plain_name(name), tensor) is not tensor:
+            own = state_name(part._modules, name)
+            if tensors.setdefault(plain_name(own), tensor) is not tensor and own == name:
                 raise ValueError(
                     f"{name} would be saved as {plain_name(name)}, which is the name of another tensor: "
                     f"call the module {COMPILED_MODULE!r} otherwise, which is how torch.compile names what it wraps"
@@ -117,6 +121,7 @@ def _tensors(partition: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 f"layer {prefix!r} ({type(module).__name__}) has extra state, from get_extra_state(), which a "
                 "checkpoint does not hold: keep it in buffers, which may be tensors of bytes"
             )
-        for name, tensor in (*module._parameters.items(), *persistent_buffers(module).items()):
+        own = {**module._parameters, **persistent_buffers(module)}
+        for name, tensor in {**saved_beside(module), **own}.items():
             if tensor is not None:
                 yield f"{prefix}.{name}" if prefix else name, tensor

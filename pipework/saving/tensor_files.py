@@ -82,7 +82,7 @@ def require_safetensors() -> Any:
     except ImportError:
         raise ImportError(
             "checkpoints are kept in safetensors files, and safetensors is not installed: "
-            "pip install 'pipework[checkpoint]'"
+            "pip install '.[checkpoint]' in pipework's checkout"
         ) from None
 
 

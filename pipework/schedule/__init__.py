@@ -4,6 +4,7 @@ from pipework.schedule.action import KINDS, OF_STAGES, TRANSFERS, Action
 from pipework.schedule.analysis.bounds import Bounds, lower_bounds
 from pipework.schedule.analysis.channels import Channel
 from pipework.schedule.analysis.compare import Comparison, compare
+from pipework.schedule.analysis.measure import Measures, measure
 from pipework.schedule.analysis.rules import Violation
 from pipework.schedule.analysis.simulate import Simulation, simulate
 from pipework.schedule.analysis.validate import ScheduleError, Validation, ValidationOptions, check, validate
@@ -26,11 +27,18 @@ from pipework.schedule.generators.zb_h import zb_h1, zb_h2
 from pipework.schedule.generators.zb_v import zb_v
 from pipework.schedule.list_schedule import list_schedule
 from pipework.schedule.passes.communication import with_communication, with_gradient_reduction, with_skips
-from pipework.schedule.passes.recompute import with_recompute
+from pipework.schedule.passes.recompute import (
+    spread_evenly,
+    with_recompute,
+    with_recompute_on_stages,
+    without_recompute,
+)
 from pipework.schedule.passes.restrict import restricted
 from pipework.schedule.phases import split_at_loss
 from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build, schedule_spec
 from pipework.schedule.schedule import Schedule
+from pipework.schedule.synthesis.result import Synthesis
+from pipework.schedule.synthesis.synthesize import synthesize
 from pipework.schedule.timeline import Interval, Timeline
 
 __all__ = [
@@ -41,12 +49,14 @@ __all__ = [
     "Costs",
     "Interval",
     "KINDS",
+    "Measures",
     "OF_STAGES",
     "SCHEDULES",
     "Schedule",
     "ScheduleError",
     "ScheduleSpec",
     "Simulation",
+    "Synthesis",
     "TRANSFERS",
     "Timeline",
     "Validation",
@@ -69,12 +79,15 @@ __all__ = [
     "list_schedule",
     "looped_bfs",
     "lower_bounds",
+    "measure",
     "one_forward_one_backward",
     "restricted",
     "schedule_spec",
     "simulate",
     "split_at_loss",
+    "spread_evenly",
     "svg",
+    "synthesize",
     "to_csv",
     "to_json",
     "to_orders_text",
@@ -84,7 +97,9 @@ __all__ = [
     "with_communication",
     "with_gradient_reduction",
     "with_recompute",
+    "with_recompute_on_stages",
     "with_skips",
+    "without_recompute",
     "zb_h1",
     "zb_h2",
     "zb_v",

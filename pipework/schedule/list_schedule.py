@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from math import inf
 from typing import Literal, NamedTuple, get_args
 
-from pipework.schedule.action import Action
+from pipework.schedule.action import NONE, Action, make_action
 from pipework.schedule.argument_checks import positive_integers
-from pipework.schedule.costs import Costs, checked
+from pipework.schedule.costs import Costs, StageCosts, checked
 from pipework.schedule.phases import Orders
 
 Overtaking = Literal["none", "backwards", "all"]
@@ -76,25 +76,9 @@ def list_schedule(
     if overtaking not in get_args(Overtaking):
         raise ValueError(f"overtaking is {overtaking!r}: wanted one of {', '.join(map(repr, get_args(Overtaking)))}")
     spread = checked(costs).spread(len(placement))
-    ready = _Ready(placement, priorities, spread.transfer)
-    workers = [_Worker(each, limit, overtaking, ready) for each in priorities]
-    events = [(0.0, number) for number in range(len(workers))]  # a heap: the time to look at a worker, its number
-    while events:
-        time, number = heappop(events)
-        worker = workers[number]
-        if worker.free > time:
-            continue
-        action = worker.start(time)
-        if action is None:
-            continue
-        kind, stage, _, _ = action
-        worker.free = time + spread.duration[kind][stage]
-        heappush(events, (worker.free, number))
-        arrival = ready.record(action, worker.free)
-        # A busy worker has an event at its end; an idle one, or one that looked at this moment before, needs one.
-        if arrival is not None and workers[arrival[1]].free <= arrival[0]:
-            heappush(events, arrival)
-    left = sum(map(len, priorities)) - sum(action.kind != "W" for worker in workers for action in worker.order)
+    workers = [_Worker(each, limit, overtaking) for each in priorities]
+    _Execution(placement, workers, spread).finish()
+    left = sum(map(len, priorities)) - sum(worker.started for worker in workers)
     if left:
         raise ValueError(
             f"deadlock: {left} actions never start if a worker may hold {limit} activations; raise the limit"
@@ -108,6 +92,9 @@ def _check_priorities(placement: Sequence[int], priorities: Sequence[Sequence[Ac
     if not workers or len(priorities) != workers:
         raise ValueError(f"there are priorities for {len(priorities)} workers, but the placement has {workers}")
     for worker, own in enumerate(priorities):
+        other = next((action for action in own if action[0] not in ("F", "B", "I")), None)
+        if other is not None:
+            raise ValueError(f"the priorities of worker {worker} contain {other}: wanted F, and B or I, alone")
         found = {(action.stage, action.kind == "F") for action in own}
         stages = [stage for stage, home in enumerate(placement) if home == worker]
         wanted = {(stage, forward) for stage in stages for forward in (True, False)}
@@ -118,92 +105,157 @@ def _check_priorities(placement: Sequence[int], priorities: Sequence[Sequence[Ac
             raise ValueError(f"the priorities of worker {worker} {lacks} {which}, which it {holds}")
 
 
-class _Ready:
-    """When the data of each forward and backward arrives; infinity if that is not known yet."""
-
-    def __init__(
-        self, placement: Sequence[int], priorities: Sequence[Sequence[Action]], transfer: Sequence[float]
-    ) -> None:
-        self._placement = placement
-        self._transfer = transfer
-        last = max(micro_batch for each in priorities for _, _, micro_batch, _ in each)
-        self.forward = [[inf if stage else 0.0] * (last + 1) for stage in range(len(placement))]
-        self.backward = [[inf] * (last + 1) for _ in placement]
-
-    def record(self, action: Action, end: float) -> tuple[float, int] | None:
-        """Records the result of an action; returns when it arrives at which other worker, or None."""
-        kind, stage, micro_batch, _ = action
-        if kind == "W":
-            return None
-        step, at = (1, self.forward) if kind == "F" else (-1, self.backward)
-        receiver = stage + step
-        if receiver == len(self._placement):
-            self.backward[stage][micro_batch] = end  # the loss
-        if not 0 <= receiver < len(self._placement):
-            return None
-        if self._placement[receiver] == self._placement[stage]:
-            at[receiver][micro_batch] = end
-            return None
-        at[receiver][micro_batch] = arrival = end + self._transfer[min(stage, receiver)]
-        return arrival, self._placement[receiver]
-
-
-class _Lane(NamedTuple):
-    """The priorities of one stage in one direction, of which only the first can be next."""
-
-    ranked: deque[tuple[int, Action]]
-    arrivals: Sequence[float]
-    room: float  # the next action may start if the worker holds at most this many activations
-
-
 class _Worker:
     """A worker's remaining priorities, and its order so far."""
 
-    def __init__(self, priorities: Sequence[Action], limit: int, overtaking: Overtaking, ready: _Ready) -> None:
+    __slots__ = ("free", "heads", "held", "lanes", "order", "priorities", "room", "split", "started", "turn")
+
+    def __init__(self, priorities: Sequence[Action], limit: int, overtaking: Overtaking) -> None:
         self.free = 0.0
+        self.held = 0
         self.order: list[Action] = []
-        self._waits = {"none": "FBI", "backwards": "F", "all": ""}[overtaking]
-        self._held = 0
-        self._weights: deque[Action] = deque()
-        lanes: dict[tuple[int, bool], _Lane] = {}
+        self.started = 0  # actions of the priorities
+        self.split: deque[Action] = deque()  # the input halves whose weight halves have not been run
+        self.priorities = priorities
+        self.turn = overtaking == "backwards"  # whether forwards wait for their turn though backwards do not
+        # A forward of a stage may start if the worker holds at most this many activations.
         stages = sorted({action.stage for action in priorities})
-        for position, stage in enumerate(stages):
-            reserve = len(stages) - position - 1 if overtaking == "all" else 0
-            lanes[stage, True] = _Lane(deque(), ready.forward[stage], limit - reserve - 1)
-            lanes[stage, False] = _Lane(deque(), ready.backward[stage], inf)
-        for rank, action in enumerate(priorities):
-            lanes[action.stage, action.kind == "F"].ranked.append((rank, action))
-        self._lanes = tuple(lanes.values())
-        self._heads = sorted((lane.ranked[0][0], number) for number, lane in enumerate(self._lanes))
+        reserves = range(len(stages) - 1, -1, -1) if overtaking == "all" else [0] * len(stages)
+        self.room = {stage: limit - reserve - 1 for stage, reserve in zip(stages, reserves, strict=True)}
+        # Priorities, by their ranks, of which only the first can be next.
+        self.lanes = _lanes(priorities, overtaking)
+        self.heads = sorted((next(ranks), lane) for lane, ranks in enumerate(self.lanes))
 
-    def start(self, time: float) -> Action | None:
-        """Starts an action, if one is possible now."""
-        action = self._first_possible(time)
-        if action is None:
-            if not self._weights:
-                return None
-            action = self._weights.popleft()
-        kind, stage, micro_batch, _ = action
-        if kind == "F":
-            self._held += 1
-        elif kind == "I":
-            self._weights.append(Action("W", stage, micro_batch))
-        else:
-            self._held -= 1
-        self.order.append(action)
-        return action
+    def weight_half(self) -> Action | None:
+        """Takes the weight half of the oldest split backward, if there is one."""
+        if not self.split:
+            return None
+        _, stage, micro_batch, _ = self.split.popleft()
+        return make_action(("W", stage, micro_batch, NONE))
 
-    def _first_possible(self, time: float) -> Action | None:
-        for position, (_, number) in enumerate(self._heads):
-            ranked, arrivals, room = self._lanes[number]
-            _, action = ranked[0]
-            kind, _, micro_batch, _ = action
-            if position and kind in self._waits:
+
+def _lanes(priorities: Sequence[Action], overtaking: Overtaking) -> list[Iterator[int]]:
+    """The ranks of priorities that keep their order among themselves."""
+    if overtaking == "none":
+        return [iter(range(len(priorities)))]
+    lanes: dict[tuple[bool, int], array[int]] = {}
+    for rank, (kind, stage, _, _) in enumerate(priorities):
+        # Forwards that wait for their turn wait for each other, too.
+        lane = (True, -1) if kind == "F" and overtaking == "backwards" else (kind == "F", stage)
+        if lane not in lanes:
+            lanes[lane] = array("q")
+        lanes[lane].append(rank)
+    return [iter(ranks) for ranks in lanes.values()]
+
+
+class _Execution:
+    """The workers over time, each of which looks for an action when it is free or data arrives."""
+
+    def __init__(self, placement: Sequence[int], workers: Sequence[_Worker], costs: StageCosts) -> None:
+        self._placement = placement
+        self._workers = workers
+        self._costs = costs
+        last = max(micro_batch for worker in workers for _, _, micro_batch, _ in worker.priorities)
+        # When the data of each forward and backward arrives; infinity if that is not known yet.
+        self._forward = [[inf if stage else 0.0] * (last + 1) for stage in range(len(placement))]
+        self._backward = [[inf] * (last + 1) for _ in placement]
+        self._receivers = {
+            kind: [self._receiver(kind, stage) for stage in range(len(placement))] for kind in ("F", "B", "I")
+        }
+
+    def _receiver(self, kind: str, stage: int) -> _Receiver | None:
+        """Who gets the result of an action."""
+        step, arrivals = (1, self._forward) if kind == "F" else (-1, self._backward)
+        target = stage + step
+        if target == len(self._placement):
+            return _Receiver(self._backward[stage], 0.0, None)  # the loss
+        if target < 0:
+            return None
+        if self._placement[target] == self._placement[stage]:
+            return _Receiver(arrivals[target], 0.0, None)
+        return _Receiver(arrivals[target], self._costs.transfer[min(stage, target)], self._placement[target])
+
+    def finish(self) -> None:
+        """Runs until no worker can continue."""
+        workers, receivers, duration = self._workers, self._receivers, self._costs.duration
+        # Many workers look at the same time, so there is a heap of times, and for each a heap of the workers' numbers.
+        times = [0.0]
+        due_at = {0.0: list(range(len(workers)))}
+
+        def add(time: float, number: int) -> None:
+            due = due_at.get(time)
+            if due is None:
+                due_at[time] = [number]
+                heappush(times, time)
+            else:
+                heappush(due, number)
+
+        while times:
+            time = heappop(times)
+            due = due_at[time]
+            while due:
+                number = heappop(due)
+                worker = workers[number]
+                if worker.free > time:
+                    continue
+                action = self._first_possible(worker, time) or worker.weight_half()
+                if action is None:
+                    continue
+                kind, stage, micro_batch, _ = action
+                worker.order.append(action)
+                worker.free = end = time + duration[kind][stage]
+                add(end, number)
+                if kind == "W":
+                    worker.held -= 1
+                    continue
+                worker.started += 1
+                if kind == "F":
+                    worker.held += 1
+                elif kind == "I":
+                    worker.split.append(action)
+                else:
+                    worker.held -= 1
+                receiver = receivers[kind][stage]
+                if receiver is None:
+                    continue
+                arrivals, delay, other = receiver
+                arrivals[micro_batch] = arrival = end + delay
+                # A busy worker looks at its end; an idle one, or one that may have looked just now, has to.
+                if other is not None and (workers[other].free < arrival or arrival == time):
+                    add(arrival, other)
+            del due_at[time]
+
+    def _first_possible(self, worker: _Worker, time: float) -> Action | None:
+        heads, priorities = worker.heads, worker.priorities
+        for position, (rank, lane) in enumerate(heads):
+            action = priorities[rank]
+            kind, stage, micro_batch, _ = action
+            if kind == "F":
+                if position and worker.turn:
+                    continue
+                if self._forward[stage][micro_batch] > time or worker.held > worker.room[stage]:
+                    continue
+            elif self._backward[stage][micro_batch] > time:
                 continue
-            if arrivals[micro_batch] <= time and self._held <= room:
-                ranked.popleft()
-                del self._heads[position]
-                if ranked:
-                    insort(self._heads, (ranked[0][0], number))
-                return action
+            following = next(worker.lanes[lane], None)
+            if following is None:
+                del heads[position]
+            else:
+                heads[position] = (following, lane)
+                heads.sort()
+            return action
         return None
+
+
+class _Receiver(NamedTuple):
+    """Who gets the result of an action.
+
+    Attributes:
+        arrivals: when it arrives, for each micro-batch.
+        delay: the time of its transfer.
+        worker: the other worker that it goes to; None if it stays.
+    """
+
+    arrivals: list[float]
+    delay: float
+    worker: int | None

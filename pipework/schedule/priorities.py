@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
-from pipework.schedule.action import Action
+from pipework.schedule.action import KINDS, NONE, Action, make_action
 
 
-def numbered(steps: Iterable[tuple[str, int]], micro_batches: int) -> list[Action]:
+def numbered(
+    steps: Iterable[tuple[str, int]], micro_batches: int, numbers: Sequence[int] | None = None
+) -> list[Action]:
     """Number the steps of each kind and stage with the micro-batches 0, 1, 2, .., and drop the surplus.
 
     Args:
         steps: kind and stage of each action; ``B`` and ``I`` of a stage are counted together.
         micro_batches: number of micro-batches.
+        numbers: these numbers as objects, which the actions of several calls shall share, for they may be millions.
 
     Example:
         >>> [str(action) for action in numbered([("F", 0), ("F", 1)] + 2 * [("F", 0), ("I", 0), ("B", 0)], 2)]
         ['0F0', '1F0', '0F1', '0I0', '0B1']
     """
-    count: Counter[tuple[bool, int]] = Counter()
+    counts: dict[tuple[str, int], Iterator[int]] = {}
+    numbers = list(range(micro_batches)) if numbers is None else numbers
     actions = []
-    for kind, stage in steps:
-        lane = (kind == "F", stage)
-        if count[lane] < micro_batches:
-            actions.append(Action(kind, stage, count[lane]))
-            count[lane] += 1
+    for step in steps:
+        count = counts.get(step)
+        if count is None:
+            kind, stage = step
+            count = iter(numbers)
+            for other in [each for each in KINDS if (each == "F") == (kind == "F")]:
+                counts[other, stage] = count
+        micro_batch = next(count, None)
+        if micro_batch is not None:
+            actions.append(make_action((*step, micro_batch, NONE)))
     return actions
 
 
@@ -82,8 +92,25 @@ def v_pattern(workers: int, micro_batches: int, hops: Hops, *, backward: Literal
     starts = [(0, "F", 0)]
     for kind, stage, hop in pace:
         starts.append((starts[-1][0] + corners.get((kind, stage), hop), kind, stage))
-    priorities: list[list[tuple[int, Action]]] = [[] for _ in range(workers)]
+    numbers = list(range(micro_batches))  # shared by all, for their number may be millions
+    lanes: list[list[tuple[int, str, int]]] = [[] for _ in range(workers)]
     for start, kind, stage in starts:
-        of_all = [(start + 6 * micro_batch, Action(kind, stage, micro_batch)) for micro_batch in range(micro_batches)]
-        priorities[min(stage, last - stage)].extend(of_all)
-    return [[action for _, action in sorted(each)] for each in priorities]
+        lanes[min(stage, last - stage)].append((start, kind, stage))
+    return [list(_in_order_of_time(each, numbers)) for each in lanes]
+
+
+def _in_order_of_time(lanes: Iterable[tuple[int, str, int]], numbers: Sequence[int]) -> Iterator[Action]:
+    """The actions of lanes (first start, kind, stage), six units apart, ordered by start, kind and stage."""
+    ordered = sorted(lanes, key=itemgetter(1, 2))
+    count = len(ordered)
+    actions = [
+        map(make_action, zip(repeat(kind), repeat(stage), numbers, repeat(NONE), strict=False))
+        for _, kind, stage in ordered
+    ]
+    # Numbers that sort like (start, kind, stage), and of which the remainder tells the lane.
+    keys = [
+        range(count * start + lane, count * (start + 6 * len(numbers)) + lane, 6 * count)
+        for lane, (start, _, _) in enumerate(ordered)
+    ]
+    for key in sorted(chain.from_iterable(keys)):
+        yield next(actions[key % count])

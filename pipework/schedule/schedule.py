@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from pipework.schedule.action import TRANSFERS
 from pipework.schedule.argument_checks import check_order, check_placement, check_skips, checked_skips, checked_tuple
 
 if TYPE_CHECKING:
@@ -79,17 +82,23 @@ class Schedule:
     @cached_property
     def micro_batches(self) -> int:
         """Number of micro-batches: one more than the highest one in the orders."""
-        return 1 + max(action[2] for order in self.orders for action in order)
+        highest: int = max(map(itemgetter(2), chain.from_iterable(self.orders)))
+        return 1 + highest
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of actions that occur."""
+        return frozenset(map(itemgetter(0), chain.from_iterable(self.orders)))
 
     @cached_property
     def communicates(self) -> bool:
         """Whether the orders contain transfers, as :func:`with_communication` adds them."""
-        return any(action[3] >= 0 for order in self.orders for action in order)
+        return not self.kinds.isdisjoint(TRANSFERS)
 
     @cached_property
     def split_stages(self) -> frozenset[int]:
         """The stages with a split backward."""
-        return frozenset(action.stage for order in self.orders for action in order if action.kind == "I")
+        return frozenset(action[1] for action in chain.from_iterable(self.orders) if action[0] == "I")
 
     @property
     def title(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, pairwise
@@ -122,10 +123,7 @@ class Timeline:
         return self._idle_share(self.span)
 
     def _idle_share(self, window: float) -> float:
-        if window <= 0:
-            return 0.0
-        # Rounding must not make the share negative.
-        return max(0.0, 1.0 - sum(map(self.busy, range(self.workers))) / (self.workers * window))
+        return idle_share([self.busy(worker) for worker in range(self.workers)], window)
 
     def peak_memory(self, worker: int) -> float:
         """The peak memory of a worker; 0 if memory is not known."""
@@ -187,3 +185,20 @@ class Timeline:
     def normalised(self) -> Timeline:
         """The same timeline, starting at 0."""
         return self.shifted(-self.start) if self.start else self
+
+
+def idle_share(busy: Sequence[float], window: float) -> float:
+    """The share of workers x window in which they do not compute; 0 for an empty window.
+
+    Args:
+        busy: the time that each worker computes.
+        window: the time that there is.
+
+    Example:
+        >>> idle_share([3.0, 1.0], 4.0)
+        0.5
+    """
+    if window <= 0:
+        return 0.0
+    # Rounding must not make the share negative.
+    return max(0.0, 1.0 - sum(busy) / (len(busy) * window))

@@ -6,15 +6,26 @@ tuple of tensors. The structure is mostly the same for every micro-batch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+import functools
+import itertools
+from types import BuiltinMethodType, FunctionType, GeneratorType, MethodType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from pipework.torch_private import pytree, register_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+
+_COLLECTIONS: Final[tuple[type, ...]] = (set, frozenset, type({}.keys()), type({}.values()))
+_SEQUENCE_ITERATORS: Final[tuple[type, ...]] = (type(iter([])), type(iter(())))
+_LAZY_ITERATORS: Final = (GeneratorType, map, filter, zip)
+_LOOKED_AT: Final = 64  # of the elements of a collection, which may be a large one of plain values
 
 
 class Place(NamedTuple):
@@ -66,7 +77,7 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Structure | None]:
     such as `ModelOutput` of transformers. Any other object is a plain value.
 
     Raises:
-        TypeError: a plain value holds a tensor that requires a gradient, which would be lost.
+        TypeError: a plain value holds a tensor that requires a gradient, which would be lost, or is an iterator.
 
     Example:
         >>> import torch
@@ -165,19 +176,42 @@ def _refuse_hidden_gradients(leaf: Any) -> None:
     """Refuses a tensor inside an object that pytree cannot flatten: it would cross the boundary with its graph."""
     if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes)):
         return
-    for name, found in _attributes(leaf):
+    lost = "would be lost where the value leaves its partition or the pipe. Return the tensors themselves, in a tuple, "
+    if isinstance(leaf, _LAZY_ITERATORS) and torch.is_grad_enabled():
+        raise TypeError(
+            f"a value of type {type(leaf).__name__} yields what it holds only when it is read, so that gradients of "
+            f"its tensors {lost}list, dict or dataclass"
+        )
+    for place, found in _contents(leaf):
         if isinstance(found, Tensor) and found.requires_grad:
-            kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+            kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
             raise TypeError(
-                f"a value of type {kind} holds a tensor that requires a gradient (.{name}), which would be lost where "
-                "the value leaves its partition or the pipe. Return the tensors themselves, in a tuple, dict or "
+                f"a value of type {kind} holds a tensor that requires a gradient ({place}), which {lost}dict or "
                 "dataclass, or register the type with torch.utils._pytree.register_pytree_node"
             )
 
 
-def _attributes(leaf: Any) -> Iterator[tuple[str, Any]]:
-    yield from getattr(leaf, "__dict__", {}).items()
+def _contents(leaf: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, and where, as far as that can be seen without running its code."""
+    for name, found in getattr(leaf, "__dict__", {}).items():
+        yield f".{name}", found
     for kind in type(leaf).__mro__:
         for name in getattr(kind, "__slots__", ()):
             if hasattr(leaf, name):
-                yield name, getattr(leaf, name)
+                yield f".{name}", getattr(leaf, name)
+    if not torch.is_grad_enabled():  # what follows mostly holds parameters that a layer may read without a gradient
+        return
+    if type(leaf) in _SEQUENCE_ITERATORS:
+        (sequence,) = leaf.__reduce__()[1]  # which it reads
+        yield from (("among its elements", each) for each in sequence[:_LOOKED_AT])
+    elif type(leaf) in _COLLECTIONS:
+        yield from (("among its elements", each) for each in itertools.islice(leaf, _LOOKED_AT))
+    elif isinstance(leaf, FunctionType):
+        for cell in leaf.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it is empty
+                yield "in its closure", cell.cell_contents
+        yield from (("among its defaults", each) for each in leaf.__defaults__ or ())
+    elif isinstance(leaf, functools.partial):
+        yield from (("among its arguments", each) for each in (*leaf.args, *leaf.keywords.values()))
+    elif isinstance(leaf, BuiltinMethodType | MethodType):
+        yield "as its object", leaf.__self__

@@ -119,6 +119,7 @@ def test_what_is_asked_is_counted(numbers):
     wanted = {
         "launches": 1,
         "allocations": 1,
+        "events_made": 1,
         "events_recorded": 1,
         "stream_waits": 1,
         "record_streams": 1,

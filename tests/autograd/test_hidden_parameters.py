@@ -32,5 +32,12 @@ def test_a_parameter_that_is_not_read_from_its_module_is_refused_by_name() -> No
         refuse_hidden_parameters(stage, aliases, [x], [layer(x)])
         with pytest.raises(RuntimeError, match=r"stage 3 .*'head'.* uses parameter 'head\.weight' of layer 'head'"):
             refuse_hidden_parameters(stage, aliases, [x], [layer(x) + hidden.sum()])
-        with pytest.raises(RuntimeError, match=r"a tensor of shape \(5,\) that requires a gradient"):
+        with pytest.raises(RuntimeError, match=r"a tensor of shape \(5,\) that requires a gradient.* makes it, it"):
             refuse_hidden_parameters(stage, aliases, [x], [layer(x) + torch.ones(5, requires_grad=True).sum()])
+
+
+def test_a_view_of_the_input_may_have_a_gradient_that_nobody_reads() -> None:
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    aliases = Aliases([layer])
+    with aliases.standing_in():
+        refuse_hidden_parameters(_Stage(index=0, layers=[]), aliases, [x], [layer(x[:, :].requires_grad_())])

@@ -78,6 +78,15 @@ def test_a_retained_backward_delivers_copies(way: Any, pipe: Any, batch: Any, bu
         loss.backward()
 
 
+def test_a_second_backward_without_retain_graph_says_what_to_do(way: Any, pipe: Any, batch: Any) -> None:
+    loss = way.loss(pipe, *batch) if way.inside else pipe(batch[0]).sum()  # PyTorch's own graph would raise before
+    loss.backward()
+    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time") as caught:
+        loss.backward()
+    (note,) = caught.value.__notes__
+    assert note.startswith("pipework: this mini-batch has gone backward before. Call the pipe again")
+
+
 def test_what_is_in_grad_already_is_added_to_and_never_rescaled(way: Any, pipe: Any, batch: Any) -> None:
     way.loss(pipe, *batch).backward()
     once = [gradient.clone() for gradient in gradients(pipe)]

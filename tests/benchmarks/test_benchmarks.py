@@ -23,6 +23,7 @@ TINY = {
     "p2p_overhead": ["--rounds", "1", "--sizes", "tiny", "--chunks", "4"],
     "many_workers": ["--rounds", "1", "--workers", "2", "3", "--milliseconds", "1", "--micro-batches", "3"],
     "split_cost": ["--seconds", "0.01"],
+    "synthesis": ["--seconds", "0.05", "--only", "small"],
     "zero_bubble": ["--seconds", "0.01", "--widths", "8", "16", "--chunks", "2", "4"],
     "unet_speed": [
         *("--rounds", "1", "--levels", "2", "--width", "4", "--size", "8"),
@@ -33,10 +34,19 @@ TINY = {
         *("--rounds", "1", "--modes", "never", "--rows", "1", "--chunks", "2", "--width", "16", "--tokens", "4"),
         *("--channels", "4", "--size", "16", "--balance", "28", "27"),
     ],
+    "scale": ["--sizes", "2x2", "4x8"],
     "schedule_speed": ["--quick", "--rounds", "1", "--largest", "16"],
     "detection": ["--rounds", "1", "--detect", "2.5", "--kinds", "exception"],
+    "host_launch": ["--rounds", "1", "--stages", "2", "--blocks", "0", "--micro-batches", "2"],
+    "glue": ["--rounds", "1", "--blocks", "2", "--parts", "2"],
+    "stream_operations": ["--stages", "2"],
+    "partition": ["--quick", "--problems", "1", "--largest", "97"],
+    "planning": ["--iterations", "10", "--only", "unet_unequal"],
+    "planned_step": ["--quick", "--rounds", "1", "--only", "GRU"],
     "grain": ["--seconds", "0.01", "--milliseconds", "0.1", "1", "--micro-batches", "2"],
 }
+# They run on the simulated accelerator, which needs a compiler.
+ON_SIMULATED = {"stream_operations"}
 
 
 @pytest.fixture
@@ -53,7 +63,9 @@ def test_all_benchmarks_are_here() -> None:
     assert {script.parent.name for script in ROOT.glob("benchmarks/*/run.py")} == set(TINY)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.gpu if name in ON_SIMULATED else ()) for name in TINY]
+)
 def test_benchmark_prints_its_table_and_a_verdict(run: Callable[..., str], name: str) -> None:
     output = run(name, *TINY[name])
     assert "| " in output

@@ -48,7 +48,7 @@ def test_picture_has_a_panel_for_each_schedule_and_dashes_where_a_pipe_does_not_
         assert [path.get("stroke-dasharray") is None for path in paths] == [False, True]
         assert len(list(panel.iter(f"{SVG}circle"))) == 2
     words = [mark.text for mark in picture.iter(f"{SVG}text")]
-    assert {"gpipe", "1f1b", "a < b", "0.1", "1", "100 %"} <= set(words)
+    assert {"gpipe", "1f1b", "a < b", "0.1", "1", "100%"} <= set(words)
 
 
 @pytest.mark.thorough

@@ -3,6 +3,8 @@ import pytest
 from pipework.cli import main
 from pipework.schedule import build, fill_drain, to_csv, to_json, with_communication, zb_v
 
+DEFAULT_COSTS = "  for the default costs, forward=1,backward=2,activation=1; give those of your model with --costs"
+
 
 def check(*words):
     return main(["check", *map(str, words)])
@@ -15,6 +17,7 @@ def test_a_schedule_that_can_be_executed(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         f"{file}: can be executed (4 workers, 8 stages, 8 micro-batches, 192 actions)",
         "  bubble 5.9%, makespan 25.5, peak memory 4",
+        DEFAULT_COSTS,
     ]
 
 
@@ -25,6 +28,7 @@ def test_one_of_each(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         f"{file}: can be executed (1 worker, 1 stage, 1 micro-batch, 2 actions)",
         "  bubble 0.0%, makespan 3, peak memory 1",
+        DEFAULT_COSTS,
     ]
 
 
@@ -35,7 +39,9 @@ def test_costs_are_of_shares_however_many_stages_a_worker_has(tmp_path, capsys):
     assert check(file) == 0
     assert "makespan 6, peak memory 1" in capsys.readouterr().out
     assert check(file, "--costs", "F=2,B=2") == 0
-    assert "makespan 8, peak memory 1" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "makespan 8, peak memory 1" in out
+    assert "default costs" not in out
 
 
 def test_costs_of_each_worker(tmp_path, capsys):

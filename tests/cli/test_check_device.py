@@ -163,4 +163,4 @@ def test_a_link_that_gives_other_values_is_named(capsys: Any, monkeypatch: pytes
     assert status == 1
     assert "WRONG on" in out
     assert "step 0: " in out
-    assert not any(line.startswith("cpu  ") and "WRONG" in line for line in out.splitlines())
+    assert not any(line.startswith("  cpu  ") and "WRONG" in line for line in out.splitlines())

@@ -30,7 +30,7 @@ def test_text(capsys, monkeypatch):
         "gpipe, 2 workers, 2 micro-batches",
         "worker 0  0F0 0F1  .   .   .  0B0---- 0B1----",
         "worker 1   .  1F0 1F1 1B0---- 1B1----  .   .",
-        "bubble 33.3 %, makespan 9, peak memory 2 (in micro-batches of activations of a stage)",
+        "bubble 33.3%, makespan 9, peak memory 2 (in micro-batches of activations of a stage)",
     ]
 
 
@@ -75,7 +75,7 @@ def test_svg_by_worker_unless_told_otherwise(tmp_path, capsys):
     assert draw("gpipe", "--workers", "4", "--chunks", "4", "--out", str(out)) == 0
     assert out.read_text(encoding="utf-8") == svg(line, colors="worker", update=True)
     said = capsys.readouterr().out
-    assert said.startswith(f"wrote {out}: gpipe, 4 workers, 4 micro-batches, bubble 42.9 %, makespan 21, ")
+    assert said.startswith(f"wrote {out}: gpipe, 4 workers, 4 micro-batches, bubble 42.9%, makespan 21, ")
     assert said.endswith(", peak memory 4 micro-batches\n")
     assert draw("gpipe", "--workers", "4", "--chunks", "4", "--colors", "action", "--out", str(out)) == 0
     assert out.read_text(encoding="utf-8") == svg(line, colors="action")

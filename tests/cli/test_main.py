@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -37,6 +38,17 @@ def test_a_mistake_is_one_line_and_status_two(capsys, words):
 def test_a_misspelt_command(capsys):
     assert main(["drwa", "gpipe"]) == 2
     assert "no command is called 'drwa': did you mean 'draw'? Choose one of 'draw', " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["draw", "gpipe", "--workers", "2", "--chunks", "2"], ["--help"], []])
+def test_a_reader_that_has_ended_is_no_error(monkeypatch, capsys, words):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(words) == 141
+        out.write("what is left")  # goes nowhere, also when the file is closed
+    assert capsys.readouterr().err == ""
 
 
 def test_as_a_module():

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from pipework.assignment.assignment import assign
 from pipework.distributed.contract import contract
-from pipework.planning.plan import make_plan
 from pipework.schedule import ScheduleSpec, fill_drain, one_forward_one_backward
 
 
@@ -19,7 +19,7 @@ def model() -> nn.Sequential:
 def agreed(change: Callable[[nn.Sequential], object], **settings: Any) -> dict[str, Any]:
     module = model()
     change(module)
-    return contract(module, make_plan(module, "gpipe", 1, [2, 2], ["cpu", "cpu"]), **settings)
+    return contract(module, assign(module, "gpipe", 1, [2, 2], ["cpu", "cpu"]), **settings)
 
 
 def tie(module: nn.Sequential) -> None:
@@ -60,7 +60,7 @@ def test_what_makes_none(change: Any) -> None:
 def test_a_spec_of_ones_own_is_compared_by_its_orders() -> None:
     def of(schedule: Any) -> str:
         module = model()
-        return contract(module, make_plan(module, schedule, 3, [2, 2], ["cpu", "cpu"]), chunks=3)["schedule"]
+        return contract(module, assign(module, schedule, 3, [2, 2], ["cpu", "cpu"]), chunks=3)["schedule"]
 
     assert of(ScheduleSpec(fill_drain)) == of(fill_drain(2, 3))
     assert of(ScheduleSpec(one_forward_one_backward)) == of(one_forward_one_backward(2, 3))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipework import NoChunk
-from pipework.distributed.data_digest import NO_DATA, data_digest
+from pipework.distributed.data_digest import NO_DATA, data_digest, tells_rows
 
 
 def test_equal_data_has_equal_digests_whatever_their_memory() -> None:
@@ -39,6 +39,26 @@ def test_every_kind_of_tensor_counts() -> None:
 def test_without_tensors_there_is_nothing_to_compare() -> None:
     assert data_digest((None, {"rows": 3})) == data_digest(None) == NO_DATA
     assert data_digest(torch.empty(0, 4)) != NO_DATA
+
+
+def test_constant_data_does_not_tell_rows() -> None:
+    for constant in (torch.zeros(8, 2), torch.full((2000,), 3), torch.ones(3, dtype=torch.bfloat16), torch.empty(0)):
+        assert not tells_rows(data_digest(constant))
+    for varied in (
+        torch.randn(8, 2),
+        torch.randperm(2000),
+        torch.tensor([1, 0, 1, 1]),
+        torch.tensor([0, 1]),
+        torch.eye(2, dtype=torch.bool),
+        [torch.ones(2), torch.eye(2)],
+    ):
+        assert tells_rows(data_digest(varied))
+
+
+def test_counted_rows_do_not_tell_rows() -> None:
+    for counted in (torch.arange(3), torch.arange(2000), torch.arange(8.0).view(8, 1), torch.arange(9).flip(0)):
+        assert not tells_rows(data_digest(counted))
+    assert tells_rows(data_digest((torch.arange(3), torch.randn(3))))
 
 
 def test_jagged_tensors_count_with_their_rows_and_not_with_a_number_of_the_process() -> None:

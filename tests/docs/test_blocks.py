@@ -118,6 +118,9 @@ class Shell(CodeBlockParser):
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")  # PyTorch's tracer, about itself
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")  # Lightning
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo, likewise
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=() if page in QUICK else pytest.mark.thorough) for page in PAGES],

@@ -24,7 +24,10 @@ def test_the_reference_has_every_public_name(name: str) -> None:
     assert re.search(rf"^\.\. auto\w+:: pipework\.{re.escape(name)}$", reference, re.MULTILINE)
 
 
-@pytest.mark.parametrize("draw", ["graph_cut", "skip", "checkpoint", "split", "schedules", "first_example", "memory"])
+DRAWN = ["graph_cut", "skip", "checkpoint", "split", "schedules", "first_example", "memory", "planning"]
+
+
+@pytest.mark.parametrize("draw", DRAWN)
 def test_pictures_are_as_they_are_drawn(draw: str, tmp_path: Path) -> None:
     script = runpy.run_path(str(DOCS / "images" / "draw.py"))
     script[draw].__globals__["HERE"] = tmp_path

@@ -295,7 +295,7 @@ def test_deferred_batch_norm(
         deferred = pipe.get_submodule(name)
         assert isinstance(deferred, DeferredBatchNorm)
         for expected, actual in zip(whole.buffers(), deferred.buffers(), strict=True):
-            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(actual.to(expected.device), expected, rtol=tolerance, atol=tolerance)
 
 
 # What two stages share; in two processes each sums its own part first, so the sum of both is equal but for rounding

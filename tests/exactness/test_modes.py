@@ -2,6 +2,7 @@
 
 import contextvars
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -164,3 +165,48 @@ def test_context_variables_reach_the_layers(way: Any, checkpoint: str) -> None:
     scale.reset(token)
     with torch.no_grad():
         assert torch.equal(pipe(x), x)
+
+
+@pytest.mark.one_process("looks at what threads see")
+def test_with_the_loss_outside_a_backward_sees_the_variables_around_it() -> None:
+    name, seen = contextvars.ContextVar("name", default=""), []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            seen.append(name.get())
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            seen.append(name.get())
+            return gradient * 2
+
+    class Layer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Look.apply(x)
+
+    pipe = Pipe(nn.Sequential(Layer(), Layer()), 2, "never", balance=[1, 1], devices=["cpu", "cpu"])
+    name.set("forward")
+    output = pipe(torch.ones(4, 1, requires_grad=True))
+    name.set("backward")
+    output.sum().backward()
+    assert seen == ["forward"] * 4 + ["backward"] * 4
+
+
+@pytest.mark.one_process("looks at what one process keeps")
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_variable_that_holds_the_loss_keeps_nothing_alive(inside: bool) -> None:
+    kept: contextvars.ContextVar[Any] = contextvars.ContextVar("kept")
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = Pipe(layers, 2, balance=[1, 1], devices=["cpu", "cpu"], loss_fn=nn.functional.mse_loss)
+
+    def call() -> weakref.ref[torch.Tensor]:
+        kept.set(None)
+        x = torch.randn(4, 4)
+        loss = pipe(x, target=x) if inside else nn.functional.mse_loss(pipe(x), x)
+        kept.set(loss)
+        return weakref.ref(loss)
+
+    loss = contextvars.copy_context().run(call)
+    assert loss() is None

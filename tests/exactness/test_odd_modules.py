@@ -1,6 +1,7 @@
 """Modules that do what few modules do: return one tensor twice, stand in two stages, be a pipe themselves."""
 
 import copy
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -180,6 +181,45 @@ def test_an_opaque_object_that_holds_a_gradient_is_refused(last: bool, checkpoin
         in_two(nn.Sequential(*layers), checkpoint)(torch.randn(4, 4))
 
 
+OPAQUE = {
+    "set": (lambda y: {y}, r"type set holds .* \(among its elements\)"),
+    "dict_values": (lambda y: {"y": y}.values(), r"type dict_values holds .* \(among its elements\)"),
+    "closure": (lambda y: lambda: y, r"type function holds .* \(in its closure\)"),
+    "default": (lambda y: lambda z=y: z, r"type function holds .* \(among its defaults\)"),
+    "partial": (lambda y: functools.partial(torch.add, y), r"type functools.partial holds .* \(among its arguments\)"),
+    "method": (lambda y: y.relu, r"type builtin_function_or_method holds .* \(as its object\)"),
+    "generator": (lambda y: (each for each in [y]), "type generator yields what it holds only when it is read"),
+    "iterator": (lambda y: iter([y]), r"type list_iterator holds .* \(among its elements\)"),
+}
+
+
+@pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
+@pytest.mark.parametrize("kind", OPAQUE)
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_the_layer_that_hides_a_gradient_is_named(kind: str, checkpoint: str) -> None:
+    hide, words = OPAQUE[kind]
+    pipe = in_two(nn.Sequential(Returns(lambda y: (y, hide(y))), nn.Linear(4, 4)), checkpoint)
+    with pytest.raises(TypeError, match=words) as caught:
+        pipe(torch.randn(4, 4))
+    assert caught.value.__notes__[0] == "pipework: returned by layer '0' (Returns)"
+
+
+@pytest.mark.one_process("functions cannot travel")
+def test_sets_and_functions_without_a_gradient_are_plain_values() -> None:
+    class Apply(nn.Module):
+        def forward(self, y: torch.Tensor, names: set[str], function: Callable[[torch.Tensor], torch.Tensor]) -> object:
+            return function(y) * len(names)
+
+    factor = torch.tensor(3.0)
+    give = Returns(lambda y: (y, {"a", "b"}, lambda z: z * factor))
+    module, x = nn.Sequential(give, Apply()), torch.randn(4, 4)
+    pipe = in_two(module, "always")
+    torch.testing.assert_close(pipe(x), module[1](*module[0](x)))
+    with torch.no_grad():
+        # Nothing can be lost.
+        assert len(in_two(nn.Sequential(nn.Identity(), Returns(lambda y: iter([y]))))(x)) == 2
+
+
 @pytest.mark.one_process("an opaque object cannot travel")
 def test_an_opaque_object_without_a_gradient_is_a_plain_value() -> None:
     pipe = in_two(nn.Sequential(nn.Linear(4, 4), Returns(lambda y: torch.distributions.Normal(y, 1.0))))
@@ -330,7 +370,7 @@ def test_what_the_user_or_one_stage_alone_has_changed_is_not_undone() -> None:
 
     shared = NotesLong()
     pipe = Pipe(nn.Sequential(shared, nn.Linear(8, 2), shared), 2, "always", balance=[1, 2], devices=["cpu"] * 2)
-    loss = pipe(torch.randn(4, 8)).sum()
+    loss = pipe(torch.randn(4, 8, requires_grad=True)).sum()  # so that the first stage is recomputed, too
     assert shared.long == 2
     pipe.eval()
     shared.note = "mine"
@@ -377,7 +417,8 @@ def test_a_child_of_a_shared_module_may_be_replaced() -> None:
 def test_a_batch_norm_in_two_partitions_is_refused(wrap: object) -> None:
     shared = wrap(nn.BatchNorm1d(4))
     module = nn.Sequential(shared, nn.Linear(4, 4), shared)
-    with pytest.raises(ValueError, match="put them into one partition"):
+    names = "'0' and '2'" if isinstance(shared, nn.BatchNorm1d) else "'0.1' and '2.1'"
+    with pytest.raises(ValueError, match=f"BatchNorm1d is used in 2 partitions, as {names}, .*put them into one part"):
         Pipe(module, 2, balance=[2, 1], devices=["cpu"] * 2)
     Pipe(module, 2, balance=[3], devices=["cpu"])(torch.randn(8, 4)).sum().backward()
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pipework import DeferredBatchNorm, NoChunk, PipeSequential
+from pipework import DeferredBatchNorm, MicroBatches, NoChunk, PipeSequential
 from tests.conftest import WAYS
 from tests.ranks import held
 
@@ -284,3 +284,36 @@ def test_a_mini_batch_that_failed_leaves_nothing_in_deferred_statistics(way: Any
     plain(x)
     torch.testing.assert_close(pipe[0].running_var, plain[0].running_var, rtol=1e-12, atol=0)
     assert pipe[0].num_batches_tracked == 1
+
+
+class Neighbours(nn.Module):
+    """A layer of a graph network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(adjacency, self.linear(x))
+
+
+@pytest.mark.one_process("sparse tensors are not sent between processes")
+@pytest.mark.filterwarnings("ignore:Sparse (CSR tensor|invariant checks):UserWarning")
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("given", [False, True])
+def test_sparse_inputs_that_are_not_split(checkpoint: str, layout: torch.layout, given: bool) -> None:
+    torch.manual_seed(0)
+    module, x = nn.Sequential(Neighbours(), nn.Linear(3, 2)), torch.randn(6, 3)
+    matrix = torch.randn(3, 3).relu().to_sparse(layout=layout).requires_grad_()
+    expected = matrix.detach().clone().requires_grad_()
+    for part in x.split(3):
+        module[1](module[0](part, expected)).sum().backward()
+    wanted = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    pipe = outside(module, 2, checkpoint, balance=[1, 1])
+    inputs = (MicroBatches(x.split(3)), MicroBatches([matrix, matrix])) if given else (x, NoChunk(matrix))
+    output = pipe(*inputs)
+    (sum(part.sum() for part in output) if given else output.sum()).backward()
+    assert all(map(torch.equal, wanted, [parameter.grad for parameter in pipe.parameters()]))
+    torch.testing.assert_close(matrix.grad.to_dense(), expected.grad.to_dense())

@@ -337,3 +337,64 @@ def test_attention_of_pytorch(way: Any) -> None:
     way.reference(plain, x, y, 3, 0, F.mse_loss)
     way.loss(pipe, x, y, F.mse_loss).backward()
     assert all(map(torch.equal, gradients(held(plain, pipe)), gradients(pipe)))
+
+
+def pipe_in_a_checkpoint(reentrant: bool, module: nn.Sequential, **options: Any) -> tuple[Pipe, torch.Tensor]:
+    pipe = Pipe(module, 2, balance=[2, 2], devices=["cpu"] * 2, **options)
+    x = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
+    torch.manual_seed(0)
+    torch_checkpoint.checkpoint(pipe, x, use_reentrant=reentrant).square().sum().backward()
+    return pipe, x
+
+
+def dropping() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(Block(), nn.Dropout(0.5), Block(), nn.Linear(8, 2))
+
+
+@pytest.mark.one_process("without a target a pipe of several processes gives outputs to one of them")
+def test_a_pipe_in_a_reentrant_checkpoint() -> None:
+    pipe, x = pipe_in_a_checkpoint(True, dropping())
+    alone, other = Pipe(dropping(), 2, balance=[2, 2], devices=["cpu"] * 2), x.detach().clone().requires_grad_()
+    torch.manual_seed(0)
+    alone(other).square().sum().backward()
+    assert torch.equal(x.grad, other.grad)
+    assert all(map(torch.equal, gradients(pipe), gradients(alone)))
+
+
+@pytest.mark.one_process("without a target a pipe of several processes gives outputs to one of them")
+def test_a_pipe_in_a_checkpoint_with_hooks_is_refused() -> None:
+    calls: list[int] = []
+    module = dropping()
+    module[0].register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(RuntimeError, match=r"inside of torch.utils.checkpoint.*a pipe recomputes by itself, as Pipe\("):
+        pipe_in_a_checkpoint(False, module)
+    assert not calls
+    # Nothing is saved for a backward here, so that no hook runs.
+    frozen = Pipe(module.requires_grad_(False), 2, balance=[2, 2], devices=["cpu"] * 2)
+    weight = torch.ones(2, requires_grad=True)
+    torch_checkpoint.checkpoint(lambda: frozen(torch.ones(4, 8)) * weight, use_reentrant=False).sum().backward()
+    assert weight.grad is not None
+
+
+class Twice(nn.Linear):
+    """Returns a tensor and what it makes of it; a hook doubles the gradient of the tensor."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: 2 * gradient)
+        return y, 3 * y
+
+
+@pytest.mark.one_process("compares two pipes with each other")
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_hook_on_a_tensor_in_the_layer_that_computes_it(checkpoint: str) -> None:
+    torch.manual_seed(0)
+    module, x = nn.Sequential(Twice(4, 4), nn.Bilinear(4, 4, 2)), torch.randn(4, 4)
+    found = []
+    for balance in ([2], [1, 1]):
+        pipe = Pipe(copy.deepcopy(module), 2, checkpoint, balance=balance, devices=["cpu"] * len(balance))
+        pipe(x).sum().backward()
+        found.append(gradients(pipe))
+    assert all(map(torch.equal, *found))

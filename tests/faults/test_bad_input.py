@@ -52,6 +52,21 @@ def test_unequal_rows(pipe: Pipe) -> None:
         pipe(torch.randn(4, 4), torch.randn(5, 4))
 
 
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        (torch.eye(4).to_sparse(), r"not dense \(layout torch.sparse_coo\)"),
+        (torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged), "a nested tensor, and"),
+    ],
+)
+def test_only_dense_tensors_are_split(pipe: Pipe, tensor: torch.Tensor, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"input tensor 0 is {kind}.* only dense tensors are split .*NoChunk"):
+        pipe(tensor)
+    with_loss = Pipe(nn.Sequential(*pipe), 4, balance=[2], devices=["cpu"], loss_fn=nn.functional.mse_loss)
+    with pytest.raises(ValueError, match=f"a target tensor is {kind}"):
+        with_loss(torch.randn(4, 4), target=tensor)
+
+
 def test_wrong_width_is_the_layers_own_error_with_a_note(pipe: Pipe) -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes") as caught:
         pipe(torch.randn(4, 5))
@@ -80,3 +95,12 @@ def test_outputs_that_are_nested_differently_in_each_micro_batch() -> None:
 
     with pytest.raises(ValueError, match=r"micro-batch 0 gave tensor and micro-batch 1 gave \(tensor, tensor\)"):
         Pipe(nn.Sequential(Odd()), chunks=2, balance=[1])(torch.ones(3, 1))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_a_batch_of_inference_mode_is_pytorchs_own_error(checkpoint: str) -> None:
+    with torch.inference_mode():
+        x = torch.randn(4, 4)
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, checkpoint, devices=["cpu"] * 2)
+    with pytest.raises(RuntimeError, match=r"Inference tensors cannot be saved for backward.*make a clone"):
+        pipe(x).sum().backward()

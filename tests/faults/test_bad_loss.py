@@ -80,7 +80,7 @@ def test_a_missing_target_says_what_was_given() -> None:
     begin = "schedule '1f1b' computes the loss inside and got no target: call "
     for call, got in (
         (lambda: pipe(x), r"pipe\(x, target=y\) \(got 1 positional input\)"),
-        (lambda: pipe(x, x, targets=x), r"pipe\(x, target=y\) \(got 2 positional inputs, keywords: targets\)"),
+        (lambda: pipe(x, x, labels=x), r"pipe\(x, target=y\) \(got 2 positional inputs, keywords: labels\)"),
         (lambda: pipe.predict(x, timeout=0), r"pipe\.predict\(x, target=y\) \(got 1 positional input\)"),
     ):
         with pytest.raises(ValueError, match=rf"^{begin}{got}\. For outputs alone use"):

@@ -67,7 +67,10 @@ def test_the_error_says_where_and_what_each_stage_holds(way: Any, action: str, e
     assert f"pipework: stage 1, micro-batch 1, action {way.named(action)}" in notes
     (table,) = [note for note in notes if "memory of the stages" in note]
     columns = [re.split(r"  +", line.strip()) for line in table.splitlines()[1:6]]
-    assert columns[0] == ["stage", "device", "parameters", "gradients", "buffers"]
+    assert columns[0] == [
+        "stage", "device", "weights", "gradients", "buffers", "activations", "micro-batches", "messages",
+    ]  # fmt: skip
+    assert f"out of memory on cpu in action {way.named(action)} of stage 1, micro-batch 1" in table
     # Weights take 1 KiB each, biases 64 bytes. Only the stages behind have certainly gone backward before the second.
     assert [row[2] for row in columns[1:]] == ["1 KiB", "1.06 KiB", "1.06 KiB", "1.06 KiB"]
     assert [row[4] for row in columns[1:]] == ["0 B", "1 KiB", "0 B", "0 B"]
@@ -137,4 +140,5 @@ def test_a_cpu_whose_memory_ends(checkpoint: str) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("DefaultCPUAllocator: can't allocate memory") == 3
     assert len(re.findall(r"stage 1, micro-batch \d, action F", result.stdout)) == 3
-    assert result.stdout.count("memory of the stages, without activations") == 3
+    assert len(re.findall(r"out of memory on cpu in action F of stage 1, .*memory of the stages", result.stdout)) == 3
+    assert result.stdout.count("what a step of 4 micro-batches and no optimizer needs at once") == 3

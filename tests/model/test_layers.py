@@ -1,10 +1,12 @@
 """A container of layers on devices; as a pipe it is tested in `tests/test_pipe.py` and `tests/pitfalls`."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
-from pipework import Pipe, PipeWarning
+from pipework import Pipe, PipeWarning, torch_private
 from pipework.model.layers import Layers, refuse_own_behaviour
 
 CPU = torch.device("cpu")
@@ -31,6 +33,36 @@ def test_a_replaced_layer_is_replaced_in_its_partition() -> None:
     container, layer = layers(), nn.Tanh()
     container.b = layer
     assert container[1] is container.partitions[0][1] is layer
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # parts of PyTorch that torch.compile imports
+def test_compile_compiles_the_layers() -> None:
+    container = layers()
+    container.compile(backend="eager")
+    assert [*map(torch_private.is_compiled, (container, *container))] == [False, True, True, True]
+
+
+def test_a_layer_is_replaced_by_its_position() -> None:
+    container, layer = layers(), nn.Tanh()
+    container[-2] = layer
+    assert container.b is container.partitions[0][1] is layer
+    with pytest.raises(TypeError, match="by a module only, got int"):
+        container[0] = 3
+    with pytest.raises(IndexError):
+        container[3] = layer
+
+
+def test_a_partition_that_was_given_another_layer_is_refused() -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, devices=["cpu", "cpu"])
+    first = pipe[0]
+    pipe.partitions[0][0] = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match=r"partitions\[0\] has a layer '0' \(Linear\) that is not the pipe's"):
+        pipe(torch.ones(2, 2))
+    pipe.partitions[0][0] = first
+    pipe(torch.ones(2, 2))
+    del pipe.partitions[1][0]
+    with pytest.raises(RuntimeError, match=r"a layer was removed from pipe\.partitions"):
+        pipe(torch.ones(2, 2))
 
 
 @pytest.mark.parametrize("index", [slice(0, 2), slice(None, None, -1)])
@@ -66,6 +98,28 @@ def test_own_parameters_are_behaviour_that_a_pipe_would_leave_out() -> None:
     module.register_parameter("scale", nn.Parameter(torch.ones(1)))
     with pytest.raises(TypeError, match="Sequential has parameters of its own"):
         refuse_own_behaviour(module)
+
+
+@pytest.mark.parametrize(
+    ("add", "what"),
+    [
+        (lambda pipe: pipe.register_parameter("scale", nn.Parameter(torch.ones(1))), "parameter 'scale' cannot be"),
+        (lambda pipe: setattr(pipe, "scale", nn.Parameter(torch.ones(1))), "parameter 'scale' cannot be registered"),
+        (lambda pipe: pipe.register_buffer("scale", torch.ones(1)), "buffer 'scale' cannot be registered in a pipe"),
+        (lambda pipe: setattr(pipe, "scale", nn.Buffer(torch.ones(1))), "buffer 'scale' cannot be registered"),
+        (lambda pipe: pipe.add_module("scale", nn.Linear(2, 2)), "'scale' is not among the layers"),
+        (lambda pipe: pipe.register_module("scale", nn.Linear(2, 2)), "'scale' is not among the layers"),
+        (lambda pipe: setattr(pipe, "scale", nn.Linear(2, 2)), "'scale' is not among the layers"),
+    ],
+)
+def test_a_pipe_gets_no_parameters_buffers_or_modules_of_its_own(add: Callable[[Pipe], object], what: str) -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), 2, balance=[1, 1], devices=["cpu"] * 2)
+    with pytest.raises(AttributeError, match=what):
+        add(pipe)
+    pipe.scale = torch.ones(1)  # any other attribute is the user's own
+    assert list(pipe.state_dict()) == ["0.weight", "0.bias"]
+    pipe[0].register_buffer("scale", torch.ones(1))
+    assert "0.scale" in pipe.state_dict()
 
 
 @pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"])

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import MicroBatches, Pipe
-from pipework.model.moving import moved
+from pipework.model.moving import move_module, moved
 
 
 def test_a_tensor_that_is_there_is_not_copied() -> None:
@@ -29,3 +29,22 @@ def test_a_cpu_worker_reads_what_the_accelerator_has_finished(given: bool) -> No
             output = pipe(MicroBatches(x.split(2)) if given else x)
             tensors: list[Tensor] = list(output) if given else [output]
             assert torch.equal(torch.cat(tensors), expected)
+
+
+@pytest.mark.gpu
+def test_a_module_keeps_its_parameters_gradients_and_what_it_shares() -> None:
+    gpu = torch.accelerator.current_accelerator()
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.GRU(2, 2), nn.BatchNorm1d(2))
+    module[1].weight = module[0].weight
+    module[0].weight.grad = torch.ones(2, 2)
+    parameters, values = [*module.parameters()], [parameter.detach().clone() for parameter in module.parameters()]
+    for device in (gpu, torch.device("cpu"), gpu):
+        move_module(module, device)
+        assert all(now is before for now, before in zip(module.parameters(), parameters, strict=True))
+        assert {parameter.device.type for parameter in parameters} == {device.type}
+        assert module[1].weight is module[0].weight
+        assert module[0].weight.grad.device.type == device.type
+        assert all(torch.equal(now.cpu(), value) for now, value in zip(parameters, values, strict=True))
+    output, _ = module[2](torch.ones(3, 2, 2, device=gpu))
+    output.sum().backward()
+    assert module[2].weight_hh_l0.grad is not None

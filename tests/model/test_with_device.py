@@ -1,4 +1,4 @@
-"""`WithDevice` without a pipe; with one it is tested in `tests/planning/test_partition.py`."""
+"""`WithDevice` without a pipe; with one it is tested in `tests/assignment/test_partition.py`."""
 
 import copy
 

@@ -1,269 +1,77 @@
-"""Which stages, workers and devices a schedule gets."""
-
-import copy
-import logging
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from pipework import Pipe, WithDevice
-from pipework.planning.devices import Machine
-from pipework.planning.plan import make_plan
-from pipework.schedule import (
-    Action,
-    Schedule,
-    ScheduleSpec,
-    fill_drain,
-    forward_only,
-    hanayo,
-    interleaved_1f1b,
-    one_forward_one_backward,
-    with_recompute,
-)
-
-CPU = torch.device("cpu")
+from pipework import Plan
+from pipework.planning.layer_costs import LayerInfo
+from pipework.schedule import from_csv, without_recompute
+from tests.planning.profiles import made
+from tests.planning.test_search import planned
 
 
-def layers(count: int = 8) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return planned(made([1.0] * 8, kept=[100] * 8), memory=2100, chunks=8, schedules=["1f1b"])
 
 
-def plan(schedule: Any, count: int = 8, chunks: int = 4, **options: Any) -> Any:
-    return make_plan(layers(count), schedule, chunks, options.get("balance"), options.get("devices"))
+def test_the_table_says_what_was_chosen_and_how_far_that_is_from_the_best(plan: Plan) -> None:
+    lines = str(plan).splitlines()
+    assert lines[0] == "plan: 8 layers on 2 workers, 8 micro-batches of 1 row, schedule '1f1b'"
+    assert lines[1].split()[:5] == ["worker", "device", "layers", "busy", "recomputes"]
+    assert "0 .. 3" in lines[2]
+    assert "of 8" in lines[2]
+    assert lines[4].startswith("step ")
+    assert "lower bound" in lines[5]
+    assert lines[6].startswith("what binds: ")
 
 
-@pytest.mark.parametrize(
-    ("schedule", "options", "balance", "placement"),
-    [
-        ("1f1b", {"balance": [3, 5]}, (3, 5), (0, 1)),
-        ("1f1b", {"devices": ["cpu"] * 4}, (2, 2, 2, 2), (0, 1, 2, 3)),
-        ("Schedule1F1B", {"balance": [3, 5], "devices": ["cpu"] * 3}, (3, 5), (0, 1)),
-        ("interleaved-1f1b", {"balance": [2, 2, 2, 2]}, (2, 2, 2, 2), (0, 1, 0, 1)),
-        ("interleaved-1f1b", {"balance": [2, 2, 2, 2], "devices": ["cpu"] * 2}, (2, 2, 2, 2), (0, 1, 0, 1)),
-        ("interleaved-1f1b", {"balance": [1, 1, 2, 2, 1, 1], "devices": ["cpu"] * 2}, (1, 1, 2, 2, 1, 1), (0, 1) * 3),
-        ("interleaved-1f1b", {"balance": [2, 2, 2, 2], "devices": ["cpu"] * 4}, (2, 2, 2, 2), (0, 1, 2, 3)),
-        ("INTERLEAVED1F1B", {"devices": ["cpu"] * 2}, (2, 2, 2, 2), (0, 1, 0, 1)),
-        ("hanayo", {"devices": ["cpu"] * 2}, (2, 2, 2, 2), (0, 1, 1, 0)),
-        ("hanayo", {"balance": [1] * 8, "devices": ["cpu"] * 2}, (1,) * 8, (0, 1, 1, 0, 0, 1, 1, 0)),
-        ("eager-1f1b", {"balance": [4, 4]}, (4, 4), (0, 1)),
-        ("zb-h1", {"balance": [4, 4]}, (4, 4), (0, 1)),
-        ("interleaved-zb", {"devices": ["cpu"] * 2}, (2, 2, 2, 2), (0, 1, 0, 1)),
-        *((name, {"devices": ["cpu"] * 2}, (2, 2, 2, 2), (0, 1, 1, 0)) for name in ("zb-v", "v-half", "dualpipe-v")),
-        ("ScheduleZBVZeroBubble", {"balance": [2, 2, 2, 2]}, (2, 2, 2, 2), (0, 1, 1, 0)),
-        ("looped-bfs", {"balance": [8], "devices": ["cpu"]}, (8,), (0,)),
-        ("looped-bfs", {"balance": [8]}, (8,), (0,)),
-        ("schedulelooped_bfs", {"balance": [4, 4], "devices": ["cpu"]}, (4, 4), (0, 0)),
-        (one_forward_one_backward(2, 4), {"balance": [3, 5]}, (3, 5), (0, 1)),
-        (interleaved_1f1b(2, 4, 2), {"devices": ["cpu"] * 2}, (2, 2, 2, 2), (0, 1, 0, 1)),
-        (interleaved_1f1b(2, 4, 2), {}, (2, 2, 2, 2), (0, 1, 0, 1)),
-        (interleaved_1f1b(2, 4, 2), {"devices": ["cpu"] * 5}, (2, 2, 2, 2), (0, 1, 0, 1)),
-    ],
-)
-def test_stages_go_round_the_workers(
-    schedule: Any, options: dict[str, Any], balance: tuple[int, ...], placement: tuple[int, ...]
-) -> None:
-    found = plan(schedule, **options)
-    assert found.partitioning.balance == balance
-    assert found.placement == placement
-    assert found.workers == max(placement) + 1
-    assert found.devices == (CPU,) * found.workers
-    made = found.schedule(4)
-    assert made.placement == placement
-    assert made.micro_batches == 4
-
-
-def test_without_balance_and_devices_it_chooses_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="pipework"):
-        found = plan("interleaved-1f1b")
-    assert len(found.placement) == 2 * found.workers
-    assert sum(found.partitioning.balance) == 8
-    assert len(caplog.records) == 1
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_few_layers_make_few_stages_if_it_may_choose(count: int) -> None:
-    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
-    if count == 1:  # a worker of this schedule holds two stages unless told otherwise
-        with pytest.raises(ValueError, match="2 stages, and there are 1 layers: each needs one"):
-            make_plan(module, "looped-bfs", 4, None, None)
-        assert make_plan(module, "looped-bfs", 4, [1], ["cpu"]).placement == (0,)
+@pytest.mark.parametrize("ending", ["json", "csv", "svg", "png"])
+def test_is_saved_in_several_formats(plan: Plan, tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"plan.{ending}"
+    plan.save(path)
+    if ending == "json":
+        assert Plan.load(path) == plan
+    elif ending == "csv":
+        assert without_recompute(from_csv(path.read_text())).orders == without_recompute(plan.schedule).orders
     else:
-        assert make_plan(module, "looped-bfs", 4, None, None).placement == (0, 0)
+        assert path.read_bytes()[:4] in (b"<svg", b"\x89PNG")
 
 
-@pytest.mark.parametrize("balance", [None, []])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", fill_drain(2, 4)])
-def test_a_module_without_layers_has_no_stages(schedule: Any, balance: list[int] | None) -> None:
-    assert make_plan(nn.Sequential(), schedule, 4, balance, None).placement == ()
-    x = torch.ones(2)
-    assert Pipe(nn.Sequential(), 4, schedule=schedule, balance=balance)(x) is x
+def test_other_endings_are_refused(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"saved as .json, .csv, .svg or .png, not as '.txt'"):
+        plan.save(tmp_path / "plan.txt")
 
 
 @pytest.mark.parametrize(
-    ("schedule", "options", "error", "message"),
+    ("text", "message"),
+    [("{", "is not JSON"), ("[]", "is no plan"), ('{"format": "pipework plan 1"}', "is no whole plan: it has no '")],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
     [
-        (5, {}, TypeError, "schedule is 5: wanted a name such as '1f1b', a ScheduleSpec or a Schedule"),
-        (None, {}, TypeError, "schedule is None"),
-        ("zb-v", {"balance": [8]}, ValueError, "stages_per_worker is 1: .*an even number"),
-        ("forward-only", {}, ValueError, "'forward-only' has no backwards: give one that trains"),
-        ("hanayo", {"balance": [3, 3, 2], "devices": ["cpu"]}, ValueError, "stages_per_worker is 3: .*an even number"),
-        ("2f2b", {}, ValueError, "no schedule is called '2f2b': choose one of 'gpipe'.*give the ScheduleSpec"),
-        (ScheduleSpec(fill_drain), {"balance": [4, 4], "devices": ["cpu"]}, IndexError, "too few devices"),
-        (ScheduleSpec(lambda p, m: m), {}, TypeError, "made 4: wanted a Schedule"),
-        (ScheduleSpec(forward_only), {}, ValueError, "'forward-only' has no backwards: give one that trains"),
-        (ScheduleSpec(lambda p, m: fill_drain(p, m + 1)), {}, ValueError, "was asked for 4 micro-batches"),
+        (lambda layers: layers[1:], "the plan is for a model of 8 layers, and this one has 7"),
         (
-            ScheduleSpec(hanayo, 2, several=True, timed=True),
-            {"devices": ["cpu"] * 2},
-            ValueError,
-            r"on workers \(0, 1, 0, 1\), and made .* with \(0, 1, 1, 0\): correct its generator, or its placement",
+            lambda layers: [layers[0]._replace(weights=3), *layers[1:]],
+            "for another model: layer 0 was Linear '0' of 100",
         ),
-        ("interleaved-1f1b", {"balance": [3, 3, 2], "devices": ["cpu"] * 2}, ValueError, "3 partitions for 2 workers"),
-        ("looped-bfs", {"balance": [4, 4], "devices": ["cpu"] * 3}, ValueError, "2 partitions for 3 workers"),
-        ("looped-bfs", {"balance": [3, 3, 2]}, ValueError, "3 partitions for 2 workers"),
-        ("looped-bfs", {"balance": [4, 3, 2, 1], "devices": ["cpu"] * 2}, ValueError, "balance"),
-        ("1f1b", {"balance": [4, 4], "devices": ["cpu"]}, IndexError, "too few devices"),
-        (
-            "interleaved-1f1b",
-            {"devices": ["cpu"] * 5},
-            ValueError,
-            "10 stages, and there are 8 layers: each needs one; use at most 4 workers",
-        ),
-        (interleaved_1f1b(2, 4, 2), {"devices": ["cpu"]}, IndexError, r"devices: 1, workers: 2"),
-        (interleaved_1f1b(2, 4, 2), {"balance": [4, 4]}, ValueError, "has 4 stages, and balance has 2"),
-        (one_forward_one_backward(2, 4), {"balance": [2, 3, 3]}, ValueError, "has 2 stages, and balance has 3"),
-        (one_forward_one_backward(9, 4), {}, ValueError, "has 9 stages, and there are 8 layers"),
-        (one_forward_one_backward(2, 5), {}, ValueError, "chunks is 4, but the schedule '1f1b' is for 5 micro-batches"),
-        (with_recompute(one_forward_one_backward(2, 4), 1), {}, ValueError, r"recomputes by itself \(0R0\)"),
+        (lambda layers: [*layers[:-1], LayerInfo("7", "ReLU", 100, 100, 0)], "layer 7 was Linear .* and is ReLU"),
     ],
 )
-def test_what_does_not_fit_is_refused(schedule: Any, options: dict[str, Any], error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        plan(schedule, **options)
+def test_another_model_is_refused(plan: Plan, change: Any, message: str) -> None:
+    plan.check_model(plan.layers)
+    with pytest.raises(ValueError, match=message):
+        plan.check_model(change(list(plan.layers)))
 
 
-@pytest.mark.parametrize(
-    ("name", "spec"),
-    [
-        ("1f1b", ScheduleSpec(one_forward_one_backward)),
-        ("interleaved-1f1b", ScheduleSpec(interleaved_1f1b, 2, several=True)),
-    ],
-)
-def test_a_spec_of_ones_own_is_planned_and_run_like_its_name(name: str, spec: ScheduleSpec) -> None:
-    for options in ({"devices": ["cpu"] * 2}, {"balance": [2, 2, 2, 2]}):
-        mine, known = plan(spec, **options), plan(name, **options)
-        assert (mine.partitioning, mine.placement) == (known.partitioning, known.placement)
-    plain = layers()
-    gradients = []
-    for schedule in (name, spec):
-        module = copy.deepcopy(plain)
-        pipe = Pipe(module, 4, schedule=schedule, loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2)
-        for rows in (8, 3):  # the second makes three micro-batches
-            pipe(torch.ones(rows, 2), target=torch.zeros(rows, 2)).backward()
-        gradients.append([weight.grad for weight in module.parameters()])
-    assert all(map(torch.equal, *gradients))
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "looped-bfs", one_forward_one_backward(2, 4)])
-@pytest.mark.parametrize(
-    ("balance", "devices", "error"),
-    [
-        ("ab", None, TypeError),
-        (5, None, TypeError),
-        ([4.0, 4.0], None, ValueError),
-        ([0, 8], None, ValueError),
-        ([], None, ValueError),
-        (None, "cpu", TypeError),
-        (None, ["nowhere", "cpu"], ValueError),
-        (None, [], IndexError),
-        ([4, 4], [], IndexError),
-    ],
-)
-def test_nonsense_is_refused_in_words(schedule: Any, balance: Any, devices: Any, error: Any) -> None:
-    with pytest.raises(error, match=r"balance|device"):
-        plan(schedule, balance=balance, devices=devices)
-
-
-def test_a_schedule_that_cannot_run_is_refused() -> None:
-    stuck = Schedule("stuck", (0,), ((Action("B", 0, 0), Action("F", 0, 0)),))
-    with pytest.raises(ValueError, match="stuck"):
-        plan(stuck, chunks=1)
-
-
-def test_a_schedule_for_fewer_rows_is_a_part_of_it() -> None:
-    own = one_forward_one_backward(2, 4)
-    found = plan(own)
-    assert found.schedule(4) is own
-    assert found.schedule(3) == one_forward_one_backward(2, 3)
-    assert plan("interleaved-1f1b", devices=["cpu"] * 2).schedule(3) == interleaved_1f1b(2, 3, 2)
-
-
-# Layers that lie somewhere already
-
-
-def test_placed_layers_on_the_cpu_are_stages() -> None:
-    module = nn.Sequential(*(WithDevice(nn.Linear(2, 2), "cpu") for _ in range(4)))
-    assert make_plan(module, "1f1b", 4, None, None).placement == (0, 1, 2, 3)
-    assert make_plan(module, "interleaved-1f1b", 4, None, None).placement == (0, 1, 0, 1)
-    with pytest.raises(ValueError, match="the layers form 3 partitions on cpu, cpu, cpu, but"):
-        make_plan(nn.Sequential(*module[:3]), "interleaved-1f1b", 4, None, None)
-
-
-@pytest.fixture
-def two_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine((torch.device("cuda", 0), torch.device("cuda", 1)), 0, 8)
-    monkeypatch.setattr(Machine, "here", staticmethod(lambda: machine))
-
-
-@pytest.mark.usefixtures("two_accelerators")
-def test_placed_layers_must_go_round_the_devices() -> None:
-    def on(*indices: int) -> nn.Sequential:
-        return nn.Sequential(*(WithDevice(nn.Linear(2, 2), index) for index in indices))
-
-    found = make_plan(on(0, 1, 1, 0, 1), "interleaved-1f1b", 4, None, None)
-    assert found.placement == (0, 1, 0, 1)
-    assert [device.index for device in found.partitioning.devices] == [0, 1, 0, 1]
-    assert [device.index for device in found.devices] == [0, 1]
-    with pytest.raises(ValueError, match=r"partitions on cuda:0, cuda:1, cuda:0, but.*must go round the devices"):
-        make_plan(on(0, 1, 0), "interleaved-1f1b", 4, None, None)
-
-
-@pytest.mark.usefixtures("two_accelerators")
-def test_accelerators_are_taken_first() -> None:
-    for options in ({}, {"balance": [2, 2, 2, 2]}, {"devices": [0, 1]}, {"balance": [4, 4], "devices": [1, 0]}):
-        found = plan("looped-bfs", **options)
-        assert {device.type for device in found.devices} == {"cuda"}
-        assert len(found.placement) == len(found.partitioning.balance)
-    assert [device.index for device in found.devices] == [1, 0]
-
-
-# What the pipe shows of it
-
-
-def test_a_pipe_has_one_device_per_worker_and_one_entry_of_balance_per_stage() -> None:
-    pipe = Pipe(layers(), 3, balance=[1, 2, 3, 2], devices=["cpu"] * 2, schedule="interleaved-1f1b")
-    assert (pipe.balance, pipe.devices) == ([1, 2, 3, 2], [CPU, CPU])
-    assert [len(partition) for partition in pipe.partitions] == [1, 2, 3, 2]
-    assert pipe.schedule().placement == (0, 1, 0, 1)
-    assert [line.split()[2:4] for line in str(pipe).splitlines()[2:6]] == [
-        ["(worker", f"{worker})"] for worker in (0, 1, 0, 1)
-    ]
-
-
-@pytest.mark.parametrize(("schedule", "balance"), [("eager-1f1b", [2, 3, 3]), ("hanayo", [2, 1, 3, 2])])
-def test_any_placement_gives_the_same_bits(schedule: str, balance: list[int]) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(nn.Linear(3, 3) for _ in range(8)))
-    x, y = torch.randn(8, 3), torch.randn(8, 3)
-    results = []
-    for name, split in (("gpipe", [8]), (schedule, balance)):
-        module = copy.deepcopy(plain)
-        workers = 2 if name == "hanayo" else len(split)
-        mse = nn.functional.mse_loss
-        pipe = Pipe(module, 4, schedule=name, loss_fn=mse, balance=split, devices=["cpu"] * workers)
-        loss = pipe(x, target=y)
-        loss.backward()
-        results.append([loss.detach(), *(weight.grad for weight in module.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+def test_estimates_are_marked() -> None:
+    profile = made([1.0] * 4)
+    kind = replace(profile.kinds["device"], estimated=True)
+    assert "s estimated, bubble" in str(planned(replace(profile, kinds={"device": kind})))

@@ -53,5 +53,5 @@ class _Stream:
 
     def __exit__(self, *error: object) -> None: ...
 
-    def record_event(self) -> _Event:
-        return _Event()
+    def record_event(self, event: _Event | None) -> _Event:
+        return event or _Event()

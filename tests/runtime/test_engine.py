@@ -22,6 +22,7 @@ def test_a_link_is_made_once_and_none_within_a_worker() -> None:
         links={(0, 0): Link(WorkerDevice(CPU), WorkerDevice(META))},  # from the caller to worker 0
         workers=unused,
         lock=threading.Lock(),
+        one_thread=False,
     )
     assert engine.link(0, 2) is None
     way = engine.link(1, 2)

@@ -1,5 +1,6 @@
 """The table of what stages hold; tests/faults/test_out_of_memory.py runs pipes out of memory."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from pipework.runtime.device import no_memory_to_receive
+from pipework.runtime.failure import add_note
 from pipework.runtime.out_of_memory import is_out_of_memory, note_memory, table
+from pipework.schedule import Action
 
 
 def stages_and_runs() -> tuple[list[Any], list[Any]]:
@@ -19,15 +23,23 @@ def stages_and_runs() -> tuple[list[Any], list[Any]]:
         SimpleNamespace(index=number, modules=modules, device=SimpleNamespace(device=torch.device("cpu")))
         for number, modules in enumerate([[tied, tied], [norm]])
     ]
-    return stages, [SimpleNamespace(aliases=SimpleNamespace(leaves=leaves)) for leaves in ([alias], [])]
+    given = torch.zeros(8, 256, requires_grad=True)
+    graph = (given * tied.weight).exp()  # saves its own 8 KiB, the input, and a weight
+    held: list[Any] = [{2: ((given,), [graph], []), 3: ((given,), [], [given, torch.zeros(256)])}, {}]
+    runs = [
+        SimpleNamespace(aliases=SimpleNamespace(leaves=leaves), held=lambda of=of: of)
+        for leaves, of in zip(([alias], []), held, strict=True)
+    ]
+    return stages, runs
 
 
 def test_the_table_counts_what_each_stage_holds_once() -> None:
-    head, first, second, hint = table(*stages_and_runs())
-    assert head.split() == ["stage", "device", "parameters", "gradients", "buffers"]
-    assert first.split() == ["0", "cpu", "1", "KiB", "1", "KiB", "0", "B"]
-    assert second.split() == ["1", "cpu", "1", "KiB", "0", "B", "1.01", "KiB"]
-    assert "more chunks" in hint
+    message = (torch.zeros(128), None), None
+    undelivered = [(("F", 0, 3), message), (("target", 1, 3), message), (("F", 1, 3), message), (("B", -1, 0), message)]
+    head, first, second = [re.split("  +", line.strip()) for line in table(*stages_and_runs(), undelivered)]
+    assert head == ["stage", "device", "weights", "gradients", "buffers", "activations", "micro-batches", "messages"]
+    assert first == ["0", "cpu", "1 KiB", "1 KiB", "0 B", "25 KiB", "2-3", "512 B"]
+    assert second == ["1", "cpu", "1 KiB", "0 B", "1.01 KiB", "0 B", "-", "512 B"]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +55,19 @@ def test_the_table_counts_what_each_stage_holds_once() -> None:
 )
 def test_only_such_an_error_gets_the_table(error: BaseException | None, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
-    note_memory(error, *stages_and_runs())
-    assert bool(getattr(error, "__notes__", ())) is expected
+    note_memory(error, Action("B", 1, 2), *stages_and_runs())
+    notes = getattr(error, "__notes__", ())
+    assert bool(notes) is expected
+    assert all("out of memory on cpu in action B of stage 1, micro-batch 2; memory of the stages" in n for n in notes)
+
+
+def test_where_a_copy_found_no_memory_is_named() -> None:
+    error = torch.OutOfMemoryError()
+    stages, runs = stages_and_runs()
+    stages[1].device.device = torch.device("meta")
+    add_note(error, no_memory_to_receive(torch.device("meta")))
+    note_memory(error, Action("F", 0, 2), stages, runs)
+    assert "out of memory on meta in action F of stage 0" in error.__notes__[-1]
 
 
 def test_a_table_that_cannot_be_made_leaves_the_error_as_it_is() -> None:
@@ -56,5 +79,5 @@ def test_a_table_that_cannot_be_made_leaves_the_error_as_it_is() -> None:
             raise MemoryError
 
     error = MemoryError("first")
-    note_memory(error, [Broken()], [None])
+    note_memory(error, None, [Broken()], [None])  # type: ignore[list-item]
     assert not hasattr(error, "__notes__")

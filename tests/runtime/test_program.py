@@ -61,3 +61,9 @@ def test_where_the_loss_may_be(each: Schedule, outside: bool) -> None:
 def test_what_cannot_run_is_refused(each: Schedule, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Program.of(each)
+
+
+def test_across_processes_only_those_transfers_of_skips_are_there_on_which_something_is_sent() -> None:
+    program = Program.of(fill_drain(4, 1)).across([(0, 2), (0, 3), (3, 2), (2, 0)], reduces=False)
+    far = {str(action) for order in program.whole for action in order if "@" in str(action)}
+    assert far == {"0SEND_F0@2", "2RECV_F0@0", "0SEND_F0@3", "3RECV_F0@0", "2SEND_B0@0", "0RECV_B0@2"}

@@ -139,5 +139,5 @@ def test_without_safetensors_the_extra_is_named(tmp_path, monkeypatch):
         lambda: save_checkpoint(tmp_path, make_pipe(), step=1),
         lambda: load_checkpoint(tmp_path, make_pipe()),
     ):
-        with pytest.raises(ImportError, match=r"pip install 'pipework\[checkpoint\]'"):
+        with pytest.raises(ImportError, match=r"pip install '\.\[checkpoint\]'"):
             call()

@@ -55,6 +55,11 @@ def test_the_banker_keeps_room_for_what_has_begun():
         list_schedule((0, 0), priorities, 2)
 
 
+def test_weight_halves_have_no_priorities():
+    with pytest.raises(ValueError, match="the priorities of worker 0 contain 0W0: wanted F, and B or I, alone"):
+        list_schedule((0,), [actions("0F0 0I0 0W0")], limit=1)
+
+
 numbers = st.integers(1, 5)
 
 

@@ -79,3 +79,30 @@ def test_needs_no_torch():
 
 def test_it_is_shown_in_a_line():
     assert repr(fill_drain(2, 8)) == "Schedule('gpipe', 2 workers, 8 micro-batches)"
+
+
+def test_kinds():
+    assert Schedule("tiny", (0,), ((F, B),)).kinds == {"F", "B"}
+    assert fill_drain(2, 3).kinds == {"F", "B"}
+    assert not fill_drain(2, 3).communicates
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (("F", 0, 4999), TypeError, "position 4999 of worker 0's order is"),
+        (Action("F", 0, True), TypeError, "wanted an int for stage, micro_batch and peer, got int, bool, int"),
+        (Action("F", [0], 1), TypeError, "wanted an int for stage, micro_batch and peer, got list, int, int"),
+        (Action("G", 0, 1), ValueError, "kind must be one of F, B"),
+        (Action("F", 1, 1), ValueError, "placement has the stages 0 to 0"),
+        (Action("F", -1, 1), ValueError, "placement has the stages 0 to 0"),
+        (Action("F", 0, -1), ValueError, "micro-batches are counted from 0"),
+        (Action("F", 0, 1, 0), ValueError, "it has no peer"),
+        (Action("SEND_F", 0, 1), ValueError, "wanted a peer"),
+    ],
+)
+def test_a_fault_is_found_at_the_end_of_a_long_order(wrong, error, message):
+    order = [Action("F", 0, number) for number in range(4999)]
+    with pytest.raises(error, match=message):
+        Schedule("long", (0,), ([*order, wrong],))
+    assert Schedule("long", (0,), (order,)).micro_batches == 4999

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -59,3 +61,20 @@ def test_same_nesting(left: object, right: object, same: bool) -> None:
 def test_describe_names_tensors_and_types() -> None:
     assert nested.describe(nested.flatten((torch.zeros(1), 5, [None]))[1]) == "(tensor, int, [NoneType])"
     assert nested.describe(None) == "tensor"
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: iter([1, 2]), lambda: iter(()), lambda: set(range(10**6)), lambda: {"a": 1}.keys()]
+)
+def test_collections_and_iterators_of_plain_values_are_values(make: Callable[[], object]) -> None:
+    value = make()
+    tensors, structure = nested.flatten((torch.ones(1), value))
+    assert nested.unflatten(tensors, structure)[1] is value
+
+
+def test_without_gradients_a_function_may_hold_a_parameter() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    with torch.no_grad():
+        nested.flatten((parameter * 2, lambda: parameter))
+    with pytest.raises(TypeError, match="in its closure"):
+        nested.flatten((parameter * 2, lambda: parameter))

@@ -112,9 +112,11 @@ class WeightGradientStore:
 
     Args:
         known: by the id of a parameter, whether its gradient is deferred; the store adds what it learns.
+        new_queue: makes a list for what a micro-batch defers.
     """
 
-    def __init__(self, known: dict[int, bool]) -> None:
+    def __init__(self, known: dict[int, bool], new_queue: Callable[[], Queue] = list) -> None:
+        self._new_queue = new_queue
         self._known = known
         self._queues: dict[int, Queue] = {}
         self._mixed: dict[int, dict[int, DeferrableAlias]] = {}
@@ -138,7 +140,7 @@ class WeightGradientStore:
     def begin(self, micro_batch: int) -> None:
         """A forward (or recomputation) of a micro-batch begins: its uses of parameters belong to it."""
         self._unknown.pop(micro_batch, None)
-        queue = self._queues[micro_batch] = []
+        queue = self._queues[micro_batch] = self._new_queue()
         self._enter(micro_batch, queue, frozenset())
 
     def run(self, operation: Operation) -> Tensor:
@@ -251,6 +253,11 @@ class WeightGradientStore:
         if queue:
             with torch.no_grad(), _without_subclass():
                 _add_gradients(queue)
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """Those of which something may be stored."""
+        return list(self._queues)
 
     def kept(self, micro_batch: int) -> list[Tensor]:
         """The tensors that are stored for the W of a micro-batch."""

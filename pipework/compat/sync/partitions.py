@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from pipework.assignment.devices import Machine, checked_devices, default_devices
 from pipework.model.sequential import PipeSequential
 from pipework.model.with_device import WithDevice
-from pipework.planning.devices import Machine, checked_devices, default_devices
 from pipework.torch_private import has_hooks
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from pipework.planning.partition import choose_partitioning, split_layers
+from pipework.assignment.partition import choose_partitioning, split_layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

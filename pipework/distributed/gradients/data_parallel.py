@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 BUCKET = 25 * 1024 * 1024  # bytes
 _COMPARES = 1  # the first number that a training step exchanges; 0 for other calls
+_DEVICES_OF_GLOO = ("cpu", "cuda")
+_LATEST = (1 << 48) - 1  # the marks that are compared: a sum of many replicas has 64 bits
 
 
 class _Reduction(NamedTuple):
@@ -55,12 +57,27 @@ class _Comparison(NamedTuple):
     Attributes:
         work: ends when the sum over all replicas is computed.
         mine: the fingerprint of this replica.
-        total: in the end, how many replicas are in a training step, and the sum of their digests.
+        total: in the end, how many replicas are in a training step, and the sums of their digests and of their marks.
+        delivered: the marks of this replica.
     """
 
     work: Any
     mine: Tensor
     total: Tensor
+    delivered: int
+
+
+class _ThroughHost(NamedTuple):
+    """A collective of a copy on the CPU, for tensors on a device that gloo does not know."""
+
+    work: Any
+    on_host: Tensor
+    tensor: Tensor
+
+    def wait(self) -> None:
+        """Waits for the result, and copies it to the device."""
+        self.work.wait()
+        self.tensor.copy_(self.on_host)
 
 
 class DataParallel:
@@ -102,18 +119,20 @@ class DataParallel:
                 self._wait(self._start("broadcast", data, 0))
                 write_bytes(data, tensor)
 
-    def compare(self, parameters: Sequence[Tensor]) -> None:
+    def compare(self, parameters: Sequence[Tensor], delivered: int = 0) -> None:
         """At the beginning of a step: begins to compare the trained parameters. Any replica may have frozen a layer.
 
         Args:
             parameters: that get a gradient in this step.
+            delivered: see `DeliveredLosses.marks`.
 
         Raises:
             TypeError: a gradient cannot be summed.
         """
         mine = self._trained.fingerprint(parameters)
-        total = torch.tensor([_COMPARES, int(mine[-1]), 0])
-        comparison = _Comparison(self._start("allreduce", total), mine, total)
+        latest = delivered & _LATEST
+        total = torch.tensor([_COMPARES, int(mine[-1]), latest])
+        comparison = _Comparison(self._start("allreduce", total), mine, total, latest)
         with self._lock:
             if not self._aborted:
                 self._comparison = comparison
@@ -125,7 +144,7 @@ class DataParallel:
             leaves: the tensors with these gradients in `.grad`.
 
         Raises:
-            ValueError: the replicas train different parameters.
+            ValueError: the replicas train different parameters, or brought other losses backward.
             TypeError: a gradient is sparse.
             LostConnectionError: a replica is gone.
         """
@@ -209,6 +228,11 @@ class DataParallel:
             total = comparison.mine.clone()
             self._wait(self._start("allreduce", total))
             self._trained.refuse_differences(comparison.mine, total, len(self._ranks))
+        if comparison.total[2] != comparison.delivered * len(self._ranks):
+            raise ValueError(
+                "loss.backward() was called on some replicas of the pipe and not on others, after one of the last "
+                "calls: their weights are not the same any more. Call it on all ranks"
+            )
 
     def _refuse_another_call(self, total: Tensor, mine: int) -> None:
         """Every call first sums a tensor of one form, since gloo ends a process that receives more than it expects."""
@@ -217,11 +241,15 @@ class DataParallel:
 
     def _start(self, collective: str, tensor: Tensor, *options: Any) -> Any:
         """Starts a collective of all replicas. An error about the tensor itself is no lost connection."""
-        group = self._group if tensor.is_cpu or self._device_group is None else self._device_group
+        on_host = tensor if tensor.device.type in _DEVICES_OF_GLOO else tensor.cpu()
+        group = self._group
+        if self._device_group is not None and not tensor.is_cpu:
+            group, on_host = self._device_group, tensor
         try:
-            return getattr(group, collective)(tensor, *options)
+            work = getattr(group, collective)(on_host, *options)
         except DistError as error:
             raise LostConnectionError(None) from error
+        return work if on_host is tensor else _ThroughHost(work, on_host, tensor)
 
     def _wait(self, work: Any) -> None:
         try:

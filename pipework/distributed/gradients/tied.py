@@ -2,13 +2,19 @@
 
 After the last backward every rank that holds such a parameter sends the gradients of its stages to the others, and all
 add them in the same order, the last stage's first, as autograd does in one process.
+
+Copies drift apart if the optimizers of their ranks have other settings. So in the first steps, and now and then later,
+ranks send each other some elements of their copies, too.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
+
+from pipework.model.state_names import state_name
+from pipework.spot_checks import is_checked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,16 +25,21 @@ if TYPE_CHECKING:
     from pipework.runtime.stage.stage_run import StageRun
 
 
+_COMPARED: Final = 512  # elements of each copy
+
+
 class Tied(NamedTuple):
     """A parameter of several stages.
 
     Attributes:
         parameter: this rank's copy of it.
         stages: that use it, in ascending order.
+        name: of the parameter, in the first of these stages.
     """
 
     parameter: nn.Parameter
     stages: tuple[int, ...]
+    name: str = ""
 
 
 def tied_parameters(partitions: Sequence[nn.Module], placement: Sequence[int]) -> list[Tied]:
@@ -40,11 +51,12 @@ def tied_parameters(partitions: Sequence[nn.Module], placement: Sequence[int]) -
         >>> [tied.stages for tied in tied_parameters([layer, nn.ReLU(), layer], [0, 1, 1])]
         [(0, 2)]
     """
-    found: dict[int, tuple[nn.Parameter, list[int]]] = {}
+    found: dict[int, tuple[nn.Parameter, list[int], str]] = {}
     for stage, partition in enumerate(partitions):
-        for parameter in partition.parameters():
-            found.setdefault(id(parameter), (parameter, []))[1].append(stage)
-    every = [Tied(parameter, tuple(stages)) for parameter, stages in found.values()]
+        for path, parameter in partition.named_parameters():
+            name = state_name(partition._modules, path)
+            found.setdefault(id(parameter), (parameter, [], name))[1].append(stage)
+    every = [Tied(parameter, tuple(stages), name) for parameter, stages, name in found.values()]
     return [tied for tied in every if len({placement[stage] for stage in tied.stages}) > 1]
 
 
@@ -56,16 +68,24 @@ class TiedParameters:
         placement: the worker of each stage.
         worker: of this rank.
         channels: to the other workers.
+        ranks: of all workers, for messages.
     """
 
     def __init__(
-        self, tied: Iterable[Tied], placement: Sequence[int], worker: int, channels: Mapping[int, Channel]
+        self,
+        tied: Iterable[Tied],
+        placement: Sequence[int],
+        worker: int,
+        channels: Mapping[int, Channel],
+        ranks: Sequence[int],
     ) -> None:
+        self._ranks = ranks
         self._placement = placement
         self._worker = worker
         self._channels = channels
         numbered = list(enumerate(tied))
         self._tied = [(n, each) for n, each in numbered if worker in {placement[stage] for stage in each.stages}]
+        self._steps = 0
 
     @property
     def counted_elsewhere(self) -> set[int]:
@@ -86,13 +106,18 @@ class TiedParameters:
                 assert value is not None
                 with torch.no_grad():
                     each.parameter.copy_(value)
+        for channel in {channel for _, each in self._tied for channel in self._others(each)}:
+            channel.flush()  # this process may end as soon as the pipe is made
 
     def add_up(self, runs: Mapping[int, StageRun]) -> None:
         """Gives every copy the sum of the gradients of all stages; on each rank, its last stage has it.
 
         Raises:
-            ValueError: a parameter is frozen, or was replaced, on some ranks only.
+            ValueError: a parameter is frozen, or was replaced, on some ranks only, or its copies have other values.
         """
+        self._steps += 1
+        if is_checked(self._steps - 1):
+            self._compare_values()
         aliases = {
             (n, stage): _alias(runs[stage], each) for n, each in self._tied for stage in each.stages if stage in runs
         }
@@ -127,9 +152,31 @@ class TiedParameters:
                 for alias in aliases[n, stage]:
                     alias.grad, total = total, None
 
+    def _compare_values(self) -> None:
+        """Raises a ValueError if a copy has other values than one of another rank."""
+        mine = {n: _sample(each.parameter) for n, each in self._tied}
+        for n, each in self._tied:
+            for channel in self._others(each):
+                channel.send(("copy", self._worker, n), (mine[n],), None)
+        for n, each in self._tied:
+            for channel, worker in zip(self._others(each), self._other_workers(each), strict=True):
+                (theirs,), _ = _received(channel, ("copy", worker, n))
+                assert theirs is not None
+                if not _are_close(mine[n], theirs, each.parameter.dtype):
+                    here, there = self._ranks[self._worker], self._ranks[worker]
+                    raise ValueError(
+                        f"the copies of the tied parameter {each.name!r} (stages {_listed(each.stages)}) have "
+                        f"different values on rank {here} and rank {there}, although both get the same gradient: give "
+                        "it to the optimizer on both, with the same learning rate and other settings"
+                    )
+
+    def _other_workers(self, tied: Tied) -> list[int]:
+        """The workers of the other ranks that have a copy."""
+        return sorted({self._placement[stage] for stage in tied.stages} - {self._worker})
+
     def _others(self, tied: Tied) -> Iterator[Channel]:
         """The channels to the other ranks that have a copy."""
-        for worker in sorted({self._placement[stage] for stage in tied.stages} - {self._worker}):
+        for worker in self._other_workers(tied):
             yield self._channels[worker]
 
 
@@ -137,6 +184,24 @@ def _alias(run: StageRun, tied: Tied) -> list[Tensor]:
     """The tensor in which a stage accumulates the gradient of the parameter; none if the parameter is frozen."""
     pairs = zip(run.aliases.parameters, run.aliases.leaves, strict=True)
     return [alias for parameter, alias in pairs if parameter is tied.parameter]
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    """Some elements, on the CPU; none of a parameter without values."""
+    values = parameter.detach()
+    if values.is_meta:
+        return torch.empty(0)
+    values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+    return values[:: -(-values.numel() // _COMPARED) or 1].to("cpu", torch.float32, copy=True)
+
+
+def _are_close(mine: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
+    """Whether samples are equal in the first half of their digits: two processors may round an update differently."""
+    if mine.shape != theirs.shape:  # one has no values yet
+        return True
+    largest = torch.cat([mine, theirs]).nan_to_num(0.0, 0.0, 0.0).abs().amax().item() if mine.numel() else 0.0
+    digits = torch.finfo(dtype if dtype.is_floating_point and dtype.itemsize < 4 else torch.float32).eps ** 0.5
+    return torch.allclose(mine, theirs, rtol=0.0, atol=digits * largest, equal_nan=True)
 
 
 def _listed(stages: Sequence[int]) -> str:

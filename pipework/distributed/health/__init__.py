@@ -3,6 +3,7 @@
 * `monitor`: `HealthMonitor`, through which the rest of the library uses this folder.
 * `heartbeat`: the threads that write and read heartbeats.
 * `failure_detector`: which other rank has failed, by its heartbeats.
+* `process_calls`: where a process is in the calls of all its pipes.
 * `stuck_detector`: whether an action of this rank takes too long.
 * `detection_times`: after how many seconds a rank is lost.
 * `progress`: what this rank is doing now.

@@ -1,4 +1,4 @@
-"""Decides from heartbeats which other rank has failed: it is silent, has left too early, or makes another call."""
+"""Decides from heartbeats which other rank has failed: it is silent, left too early, or calls something else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pipework.distributed.health.detection_times import CappedClock
+from pipework.distributed.health.process_calls import ProcessPlace
 from pipework.distributed.health.status import NO_ACTION, PeerFailure
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ _SAME_DATA: Final = (
     "If one has run out of data before the other, give all ranks of a pipe the same batches: a DataLoader with "
     "sampler=pipe.sampler(dataset)"
 )
+_NOWHERE: Final = ProcessPlace()
 _FOR_ALL: Final = {
     "checkpoint": "Every rank calls save_checkpoint and load_checkpoint, not one of them alone. ",
     "clip_grad_norm_": "Every rank calls pipe.clip_grad_norm_, not one of them alone. ",
@@ -27,10 +29,11 @@ _FOR_ALL: Final = {
 
 @dataclass
 class _Peer:
-    """The last heartbeat of another rank, and the seconds since then."""
+    """The last heartbeat of another rank, the seconds since then, and the number of one in which it was elsewhere."""
 
     beat: Beat | None = None
     silence: float = 0.0
+    crossing: int | None = None
 
     @property
     def left(self) -> bool:
@@ -54,8 +57,10 @@ class FailureDetector:
             return "no heartbeat of it was received"
         beat = peer.beat
         # A heartbeat describes the moment in which it was sent; nothing is known about the time after it.
-        if not beat.call.inside:
-            place = f"last seen {beat.call.before()}"
+        if not beat.call.recent:
+            place = f"last seen by a heartbeat from before its first call; they come every {self._times.beat:g} s"
+        elif not beat.call.inside:
+            place = f"last seen between calls, after {beat.call.current()}"
         elif beat.action == NO_ACTION:
             place = f"last seen at the beginning of {beat.call.current()}"
         else:
@@ -81,13 +86,16 @@ class FailureDetector:
         """Whether a heartbeat of every other rank was received."""
         return all(peer.beat is not None for peer in self._peers.values())
 
-    def check(self, now: float, beats: Mapping[int, Beat | None], mine: Call) -> PeerFailure | None:
+    def check(
+        self, now: float, beats: Mapping[int, Beat | None], mine: Call, place: ProcessPlace = _NOWHERE
+    ) -> PeerFailure | None:
         """Takes the heartbeats that were read, and decides.
 
         Args:
             now: of a clock of this process, in seconds.
             beats: of the other ranks; None: there is no valid one.
             mine: where this rank is.
+            place: where it is in the calls of all its pipes.
 
         Returns:
             The failure of a rank; None: there is none.
@@ -99,7 +107,7 @@ class FailureDetector:
                 peer.silence += elapsed
             else:
                 peer.beat, peer.silence = beat, 0.0
-        return self._find_lost() or self._find_mismatch(mine)
+        return self._find_lost() or self._find_crossing(mine, place) or self._find_mismatch(mine)
 
     def _find_lost(self) -> PeerFailure | None:
         """The rank that is silent for longest, if that is too long."""
@@ -146,3 +154,27 @@ class FailureDetector:
                 text = f"{name} left in the middle of {theirs.current()}{reason}, and {me} is still in it"
                 return PeerFailure(rank, "left", text)
         return None
+
+    def _find_crossing(self, mine: Call, place: ProcessPlace) -> PeerFailure | None:
+        """While this rank is in a call of this pipe, another one waits for it in a call of another pipe.
+
+        That rank finds the same, and whoever is the first leaves; then its last heartbeat is enough for the other.
+        """
+        for rank, peer in self._peers.items():
+            if not mine.inside or peer.beat is None or not place.crosses(peer.beat.place):
+                peer.crossing = None
+            elif peer.left or peer.crossing not in (None, peer.beat.number):
+                return self._crossing(rank, place, peer.beat.place)
+            else:
+                peer.crossing = peer.beat.number
+        return None
+
+    def _crossing(self, rank: int, place: ProcessPlace, there: ProcessPlace) -> PeerFailure:
+        me, name = self._names[self._rank], self._names[rank]
+        return PeerFailure(
+            rank,
+            "disagreement",
+            f"{me} waits in call {place.begun[place.pipe]} of pipe {place.pipe}, and {name} in call "
+            f"{there.begun[there.pipe]} of pipe {there.pipe}, which {me} has not begun (pipes are numbered in the "
+            "order in which they were made): call all pipes in the same order on all ranks",
+        )

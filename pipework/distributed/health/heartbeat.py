@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from pipework.distributed.health.detection_times import DetectionTimes
     from pipework.distributed.health.monitor import HealthMonitor
+    from pipework.distributed.health.process_calls import PipeCalls
     from pipework.distributed.health.progress import Progress
     from pipework.distributed.health.store_client import StoreClient
 
@@ -64,6 +65,7 @@ class Heartbeat:
         progress: what this rank does.
         times: of detection.
         owner: the monitor, while it exists.
+        calls: of the pipe, among those of all pipes of this process.
         hosts_store: the store ends with this process.
     """
 
@@ -75,6 +77,7 @@ class Heartbeat:
         progress: Progress,
         times: DetectionTimes,
         owner: Callable[[], HealthMonitor | None],
+        calls: PipeCalls,
         *,
         hosts_store: bool,
     ) -> None:
@@ -94,6 +97,7 @@ class Heartbeat:
         self._client = client
         self._progress = progress
         self._owner = owner
+        self._calls = calls
         self._hosts_store = hosts_store
         self._others = [other for other in range(len(names)) if other != rank]
         limit = times.action_timeout
@@ -121,6 +125,18 @@ class Heartbeat:
         self._publish_beat()
         for thread in self._threads:
             thread.start()
+
+    def begin_call(self, what: str) -> None:
+        """See `HealthMonitor.begin`."""
+        self.call = self.call.begun(what)
+        self._calls.begin()
+
+    def end_call(self) -> None:
+        """See `HealthMonitor.end`."""
+        self.call = self.call.ended()
+        # Who waits for this rank in another pipe is to see that it waited here, also in the last heartbeat.
+        if self.failure is None or self.failure.kind != "disagreement":
+            self._calls.end()
 
     def leave(self, process: int) -> None:
         """Ends the threads; the last heartbeat says that this rank has left.
@@ -275,7 +291,7 @@ class Heartbeat:
     def _publish_beat(self, *, left: bool = False, reason: str = "") -> None:
         self._beats += 1
         action = status.describe_action(self._progress.action)
-        beat = Beat(self._beats, left, self.call, action, os.getpid(), self._host, reason)
+        beat = Beat(self._beats, left, self.call, action, os.getpid(), self._host, reason, self._calls.process.place)
         self._client.write(f"heartbeat/{self.rank}", status.write_beat(beat))
 
     def _publish_changes(self, *, again: bool) -> None:
@@ -320,7 +336,7 @@ class Heartbeat:
         """Reads the heartbeats of the other ranks, and reports a failure that they show."""
         raw = self._client.read_many([f"heartbeat/{rank}" for rank in self._others])
         beats = {rank: status.read_beat(each) for rank, each in zip(self._others, raw, strict=True)}
-        failure = self.detector.check(time.monotonic(), beats, self.call)
+        failure = self.detector.check(time.monotonic(), beats, self.call, self._calls.process.place)
         if failure is not None:
             self._read_changes()  # a failure that a rank has reported meanwhile is the cause
             self.declare(failure)

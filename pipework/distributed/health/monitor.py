@@ -18,6 +18,7 @@ from pipework.distributed.health import status
 from pipework.distributed.health.detection_times import DetectionTimes
 from pipework.distributed.health.errors import PipelineError
 from pipework.distributed.health.heartbeat import Heartbeat
+from pipework.distributed.health.process_calls import PipeCalls, ProcessCalls
 from pipework.distributed.health.progress import Progress
 from pipework.distributed.health.status import PeerFailure
 from pipework.distributed.health.store_client import StoreClient
@@ -50,6 +51,7 @@ class HealthMonitor:
             rank may take twice as long.
         join: seconds until a rank's first heartbeat.
         names: the name of a rank in messages, such as ``"rank 2 (stage 2)"``.
+        calls: of the pipe, among those of all pipes of this process; None: it has one.
         hosts_store: the store ends with this process, so that closing waits a moment until others have read the last
             heartbeat.
 
@@ -83,6 +85,7 @@ class HealthMonitor:
         action_timeout: float | None = None,
         join: float = 300.0,
         names: Callable[[int], str] = "rank {}".format,
+        calls: PipeCalls | None = None,
         hosts_store: bool = False,
     ) -> None:
         if not 0 <= rank < ranks:
@@ -99,6 +102,7 @@ class HealthMonitor:
             self.progress,
             times,
             weakref.ref(self),
+            calls or ProcessCalls().of_pipe(1),
             hosts_store=hosts_store,
         )
         self._leave: weakref.finalize[Any, HealthMonitor] | None = None
@@ -133,11 +137,11 @@ class HealthMonitor:
             text = f"this pipe has failed before, and cannot go on: {report.text}"
             raise PipelineError(text, rank=report.rank, where=report.where, traceback_text=report.traceback_text)
         self.progress.count += 1
-        self._heartbeat.call = self._heartbeat.call.begun(what)
+        self._heartbeat.begin_call(what)
 
     def end(self) -> None:
         """This rank leaves the call."""
-        self._heartbeat.call = self._heartbeat.call.ended()
+        self._heartbeat.end_call()
 
     @property
     def current(self) -> str:

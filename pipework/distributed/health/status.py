@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
+from pipework.distributed.health.process_calls import MOST, ProcessPlace
 from pipework.tracebacks import shortened
 
 KINDS: Final = ("error", "lost", "left", "disagreement", "stuck")
@@ -75,15 +76,6 @@ class Call(NamedTuple):
         what = self.recent[-1] if self.recent else "call"
         return f"its {_ordinal(self.counts.get(what, self.number))} {_noun(what)}"
 
-    def before(self) -> str:
-        """Where the rank is while it is in no call, as text.
-
-        Example:
-            >>> Call().before(), Call().begun("training step").ended().before()
-            ('before its first call', 'between calls, after its 1st training step')
-        """
-        return f"between calls, after {self.current()}" if self.recent else "before its first call"
-
     def total(self) -> str:
         """All calls as text.
 
@@ -105,6 +97,7 @@ class Beat(NamedTuple):
         pid: its process.
         host: its machine.
         reason: the exception with which its program has ended; empty if there is none.
+        place: where its process is in the calls of all its pipes.
     """
 
     number: int
@@ -114,6 +107,7 @@ class Beat(NamedTuple):
     pid: int
     host: str
     reason: str = ""
+    place: ProcessPlace = ProcessPlace()
 
 
 @dataclass(frozen=True)
@@ -170,7 +164,8 @@ def describe_action(action: object) -> str:
 
 def write_beat(beat: Beat) -> str:
     """A heartbeat as JSON."""
-    return json.dumps({**beat._asdict(), "call": beat.call._asdict()})
+    place = [beat.place.pipe, *beat.place.begun.items()]
+    return json.dumps({**beat._asdict(), "call": beat.call._asdict(), "place": place})
 
 
 def read_beat(raw: bytes | None) -> Beat | None:
@@ -224,7 +219,7 @@ def _read(raw: bytes | None, convert: Callable[[Any], T]) -> T | None:
 
 
 def _beat(content: Any) -> Beat:
-    call = content["call"]
+    call, (pipe, *begun) = content["call"], content["place"]
     recent = tuple(_text(what, 100) for what in call["recent"][-REMEMBERED:])
     counts = {_text(what, 100): _count(n) for what, n in list(call["counts"].items())[:20]}
     return Beat(
@@ -235,6 +230,7 @@ def _beat(content: Any) -> Beat:
         _count(content["pid"]),
         _text(content["host"], 300),
         _text(content["reason"], _TEXT),
+        ProcessPlace(_count(pipe), {_count(number): _count(n) for number, n in begun[:MOST]}),
     )
 
 

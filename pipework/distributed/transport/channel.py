@@ -32,6 +32,7 @@ import torch
 
 from pipework.distributed.transport import header
 from pipework.distributed.transport.packet import Packet, Packets, fits_in_packet
+from pipework.values import tensor_form
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -214,7 +215,9 @@ class Channel:
             works = [self._outgoing.send([packet.memory], self._peer, 2 * number)]
             works += [self._outgoing.send([part], self._peer, 2 * number + 1) for part in parts]
             if self._device_channel is not None:
-                memories = [header.memory_of(t) for t in tensors if t is not None and header.lies_on_accelerator(t)]
+                memories = [
+                    tensor_form.memory_of(t) for t in tensors if t is not None and tensor_form.lies_on_accelerator(t)
+                ]
                 works += [self._device_channel.send(memory) for memory in memories if memory.numel()]
                 parts += memories
         except RuntimeError as error:
@@ -286,7 +289,7 @@ class Channel:
         self._note_arrival(number)
         return form, tensors
 
-    def _ready(self, tensor: Tensor | None, form: header.TensorForm | None) -> Tensor | None:
+    def _ready(self, tensor: Tensor | None, form: tensor_form.TensorForm | None) -> Tensor | None:
         """A received tensor on its device, requiring a gradient if it did so there."""
         if tensor is None or form is None:
             return None
@@ -324,17 +327,17 @@ class Channel:
         """The memory of tensors that go through the CPU, without a packet."""
         present = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
         if self._device_channel is not None:
-            present = [tensor for tensor in present if not header.lies_on_accelerator(tensor)]
-        return [header.memory_of(tensor).cpu() for tensor in present]
+            present = [tensor for tensor in present if not tensor_form.lies_on_accelerator(tensor)]
+        return [tensor_form.memory_of(tensor).cpu() for tensor in present]
 
     def _buffers(self, form: header.Description) -> tuple[Tensor | None, ...]:
         """Memory for tensors that come through the CPU."""
         return tuple([each.room() if each is not None and self._through_cpu(each) else None for each in form.forms])
 
-    def _through_cpu(self, form: header.TensorForm) -> bool:
+    def _through_cpu(self, form: tensor_form.TensorForm) -> bool:
         return self._device_channel is None or not form.on_accelerator
 
-    def _is_posted(self, form: header.TensorForm | None) -> bool:
+    def _is_posted(self, form: tensor_form.TensorForm | None) -> bool:
         """Whether the receive of such a tensor begins before its packet has arrived."""
         return form is not None and 0 not in form.shape and self._through_cpu(form)
 

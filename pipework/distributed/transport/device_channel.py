@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipework.distributed.transport import header
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from pipework.distributed.transport.channel import Group
+    from pipework.values.tensor_form import TensorForm
 
 
 class DeviceChannel:
@@ -30,7 +29,7 @@ class DeviceChannel:
         """Starts to send; the result has a `wait()`."""
         return self._outgoing.send([memory], self._peer, 0)
 
-    def receive(self, form: header.TensorForm) -> Tensor:
+    def receive(self, form: TensorForm) -> Tensor:
         """The next tensor, which is of this form."""
         room = form.room(self._device)
         if room.numel():

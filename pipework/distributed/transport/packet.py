@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipework.distributed.transport.header import memory_of
+from pipework.values.tensor_form import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from pipework.distributed.transport.header import TensorForm
+    from pipework.values.tensor_form import TensorForm
 
 NUMBERS = 4
 _ALIGNMENT = 16  # bytes, as much as the largest element of a tensor needs
@@ -42,7 +42,7 @@ class Packet:
         numbers: at the beginning of the memory, as an array that can be read and written.
 
     Example:
-        >>> from pipework.distributed.transport.header import TensorForm
+        >>> from pipework.values.tensor_form import TensorForm
         >>> packet = Packet([TensorForm(torch.float32, (2,), False), None])
         >>> packet.put([torch.ones(2), None])
         >>> packet.tensors()

@@ -6,6 +6,7 @@ SEND action; a message from another rank is received into buffers from the sched
 
 from __future__ import annotations
 
+from collections import deque
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from pipework.distributed.rendezvous import Connections
     from pipework.distributed.transport.channel import Channel
     from pipework.runtime.peers import RunSpec
-    from pipework.runtime.skips.connections import Skip
+    from pipework.runtime.skips.skip import Skip
     from pipework.runtime.transport import Address, Endpoint, Message, Send
     from pipework.schedule import Action
 
@@ -38,6 +39,10 @@ class RankTransport:
         self._connections = connections
         self._peer_group = peer_group
         self._stopped = False
+
+    def take_undelivered(self) -> list[tuple[Address, Any]]:
+        """See `Transport.take_undelivered`."""
+        return [each for endpoint in self.endpoints.values() for each in endpoint.take_undelivered()]
 
     def stop(self) -> None:
         """See `Transport.stop`."""
@@ -60,7 +65,7 @@ class RankEndpoint:
         self, worker: int, local: LocalTransport, spec: RunSpec, channels: Mapping[int, Channel], peer_group: PeerGroup
     ) -> None:
         self._worker = worker
-        self._own: Endpoint = local.endpoints[worker]
+        self._own = local.endpoints[worker]
         self._outputs = local.outside_inbox
         self._spec = spec
         self._channels = channels
@@ -68,6 +73,7 @@ class RankEndpoint:
         self._stages = len(spec.placement)
         self._outbox: dict[Address, tuple[Sequence[Tensor | None], Any]] = {}
         self._posted: dict[Address, Channel] = {}
+        self._unposted: dict[Channel, deque[Address]] = {}
         self._results: list[tuple[int, tuple[Tensor | None, ...], Any]] = []
         self._ways: dict[tuple[str, int, int], list[str]] = {}
 
@@ -88,7 +94,11 @@ class RankEndpoint:
         """See `Endpoint.receive`."""
         channel = self._posted.pop(address, None)
         if channel is None:
-            return self._own.receive(address)
+            for each, waiting in self._unposted.items():
+                self._post_known(each, waiting)
+            channel = self._posted.pop(address, None)
+            if channel is None:
+                return self._own.receive(address)
         with self._peer_group.monitor.progress.waits():
             return channel.take(address)
 
@@ -116,6 +126,12 @@ class RankEndpoint:
             for channel in self._channels.values():
                 channel.flush()
 
+    def take_undelivered(self) -> list[tuple[Address, Any]]:
+        """See `Transport.take_undelivered`; with what waits for its SEND action, addressed to another rank."""
+        outbox = list(self._outbox.items())
+        self._outbox.clear()
+        return [*self._own.take_undelivered(), *outbox]
+
     def close(self) -> None:
         """After the run: releases the stages, and after a failure the messages that were not sent."""
         self._spec = self._spec._replace(runs={})
@@ -126,15 +142,32 @@ class RankEndpoint:
         kind, source, micro_batch, target = action
         channel = self._channels[self._spec.placement[target]]
         for name in self._names(kind[-1], source, target):
-            channel.send((name, target, micro_batch), *self._outbox.pop((name, target, micro_batch)))
+            address = (name, target, micro_batch)
+            # The gradient of a skip may go another way: see `runtime/skips/`.
+            if address in self._outbox or not name.startswith("B skip "):
+                channel.send(address, *self._outbox.pop(address))
 
     def _post(self, action: Action) -> None:
         kind, target, micro_batch, source = action
         channel = self._channels[self._spec.placement[source]]
-        for name in self._names(kind[-1], source, target):
-            address = (name, target, micro_batch)
-            channel.post(address)
-            self._posted[address] = channel
+        waiting = self._unposted.setdefault(channel, deque())
+        waiting.extend([(name, target, micro_batch) for name in self._names(kind[-1], source, target)])
+        self._post_known(channel, waiting)
+
+    def _post_known(self, channel: Channel, waiting: deque[Address]) -> None:
+        """Posts receives in the order in which the other rank sends, up to one of which it is not known if it comes.
+
+        It will be known when this or a later one is needed: what the other rank sends then, it sends after the forward.
+        """
+        while waiting:
+            address = name, stage, micro_batch = waiting[0]
+            comes = self._spec.runs[stage].awaits(name, micro_batch)
+            if comes is None:
+                return
+            waiting.popleft()
+            if comes:
+                channel.post(address)
+                self._posted[address] = channel
 
     def _names(self, kind: str, source: int, target: int) -> list[str]:
         """The kinds of addresses to which values, or gradients, go from one stage to another."""
@@ -188,8 +221,8 @@ class RankEndpoint:
 def names_of_messages(kind: str, source: int, target: int, skips: Sequence[Skip]) -> list[str]:
     """The messages from one stage straight to another, in the order in which they are sent.
 
-    A skip connection may have a gradient to send where its value came another way, so there may be none in one
-    direction.
+    Values and gradients of a skip connection may go different ways. A gradient goes one of two ways if its source may
+    have returned the tensor, too, see `Skip.behind`; the names are those of both.
 
     Args:
         kind: "F" values, "B" gradients.
@@ -198,16 +231,18 @@ def names_of_messages(kind: str, source: int, target: int, skips: Sequence[Skip]
         skips: all of the pipe.
 
     Example:
-        >>> from pipework.runtime.skips.connections import Skip
+        >>> from pipework.runtime.skips.skip import Skip
         >>> places = (0, 1, 2)
         >>> names_of_messages("B", 2, 1, [Skip("a", 0, (2,), places), Skip("b", 1, (2,), places)])
-        ['B', 'B skip 1 from 2']
+        ['B', 'B skip 0', 'B skip 1']
     """
     step = 1 if kind == "F" else -1
     names = [kind] if target == source + step else []
     for number, skip in enumerate(skips):
         if kind == "F" and target in skip.later and skip.value_from(target) == source:
             names.append(f"F skip {number}")
-        if kind == "B" and source in skip.later and skip.gradient_to(source) == target:
-            names.append(f"B skip {number} from {source}")
+        if kind == "B" and source in skip.later:
+            behind = skip.behind if source == skip.later[0] else None
+            if target in (skip.gradient_to(source), behind):
+                names.append(f"B skip {number}")
     return names

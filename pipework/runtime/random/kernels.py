@@ -92,7 +92,7 @@ def _install_state_access() -> None:
 
 
 @contextlib.contextmanager
-def drawing_from(stream: RandomStream) -> Iterator[None]:
+def drawing_from(stream: RandomStream | None) -> Iterator[None]:
     """Inside, this thread draws its CPU random numbers from the stream."""
     before, thread_stream.stream = thread_stream.stream, stream
     try:

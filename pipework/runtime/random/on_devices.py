@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipework.runtime.random import kernels
+from pipework.runtime.random.streams import Key, RandomStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -146,4 +147,15 @@ def generator_given_up() -> Iterator[None]:
     """
     stream = kernels.thread_stream.stream
     with contextlib.nullcontext() if stream is None or stream.guard is None else stream.guard.given_up():
+        yield
+
+
+@contextlib.contextmanager
+def generators_left_alone(device: torch.device) -> Iterator[None]:
+    """Inside, this thread draws from a stream of its own, on the CPU and on a device, and moves no generator."""
+    kernels.install()
+    guard = None if device.type == "cpu" else GeneratorGuard(device_generator(device), moves=True)
+    stream = RandomStream(Key(0), guard)
+    with kernels.drawing_from(stream), contextlib.nullcontext() if guard is None else guard:
+        stream.enter(0, 0)
         yield

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pipework.runtime.random.on_devices import GeneratorGuard
 
 _MASK = (1 << 64) - 1
+_INSIDE = 1 << 32  # above the numbers of layers
 
 # Modules of torch.nn that draw nothing. All others (a user's class, a dropout, a module with hooks) may draw. A module
 # that is listed wrongly gets masks that cannot be reproduced; one that is missing costs a microsecond.
@@ -40,7 +41,7 @@ _NEVER_DRAW = (
     nn.Hardswish, nn.Hardsigmoid, nn.Upsample, nn.PixelShuffle, nn.PixelUnshuffle,
     nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d,
 )  # fmt: skip
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def may_draw(layer: nn.Module) -> bool:
@@ -53,7 +54,7 @@ def may_draw(layer: nn.Module) -> bool:
     for module in layer.modules():
         if torch_private.may_have_forward_hooks(module) or "forward" in module.__dict__:
             return True
-        if type(module) in _DROPOUTS:
+        if type(module) in DROPOUTS:
             if getattr(module, "p", 1) > 0:
                 return True
         elif type(module) not in _NEVER_DRAW:
@@ -141,6 +142,10 @@ class RandomStream:
             # An accelerator's fused kernels take no generator, so its default generator is seeded.
             self._seed_device(self.seed())
 
+    def enter_inside(self, number: int) -> None:
+        """Starts the stream of a module inside of a layer; see `streams_inside`."""
+        self.enter(_INSIDE + number, self._micro_batch)
+
     def seed(self) -> int:
         """The 64-bit seed of the present (key, layer, micro-batch)."""
         return mix(self.key.value(), self._layer, self._micro_batch)
@@ -153,6 +158,16 @@ class RandomStream:
             self._generator.manual_seed(self.seed())
             self._seeded = True
         return self._generator
+
+
+def streams_inside() -> Callable[[int], None] | None:
+    """Inside of a layer: what starts the stream of one of the modules in it, for the present micro-batch.
+
+    So its numbers do not depend on which modules are in the layer. It takes the number of the module, which has nothing
+    to do with those of layers. None: there is no stream.
+    """
+    stream = kernels.thread_stream.stream
+    return None if stream is None else stream.enter_inside
 
 
 def mix(key: int, layer: int, micro_batch: int) -> int:

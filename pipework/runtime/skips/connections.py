@@ -6,15 +6,10 @@ r"""Skip connections between stages: a tensor goes straight from the stage that 
 A stage treats popped tensors as further inputs and stashed tensors as further outputs: they are cut from the graph,
 kept for a recomputation, differentiated and freed like the others. This file separates them from the value and sends
 them.
-
-If several stages of one place (a process, or a device) pop, the value is sent there once, and its gradient is summed
-there as far as the order of the sum allows, see `Skip`.
 """
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipework.autograd import boundary
@@ -24,66 +19,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pipework.runtime.skips.skip import Skip
     from pipework.runtime.transport import Endpoint, Send
     from pipework.values.nested import Structure
-
-
-@dataclass(frozen=True)
-class Skip:
-    """A skip connection.
-
-    Attributes:
-        key: the name by which layers stash and pop.
-        source: the stage that stashes.
-        destinations: the stages that pop, in ascending order; the source may be among them.
-        places: of each stage of the pipe, where its tensors are: its process, or its device.
-    """
-
-    key: Hashable
-    source: int
-    destinations: tuple[int, ...]
-    places: tuple[Hashable, ...]
-
-    @property
-    def later(self) -> tuple[int, ...]:
-        """The stages that pop, without the source, whose own layers use the tensor directly."""
-        return tuple(stage for stage in self.destinations if stage != self.source)
-
-    def value_from(self, stage: int) -> int:
-        """The stage that hands the value to this one: the last one before it in the same place, else the source.
-
-        Example:
-            >>> skip = Skip("a", 0, (1, 2, 3), places=(0, 1, 0, 1))
-            >>> [skip.value_from(stage) for stage in (1, 2, 3)]
-            [0, 0, 1]
-        """
-        earlier = [each for each in self.later if each < stage and self.places[each] == self.places[stage]]
-        return earlier[-1] if earlier else self.source
-
-    def gradient_to(self, stage: int) -> int:
-        """The stage to which this one hands the gradient: the one below it that adds its own to it, else the source.
-
-        Autograd sums in one order, from the last stage that pops to the first, and another order gives other bits. So
-        only the gradients at the beginning of the sum can be summed before they are sent: those of the stages from the
-        last one down to the first one that is in another place.
-
-        Example:
-            >>> skip = Skip("a", 0, (1, 2, 3, 5), places=(0, 1, 0, 1, 0, 1))  # (5 + 3) is sent, then 2 and 1 are added
-            >>> [skip.gradient_to(stage) for stage in (1, 2, 3, 5)]
-            [0, 0, 0, 3]
-        """
-        for stage_below, above in reversed(list(itertools.pairwise(self.later))):
-            if self.places[stage_below] != self.places[self.later[-1]]:
-                break
-            if above == stage:
-                return stage_below
-        return self.source
-
-    @property
-    def hops(self) -> frozenset[tuple[int, int]]:
-        """The pairs of stages of which one hands the value, or the gradient, to the other; the lower stage first."""
-        values = {(self.value_from(stage), stage) for stage in self.later}
-        return frozenset(values | {(self.gradient_to(stage), stage) for stage in self.later})
 
 
 class Bundle(NamedTuple):
@@ -93,11 +31,13 @@ class Bundle(NamedTuple):
         structure: of the value.
         own: how many tensors belong to the value.
         present: for each skip whether it is a tensor; a layer may stash None.
+        same: pairs of the number of a tensor of the value and the number of a skip with the very same tensor.
     """
 
     structure: Structure | None
     own: int
     present: tuple[bool, ...]
+    same: tuple[tuple[int, int], ...] = ()
 
 
 class SkipPorts:
@@ -113,14 +53,15 @@ class SkipPorts:
         numbered = list(enumerate(skips))
         self._incoming = [(n, skip) for n, skip in numbered if stage in skip.later]
         self._outgoing = [(n, skip) for n, skip in numbered if stage == skip.source and skip.later]
-        # Names of the gradients that later stages hand to this one, in the order of their sum.
-        self._summands = {
-            n: [f"B skip {n} from {each}" for each in reversed(skip.later) if skip.gradient_to(each) == stage]
-            for n, skip in (*self._incoming, *self._outgoing)
-        }
+        self._popped_next = [(n, skip) for n, skip in self._incoming if stage + 1 in skip.later]
+        # Of those that later stages pop, too: the place among the incoming ones, and the number.
+        self._continued = [(at, n) for at, (n, skip) in enumerate(self._incoming) if stage < skip.later[-1]]
+        self.may_be_passed = any(stage == skip.behind for skip in skips)
         self.touched = any(stage == skip.source or stage in skip.destinations for skip in skips)
         self._present_in: dict[int, tuple[bool, ...]] = {}
-        self._present_out: dict[int, tuple[bool, ...]] = {}
+        self._same: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._behind: dict[int, frozenset[int]] = {}  # the popped skips whose gradients go behind the source
+        self._awaited: dict[int, tuple[int | None, ...]] = {}
 
     def connect(self, endpoint: Endpoint) -> None:
         """Prepares for one run of the worker."""
@@ -133,30 +74,107 @@ class SkipPorts:
         self._senders = [senders(n, skip) for n, skip in self._outgoing]
         self._senders_on = [senders(n, skip) for n, skip in self._incoming]
         self._gradient_senders: list[Send] = [
-            endpoint.sender(f"B skip {n} from {self._stage}", skip.gradient_to(self._stage))
-            for n, skip in self._incoming
+            endpoint.sender(f"B skip {n}", skip.gradient_to(self._stage)) for n, skip in self._incoming
         ]
+        self._senders_behind: dict[int, Send] = {
+            n: endpoint.sender(f"B skip {n}", skip.behind)
+            for n, skip in self._incoming
+            if skip.behind is not None and skip.later[0] == self._stage
+        }
 
     def receive(
         self, micro_batch: int, leaves: tuple[Tensor, ...], structure: Structure | None
     ) -> tuple[tuple[Tensor, ...], Bundle]:
         """Waits for the tensors that the stage pops, hands them on, and appends them to its inputs."""
         skips: list[Tensor] = []
-        present = []
+        present, behind = [], []
         for (n, _), senders in zip(self._incoming, self._senders_on, strict=True):
-            tensors, _ = self._receive((f"F skip {n}", self._stage, micro_batch))
+            tensors, is_behind = self._receive((f"F skip {n}", self._stage, micro_batch))
             _hand_on(senders, micro_batch, tensors)
             skips += tensors
             present.append(bool(tensors))
-        self._present_in[micro_batch] = tuple(present)
+            if is_behind:
+                behind.append(n)
+        self._present_in[micro_batch], self._behind[micro_batch] = tuple(present), frozenset(behind)
         return leaves + tuple(skips), Bundle(structure, len(leaves), tuple(present))
 
-    def send(self, micro_batch: int, tensors: Sequence[Tensor], present: tuple[bool, ...]) -> None:
+    def send(self, micro_batch: int, tensors: Sequence[Tensor], bundle: Bundle) -> None:
         """Sends the stashed tensors on their ways to the stages that pop them."""
-        self._present_out[micro_batch] = present
         remaining = iter(tensors)
-        for senders, is_tensor in zip(self._senders, present, strict=True):
-            _hand_on(senders, micro_batch, (next(remaining),) if is_tensor else ())
+        returned = {n for _, n in bundle.same}
+        awaited = []
+        for (n, skip), senders, is_tensor in zip(self._outgoing, self._senders, bundle.present, strict=True):
+            is_behind = n in returned and skip.behind is not None
+            _hand_on(senders, micro_batch, (next(remaining),) if is_tensor else (), is_behind=is_behind)
+            if is_tensor:
+                awaited.append(n)
+        if self._continued:
+            present = self._present_in[micro_batch]
+            awaited += [n for at, n in self._continued if present[at]]
+        self.await_gradients(micro_batch, [None if n in returned else n for n in awaited] if returned else awaited)
+
+    def await_gradients(self, micro_batch: int, own: Sequence[int | None] = ()) -> None:
+        """After a forward: notes which gradients will come.
+
+        Args:
+            micro_batch: its number.
+            own: the skips that the stage has stashed, then those of `continued`. None: the gradient is a part of that
+                of the value that the stage has returned.
+        """
+        self._awaited[micro_batch] = (*own, *[n for _, n in self.passed(micro_batch)]) if self._same else tuple(own)
+
+    def awaits(self, name: str, micro_batch: int) -> bool | None:
+        """Whether a message of this name will come; None: it is known only after the forward."""
+        if not name.startswith("B skip "):
+            return True
+        if micro_batch not in self._awaited:
+            return None
+        n = int(name.removeprefix("B skip "))
+        return n in self._awaited[micro_batch]
+
+    def note_same(self, micro_batch: int, same: tuple[tuple[int, int], ...]) -> None:
+        """Notes which tensors of the value that has come are the tensors of skips."""
+        self._same[micro_batch] = same
+
+    def passed(self, micro_batch: int) -> list[tuple[int, int]]:
+        """Those of them that this stage does not pop, but later ones do."""
+        if micro_batch not in self._same:
+            return []
+        popped = [n for n, _ in self._incoming]
+        return [(number, n) for number, n in self._same[micro_batch] if n not in popped]
+
+    def entered(
+        self, micro_batch: int, leaves: Sequence[Tensor], aliases: Sequence[Tensor], present: tuple[bool, ...]
+    ) -> list[Tensor]:
+        """For each popped tensor what the layers get: that of the value if it is the same, else an alias.
+
+        Args:
+            micro_batch: its number.
+            leaves: the popped ones.
+            aliases: what the layers get as the value.
+            present: see `Bundle`.
+        """
+        if micro_batch not in self._same:
+            return list(map(boundary.enter, leaves))
+        number_of = {n: number for number, n in self._same[micro_batch]}
+        return [
+            aliases[number_of[n]] if n in number_of else boundary.enter(leaf)
+            for n, leaf in zip(self.popped(present), leaves, strict=True)
+        ]
+
+    def bundle(
+        self, structure: Structure | None, outputs: Sequence[Tensor], tracker: StageTracker
+    ) -> tuple[tuple[Tensor, ...], Bundle]:
+        """The stashed tensors, and what describes them and the outputs of the layers together."""
+        if not (self._outgoing or self._popped_next):
+            return (), Bundle(structure, len(outputs), ())
+        stashed = tracker.outgoing()
+        own = {id(output): number for number, output in enumerate(outputs)}
+        leaving = [(n, tensor) for (n, _), tensor in zip(self._outgoing, stashed, strict=True)]
+        leaving += [(n, tracker.load(skip.key)) for n, skip in self._popped_next]
+        same = tuple([(own[id(tensor)], n) for n, tensor in leaving if tensor is not None and id(tensor) in own])
+        is_tensor = tuple([tensor is not None for tensor in stashed])
+        return tuple([t for t in stashed if t is not None]), Bundle(structure, len(outputs), is_tensor, same)
 
     def stashed(self, tensors: Sequence[Tensor], present: tuple[bool, ...]) -> list[tuple[int, Tensor]]:
         """The stashed tensors, each with the number of its skip."""
@@ -167,28 +185,37 @@ class SkipPorts:
         """The numbers of the skips of the popped tensors."""
         return [n for (n, _), is_tensor in zip(self._incoming, present, strict=True) if is_tensor]
 
+    def continued(self, aliases: Sequence[Tensor], present: tuple[bool, ...]) -> list[Tensor]:
+        """The aliases of popped tensors that later stages pop, too."""
+        if not self._continued:
+            return []
+        remaining = iter(aliases)
+        tensors = [next(remaining) if is_tensor else None for is_tensor in present]
+        return [tensor for at, _ in self._continued if (tensor := tensors[at]) is not None]
+
     def receive_gradients(self, micro_batch: int) -> tuple[Tensor | None, ...]:
-        """Waits for the gradients of stashed tensors: sums over the stages that popped them, the last first."""
-        present = self._present_out[micro_batch]
-        sums = [self._received_sum(n, micro_batch) for n, _ in self._outgoing]
-        return tuple([total for total, is_tensor in zip(sums, present, strict=True) if is_tensor])
+        """Waits for the sums over later stages.
+
+        Returns:
+            The gradients of stashed tensors, of `continued`, and of `passed`.
+        """
+        return tuple([None if n is None else self._gradient(n, micro_batch) for n in self._awaited[micro_batch]])
+
+    def _gradient(self, n: int, micro_batch: int) -> Tensor | None:
+        (gradient,), _ = self._receive((f"B skip {n}", self._stage, micro_batch))
+        return gradient  # type: ignore[no-any-return]
 
     def send_gradients(self, micro_batch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Sends the gradients of popped tensors towards the stages that stashed them. Returns those of the value."""
-        present = self._present_in[micro_batch]
+        present, behind = self._present_in[micro_batch], self._behind[micro_batch]
+        with_value = {n for _, n in self._same[micro_batch]} if micro_batch in self._same else ()
         own = len(gradients) - sum(present)
         remaining = iter(gradients[own:])
         for (n, _), send, is_tensor in zip(self._incoming, self._gradient_senders, present, strict=True):
-            total = _sum(self._received_sum(n, micro_batch), next(remaining) if is_tensor else None)
-            send(micro_batch, (total,), None)
+            gradient = next(remaining) if is_tensor else None
+            if is_tensor and n not in with_value:
+                (self._senders_behind[n] if n in behind else send)(micro_batch, (gradient,), None)
         return gradients[:own]
-
-    def _received_sum(self, n: int, micro_batch: int) -> Tensor | None:
-        """The sum of the gradients that later stages hand to this one."""
-        total: Tensor | None = None
-        for name in self._summands[n]:
-            total = _sum(total, *self._receive((name, self._stage, micro_batch))[0])
-        return total
 
     def tracker(self, aliases: Sequence[Tensor], present: tuple[bool, ...]) -> StageTracker:
         """The tracker for the stage's layers while they run on one micro-batch."""
@@ -200,14 +227,18 @@ class SkipPorts:
         return StageTracker(popped, [skip.key for _, skip in self._outgoing])
 
 
-def _hand_on(senders: Sequence[Send], micro_batch: int, tensors: Sequence[Tensor]) -> None:
-    """Sends a skip's tensor to other stages, to each as a leaf of its own; no tensors: None was stashed."""
+def _hand_on(senders: Sequence[Send], micro_batch: int, tensors: Sequence[Tensor], *, is_behind: bool = False) -> None:
+    """Sends a skip's tensor to other stages, to each as a leaf of its own; no tensors: None was stashed.
+
+    Args:
+        senders: to these stages, the first one first.
+        micro_batch: its number.
+        tensors: one or none.
+        is_behind: whether the first stage that pops hands the gradient to `Skip.behind`.
+    """
     for send in senders:
-        send(micro_batch, tuple(map(boundary.cut, tensors)), None)
-
-
-def _sum(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    return part if total is None else total if part is None else total + part
+        send(micro_batch, tuple(map(boundary.cut, tensors)), 1 if is_behind else None)
+        is_behind = False
 
 
 class StageTracker:

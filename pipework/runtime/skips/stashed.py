@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipework.runtime.skips.connections import Skip
+    from pipework.runtime.skips.skip import Skip
     from pipework.values.nested import Structure
 
 
@@ -29,11 +29,13 @@ class Stashed(NamedTuple):
 
     Attributes:
         structure: of the value.
-        which: pairs of the number of a tensor and the number of its skip.
+        which: pairs of the number of a tensor and the number of a skip with which it shares memory.
+        same: likewise, where it is the very tensor of the skip, so that their gradients are added up in one place.
     """
 
     structure: Structure | None
     which: tuple[tuple[int, int], ...]
+    same: tuple[tuple[int, int], ...] = ()
 
 
 class Arrived(NamedTuple):
@@ -87,18 +89,17 @@ class StashedTensors:
             if skip in self._further or (skip in self._popped_elsewhere and leaf.requires_grad)
         ]
 
-    def refuse_overwritten(self, arrived: Sequence[Arrived], copies: Sequence[Tensor] = ()) -> None:
+    def refuse_overwritten(self, arrived: Sequence[Arrived]) -> None:
         """Checks the stashed inputs after the layers have run.
 
         Args:
             arrived: the stashed inputs.
-            copies: copies of all inputs, if the layers ran on copies.
 
         Raises:
             RuntimeError: the layers have changed one of them in place.
         """
-        for n, skip, tensor, version in arrived:
-            if _version(tensor) != version or (copies and _version(copies[n])):
+        for _, skip, tensor, version in arrived:
+            if _version(tensor) != version:
                 key, source = self._skips[skip].key, self._skips[skip].source
                 name = key[1] if isinstance(key, tuple) else key
                 if skip in self._further:
@@ -116,6 +117,7 @@ class StashedTensors:
         outputs: Sequence[Tensor],
         arrived: Sequence[Arrived],
         stashed: Sequence[tuple[int, Tensor]],
+        same: tuple[tuple[int, int], ...] = (),
     ) -> Structure | Stashed | None:
         """The structure of the stage's outputs, with a mark for each that shares memory with a skip.
 
@@ -124,6 +126,7 @@ class StashedTensors:
             outputs: the tensors for the next stage.
             arrived: the stashed tensors among the inputs.
             stashed: by the stage itself, each with the number of its skip.
+            same: see `Stashed`.
         """
         tensors = [*((each.skip, each.tensor) for each in arrived), *stashed]
         which = [
@@ -133,7 +136,7 @@ class StashedTensors:
             for n, output in enumerate(outputs)
             if _share_memory(tensor, output)
         ]
-        return Stashed(structure, tuple(which)) if which else structure
+        return Stashed(structure, tuple(which), same) if which or same else structure
 
 
 def _version(tensor: Tensor) -> int:

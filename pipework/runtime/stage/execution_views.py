@@ -1,7 +1,8 @@
 """Execution views: shallow copies of modules that several stages run.
 
 Two workers that put their aliases into one module object would replace each other's. A view is a shallow copy of the
-module tree with the same buffers, hooks and attributes, but dictionaries of its own.
+module tree with the same buffers, hooks and attributes, but dictionaries of its own. Modules inside of which nothing is
+shared are not copied: what `torch.compile` made for a module runs that module, and not its copy.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 from pipework import torch_private
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
 
 class View:
@@ -23,10 +24,15 @@ class View:
 
     Its copies and their dictionaries stay the same objects: more than one mini-batch may be in flight, and each refers
     to the dictionaries into which it puts its aliases.
+
+    Args:
+        layer: of one stage.
+        shared: the identities of modules that other stages run, too; None: all.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, shared: Collection[int] | None = None) -> None:
         self._layer = layer
+        self._shared = shared
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
         self._build()
         self.refresh()
@@ -45,6 +51,8 @@ class View:
                 mine.update(theirs)  # type: ignore[arg-type]
             if (forward := original.__dict__.get("forward")) is not None and hasattr(forward, "__func__"):
                 copy.__dict__["forward"] = MethodType(forward.__func__, copy)
+            if torch_private.is_compiled(original):
+                torch_private.run_uncompiled(copy)
         self._remember()
 
     def hand_back(self) -> None:
@@ -65,16 +73,24 @@ class View:
         earlier = {id(original): copy for original, copy in self._pairs}
         modules = list(self._layer.modules())
         self._tree = [id(module) for module in modules]
+        modules = self._copied(modules)
         self._pairs = [
             (module, earlier[id(module)] if id(module) in earlier else _empty_copy(module)) for module in modules
         ]
         copies = {id(original): copy for original, copy in self._pairs}
         for original, copy in self._pairs:
             copy._modules.clear()
-            copy._modules.update(
-                {name: None if child is None else copies[id(child)] for name, child in original._modules.items()}
-            )
+            copy._modules.update({name: copies.get(id(child), child) for name, child in original._modules.items()})
         self.module = copies[id(self._layer)]
+
+    def _copied(self, modules: list[nn.Module]) -> list[nn.Module]:
+        """Those that are shared, all inside of them, also what was put there later, and all around them."""
+        shared = self._shared
+        if shared is None:
+            return modules
+        roots = [module for module in modules if identity(module) in shared]
+        inside = {id(module) for root in roots for module in root.modules()}
+        return [module for module in modules if any(id(each) in inside for each in module.modules())]
 
 
 def _changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
@@ -82,32 +98,48 @@ def _changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
 
 
 def _empty_copy(module: nn.Module) -> nn.Module:
-    copy = module.__class__.__new__(module.__class__)
+    kind = type(module)  # a stand-in says that its class is another
+    copy = kind.__new__(kind)
     copy.__dict__.update(_modules={}, _buffers={}, _parameters={})
+    for name in getattr(kind, "__slots__", ()):  # the name of a unit
+        if hasattr(module, name):
+            object.__setattr__(copy, name, getattr(module, name))
     return copy
 
 
+def identity(module: nn.Module) -> int:
+    """Tells modules apart by what they hold: a module and its twin in a part of a model have one dictionary."""
+    return id(vars(module))
+
+
 def shared_modules(stages: Sequence[Iterable[nn.Module]]) -> set[int]:
-    """The ids of all modules that are reached from more than one stage."""
+    """The identities of all modules that are reached from more than one stage."""
     reached: Counter[int] = Counter()
     for layers in stages:
-        reached.update({id(module) for layer in layers for module in layer.modules()})
+        reached.update({identity(module) for layer in layers for module in layer.modules()})
     return {identity for identity, count in reached.items() if count > 1}
 
 
-def refuse_shared_statistics(stages: Sequence[Iterable[nn.Module]]) -> None:
+def refuse_shared_statistics(stages: Sequence[nn.Sequential]) -> None:
     """Raises a ValueError if two stages would update the statistics of one norm, in no fixed order."""
-    shared = shared_modules(stages)
+    found: dict[int, tuple[nn.Module, list[list[str]]]] = {}
     for layers in stages:
-        for layer in layers:
-            for name, module in layer.named_modules():
-                norm = isinstance(module, torch_private.StatisticsNorm) and module.track_running_stats
-                if norm and id(module) in shared:
-                    raise ValueError(
-                        f"{type(module).__name__} {name!r} is used in two partitions, which would update its running "
-                        "statistics at the same time; put them into one partition by another balance, use "
-                        "two norms, or track_running_stats=False"
-                    )
+        here: dict[int, list[str]] = {}
+        for name, layer in layers.named_children():
+            for path, module in layer.named_modules(prefix=name):
+                if isinstance(module, torch_private.StatisticsNorm) and module.track_running_stats:
+                    here.setdefault(identity(module), []).append(path)
+                    found.setdefault(identity(module), (module, []))
+        for each, paths in here.items():
+            found[each][1].append(paths)
+    for norm, places in found.values():
+        if len(places) > 1:
+            names = " and ".join(repr(paths[0]) for paths in places)
+            raise ValueError(
+                f"one {type(norm).__name__} is used in {len(places)} partitions, as {names}, which would update its "
+                "running statistics at the same time; put them into one partition by another balance, use "
+                "a norm for each, or track_running_stats=False"
+            )
 
 
 def execution_layers(layers: Sequence[nn.Module], shared: set[int]) -> tuple[list[nn.Module], list[View]]:
@@ -115,8 +147,8 @@ def execution_layers(layers: Sequence[nn.Module], shared: set[int]) -> tuple[lis
     views: dict[int, View] = {}
     runnable = []
     for layer in layers:
-        if any(id(module) in shared for module in layer.modules()):
-            view = views.setdefault(id(layer), View(layer))
+        if any(identity(module) in shared for module in layer.modules()):
+            view = views.setdefault(id(layer), View(layer, shared))
             runnable.append(view.module)
         else:
             runnable.append(layer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from pipework import torch_private
@@ -127,4 +126,5 @@ class InPlaceChanges:
 
 def _memory(tensor: Tensor) -> object:
     """Equal for tensors of which one may be changed with the other."""
-    return torch_private.storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided else id(tensor)
+    key = torch_private.memory_key(tensor)
+    return id(tensor) if key is None else key

@@ -15,6 +15,7 @@ from pipework.values import nested
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pipework.runtime.stage.loss_sample import LossSample
     from pipework.values.nested import Structure
 
 
@@ -25,23 +26,26 @@ class InnerLoss:
     Attributes:
         function: from output and target to the loss; None: the last layer takes the target as its last positional
             argument and returns the loss.
-        weights: the factor of each micro-batch's loss; None: none has one.
-        scale: gradients carry this factor, so that small ones survive in float16.
+        weights: the factor of each micro-batch's loss; None: none has one. A tensor is on the device of the loss: the
+            caller's stream computes it, and the host may not know its value yet.
+        scale: gradients carry this factor, so that small ones survive in float16; a tensor as for a weight.
         keeps_output: whether the output is returned with the loss.
         micro_batches: how many there are.
+        sample: keeps what the function gets and gives; None: not in this mini-batch.
     """
 
     function: Callable[[Any, Any], Tensor] | None
-    weights: tuple[float, ...] | None = None
-    scale: float = 1.0
+    weights: tuple[float | Tensor, ...] | None = None
+    scale: float | Tensor = 1.0
     keeps_output: bool = False
     micro_batches: int = 1
+    sample: LossSample | None = None
 
     @cached_property
     def counted(self) -> frozenset[int]:
-        """The micro-batches whose loss has a weight other than 0."""
-        numbers = range(self.micro_batches)
-        return frozenset([n for n in numbers if self.weights is None or self.weights[n]])
+        """The micro-batches whose loss has a weight other than 0, as far as is known without waiting for a device."""
+        weights = self.weights or (1.0,) * self.micro_batches
+        return frozenset([n for n, weight in enumerate(weights) if isinstance(weight, Tensor) or weight])
 
     @property
     def source(self) -> str:
@@ -53,8 +57,10 @@ class InnerLoss:
         """The name of the function, for messages."""
         return getattr(self.function, "__name__", None) or type(self.function).__name__
 
-    def scale_in(self, dtype: torch.dtype) -> float:
+    def scale_in(self, dtype: torch.dtype) -> float | Tensor:
         """The scale, rounded to the dtype of the loss."""
+        if isinstance(self.scale, Tensor):
+            return self.scale.to(dtype)
         return torch.full((), self.scale, dtype=dtype, device="cpu").item()
 
     def part(self, value: Any, micro_batch: int) -> Tensor:
@@ -73,6 +79,8 @@ class InnerLoss:
         if self.weights is None:
             return value
         weight = self.weights[micro_batch]
+        if isinstance(weight, Tensor):
+            return torch.where(weight == 0, 0.0, _times(value, weight))
         # A weight of 0 gives 0: the mean over no element is NaN, and so is 0 x NaN.
         return value * weight if weight else value.new_zeros(())
 
@@ -105,13 +113,26 @@ class InnerLoss:
         return (part, *(tensor.detach() for tensor in tensors)), structure
 
 
-def mean_weights(amounts: Sequence[float]) -> tuple[float, ...]:
+def _times(loss: Tensor, weight: Tensor) -> Tensor:
+    """The product that a number would give: it is not rounded to 16 bits before it multiplies."""
+    wide = torch.promote_types(loss.dtype, torch.float32)
+    return (loss.to(wide) * weight.to(wide)).to(loss.dtype)
+
+
+def mean_weights(amounts: Sequence[float] | Tensor) -> tuple[float | Tensor, ...]:
     """Each micro-batch's share in a mean; NaN if the amounts sum to 0, as for every mean over nothing.
+
+    Args:
+        amounts: how much each micro-batch counts; a tensor stays on its device.
 
     Example:
         >>> mean_weights([3, 1])
         (0.75, 0.25)
     """
+    if isinstance(amounts, Tensor):
+        # Not every device has float64. Integers below 2^24 give the same share if they are divided in float32.
+        wide = amounts.to(torch.float32 if amounts.device.type == "mps" else torch.float64)
+        return (wide / wide.sum()).unbind()
     total = sum(amounts)
     return tuple([amount / total if total else math.nan for amount in amounts])
 

@@ -52,10 +52,17 @@ class LossRun:
         """The tensors of a target that is kept."""
         return self.targets[micro_batch][0]
 
+    def clear(self) -> None:
+        """Drops every tensor."""
+        self.targets.clear()
+        if self._loss.sample is not None:
+            self._loss.sample.take()
+
     def begin(self, loss: Tensor) -> None:
         """Makes the seed."""
         if self.seed is None:
-            self.seed = loss.new_full((), self._loss.scale)
+            scale = self._loss.scale
+            self.seed = loss.new_empty(()).copy_(scale) if isinstance(scale, Tensor) else loss.new_full((), scale)
 
     def outputs(
         self, output: Any, micro_batch: int, enter_stream: Callable[[int, int], None] | None, *, grad: bool
@@ -72,6 +79,8 @@ class LossRun:
         if loss.function is not None:
             if enter_stream is not None:
                 enter_stream(self._stage.layers[-1].number + 1, micro_batch)
+            if loss.sample is not None:
+                loss.sample.keep(micro_batch, output, self.targets[micro_batch])
             try:
                 value = loss.function(output, self.targets[micro_batch][1])
             except BaseException as error:
@@ -80,7 +89,10 @@ class LossRun:
                 raise
         if grad and isinstance(value, Tensor) and not value.requires_grad and self._stage.training:
             self._see_detached(output, micro_batch)
-        return loss.outputs(output, loss.part(value, micro_batch))
+        part = loss.part(value, micro_batch)
+        if loss.sample is not None:
+            loss.sample.gave(micro_batch, value)
+        return loss.outputs(output, part)
 
     def _see_detached(self, output: Any, micro_batch: int) -> None:
         """Raises a RuntimeError if no micro-batch's loss has a graph, although there is something to train."""

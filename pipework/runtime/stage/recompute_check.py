@@ -63,9 +63,10 @@ class RecomputeCheck:
         if len(kept) != len(outputs) or not all(map(_same, kept, outputs)):
             raise RuntimeError(
                 f"{place} gave another output when it was recomputed for its backward, so gradients would be wrong: a "
-                "layer draws random numbers that cannot be drawn again (Python's random, numpy, a torch.Generator of "
-                "its own), or changes a state in its forward, such as a counter. Draw with torch.rand without "
-                "generator=, change state only if not pipework.is_recomputing(), or use checkpoint='never'"
+                "layer (or loss_fn, in the last stage) draws random numbers that cannot be drawn again (Python's "
+                "random, numpy, a torch.Generator of its own), or changes a state in its forward, such as a counter; "
+                "or the input was overwritten through .data or numpy. Draw with torch.rand without generator=, change "
+                "state only if not pipework.is_recomputing(), or use checkpoint='never'"
             )
 
     def clear(self) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
+from pipework.autograd.stray_gradients import StrayGradients
 from pipework.runtime.skips.stashed import StashedTensors
 from pipework.runtime.stage.buffers import MutableBuffers
 from pipework.runtime.stage.execution_views import execution_layers
 from pipework.runtime.stage.recompute_check import MINI_BATCHES
 from pipework.runtime.stage.returned import layer_text
+from pipework.runtime.stage.untrainable import doubtful_modules, refuse_shared_scripts
+from pipework.spot_checks import is_checked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipework.model.tuples import TupleRule
     from pipework.runtime.device import WorkerDevice
-    from pipework.runtime.skips.connections import Skip
+    from pipework.runtime.skips.skip import Skip
 
 
 class Layer(NamedTuple):
@@ -37,7 +41,7 @@ class Stage:
         layers: the user's layers in order, with their names.
         first_number: of the first of them in the un-partitioned module.
         device: where the stage's worker computes.
-        shared: ids of the modules that other stages run, too.
+        shared: identities of the modules that other stages run, too.
         shares_output: whether the next stage reads the memory of this one's outputs until after its own backward.
         skips: all skip connections of the pipe.
         tuples: how a tuple reaches a layer.
@@ -65,6 +69,8 @@ class Stage:
         self.stashed = StashedTensors(index, skips)
         self.device = device
         self.shares_output = shares_output
+        self.doubtful = doubtful_modules(layers)  # see `refuse_untrainable`
+        refuse_shared_scripts(self.doubtful, shared)
         names = [name for name, _ in layers]
         runnable, self._views = execution_layers([layer for _, layer in layers], shared)
         self.layers = [
@@ -80,6 +86,7 @@ class Stage:
         # By the id of a parameter, whether its gradient is deferred to W; see WeightGradientStore.
         self.deferred: dict[int, bool] = {}
         self.recompute_looks = iter(range(MINI_BATCHES))
+        self._differentiated = itertools.count()
         self.buffers = MutableBuffers(runnable if loss is None else [*runnable, loss])
 
     @property
@@ -91,6 +98,10 @@ class Stage:
         """The layer before that with a number, as messages call it; None: there is none."""
         place = number - self.layers[0].number
         return layer_text(self.layers[place - 1].name, self.layers[place - 1].module) if place else self._before
+
+    def stray_gradients(self) -> StrayGradients | None:
+        """What refuses gradients from outside of the pipe in the next mini-batch with gradients; None: nothing does."""
+        return StrayGradients(self) if is_checked(next(self._differentiated)) else None
 
     def refresh(self) -> None:
         """Updates the views of modules that the user has changed."""

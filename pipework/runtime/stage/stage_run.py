@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge
 from pipework import torch_private
 from pipework.autograd import boundary, hidden_parameters
 from pipework.autograd.aliases import Aliases
+from pipework.autograd.stray_gradients import explain_freed_graph
 from pipework.autograd.weight_split.store import WeightGradientStore
 from pipework.runtime.failure import add_note
 from pipework.runtime.random.streams import function_may_draw, may_draw
@@ -36,6 +37,7 @@ from pipework.runtime.stage.loss_run import LossRun
 from pipework.runtime.stage.recompute_check import RecomputeCheck
 from pipework.runtime.stage.recompute_phase import checkpointing, recomputing
 from pipework.runtime.stage.returned import layer_text, note_returned
+from pipework.runtime.stage.untrainable import refuse_untrainable
 from pipework.values import nested
 
 if TYPE_CHECKING:
@@ -80,6 +82,8 @@ class StageRun:
         self._context = context
         self._grad = context.grad
         self._checkpointed = checkpointed if context.grad and stage.training else frozenset[int]()
+        if stage.doubtful and context.grad:
+            refuse_untrainable(stage.doubtful, recomputes=bool(self._checkpointed))
         self._inputs: dict[int, tuple[tuple[Tensor, ...], Around, Snapshot, list[int]]] = {}
         self._graphs: dict[int, tuple[tuple[Tensor, ...], tuple[Root, ...]]] = {}
         self._in_place = InPlaceChanges(stage, own_leaves if stage.index == 0 else frozenset(), batch)
@@ -91,8 +95,10 @@ class StageRun:
         stage.refresh()
         self.draws = any(map(may_draw, stage.modules)) or (loss is not None and function_may_draw(loss.function))
         defers = splits and context.grad and torch_private.can_defer
-        self._weight_store = WeightGradientStore(stage.deferred) if defers else None
-        self.aliases = Aliases(stage.modules if context.grad else (), self._weight_store)
+        self._stray = stage.stray_gradients() if context.grad else None
+        new_queue = list if self._stray is None else self._stray.new_queue
+        self._weight_store = WeightGradientStore(stage.deferred, new_queue) if defers else None
+        self.aliases = Aliases(stage.modules if context.grad else (), self._weight_store, self._stray)
         if not self.aliases.any_deferrable:
             self._weight_store = None
         self._loss = None if loss is None else LossRun(loss, stage, trains=bool(self.aliases.leaves))
@@ -101,7 +107,9 @@ class StageRun:
         self.meter: MemoryMeter | None = None
         self.tied: TiedGradients | None = None
         ports = SkipPorts(stage.index, stage.skips)
+        self._ports, self._passes = ports, ports.may_be_passed
         self._skips = ports if ports.touched else None
+        self._entered: tuple[Root, ...] = ()  # the popped tensors to whose gradients later stages add first
         self._stashed = stage.stashed
 
     def connect(
@@ -129,8 +137,8 @@ class StageRun:
         self._enter_stream = None if stream is None else stream.enter
         guard = None if stream is None else stream.guard
         self._guard = contextlib.nullcontext() if guard is None else guard
-        if self._skips is not None:
-            self._skips.connect(endpoint)
+        if self._skips is not None or self._passes:
+            self._ports.connect(endpoint)
         self._watched = not (self.meter is None and guard is None and self._skips is None)
         self._started = started
         self._retain_graph = retain_graph
@@ -148,6 +156,8 @@ class StageRun:
         leaves, structure = self._receive(action[:3])
         arrived: list[Arrived] = []
         if isinstance(structure, Stashed):
+            if structure.same:
+                self._ports.note_same(micro_batch, structure.same)
             arrived, structure = arrived_tensors(leaves, structure), structure.structure
         if self._skips is not None:
             leaves, structure = self._skips.receive(micro_batch, leaves, structure)
@@ -177,12 +187,15 @@ class StageRun:
         if self.meter is not None:
             self.meter.sending(outputs)
         if self._skips is not None:
-            structure, own, present = structure
-            self._skips.send(micro_batch, outputs[own:], present)
+            structure, own, present, same = bundle = structure
+            self._skips.send(micro_batch, outputs[own:], bundle)
             outputs, own_stashed = outputs[:own], self._skips.stashed(outputs[own:], present)
-            structure = self._stashed.around(structure, outputs, arrived, own_stashed)
-        elif arrived:
-            structure = self._stashed.around(structure, outputs, arrived, ())
+            structure = self._stashed.around(structure, outputs, arrived, own_stashed, same)
+        else:
+            if self._passes:
+                self._ports.await_gradients(micro_batch)
+            if arrived:
+                structure = self._stashed.around(structure, outputs, arrived, ())
         self._send_output(micro_batch, outputs, structure)
 
     def recompute(self, action: Action) -> None:
@@ -195,7 +208,7 @@ class StageRun:
         again = self._retain_graph
         leaves, structure, buffers, versions = self._inputs[micro_batch] if again else self._inputs.pop(micro_batch)
         # A stage that changes its input in place has run on copies. The caller's micro-batches share a version counter.
-        untouched = self._in_place.found or versions == list(map(torch_private.version, leaves))
+        untouched = self._in_place.found or versions == list(map(_version, leaves))
         if not untouched or self._parameter_versions != self.aliases.versions:
             raise RuntimeError(
                 f"an input or a parameter of stage {self._index} has been modified by an inplace operation since its "
@@ -216,12 +229,20 @@ class StageRun:
 
     def backward(self, action: Action) -> None:
         """B: differentiates one micro-batch, adds to the parameters' gradients, sends the input's gradient."""
-        self._differentiate(action)
-        self._end_backward(action.micro_batch)
+        try:
+            self._differentiate(action)
+            self._end_backward(action.micro_batch)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
 
     def input_gradient(self, action: Action) -> None:
         """I: as B, but defers the gradients of parameters to W where possible."""
-        self._differentiate(action)
+        try:
+            self._differentiate(action)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
         if self.meter is not None and not self._retain_graph:
             waiting = () if self._weight_store is None else self._weight_store.kept(action.micro_batch)
             self.meter.waiting(self._index, action.micro_batch, waiting)
@@ -230,7 +251,17 @@ class StageRun:
         """W: computes the deferred gradients, and adds them to the parameters' gradients."""
         if self._started is not None:
             self._started()
-        self._end_backward(action.micro_batch)
+        try:
+            self._end_backward(action.micro_batch)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Adds a note to PyTorch's error for a graph that was freed by another backward."""
+        text = explain_freed_graph(error, self._stage)
+        if text is not None:
+            add_note(error, text)
 
     def _end_backward(self, micro_batch: int) -> None:
         if self._weight_store is not None:
@@ -248,8 +279,8 @@ class StageRun:
         """Runs autograd for one micro-batch, and sends the input's gradient."""
         micro_batch = action.micro_batch
         gradients = self._received_gradients(action)
-        if self._skips is not None:
-            gradients += self._skips.receive_gradients(micro_batch)
+        if self._skips is not None or self._passes:
+            gradients += self._ports.receive_gradients(micro_batch)
         if self._started is not None:
             self._started()
         leaves, roots = self._graphs[micro_batch] if self._retain_graph else self._graphs.pop(micro_batch)
@@ -294,10 +325,26 @@ class StageRun:
         _, roots = self._graphs[action.micro_batch]
         return self._loss.seed, *[None] * (len(roots) - 1)
 
+    def awaits(self, name: str, micro_batch: int) -> bool | None:
+        """Whether a message of this name will come; see `SkipPorts.awaits`."""
+        return self._ports.awaits(name, micro_batch)
+
+    def held(self) -> dict[int, tuple[tuple[Tensor, ...], list[Any], list[Tensor]]]:
+        """By micro-batch in flight: its inputs, where its graph begins if there is one, and what waits for its W."""
+        store = self._weight_store
+        waiting = {} if store is None else {n: kept for n in store.micro_batches if (kept := store.kept(n))}
+        held: dict[int, tuple[tuple[Tensor, ...], list[Any], list[Tensor]]] = {}
+        for n in sorted({*self._inputs, *self._graphs, *waiting}):
+            leaves, roots = self._graphs.get(n, ((), ()))
+            if n in self._inputs:
+                leaves = (*self._inputs[n][0], *self._inputs[n][2].tensors)
+            held[n] = leaves, list(roots), waiting.get(n, [])
+        return held
+
     def clear(self) -> None:
         """Drops every tensor, after a failure: the traceback refers to this object."""
         if self._loss is not None:
-            self._loss.targets.clear()
+            self._loss.clear()
         self._inputs.clear()
         self._graphs.clear()
         self._recompute_check.clear()
@@ -318,27 +365,40 @@ class StageRun:
         buffers = self._stage.buffers.snapshot()
         target = () if self._loss is None else self._loss.tensors(micro_batch)
         of_target = list(map(_version, target))
-        unknown, kept = self._in_place.found is None, list(map(torch_private.version, leaves))
+        unknown, kept = self._in_place.found is None, list(map(_version, leaves))
         own = self._in_place.inputs_of_first_pass(leaves)
-        versions = list(map(torch_private.version, own))
+        versions = list(map(_version, own))
         arrived[:] = [each._replace(tensor=own[each.number], version=versions[each.number]) for each in arrived]
         with checkpointing():
             outputs, structure_out = self._compute(own, structure, micro_batch)
+            if self._stray is not None:
+                self._stray.watch(own)  # a layer may keep a tensor of this graph, too
             if not self._inspected:
                 self._inspect(own, outputs)
-        self._recompute_check.keep(micro_batch, outputs)
+        self._entered = ()
         if of_target != list(map(_version, target)):
             raise RuntimeError(
                 "the loss changed its target in place, and checkpointing needs the target again. Clone it in the loss, "
                 "or use checkpoint='never'"
             )
-        self._inputs[micro_batch] = leaves, structure, self._stage.buffers.learn(buffers), kept
+        snapshot = self._stage.buffers.learn(buffers)
+        if self._is_frozen(outputs):
+            self._graphs[micro_batch] = leaves, (None,) * len(outputs)  # no R: there is nothing to differentiate
+        else:
+            self._inputs[micro_batch] = leaves, structure, snapshot, kept
+            self._recompute_check.keep(micro_batch, outputs)
         if self._in_place.see_first_pass(own, versions, outputs, is_first=unknown):
             self._stashed.refuse_overwritten(arrived)
             self._in_place.refuse_overlap(leaves)
         if self.meter is not None:
-            self.meter.checkpointed(self._index, micro_batch, [*leaves, *self._inputs[micro_batch][2].tensors])
+            self.meter.checkpointed(self._index, micro_batch, [*leaves, *snapshot.tensors])
         return outputs, structure_out
+
+    def _is_frozen(self, outputs: tuple[Tensor, ...]) -> bool:
+        """Whether no gradient will reach this stage for a micro-batch, so that it need not be computed again."""
+        if self._loss is not None or self._skips is not None or self._passes:
+            return False
+        return not any(output.requires_grad for output in outputs)
 
     def _compute(
         self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
@@ -355,36 +415,46 @@ class StageRun:
         self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
     ) -> tuple[tuple[Tensor, ...], Around]:
         if not self._watched:
-            return self._run_layers(leaves, structure, micro_batch)
+            return self._run_layers(leaves, self._enter(leaves, micro_batch), structure, micro_batch)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._guard)
             if self.meter is not None:
                 target = () if self._loss is None else self._loss.tensors(micro_batch)
                 stack.enter_context(self.meter.measuring(self._index, micro_batch, leaves, target))
             if self._skips is None:
-                return self._run_layers(leaves, structure, micro_batch)
+                return self._run_layers(leaves, self._enter(leaves, micro_batch), structure, micro_batch)
             return self._run_layers_with_skips(self._skips, leaves, structure, micro_batch)
 
     def _run_layers_with_skips(
         self, skips: SkipPorts, leaves: tuple[Tensor, ...], bundle: Bundle, micro_batch: int
     ) -> tuple[tuple[Tensor, ...], Bundle]:
         """Runs the layers of a stage that pops inputs or stashes outputs."""
-        popped = leaves[bundle.own :]
-        aliases = [boundary.enter(leaf) for leaf in popped]
+        value, popped = leaves[: bundle.own], leaves[bundle.own :]
+        of_value = self._enter(value, micro_batch)
+        aliases = skips.entered(micro_batch, popped, of_value, bundle.present)
+        self._entered = tuple(map(_edge, skips.continued(aliases, bundle.present))) + self._entered
         tracker = skips.tracker(aliases, bundle.present)
         with skip_tracker.using(tracker):
-            outputs, structure = self._run_layers(leaves[: bundle.own], bundle.structure, micro_batch)
-        self._in_place.see(popped, aliases)
-        stashed = tracker.outgoing()
-        present = tuple([tensor is not None for tensor in stashed])
-        return outputs + tuple([t for t in stashed if t is not None]), Bundle(structure, len(outputs), present)
+            outputs, structure = self._run_layers(value, of_value, bundle.structure, micro_batch)
+        # Changes of a tensor that is the value, too, were seen with the value.
+        apart = [pair for pair in zip(popped, aliases, strict=True) if not any(pair[1] is each for each in of_value)]
+        self._in_place.see([leaf for leaf, _ in apart], [alias for _, alias in apart])
+        stashed, bundle = skips.bundle(structure, outputs, tracker)
+        return outputs + stashed, bundle
 
-    def _run_layers(
-        self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
-    ) -> tuple[tuple[Tensor, ...], Around]:
+    def _enter(self, leaves: tuple[Tensor, ...], micro_batch: int) -> tuple[Tensor, ...]:
+        """What the layers get instead of the value's leaves, also where later stages begin their gradients."""
         aliases = leaves
         if self._in_place.found is not False:
             aliases = self._in_place.aliases(leaves, recomputed=micro_batch in self._checkpointed)
+        self._entered = ()
+        if self._passes:
+            self._entered = tuple([_edge(aliases[number]) for number, _ in self._ports.passed(micro_batch)])
+        return aliases
+
+    def _run_layers(
+        self, leaves: tuple[Tensor, ...], aliases: tuple[Tensor, ...], structure: Around, micro_batch: int
+    ) -> tuple[tuple[Tensor, ...], Around]:
         value = aliases[0] if structure is None else nested.unflatten(aliases, structure)
         if self._loss is not None and not self._loss.trains:
             self._loss.trains = any(leaf.requires_grad for leaf in leaves)
@@ -417,14 +487,21 @@ class StageRun:
         if aliases is not leaves:
             self._in_place.see(leaves, aliases)
         if self._loss is None:
-            return nested.flatten(value)
+            try:
+                return nested.flatten(value)
+            except TypeError as error:
+                add_note(error, f"returned by {self._stage.before(self._layers[-1].number + 1)}")
+                raise
         return self._loss.outputs(value, micro_batch, enter_stream, grad=self._grad)
 
     def _keep_graph(self, micro_batch: int, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         """Keeps the leaves and the roots of the graph for B, but not the outputs' memory."""
         if not self._inspected:
             self._inspect(leaves, outputs)
-        self._graphs[micro_batch] = leaves, tuple(map(_itself if self._stage.shares_output else _edge, outputs))
+        if self._stray is not None:
+            self._stray.watch(leaves)
+        roots = tuple(map(_itself if self._stage.shares_output else _edge, outputs))
+        self._graphs[micro_batch] = leaves, roots + self._entered
 
     def _inspect(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         if not any(output.requires_grad for output in outputs):

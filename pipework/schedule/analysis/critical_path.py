@@ -8,44 +8,53 @@ from pipework.schedule.edges import counterpart
 from pipework.schedule.schedule import Schedule
 
 
-def critical_path(schedule: Schedule, ended: Run) -> tuple[Action, ...]:
+def critical_path(schedule: Schedule, ended: Run) -> tuple[tuple[int, int], ...]:
     """Follow causes back from the action that ends last.
 
     Returns:
-        Computations, transfers and reductions in order of time.
+        The worker of each action of the path and its position in the worker's order: computations, transfers and
+        reductions in order of time.
 
     Example:
         >>> from pipework.schedule import Costs, fill_drain
         >>> from pipework.schedule.analysis.events import run
         >>> schedule = fill_drain(2, 2)
-        >>> [str(action) for action in critical_path(schedule, run(schedule, Costs().spread(2)))]
+        >>> path = critical_path(schedule, run(schedule, Costs().spread(2)))
+        >>> [str(schedule.orders[worker][position]) for worker, position in path]
         ['0F0', '1F0', '1F1', '1B0', '0B0', '0B1']
     """
-    place = {
-        action: (worker, position)
-        for worker, order in enumerate(schedule.orders)
-        for position, action in enumerate(order)
-    }
-    last = max(
-        (where for action, where in place.items() if action.kind not in ("UNSHARD", "RESHARD")),
-        key=lambda where: (ended.times[where[0]][where[1]][1], where[1]),
-    )
     path = []
-    where: tuple[int, int] | None = last
+    where: tuple[int, int] | None = _last(schedule, ended)
     while where is not None:
+        path.append(where)
         worker, position = where
         action = schedule.orders[worker][position]
-        path.append(action)
         cause = ended.cause(action, worker, position)
         if action.peer >= 0 and cause is not None and cause in (action, counterpart(action)):
-            worker, position = place[cause]  # the side that was posted last, after the computation before it
+            worker, position = _place(schedule, cause)  # the side that was posted last, after the computation before it
             cause = None
-        if cause is None:
-            where = _computation_before(schedule, worker, position)
-        else:
-            # The product of a B has the name of an I.
-            where = place.get(cause) or place[Action("B", cause.stage, cause.micro_batch)]
+        where = _computation_before(schedule, worker, position) if cause is None else _place(schedule, cause)
     return tuple(reversed(path))
+
+
+def _last(schedule: Schedule, ended: Run) -> tuple[int, int]:
+    """The place of the action that ends last."""
+    ends = (
+        (end, position, -worker)
+        for worker, (order, times) in enumerate(zip(schedule.orders, ended.ends, strict=True))
+        for position, (action, end) in enumerate(zip(order, times, strict=True))
+        if action[0] not in ("UNSHARD", "RESHARD")
+    )
+    _, position, worker = max(ends)
+    return -worker, position
+
+
+def _place(schedule: Schedule, made: Action) -> tuple[int, int]:
+    """The worker and position of an action, or of what makes a product."""
+    worker = schedule.placement[made.stage]
+    order = schedule.orders[worker]
+    # The product of a B has the name of an I.
+    return worker, order.index(made if made in order else Action("B", made.stage, made.micro_batch))
 
 
 def _computation_before(schedule: Schedule, worker: int, position: int) -> tuple[int, int] | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from typing import Final
 
 from pipework.schedule.action import Action
 from pipework.schedule.costs import StageCosts
-from pipework.schedule.edges import recomputed
 from pipework.schedule.schedule import Schedule
 
 SLACK: Final = 1 + 1e-9
@@ -18,16 +18,25 @@ Row = list[tuple[float, float]]
 """For each action of an order: the worker's peak during it, and the memory of its micro-batch on its stage after it."""
 
 
-def rows(schedule: Schedule, costs: StageCosts) -> list[Row]:
-    """The memory of each worker during and after each of its actions.
+def rows(schedule: Schedule, costs: StageCosts) -> Iterator[Row]:
+    """The memory of each worker during and after each of its actions; each row is made when it is asked for.
+
+    Args:
+        schedule: a schedule that can be executed.
+        costs: the memory of each stage.
 
     Example:
         >>> from pipework.schedule import Costs, fill_drain
-        >>> rows(fill_drain(1, 2), Costs().spread(1))[0]
+        >>> next(rows(fill_drain(1, 2), Costs().spread(1)))
         [(1.0, 1.0), (2.0, 1.0), (2.0, 0.0), (1.0, 0.0)]
     """
-    checkpointed = recomputed(schedule)
-    return [_row(order, costs, checkpointed, inference=schedule.inference) for order in schedule.orders]
+    for worker in range(schedule.workers):
+        yield list(zip(*amounts(schedule, worker, costs), strict=True))
+
+
+def amounts(schedule: Schedule, worker: int, costs: StageCosts) -> tuple[array[float], array[float]]:
+    """The same as :func:`rows` for one worker, as two arrays."""
+    return _amounts(schedule, schedule.orders[worker], costs)
 
 
 def stage_peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
@@ -35,10 +44,8 @@ def stage_peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     own: list[list[Action]] = [[] for _ in schedule.placement]
     for order in schedule.orders:
         for action in order:
-            own[action.stage].append(action)
-    checkpointed = recomputed(schedule)
-    held = (_row(order, costs, checkpointed, inference=schedule.inference) for order in own)
-    return tuple(max((most for most, _ in each), default=0.0) for each in held)
+            own[action[1]].append(action)
+    return tuple(max(_amounts(schedule, each, costs)[0], default=0.0) for each in own)
 
 
 def each_limit(memory_limit: float | Sequence[float] | None, workers: int) -> tuple[float, ...]:
@@ -86,28 +93,58 @@ def exceeds(amount: float, limit: float) -> bool:
     return amount > limit * SLACK
 
 
-def _row(order: Iterable[Action], costs: StageCosts, checkpointed: Set[tuple[int, int]], *, inference: bool) -> Row:
-    held: dict[tuple[int, int], float] = {}
+def _amounts(schedule: Schedule, order: Sequence[Action], costs: StageCosts) -> tuple[array[float], array[float]]:
+    # The memory of each micro-batch on each stage; 0 if there is none.
+    amounts = {stage: [0.0] * schedule.micro_batches for stage in {action[1] for action in order}}
+    checkpointed = _checkpointed(order) if "R" in schedule.kinds else {}
+    inference = schedule.inference
     activation, small, waiting = costs.activation, costs.checkpoint_activation, costs.waiting
-    total = 0.0
-    row: Row = []
+    total, count = 0.0, 0  # of micro-batches that hold memory
+    row, after_each = array("d"), array("d")
+    add_most, add_held = row.append, after_each.append
     for kind, stage, micro_batch, _ in order:
-        key = (stage, micro_batch)
+        held = amounts[stage]
         most = total
-        if kind in ("F", "R"):
-            before = held.get(key, 0.0)
-            after = small[stage] if kind == "F" and key in checkpointed else activation[stage]
-            held[key] = after
-            # A checkpointed forward holds its graph until it ends.
-            most = total - before + max(after, activation[stage])
+        after = 0.0
+        if kind == "F":
+            after = activation[stage]
+            most = total + after
+            if checkpointed and micro_batch in checkpointed.get(stage, ()):
+                # A checkpointed forward holds its graph until it ends.
+                after = small[stage]
+                most = total + max(after, activation[stage])
+            if inference:  # frees activations after each forward
+                after = 0.0
+            else:
+                total += after
+                count += 1
+                held[micro_batch] = after
+        elif kind == "I":  # the weight half needs fewer activations, but also the gradients of outputs
+            after, before = waiting[stage], held[micro_batch]
+            most += max(0.0, after - before)
             total += after - before
-        if kind == "I":  # the weight half needs fewer activations, but also the gradients of outputs
-            most += max(0.0, waiting[stage] - held[key])
-            total += waiting[stage] - held[key]
-            held[key] = waiting[stage]
-        if kind in ("B", "W") or (inference and kind == "F"):  # inference frees activations after each forward
-            total -= held.pop(key)
+            held[micro_batch] = after
+        elif kind in ("W", "B"):
+            count -= 1
             # Removes the rounding error when nothing is held.
-            total = total if held else 0.0
-        row.append((most, held.get(key, 0.0)))
-    return row
+            total = total - held[micro_batch] if count else 0.0
+            held[micro_batch] = 0.0
+        elif kind == "R":
+            after, before = activation[stage], held[micro_batch]
+            most = total - before + after
+            total += after - before
+            held[micro_batch] = after
+        elif micro_batch >= 0:
+            after = held[micro_batch]
+        add_most(most)
+        add_held(after)
+    return row, after_each
+
+
+def _checkpointed(order: Iterable[Action]) -> dict[int, set[int]]:
+    """The micro-batches that are recomputed, by stage."""
+    found: dict[int, set[int]] = {}
+    for kind, stage, micro_batch, _ in order:
+        if kind == "R":
+            found.setdefault(stage, set()).add(micro_batch)
+    return found

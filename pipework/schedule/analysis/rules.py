@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pipework.schedule.action import KINDS, Action
@@ -48,22 +48,26 @@ def ascending(schedule: Schedule) -> bool:
     """
     # B adds to the gradients of all parameters, W to those of split operators, I to the others. So micro-batches must
     # ascend along each of the chains (B, W) and (B, I) of a stage.
-    latest: dict[tuple[str, int], int] = {}
+    of_inputs, of_weights = ([-1] * schedule.stages for _ in range(2))
+    chains = {"B": (of_inputs, of_weights), "I": (of_inputs,), "W": (of_weights,)}
     for order in schedule.orders:
         for kind, stage, micro_batch, _ in order:
-            for chain in {"B": "WI", "W": "W", "I": "I"}.get(kind, ""):
-                if micro_batch < latest.get((chain, stage), -1):
+            for latest in chains.get(kind, ()):
+                if micro_batch < latest[stage]:
                     return False
-                latest[chain, stage] = micro_batch
+                latest[stage] = micro_batch
     return True
 
 
 def _complete(schedule: Schedule) -> bool:
     """Whether all computations are there once, on their workers: a fast check of the usual case."""
-    count = schedule.micro_batches
-    seen = {kind: [[0] * count for _ in schedule.placement] for kind in KINDS}
     whole: Counter[Action] = Counter()
     for worker, order in enumerate(schedule.orders):
+        # The micro-batches of each kind on each of the worker's own stages.
+        found: dict[str, dict[int, list[int]]] = {
+            kind: {stage: [] for stage in schedule.stages_of(worker)} for kind in KINDS
+        }
+        add = {kind: {stage: row.append for stage, row in rows.items()} for kind, rows in found.items()}
         for action in order:
             kind, stage, micro_batch, peer = action
             if schedule.placement[stage] != worker:
@@ -71,18 +75,21 @@ def _complete(schedule: Schedule) -> bool:
             if micro_batch < 0 or peer >= 0:
                 whole[action] += kind not in ("UNSHARD", "RESHARD")
             else:
-                seen[kind][stage][micro_batch] += 1
-    if any(number > 1 for number in whole.values()):
-        return False
-    once, never = [1] * count, [0] * count
-    for stage in range(schedule.stages):
-        forward, full, inputs, weights, recompute = (seen[kind][stage] for kind in KINDS)
-        both = never if schedule.inference else once
-        if forward != once or inputs != weights or max(recompute) > 1:
-            return False
-        if [one + other for one, other in zip(full, inputs, strict=True)] != both:
-            return False
-    return True
+                add[kind][stage](micro_batch)
+        for stage in found["F"]:
+            each = {kind: found[kind][stage] for kind in KINDS}
+            if not _stage_is_complete(each, schedule.micro_batches, inference=schedule.inference):
+                return False
+    return all(number <= 1 for number in whole.values())
+
+
+def _stage_is_complete(found: Mapping[str, list[int]], count: int, *, inference: bool) -> bool:
+    """Whether a stage has each computation once, from the micro-batches of each kind."""
+    forward, full, inputs, weights, recompute = (set(found[kind]) for kind in KINDS)
+    if sum(map(len, (forward, full, inputs, weights, recompute))) < sum(map(len, found.values())):
+        return False  # something is there twice
+    both = 0 if inference else count
+    return len(forward) == count and inputs == weights and len(full) + len(inputs) == both == len(full | inputs)
 
 
 def _misplaced(schedule: Schedule) -> Iterator[Violation]:
@@ -153,8 +160,10 @@ def _misordered(worker: int, place: dict[Action, int], transfer: Action, partner
 
 
 def _reductions(schedule: Schedule) -> Iterator[Violation]:
+    if "REDUCE_GRAD" not in schedule.kinds:
+        return
     reducing = [action.stage for order in schedule.orders for action in order if action.kind == "REDUCE_GRAD"]
-    for stage in sorted(set(range(schedule.stages)) - set(reducing)) if reducing else ():
+    for stage in sorted(set(range(schedule.stages)) - set(reducing)):
         worker, action = schedule.placement[stage], Action("REDUCE_GRAD", stage)
         yield Violation(
             worker, action, f"{action} is missing in the order of worker {worker}, but other stages have one"
@@ -171,6 +180,8 @@ def _reductions(schedule: Schedule) -> Iterator[Violation]:
 
 def _shards(schedule: Schedule) -> Iterator[Violation]:
     """If a stage's weights are gathered, it computes only between ``UNSHARD`` and ``RESHARD``."""
+    if schedule.kinds.isdisjoint(("UNSHARD", "RESHARD")):
+        return
     sharded = {action.stage for order in schedule.orders for action in order if action.kind == "UNSHARD"}
     for worker, order in enumerate(schedule.orders):
         whole: set[int] = set()

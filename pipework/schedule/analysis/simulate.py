@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from pipework.schedule.action import KINDS
+from pipework.schedule.action import KINDS, Action
 from pipework.schedule.analysis import memory
 from pipework.schedule.analysis.bounds import Bounds, lower_bounds
 from pipework.schedule.analysis.channels import Channel
 from pipework.schedule.analysis.critical_path import critical_path
 from pipework.schedule.analysis.events import Run
+from pipework.schedule.analysis.measure import Measures, measure, measures
 from pipework.schedule.analysis.validate import ValidationOptions, examine, raise_first
-from pipework.schedule.costs import Costs, checked
+from pipework.schedule.costs import Costs, StageCosts, checked
 from pipework.schedule.draw.svg import svg
 from pipework.schedule.schedule import Schedule, checked_schedule
 from pipework.schedule.timeline import Interval, Timeline
@@ -30,53 +30,84 @@ class Simulation:
     Attributes:
         schedule: the schedule.
         costs: its costs.
-        timeline: start, end and memory of every action in units of the costs, and transfers if the schedule has them or
-            the channel needs them.
         options: the options of :func:`simulate`.
         execution: the schedule that was run, which has transfers if the channel needs them, and its run.
     """
 
     schedule: Schedule
     costs: Costs
-    timeline: Timeline
     options: ValidationOptions
-    execution: tuple[Schedule, Run] = field(repr=False)
+    execution: tuple[Schedule, Run] = field(repr=False, compare=False)  # follows from the others
 
     def _repr_svg_(self) -> str:
         return svg(self.timeline)
 
     def __repr__(self) -> str:
-        return f"Simulation({self.schedule.title}: makespan {self.makespan:.4g}, bubble {100 * self.bubble:.1f} %)"
+        return f"Simulation({self.schedule.title}: makespan {self.makespan:.4g}, bubble {self.bubble:.1%})"
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Start, end and memory of every action in units of the costs, made when it is first asked for.
+
+        It has transfers if the schedule has them or the channel needs them.
+        """
+        computing: list[Interval] = []
+        communicating: list[Interval] = []
+        for worker in range(self.schedule.workers):
+            for each in self._intervals(worker):
+                (computing if each.action.kind in KINDS else communicating).append(each)
+        workers, title = self.schedule.workers, self.schedule.title
+        return Timeline(tuple(computing), workers, title=title, communication=tuple(communicating))
+
+    def _intervals(self, worker: int) -> Iterator[Interval]:
+        """The computations, transfers and reductions of a worker."""
+        executed, ended = self.execution
+        times = zip(executed.orders[worker], ended.starts[worker], ended.ends[worker], strict=True)
+        for (action, start, end), most, held in zip(
+            times, *memory.amounts(executed, worker, self._spread), strict=True
+        ):
+            if action.kind in KINDS:
+                yield Interval(worker, action, start, end, most, 0, held)
+            elif action.kind not in ("UNSHARD", "RESHARD"):
+                yield Interval(worker, action, start, end)
+
+    @cached_property
+    def _measures(self) -> Measures:
+        return measures(*self.execution, self._spread)
+
+    @cached_property
+    def _spread(self) -> StageCosts:
+        return self.costs.spread(self.schedule.stages, len(self.schedule.skips))
 
     @property
     def makespan(self) -> float:
         """End of the last action minus start of the first, over all workers."""
-        return self.timeline.makespan
+        return self._measures.makespan
 
     @property
     def span(self) -> float:
         """The longest time from a worker's first start to its last end."""
-        return self.timeline.span
+        return self._measures.span
 
     @property
     def bubble(self) -> float:
         """The idle share of workers x makespan, from 0 to 1."""
-        return self.timeline.bubble
+        return self._measures.bubble
 
     @property
     def span_bubble(self) -> float:
         """The idle share of workers x span, from 0 to 1."""
-        return self.timeline.span_bubble
+        return self._measures.span_bubble
 
     @property
     def busy(self) -> tuple[float, ...]:
         """The time that each worker computes."""
-        return tuple(map(self.timeline.busy, range(self.timeline.workers)))
+        return self._measures.busy
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
         """The peak memory of each worker's activations."""
-        return tuple(map(self.timeline.peak_memory, range(self.timeline.workers)))
+        return self._measures.peak_memory
 
     @property
     def stage_peak_memory(self) -> tuple[float, ...]:
@@ -84,13 +115,13 @@ class Simulation:
 
         The stages of one worker may reach their peaks at different times.
         """
-        return memory.stage_peaks(self.schedule, self.costs.spread(self.schedule.stages, len(self.schedule.skips)))
+        return memory.stage_peaks(self.schedule, self._spread)
 
     @cached_property
     def exposed_communication(self) -> float:
         """The time that transfers and reductions add to the makespan."""
         free = replace(self.costs, transfer=0.0, skip_transfer=0.0, reduce_gradient=0.0)
-        return self.makespan - simulate(self.schedule, free, loss_outside=self.options.loss_outside).makespan
+        return self.makespan - measure(self.schedule, free, loss_outside=self.options.loss_outside).makespan
 
     @cached_property
     def bounds(self) -> Bounds:
@@ -99,17 +130,19 @@ class Simulation:
         The memory is the given limit, or each worker's peak in this simulation. Backwards may be split if this
         schedule splits any.
         """
-        kinds = Counter((action.kind, action.stage) for order in self.schedule.orders for action in order)
-        stages = range(self.schedule.stages)
+        repeats = [0] * self.schedule.stages
+        for order in self.schedule.orders if "R" in self.schedule.kinds else ():
+            for kind, stage, _, _ in order:
+                repeats[stage] += kind == "R"
         limit = self.options.memory_limit
         return lower_bounds(
             self.schedule.placement,
             self.schedule.micro_batches,
             replace(self.costs, skip_transfer=0.0),
             memory_limit=self.peak_memory if limit is None else limit,
-            split=any(kinds["I", stage] for stage in stages),
+            split="I" in self.schedule.kinds,
             inference=self.schedule.inference,
-            recomputed=[kinds["R", stage] for stage in stages],
+            recomputed=repeats,
         )
 
     @property
@@ -129,8 +162,17 @@ class Simulation:
         A shorter step needs one of them to be shorter or to move. The path includes the transfers between workers if
         the timeline has transfers; a transfer begins when the later of its two sides is posted.
         """
-        times = {each.action: each for each in (*self.timeline.intervals, *self.timeline.communication)}
-        return tuple(times[action] for action in critical_path(*self.execution))
+        path = critical_path(*self.execution)
+        actions: dict[int, set[Action]] = {}
+        for worker, position in path:
+            actions.setdefault(worker, set()).add(self.execution[0].orders[worker][position])
+        found = {
+            each.action: each
+            for worker, own in actions.items()
+            for each in self._intervals(worker)
+            if each.action in own
+        }
+        return tuple(found[self.execution[0].orders[worker][position]] for worker, position in path)
 
 
 def simulate(
@@ -147,7 +189,8 @@ def simulate(
     ``costs.transfer``, a skip ``costs.skip_transfer``; workers compute meanwhile. Reductions of gradients run beside
     the computation, one after the other on each worker.
 
-    The time of a simulation is linear in the number of actions, transfers included.
+    The time of a simulation is linear in the number of actions, transfers included. The timeline, which has an object
+    for each action, is made when it is first asked for; :func:`measure` has the measures alone.
 
     Args:
         schedule: a valid schedule.
@@ -175,15 +218,4 @@ def simulate(
     violations, executed, ended = examine(schedule, spread, options)
     raise_first(schedule.name, violations)
     assert ended is not None  # without a run there are violations
-    computing: list[Interval] = []
-    communicating: list[Interval] = []
-    for worker, (order, row, amounts) in enumerate(
-        zip(executed.orders, ended.times, memory.rows(executed, spread), strict=True)
-    ):
-        for action, (start, end), (most, held) in zip(order, row, amounts, strict=True):
-            if action.kind in KINDS:
-                computing.append(Interval(worker, action, start, end, most, 0, held))
-            elif action.peer >= 0 or action.kind == "REDUCE_GRAD":
-                communicating.append(Interval(worker, action, start, end))
-    line = Timeline(tuple(computing), schedule.workers, title=schedule.title, communication=tuple(communicating))
-    return Simulation(schedule, costs, line.normalised(), options, (executed, ended))
+    return Simulation(schedule, costs, options, (executed, ended))

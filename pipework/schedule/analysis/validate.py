@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from pipework.schedule.action import Action
 from pipework.schedule.analysis.channels import Channel, check_channel
-from pipework.schedule.analysis.events import LOSS, Deadlock, Run, run
+from pipework.schedule.analysis.events import Deadlock, Run, run
 from pipework.schedule.analysis.memory import each_limit, exceeds, rows
+from pipework.schedule.analysis.products import LOSS
 from pipework.schedule.analysis.rules import Violation, ascending, broken
 from pipework.schedule.costs import Costs, StageCosts, checked
 from pipework.schedule.edges import counterpart
@@ -190,7 +191,7 @@ def _distance_from_cause(schedule: Schedule, ended: Run, deadlock: Deadlock) -> 
 def _has_been_sent(schedule: Schedule, ended: Run, send: Action) -> bool:
     """Whether the worker reached this action, so that the transfer waits in a queue."""
     sender = schedule.placement[send.stage]
-    return schedule.orders[sender].index(send) < len(ended.times[sender])
+    return schedule.orders[sender].index(send) < len(ended.starts[sender])
 
 
 def _over(schedule: Schedule, costs: StageCosts, limits: Sequence[float]) -> Iterator[Violation]:
@@ -238,7 +239,7 @@ def _why_not_received(schedule: Schedule, ended: Run, receive: Action, channel: 
 
 def _head(schedule: Schedule, ended: Run, worker: int, pair: tuple[int, int] | None) -> Action | None:
     """The first posted transfer of a worker that never took place; with `pair`, from that sender to that receiver."""
-    for action, (start, _) in zip(schedule.orders[worker], ended.times[worker], strict=False):
+    for action, start in zip(schedule.orders[worker], ended.starts[worker], strict=False):
         if math.isnan(start):
             send = action if action.kind.startswith("SEND") else counterpart(action)
             if pair in (None, (schedule.placement[send.stage], schedule.placement[send.peer])):

@@ -62,8 +62,8 @@ def png(
         import_module("matplotlib")
     except ImportError as error:
         raise ImportError(
-            "a PNG picture needs matplotlib, which cannot be imported: run `pip install 'pipework[plot]'`, or draw an "
-            "SVG picture"
+            "a PNG picture needs matplotlib, which cannot be imported: pip install '.[plot]' in pipework's checkout, "
+            "or draw an SVG picture"
         ) from error
     shapes = list(_shapes(picture, {}, _Letters()))
     return _painted(shapes, float(picture.attrib["width"]), float(picture.attrib["height"]), scale)

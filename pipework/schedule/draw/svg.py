@@ -110,9 +110,9 @@ def _plot_width(lines: Sequence[Timeline], cell: float) -> float:
 
 
 def _head(line: Timeline, y: float, longest: float) -> tuple[str, float]:
-    facts = [f"bubble {100 * line.bubble:.1f} %", f"makespan {time_text(line.makespan, line.unit, longest)}"]
+    facts = [f"bubble {line.bubble:.1%}", f"makespan {time_text(line.makespan, line.unit, longest)}"]
     if line.makespan - line.span > 1e-6 * line.makespan:
-        facts.insert(1, f"of the span {time_text(line.span, line.unit, longest)}: {100 * line.span_bubble:.1f} %")
+        facts.insert(1, f"of the span {time_text(line.span, line.unit, longest)}: {line.span_bubble:.1%}")
     if line.knows_memory:
         facts.append(f"peak memory {memory_text(_peak([line]), line.memory_unit)}")
     marks = []

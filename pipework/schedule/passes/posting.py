@@ -90,7 +90,7 @@ class _Execution:
                     computing[worker].append(position)
                 if kind in "FBI":
                     at["F" if kind == "F" else "B"][stage][micro_batch] = position
-        self._starts = [[timed.times[worker][n][0] for n in row] for worker, row in enumerate(computing)]
+        self._starts = [[timed.starts[worker][n] for n in row] for worker, row in enumerate(computing)]
         # Transfers before a computation come right after the computation before it.
         self._begins = [[0, *(position + 1 for position in row)] for row in computing]
         self.placement = schedule.placement
@@ -98,10 +98,10 @@ class _Execution:
         self.sent: list[_Sent] = []
         for route in crossings(schedule):
             kind, source, target, _ = route
-            times = timed.times[schedule.placement[source]]
+            ends = timed.ends[schedule.placement[source]]
             made, used = at[kind][source], at[kind][target]
             for micro_batch, (before, behind) in enumerate(zip(made, used, strict=True)):
-                self.sent.append(_Sent(times[before][1], route, micro_batch, before, behind))
+                self.sent.append(_Sent(ends[before], route, micro_batch, before, behind))
         # Messages of the same time may have any order, if it is the same for all workers.
         self.sent.sort(key=itemgetter(0))
 

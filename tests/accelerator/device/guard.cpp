@@ -66,7 +66,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(device == -1 || device == stream.device_index(), "the event belongs to sim:", static_cast<int>(device),
                 ", the stream to sim:", static_cast<int>(stream.device_index()));
     counters.count("events_recorded");
-    if (*event == nullptr) *event = new Event{nullptr, flag == c10::EventFlag::BACKEND_DEFAULT};
+    if (*event == nullptr) {
+      counters.count("events_made");
+      *event = new Event{nullptr, flag == c10::EventFlag::BACKEND_DEFAULT};
+    }
     std::lock_guard guard(launching);
     static_cast<Event*>(*event)->mark = put_mark(stream_of(stream));
   }

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from pipework import PipeSequential, WithDevice
+from pipework.assignment.devices import Machine
 from pipework.compat.adapter import refuse_shared_parameters
 from pipework.compat.sync import Pipe
 from pipework.compat.sync.partitions import Group, group, merged
-from pipework.planning.devices import Machine
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -21,9 +21,9 @@ class Rank:
 
     def __init__(self, store: HashStore, rank: int) -> None:
         up, down = (group_of(store, name, (0, 1), rank) for name in ("up", "down"))
-        channel = Channel(1 - rank, *((up, down) if rank == 0 else (down, up)))
+        channels = {1 - rank: Channel(1 - rank, *((up, down) if rank == 0 else (down, up)))}
         self.parameter = nn.Parameter(torch.full((2,), float(rank)))
-        self.tied = TiedParameters([Tied(self.parameter, STAGES)], PLACEMENT, rank, {1 - rank: channel})
+        self.tied = TiedParameters([Tied(self.parameter, STAGES, "0.weight")], PLACEMENT, rank, channels, [4, 7])
         self.runs: Any = {
             stage: SimpleNamespace(aliases=SimpleNamespace(parameters=[self.parameter], leaves=[torch.zeros(2)]))
             for stage in STAGES
@@ -63,6 +63,7 @@ def test_all_copies_get_the_value_of_the_first_stage(ranks: list[Rank]) -> None:
 
 
 def test_gradients_are_added_from_the_last_stage_to_the_first(ranks: list[Rank]) -> None:
+    on_both(ranks, "share_values")
     gradients = [torch.tensor([1e8, 1.0]), torch.tensor([-1e8, 2.0]), torch.tensor([1.0, 4.0])]
     for stage, gradient in enumerate(gradients):
         ranks[PLACEMENT[stage]].leaf(stage).grad = gradient.clone()
@@ -77,14 +78,45 @@ def test_gradients_are_added_from_the_last_stage_to_the_first(ranks: list[Rank])
 
 
 def test_without_any_gradient_there_is_none(ranks: list[Rank]) -> None:
+    on_both(ranks, "share_values")
     ranks[1].leaf(1).grad = None
     assert on_both(ranks, "add_up", "runs") == [None, None]
     assert [ranks[PLACEMENT[stage]].leaf(stage).grad for stage in STAGES] == [None] * 3
 
 
 def test_a_parameter_that_is_frozen_on_one_rank(ranks: list[Rank]) -> None:
+    on_both(ranks, "share_values")
     ranks[1].runs[1].aliases.parameters.clear()
     ranks[1].runs[1].aliases.leaves.clear()
     for error in on_both(ranks, "add_up", "runs"):
         assert isinstance(error, ValueError)
         assert "stages 0, 1, 2 share is trained in 0, 2 and not in 1" in str(error)
+
+
+@pytest.mark.parametrize("factor", [1 + 2**-20, 1.001])
+def test_copies_that_have_drifted_apart(ranks: list[Rank], factor: float) -> None:
+    """Another rounding of two processors is no error; other settings of two optimizers are."""
+    with torch.no_grad():
+        for each in ranks:
+            each.parameter.copy_(torch.tensor([3.0, float("nan")]))
+        ranks[1].parameter.mul_(factor)
+    for error in on_both(ranks, "add_up", "runs"):
+        if factor < 1.0001:
+            assert error is None
+        else:
+            assert isinstance(error, ValueError)
+            assert "the copies of the tied parameter '0.weight' (stages 0, 1, 2) have different values on rank" in str(
+                error
+            )
+            assert {"4", "7"} <= {*str(error).replace(",", "").split()}
+
+
+def test_copies_are_compared_in_the_first_steps_and_now_and_then_later(ranks: list[Rank]) -> None:
+    on_both(ranks, "share_values")
+    noticed = []
+    for step in range(1, 65):
+        with torch.no_grad():
+            ranks[1].parameter.fill_(float(step not in (1, 4)))  # in these, the copies are the same
+        if any(on_both(ranks, "add_up", "runs")):
+            noticed.append(step)
+    assert noticed == [2, 3, 32, 64]

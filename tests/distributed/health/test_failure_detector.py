@@ -4,6 +4,7 @@ import pytest
 
 from pipework.distributed.health.detection_times import DetectionTimes
 from pipework.distributed.health.failure_detector import FailureDetector
+from pipework.distributed.health.process_calls import ProcessPlace
 from pipework.distributed.health.status import Beat, Call, describe_action
 
 TIMES = DetectionTimes(beat=0.5, detect=10.0, poll=0.1, join=60.0, action_timeout=None)
@@ -36,7 +37,7 @@ def test_silence_is_a_failure_after_detect() -> None:
 @pytest.mark.parametrize(
     ("call", "place"),
     [
-        (Call(), "last seen before its first call"),
+        (Call(), "last seen by a heartbeat from before its first call; they come every 0.5 s"),
         (CALL, "last action: F of stage 1, micro-batch 0"),
         (CALL.ended(), "last seen between calls, after its 1st training step"),
         (CALL.ended().begun("training step").ended(), "last seen between calls, after its 2nd training step"),
@@ -150,3 +151,35 @@ def test_all_entered() -> None:
     detector.check(0.0, {1: beat(1), 2: beat(1, call=second)}, CALL)
     assert detector.all_entered(1)
     assert not detector.all_entered(2)
+
+
+HERE, THERE = ProcessPlace(2, {1: 4, 2: 5}), ProcessPlace(1, {1: 5, 2: 4})
+
+
+def test_two_heartbeats_in_another_pipe() -> None:
+    detector = make_detector()
+    for number in (1, 1, 2):
+        assert detector.check(0.0, {1: beat(number)._replace(place=THERE if number > 1 else HERE)}, CALL, HERE) is None
+    assert detector.check(0.0, {1: beat(2)._replace(place=THERE)}, CALL, HERE) is None
+    failure = detector.check(0.0, {1: beat(3)._replace(place=THERE)}, CALL, HERE)
+    assert failure is not None
+    assert failure.kind == "disagreement"
+    assert failure.text == (
+        "rank 0 waits in call 5 of pipe 2, and rank 1 in call 5 of pipe 1, which rank 0 has not begun (pipes are "
+        "numbered in the order in which they were made): call all pipes in the same order on all ranks"
+    )
+
+
+def test_the_last_heartbeat_of_a_rank_that_left_another_pipe() -> None:
+    failure = make_detector().check(0.0, {1: beat(2, left=True, call=Call())._replace(place=THERE)}, CALL, HERE)
+    assert failure is not None
+    assert "and rank 1 in call 5 of pipe 1" in failure.text
+
+
+def test_who_has_gone_on_is_in_no_other_pipe() -> None:
+    detector = make_detector()
+    detector.check(0.0, {1: beat(1)._replace(place=THERE)}, CALL, HERE)
+    detector.check(0.0, {1: beat(2)._replace(place=HERE)}, CALL, HERE)
+    detector.check(0.0, {1: beat(3)._replace(place=THERE)}, CALL, HERE)
+    assert detector.check(0.0, {1: beat(4)._replace(place=THERE)}, CALL.ended(), HERE) is None
+    assert detector.check(0.0, {1: beat(5)._replace(place=THERE)}, CALL, HERE) is None

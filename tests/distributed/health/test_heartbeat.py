@@ -7,6 +7,7 @@ from torch.distributed import HashStore
 
 from pipework.distributed.health.detection_times import DetectionTimes
 from pipework.distributed.health.heartbeat import Heartbeat
+from pipework.distributed.health.process_calls import ProcessCalls, ProcessPlace
 from pipework.distributed.health.progress import Progress
 from pipework.distributed.health.status import PeerFailure, read_beat
 from pipework.distributed.health.store_client import StoreClient
@@ -17,7 +18,16 @@ def heartbeats(count: int) -> list[Heartbeat]:
     times = DetectionTimes(beat=0.1, detect=2.0, poll=0.05, join=60.0, action_timeout=None)
     names = [f"rank {rank}" for rank in range(count)]
     return [
-        Heartbeat(StoreClient(store), rank, names, Progress(), times, lambda: None, hosts_store=False)
+        Heartbeat(
+            StoreClient(store),
+            rank,
+            names,
+            Progress(),
+            times,
+            lambda: None,
+            ProcessCalls().of_pipe(1),
+            hosts_store=False,
+        )
         for rank in range(count)
     ]
 
@@ -34,6 +44,19 @@ def test_each_heartbeat_has_another_number() -> None:
     assert not second.detector.has_seen_all
     second._check_others()
     assert second.detector.has_seen_all
+
+
+@pytest.mark.parametrize(("kind", "pipe"), [("disagreement", 1), ("lost", 0)])
+def test_the_last_heartbeat_says_in_which_call_of_all_pipes_the_ranks_disagreed(kind: str, pipe: int) -> None:
+    first, second = heartbeats(2)
+    first.begin_call("training step")
+    first.set_failure(PeerFailure(1, kind, "text"))
+    first.end_call()
+    first._publish_beat(left=True)
+    beat = read_beat(second._client.read("heartbeat/0"))
+    assert beat is not None
+    assert not beat.call.inside
+    assert beat.place == ProcessPlace(pipe, {1: 1})
 
 
 def test_messages_are_read_only_after_a_change() -> None:

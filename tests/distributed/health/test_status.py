@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from pipework.distributed.health.process_calls import ProcessPlace
 from pipework.distributed.health.status import (
     KINDS,
     Beat,
@@ -18,7 +19,8 @@ from pipework.distributed.health.status import (
     write_failure,
 )
 
-BEAT = Beat(7, True, Call().begun("training step").ended(), "F of stage 0", 4711, "node0", "ValueError: no")
+CALL = Call().begun("training step").ended()
+BEAT = Beat(7, True, CALL, "F of stage 0", 4711, "node0", "ValueError: no", ProcessPlace(2, {1: 0, 2: 3}))
 
 
 def changed(original: str, /, **values: Any) -> bytes:
@@ -37,7 +39,16 @@ def test_a_failure_is_read_as_it_was_written(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"number": -1}, {"number": True}, {"number": 2**63}, {"call": None}, {"action": 3}, {"pid": "1"}, {"host": []}],
+    [
+        {"number": -1},
+        {"number": True},
+        {"number": 2**63},
+        {"call": None},
+        {"action": 3},
+        {"pid": "1"},
+        {"host": []},
+        {"place": []},
+    ],
 )
 def test_a_heartbeat_with_one_wrong_field_is_ignored(values: dict[str, Any]) -> None:
     assert read_beat(changed(write_beat(BEAT), **values)) is None

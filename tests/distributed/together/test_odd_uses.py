@@ -553,3 +553,25 @@ def clip_without_workers(mesh: Mesh) -> None:
 def test_an_engine_that_cannot_be_made_is_reported(start: Callable[..., Any]) -> None:
     for ended in start(2, clip_without_workers).ended():
         assert ended.code == 0, ended.errors
+
+
+class TakesAll(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("all of it")
+
+
+def run_out_of_memory(mesh: Mesh) -> list[str]:
+    layers = nn.Sequential(nn.Linear(4, 4), TakesAll(4, 4))
+    pipe = Pipe(layers, 2, "never", balance=[1, 1], loss_fn=nn.functional.mse_loss, mesh=mesh)
+    with pytest.raises(MemoryError if mesh.rank == 1 else PipelineError) as caught:
+        pipe(torch.ones(4, 4), target=torch.ones(4, 4))
+    return list(getattr(caught.value, "__notes__", ()))
+
+
+def test_a_rank_without_memory_says_what_its_own_stages_hold(on_ranks: Run) -> None:
+    _, notes = on_ranks(2, run_out_of_memory)
+    (held,) = [note for note in notes if "memory of the stages" in note]
+    heading, columns, row = held.splitlines()
+    assert "out of memory on cpu in action F of stage 1, micro-batch 0" in heading
+    assert (columns.split()[0], row.split()[:4]) == ("stage", ["1", "cpu", "80", "B"])
+    assert any("made without mesh=" in note for note in notes)

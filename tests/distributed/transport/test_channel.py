@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from pipework.distributed.mesh import group_of
-from pipework.distributed.transport import header
 from pipework.distributed.transport.channel import Channel, LostConnectionError
 from pipework.distributed.transport.device_channel import DeviceChannel
+from pipework.values import tensor_form
 from tests.helpers import in_threads
 
 ADDRESSES = [("F", 1, 0), ("F skip 0", 3, 0), ("F", 1, 1)]
@@ -30,7 +30,7 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
     store, sides = HashStore(), [None, None]
     device_channel = request.param == "device_channel"
     if device_channel:
-        monkeypatch.setattr(header, "lies_on_accelerator", lambda tensor: tensor.dtype is torch.float32)
+        monkeypatch.setattr(tensor_form, "lies_on_accelerator", lambda tensor: tensor.dtype is torch.float32)
 
     def join(rank: int) -> None:
         groups = [group_of(store, name, (0, 1), rank) for name in ("up", "down", "up there", "down there")]

@@ -8,7 +8,7 @@ from torch.distributed import HashStore
 
 from pipework.distributed.mesh import group_of
 from pipework.distributed.transport.device_channel import DeviceChannel
-from pipework.distributed.transport.header import TensorForm
+from pipework.values.tensor_form import TensorForm
 
 
 @pytest.fixture

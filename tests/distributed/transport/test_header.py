@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from pipework.distributed.transport import header
 from pipework.runtime.skips.stashed import Stashed
 from pipework.torch_private import ALIGNMENT
-from pipework.values import nested
+from pipework.values import nested, tensor_form
 
 Point = namedtuple("Point", "x y")
 
@@ -177,9 +177,9 @@ def test_a_registered_class_survives_with_what_it_was_registered_to_remember() -
 def test_forms_and_numbers_around_survive() -> None:
     description = header.describe((tensor, None, other), 2**70)
     assert description.forms == (
-        header.TensorForm(torch.float32, (2,), True),
+        tensor_form.TensorForm(torch.float32, (2,), True),
         None,
-        header.TensorForm(torch.int64, (3, 4), False),
+        tensor_form.TensorForm(torch.int64, (3, 4), False),
     )
     assert header.decode(header.encode(description)) == description
     assert header.decode(header.encode(header.describe((), None))) == header.describe((), None)
@@ -191,7 +191,7 @@ def moved(given: Tensor) -> Tensor:
     assert form is not None
     assert form.fits(given.detach().requires_grad_(given.requires_grad))
     room = form.room()
-    return form.tensor(room.copy_(header.memory_of(given).view(room.shape)))
+    return form.tensor(room.copy_(tensor_form.memory_of(given).view(room.shape)))
 
 
 def aligned_alike(one: Tensor, other: Tensor) -> bool:
@@ -238,7 +238,7 @@ def test_a_view_that_is_not_its_memory_arrives_as_what_it_shows(view: Tensor, se
     arrived = moved(view)
     assert torch.equal(arrived, view)
     assert arrived.stride() == view.stride()
-    assert header.memory_of(view).numel() == sent  # no element twice, and no gaps
+    assert tensor_form.memory_of(view).numel() == sent  # no element twice, and no gaps
 
 
 def test_channels_last_arrives_as_such() -> None:
@@ -383,11 +383,14 @@ def test_which_tensors_were_stashed_travels(value: Any) -> None:
     assert description.fits(tensors, Stashed(structure, ((0, 3),)))
     assert not description.fits(tensors, structure)
     assert not description.fits(tensors, Stashed(structure, ((0, 2),)))
+    same = header.describe(tensors, Stashed(structure, ((0, 3),), ((0, 3),)))
+    assert header.decode(header.encode(same)) == same
+    assert not description.fits(tensors, same.around)
 
 
-def stashed(which: Any, around: Any = None) -> bytes:
+def stashed(which: Any, around: Any = None, same: Any = ()) -> bytes:
     form = ["torch.float32", [1], False]
-    return json.dumps({"forms": [form], "around": {"stashed": which, "around": around}}).encode()
+    return json.dumps({"forms": [form], "around": {"stashed": which, "same": same, "around": around}}).encode()
 
 
 def around(value: Any) -> bytes:
@@ -482,7 +485,8 @@ NODE = "pipework.values.nested:DataclassNode"
         around(dataclass(f"{HERE}:Options", __class__=1)), around(dataclass(f"{HERE}:Options", rate=PLACE)),
         around(dataclass("builtins:int")), around({"$": "dataclass", "items": []}),
         stashed([[1, 0]]), stashed([[0, -1]]), stashed([[0]]), stashed([0]), stashed([[0, True]]), stashed({}),
-        stashed([[0, 0]], 5), stashed([[0, 0]], {"stashed": [], "around": None}),
+        stashed([[0, 0]], 5), stashed([[0, 0]], {"stashed": [], "same": [], "around": None}),
+        stashed([], same=[[1, 0]]), stashed([], same=[0]), stashed([], same=None),
     ],
     ids=lambda data: repr(data[-60:]),
 )  # fmt: skip

@@ -11,8 +11,8 @@ from torch.distributed import HashStore
 
 from pipework.distributed.mesh import group_of
 from pipework.distributed.transport.channel import Channel
-from pipework.distributed.transport.header import TensorForm
 from pipework.distributed.transport.packet import Packet, Packets, fits_in_packet
+from pipework.values.tensor_form import TensorForm
 
 LARGE = 2**15  # numbers, more than what is copied into a packet
 ADDRESS = ("F", 1, 0)

@@ -4,11 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipework.runtime.skips.connections import Skip, SkipPorts
+from pipework.runtime.skips.connections import Bundle, SkipPorts
+from pipework.runtime.skips.skip import Skip
 from pipework.runtime.transport import LocalTransport
 
 PLACES = (0, 1, 2)
 SKIPS = [Skip("a", 0, (1, 2), PLACES), Skip("b", 0, (2,), PLACES), Skip("inside", 1, (1,), PLACES)]
+
+
+def sending(*present: bool, same: tuple[tuple[int, int], ...] = ()) -> Bundle:
+    return Bundle(None, 0, present, same)
 
 
 @pytest.fixture
@@ -26,7 +31,8 @@ def test_only_stages_that_stash_or_pop_are_touched() -> None:
 
 def test_tensors_go_straight_to_every_stage_that_pops_as_leaves_of_their_own(ports: list[SkipPorts]) -> None:
     a, b, value = torch.ones(2, requires_grad=True) * 1, torch.ones(3), torch.zeros(1)
-    ports[0].send(5, [a, b], (True, True))
+    ports[0].receive(5, (), None)
+    ports[0].send(5, [a, b], sending(True, True))
     leaves, bundle = ports[1].receive(5, (value,), None)
     assert (bundle.own, bundle.present) == (1, (True,))
     assert leaves[1].is_leaf
@@ -38,28 +44,42 @@ def test_tensors_go_straight_to_every_stage_that_pops_as_leaves_of_their_own(por
     assert not others[3].requires_grad
 
 
-def test_gradients_go_back_and_are_added_the_last_stage_first(ports: list[SkipPorts]) -> None:
+def test_gradients_go_back_from_each_stage_that_pops_to_the_one_below(ports: list[SkipPorts]) -> None:
     tensors = [torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)]
-    ports[0].send(0, tensors, (True, True))
+    ports[0].receive(0, (torch.zeros(1),), None)
+    ports[0].send(0, tensors, sending(True, True))
     for stage in (1, 2):
         ports[stage].receive(0, (torch.zeros(1),), None)
+        ports[stage].send(0, [], sending())
     own = torch.full((1,), 7.0)
-    assert ports[2].send_gradients(0, (own, torch.full((2,), 1e8), torch.full((3,), 2.0))) == (own,)
-    assert ports[1].send_gradients(0, (own, torch.full((2,), 1.0))) == (own,)
-    of_a, of_b = ports[0].receive_gradients(0)
-    assert torch.equal(of_a, torch.full((2,), 1e8) + 1.0)
-    assert torch.equal(of_b, torch.full((3,), 2.0))
+    of_a, of_b, sum_of_a = torch.ones(2), torch.ones(3), torch.zeros(2)
+    assert ports[2].receive_gradients(0) == ()
+    assert ports[2].send_gradients(0, (own, of_a, of_b)) == (own,)
+    assert ports[1].receive_gradients(0) == (of_a,)
+    assert ports[1].send_gradients(0, (own, sum_of_a)) == (own,)
+    assert ports[0].receive_gradients(0) == (sum_of_a, of_b)
+
+
+def test_what_later_stages_pop_too_is_known(ports: list[SkipPorts]) -> None:
+    a, b = torch.ones(2), torch.ones(3)
+    assert (
+        ports[0].continued([], ()) == ports[1].continued([], (False,)) == ports[2].continued([a, b], (True,) * 2) == []
+    )
+    assert ports[1].continued([a], (True,)) == [a]
 
 
 def test_none_may_be_stashed_and_has_no_gradient(ports: list[SkipPorts]) -> None:
-    ports[0].send(0, [torch.ones(3)], (False, True))
+    ports[0].receive(0, (), None)
+    ports[0].send(0, [torch.ones(3)], sending(False, True))
     assert ports[0].stashed(["b"], (False, True)) == [(1, "b")]
     _, bundle = ports[1].receive(0, (), None)
     assert bundle.present == (False,)
+    ports[1].send(0, [], sending())
     leaves, _ = ports[2].receive(0, (), None)
     assert len(leaves) == 1
-    ports[1].send_gradients(0, ())
     ports[2].send_gradients(0, (None,))
+    assert ports[1].receive_gradients(0) == ()
+    ports[1].send_gradients(0, ())
     assert ports[0].receive_gradients(0) == (None,)
 
 
@@ -99,39 +119,66 @@ def connected(places: tuple[int, ...], destinations: tuple[int, ...]) -> tuple[l
     return ports, sent
 
 
-def test_stages_of_one_place_hand_a_tensor_on_and_sum_where_the_order_allows() -> None:
+def test_stages_of_one_place_hand_a_tensor_on() -> None:
     ports, sent = connected((0, 1, 0, 1, 0, 1), (1, 2, 3, 5))
-    ports[0].send(0, [torch.ones(2, requires_grad=True)], (True,))
+    ports[0].receive(0, (), None)
+    ports[0].send(0, [torch.ones(2, requires_grad=True)], sending(True))
     for stage in (1, 2, 3, 5):
         leaves, _ = ports[stage].receive(0, (), None)
         assert leaves[0].is_leaf
         assert leaves[0].requires_grad
     assert sent == [("F skip 0", 1), ("F skip 0", 2), ("F skip 0", 3), ("F skip 0", 5)]
     sent.clear()
-    parts = {stage: torch.rand(2) * 10**stage for stage in (5, 3, 2, 1)}
-    for stage, part in parts.items():
-        ports[stage].send_gradients(0, (part,))
-    (total,) = ports[0].receive_gradients(0)
-    assert torch.equal(total, ((parts[5] + parts[3]) + parts[2]) + parts[1])
-    assert sent == [("B skip 0 from 5", 3), ("B skip 0 from 3", 0), ("B skip 0 from 2", 0), ("B skip 0 from 1", 0)]
-
-
-@pytest.mark.parametrize("present", [(True, False), (False, True), (False, False)])
-def test_a_stage_without_a_gradient_hands_on_that_of_a_later_one(present: tuple[bool, bool]) -> None:
-    ports, _ = connected((0, 1, 1), (1, 2))
-    ports[0].send(0, [torch.ones(2, requires_grad=True)], (True,))
-    for stage in (1, 2):
-        ports[stage].receive(0, (), None)
-    parts = [torch.ones(2) if each else None for each in present]
-    for stage in (2, 1):
-        ports[stage].send_gradients(0, (parts[stage - 1],))
-    (total,) = ports[0].receive_gradients(0)
-    assert total is (None if present == (False, False) else parts[present.index(True)])
+    for stage in (5, 3, 2, 1):
+        ports[stage].send_gradients(0, (torch.ones(2),))
+    assert sent == [("B skip 0", 3), ("B skip 0", 2), ("B skip 0", 1), ("B skip 0", 0)]
 
 
 def test_a_device_gets_one_copy() -> None:
     skip = Skip("a", 0, (1, 2, 3), places=("cpu", "cuda:0", "cuda:1", "cuda:0"))
-    assert sorted(skip.hops) == [(0, 1), (0, 2), (0, 3), (1, 3)]
+    assert sorted(skip.hops) == [(0, 1), (0, 2), (1, 0), (1, 3), (2, 1), (3, 2)]
     assert [skip.value_from(stage) for stage in (1, 2, 3)] == [0, 0, 1]
     one = Skip("a", 0, (1, 2), places=("cpu", "cuda:0", "cuda:0"))
-    assert sorted(one.hops) == [(0, 1), (1, 2)]
+    assert sorted(one.hops) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+
+
+def test_the_gradient_of_a_tensor_that_is_returned_too_goes_to_the_stage_behind() -> None:
+    ports, sent = connected((0, 1, 2, 3), (2, 3))
+    ports[0].receive(0, (), None)
+    ports[0].send(0, [torch.ones(2, requires_grad=True)], sending(True, same=((0, 0),)))
+    assert ports[1].awaits("B skip 0", 0) is None  # it may still come to stage 0
+    ports[1].note_same(0, ((0, 0),))
+    ports[1].await_gradients(0)
+    assert ports[1].passed(0) == [(0, 0)]
+    for stage in (2, 3):
+        ports[stage].receive(0, (), None)
+        ports[stage].send(0, [], sending())
+    awaiting = [each.awaits("B skip 0", 0) for each in ports]
+    assert awaiting == [False, True, True, False]
+    assert ports[0].awaits("B", 0)
+    sent.clear()
+    for stage in (3, 2):
+        ports[stage].send_gradients(0, (torch.ones(2),))
+    assert sent == [("B skip 0", 2), ("B skip 0", 1)]
+    assert ports[0].receive_gradients(0) == (None,)
+    (total,) = ports[1].receive_gradients(0)
+    assert torch.equal(total, torch.ones(2))
+
+
+def test_a_stage_that_pops_what_it_also_gets_as_the_value_has_one_alias_of_both() -> None:
+    ports, _ = connected((0, 1, 2), (1, 2))
+    leaf, alias = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    assert ports[1].entered(0, [leaf], [alias], (True,))[0] is not alias
+    ports[1].note_same(0, ((0, 0),))
+    assert ports[1].entered(0, [leaf], [alias], (True,))[0] is alias
+    assert ports[1].passed(0) == []
+
+
+def test_what_a_stage_returns_and_stashes_is_found() -> None:
+    ports, _ = connected((0, 1, 2, 3), (1, 2))
+    tensor, other = torch.ones(2), torch.ones(2)
+    source, popping, last = (ports[stage].tracker([tensor] * (stage > 0), (True,) * (stage > 0)) for stage in range(3))
+    source.save("a", tensor, 2)
+    found = [ports[0].bundle(None, [other, tensor], source)[1], ports[1].bundle(None, [tensor], popping)[1]]
+    assert [each.same for each in found] == [((1, 0),), ((0, 0),)]
+    assert ports[2].bundle(None, [tensor], last)[1].same == ()  # no later stage pops it

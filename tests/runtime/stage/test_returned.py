@@ -115,6 +115,7 @@ def test_a_last_layer_without_a_graph() -> None:
         pipe_of(linear(), LossLayer(), loss_fn=None)(x, target=x)
 
 
+@pytest.mark.filterwarnings("ignore:loss_fn .masked. is no mean over rows")  # which is true
 def test_some_micro_batches_may_have_a_constant_loss() -> None:
     def masked(output: Tensor, target: Tensor) -> Tensor:
         return functional.mse_loss(output, target) if target.any() else output.new_zeros(())

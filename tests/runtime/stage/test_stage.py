@@ -3,6 +3,7 @@ from torch import nn
 
 from pipework.model.tuples import TupleRule
 from pipework.runtime.device import WorkerDevice
+from pipework.runtime.stage.execution_views import identity
 from pipework.runtime.stage.stage import Stage
 
 
@@ -43,7 +44,7 @@ def test_a_stage_trains_while_any_of_its_layers_does() -> None:
 
 def test_a_shared_module_is_run_through_a_view_that_follows_it() -> None:
     layer = nn.Linear(2, 2)
-    stage = stage_of([layer], {id(layer)})
+    stage = stage_of([layer], {identity(layer)})
     (view,) = stage.modules
     assert view is not layer
     layer.weight = nn.Parameter(torch.zeros(2, 2))

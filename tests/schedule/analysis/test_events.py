@@ -1,5 +1,6 @@
 from pipework.schedule import Action, Costs, fill_drain, from_orders_text, with_communication
-from pipework.schedule.analysis.events import LOSS, Deadlock, run
+from pipework.schedule.analysis.events import Deadlock, run
+from pipework.schedule.analysis.products import LOSS
 
 UNIT = Costs().spread(stages=2)
 

@@ -155,7 +155,7 @@ def test_costs_of_zero_are_possible():
 
 def test_it_is_shown_in_a_line():
     shown = repr(simulate(fill_drain(2, 8), Costs(backward=2)))
-    assert shown == "Simulation(gpipe, 2 workers, 8 micro-batches: makespan 27, bubble 11.1 %)"
+    assert shown == "Simulation(gpipe, 2 workers, 8 micro-batches: makespan 27, bubble 11.1%)"
 
 
 def test_what_is_no_schedule_and_what_are_no_costs_is_named():
@@ -226,3 +226,14 @@ def test_memory_over_time():
 def test_a_notebook_shows_the_picture():
     result = simulate(fill_drain(2, 2), Costs(backward=1))
     assert result._repr_svg_() == svg(result.timeline)
+
+
+def test_the_timeline_is_made_when_it_is_asked_for():
+    result = simulate(build("zb-v", workers=2, chunks=3))
+    assert result.makespan > 0
+    assert result.bounds.makespan > 0
+    assert result.critical_path[-1].end == result.makespan
+    assert "timeline" not in vars(result)
+    assert result.timeline is result.timeline
+    assert result == simulate(build("zb-v", workers=2, chunks=3))
+    assert hash(result) == hash(simulate(build("zb-v", workers=2, chunks=3)))

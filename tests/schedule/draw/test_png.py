@@ -159,5 +159,5 @@ def test_refuses(arguments, options, message):
 
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"needs matplotlib, .*: run `pip install 'pipework\[plot\]'`"):
+    with pytest.raises(ImportError, match=r"needs matplotlib, .*: pip install '\.\[plot\]'"):
         png(predicted(1, 1))

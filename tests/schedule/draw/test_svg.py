@@ -51,13 +51,13 @@ def test_tooltips_tell_times_and_memory():
 def test_head_tells_bubble_makespan_and_memory():
     said = words(svg(predicted(4, 4)))
     assert said[0] == "gpipe, 4 workers, 4 micro-batches"
-    assert said[1] == "bubble 42.9 % \u00b7 makespan 21 \u00b7 peak memory 4"
+    assert said[1] == "bubble 42.9% \u00b7 makespan 21 \u00b7 peak memory 4"
     assert said.count("peak 4") == 4
 
 
 def test_span_is_told_where_it_differs():
     line = Timeline((Interval(0, Action("F", 0, 0), 0, 2), Interval(1, Action("F", 1, 0), 1, 4)), workers=2)
-    assert words(svg(line))[0] == "bubble 37.5 % \u00b7 of the span 3: 16.7 % \u00b7 makespan 4"
+    assert words(svg(line))[0] == "bubble 37.5% \u00b7 of the span 3: 16.7% \u00b7 makespan 4"
 
 
 def test_the_look_of_one_colour_a_worker():
@@ -125,7 +125,7 @@ def test_timelines_share_their_axis():
 def test_units():
     line = Timeline((Interval(0, Action("F", 0, 0), 7.0, 7.25, memory=3 * 2**20),), 1, unit="s", memory_unit="bytes")
     said = words(svg(line))
-    assert "bubble 0.0 % \u00b7 makespan 250 ms \u00b7 peak memory 3 MiB" in said
+    assert "bubble 0.0% \u00b7 makespan 250 ms \u00b7 peak memory 3 MiB" in said
     assert "time (ms)" in said
     assert {"0", "50", "250"} <= set(said)
 

@@ -9,8 +9,11 @@ from pipework.schedule import (
     fill_drain,
     one_forward_one_backward,
     simulate,
+    spread_evenly,
     validate,
     with_recompute,
+    with_recompute_on_stages,
+    without_recompute,
 )
 
 
@@ -76,3 +79,35 @@ def test_what_is_differentiated_at_once_is_not_checkpointed():
     costs = Costs(activation=10, checkpoint_activation=1)
     assert simulate(schedule, costs).peak_memory == (11, 10)
     assert simulate(with_recompute(one_forward_one_backward(2, 3), 3, loss_outside=True), costs).peak_memory == (11, 10)
+
+
+@given(workers=st.integers(1, 5), micro_batches=st.integers(1, 6), data=st.data())
+def test_each_stage_has_its_own(workers, micro_batches, data):
+    chosen = [data.draw(st.sets(st.integers(0, micro_batches - 1))) for _ in range(workers)]
+    plain = fill_drain(workers, micro_batches)
+    schedule = with_recompute_on_stages(plain, chosen)
+    assert validate(schedule).ok
+    assert without_recompute(schedule).orders == plain.orders
+    again = {(action.stage, action.micro_batch) for order in schedule.orders for action in order if action.kind == "R"}
+    # With one micro-batch the backward of each stage directly follows its forward.
+    at_once = {(stage, 0) for stage in range(workers) if micro_batches == 1}
+    assert again == {(stage, each) for stage, some in enumerate(chosen) for each in some} - at_once
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [([{0}], "has 1 entries: wanted 2"), ([{0}, {3}], r"of stage 1 is \[3\]: wanted some of the micro-batches 0 to 2")],
+)
+def test_stages_and_micro_batches_exist(chosen, message):
+    with pytest.raises(ValueError, match=message):
+        with_recompute_on_stages(fill_drain(2, 3), chosen)
+
+
+@given(micro_batches=st.integers(1, 40), data=st.data())
+def test_spread_evenly(micro_batches, data):
+    count = data.draw(st.integers(0, micro_batches))
+    chosen = spread_evenly(count, micro_batches)
+    assert len(chosen) == count
+    for width in range(1, micro_batches + 1):  # each window has its share, up to one
+        for first in range(micro_batches - width + 1):
+            assert abs(len(chosen & set(range(first, first + width))) - count * width / micro_batches) < 1

@@ -1,0 +1,113 @@
+"""Does a planned step take the time and the memory that the plan says, and is no schedule with a name faster?
+
+Five models on two CPU workers. A pipe of the plan takes turns with pipes of the four schedules that are the fastest in
+the simulation, each with the balance that was measured for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+import pipework
+from benchmarks import harness
+from benchmarks.harness import Verdict
+from benchmarks.planned_step.models import TASKS, Task
+from pipework import Pipe, Plan
+
+DEVICES = ("cpu", "cpu")
+NAMED = 4
+TARGET = 5.0  # percent
+
+
+@dataclass(frozen=True)
+class Result:
+    """A plan, measured.
+
+    Attributes:
+        plan: what it says.
+        seconds: of its steps.
+        others: those of the best schedules with a name.
+        held: the most that each worker's activations held, and what was predicted.
+    """
+
+    plan: Plan
+    seconds: list[float]
+    others: dict[str, list[float]]
+    held: list[tuple[float, float]]
+
+
+def measure(task: Task, rounds: int, search: float, timeout: float) -> Result:
+    """Plan, train, and compare."""
+    x, y = task.batch()
+    options: dict[str, Any] = {"target": y, "loss_fn": task.loss, "devices": DEVICES, "timeout": timeout}
+    quiet: dict[str, Any] = {"progress": lambda line: None}
+    module = task.module()
+    profile = pipework.profile(module, x, **options, **quiet)
+    plan = pipework.plan(module, x, **options, **quiet, seconds=search)
+    pipes = {"plan": Pipe(task.module(), plan=plan, loss_fn=task.loss)}
+    names = sorted(plan.named, key=plan.named.__getitem__)[:NAMED]
+    for name in names:
+        best = pipework.plan(profile, devices=DEVICES, schedules=[name], seconds=search / NAMED, **quiet)
+        pipes[name] = Pipe(task.module(), plan=best, loss_fn=task.loss)
+
+    def step(pipe: Pipe) -> None:
+        pipe(x, target=y).backward()
+
+    candidates = {
+        name: harness.timed(lambda pipe=pipe: step(pipe), before=pipe.zero_grad)  # type: ignore[misc]
+        for name, pipe in pipes.items()
+    }
+    times = harness.alternate(candidates, rounds)
+    with pipes["plan"].record() as recording:
+        step(pipes["plan"])
+    line = recording.timeline()
+    held = [(line.peak_memory(worker), each.activations) for worker, each in enumerate(plan.workers)]
+    return Result(plan, times.pop("plan"), times, held)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = harness.Options(__doc__)
+    options.add_amount("--rounds", 40, 3, "steps of each pipe")
+    options.add_amount("--search", 20.0, 0.5, "seconds to search for a plan")
+    options.add_amount("--timeout", 0.5, 0.0, "seconds to measure each layer")
+    options.add_argument("--only", choices=list(TASKS), help="one model")
+    arguments = options.parse_args(argv)
+    torch.set_num_threads(len(DEVICES))  # one for each worker
+    results = {}
+    with harness.on_this_machine(threads=len(DEVICES)) as machine:
+        for name, task in TASKS.items():
+            if arguments.only in (None, name):
+                results[name] = measure(task, arguments.rounds, arguments.search, arguments.timeout)
+    rows, verdicts = [], []
+    for name, each in results.items():
+        step, said = median(each.seconds), each.plan.seconds
+        best = min(each.others, key=lambda other: median(each.others[other]), default="")
+        ratio = harness.median_ratio(each.seconds, each.others[best]) if best else 1.0
+        memory = max((harness.factor(got, predicted) for got, predicted in each.held if predicted), default=1.0)
+        rows.append(
+            [
+                name, f"{each.plan.schedule.name}, {each.plan.chunks}", f"{1e3 * said:.1f} ms", f"{1e3 * step:.1f} ms",
+                f"{1e3 * min(each.seconds):.1f} ms", f"{100 * (said / step - 1):+.1f}%", f"{best}: {ratio:.3f}",
+                f"{100 * (memory - 1):.1f}%",
+            ]
+        )  # fmt: skip
+        verdicts += [
+            Verdict(f"{name}, predicted beside measured", 100 * (harness.factor(said, step) - 1), TARGET, "%"),
+            Verdict(f"{name}, beside the best schedule with a name", ratio, 1.03, "of its time"),
+            Verdict(f"{name}, activations predicted beside counted", 100 * (memory - 1), TARGET, "%"),
+        ]
+    columns = ["model", "plan", "predicted", "median", "fastest", "error", "beside the best name", "memory, error"]
+    harness.print_table(columns, rows)
+    raw = {
+        name: {"seconds": each.seconds, "others": each.others, "predicted": each.plan.seconds, "held": each.held}
+        for name, each in results.items()
+    }
+    harness.conclude("planned_step", arguments, machine, verdicts, {"models": raw})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""Chooses the stages of a pipe, the workers that hold them, their devices, and the schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from pipework.assignment.devices import Machine, checked_devices, default_devices
+from pipework.assignment.partition import Partitioning, choose_partitioning, is_placed, log_choice
+from pipework.balance.checks import checked_balance, not_sequential, too_few_devices
+from pipework.model.checkpoint import AS_SCHEDULED, checkpointed_micro_batches
+from pipework.runtime.program import Program
+from pipework.schedule import (
+    Schedule,
+    ScheduleSpec,
+    build,
+    restricted,
+    schedule_spec,
+    with_recompute,
+    without_recompute,
+)
+from pipework.schedule.edges import recomputed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from pipework.model.with_device import Device
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A schedule for any number of micro-batches, and the layers, workers and devices of its stages.
+
+    Attributes:
+        source: the schedule's name, or the user's own spec or schedule.
+        partitioning: layers and device of each stage.
+        placement: the worker of each stage.
+    """
+
+    source: str | ScheduleSpec | Schedule
+    partitioning: Partitioning
+    placement: tuple[int, ...]
+
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+        return max(self.placement, default=-1) + 1
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each worker."""
+        return tuple(self.partitioning.devices[self.placement.index(worker)] for worker in range(self.workers))
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """The order of all actions, without recomputation.
+
+        Raises:
+            ValueError: the user's own schedule has fewer micro-batches, or the generator of the user's own spec makes
+                another one than it is asked for.
+        """
+        if isinstance(self.source, Schedule):
+            return without_recompute(self._own(micro_batches))
+        stages_per_worker = len(self.placement) // max(1, self.workers)
+        made = build(self.source, workers=self.workers, chunks=micro_batches, stages_per_worker=stages_per_worker)
+        if (made.placement, made.micro_batches) != (self.placement, micro_batches):
+            raise ValueError(
+                f"{self.source!r} was asked for {micro_batches} micro-batches with the stages on workers "
+                f"{self.placement}, and made {made!r} with {made.placement}: correct its generator, or its placement"
+            )
+        return made
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the user's own schedule says what is recomputed."""
+        return isinstance(self.source, Schedule) and bool(recomputed(self.source))
+
+    def recomputing(self, micro_batches: int, checkpoint: str, *, loss_outside: bool) -> Schedule:
+        """The order of all actions, with the recomputation that a checkpoint mode or the user's own schedule wants.
+
+        Args:
+            micro_batches: their number.
+            checkpoint: see `checkpointed_micro_batches`, or `AS_SCHEDULED`.
+            loss_outside: see `with_recompute`.
+
+        Raises:
+            ValueError: see `schedule`.
+        """
+        if checkpoint == AS_SCHEDULED:
+            return self._own(micro_batches)
+        count = checkpointed_micro_batches(checkpoint, micro_batches)
+        return with_recompute(self.schedule(micro_batches), count, loss_outside=loss_outside)
+
+    def _own(self, micro_batches: int) -> Schedule:
+        """The user's own schedule for so many micro-batches, as it is."""
+        assert isinstance(self.source, Schedule)
+        if micro_batches > self.source.micro_batches:
+            raise ValueError(
+                f"the mini-batch has {micro_batches} micro-batches, and the schedule {self.source.name!r} is made "
+                f"for {self.source.micro_batches}: give at most as many, or a pipe the schedule's name, if it has "
+                "one, which makes it for any number"
+            )
+        return restricted(self.source, micro_batches)
+
+
+def assign(
+    module: nn.Sequential,
+    schedule: str | ScheduleSpec | Schedule,
+    chunks: int,
+    balance: Sequence[int] | None,
+    devices: Sequence[Device] | None,
+) -> Assignment:
+    """Finds stages, workers and devices that fit the schedule and the user's arguments.
+
+    With one stage per worker there is one device for each partition (see `choose_partitioning`). With several, there is
+    one device for each worker, and the schedule places the worker's stages.
+
+    Raises:
+        TypeError: the module is not an `nn.Sequential`, or the schedule is neither a name nor a `ScheduleSpec` nor a
+            `Schedule`.
+        ValueError: the numbers of layers, partitions, devices, stages and chunks do not fit together; the message says
+            which numbers fit.
+        IndexError: fewer devices than workers.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise not_sequential(module)
+    if not isinstance(schedule, str | ScheduleSpec | Schedule):
+        raise TypeError(f"schedule is {schedule!r}: wanted a name such as '1f1b', a ScheduleSpec or a Schedule")
+    machine = Machine.here()
+    counts = None if balance is None else checked_balance(balance, len(module))
+    places = None if devices is None else checked_devices(devices, machine)
+    if isinstance(schedule, Schedule):
+        _refuse_unfit(schedule, chunks)
+        return _placed(module, schedule, schedule.placement, counts, places, machine)
+    spec = _spec(schedule)
+    if not spec.several and spec.stages_per_worker == 1:
+        partitioning = choose_partitioning(module, balance, devices)
+        assignment = Assignment(schedule, partitioning, tuple(range(len(partitioning.balance))))
+    else:
+        assignment = _several_stages(module, schedule, counts, places, machine)
+    if isinstance(schedule, ScheduleSpec) and assignment.workers:
+        Program.of(assignment.schedule(chunks))
+    return assignment
+
+
+def _spec(schedule: str | ScheduleSpec) -> ScheduleSpec:
+    """The spec of a schedule by name. Raises a ValueError if it cannot be run; it tries a small one."""
+    if isinstance(schedule, ScheduleSpec):
+        return schedule  # whose generator need not make a small one
+    try:
+        spec = schedule_spec(schedule)
+    except ValueError as error:
+        raise ValueError(f"{error}; for one of your own, give the ScheduleSpec or Schedule itself") from None
+    Program.of(build(schedule, workers=2, chunks=2))
+    return spec
+
+
+def _refuse_unfit(schedule: Schedule, chunks: int) -> None:
+    """Raises a ValueError if the user's own schedule cannot be run, or not with so many micro-batches."""
+    Program.of(schedule)
+    if chunks != schedule.micro_batches:
+        raise ValueError(
+            f"chunks is {chunks}, but the schedule {schedule.name!r} is for {schedule.micro_batches} micro-batches: "
+            f"give chunks={schedule.micro_batches}, or make the schedule for {chunks}"
+        )
+
+
+def _several_stages(
+    module: nn.Sequential,
+    schedule: str | ScheduleSpec,
+    balance: Sequence[int] | None,
+    devices: Sequence[torch.device] | None,
+    machine: Machine,
+) -> Assignment:
+    """The assignment for a schedule by name or spec whose workers hold several stages each."""
+    known = schedule_spec(schedule)
+    per_worker = known.stages_per_worker
+    if balance is None and devices is None:
+        if is_placed(module):
+            partitioning = choose_partitioning(module, None, None, machine=machine)
+            return _as_it_lies(schedule, partitioning, per_worker)
+        workers = len(default_devices(max(1, len(module) // per_worker), False, machine))
+        assignment = _placed(module, schedule, known.placement(workers, per_worker), None, None, machine)
+        log_choice(assignment.partitioning, machine)
+        return assignment
+    workers = len(devices) if devices is not None else _workers(len(balance or ()), per_worker)
+    if not workers:
+        raise IndexError(
+            f"too few devices to hold given partitions (devices: 0, layers: {len(module)}): give one for each worker"
+        )
+    if balance is not None:
+        if len(balance) % workers:
+            raise ValueError(
+                f"balance has {len(balance)} partitions for {workers} workers: with schedule {schedule!r} each worker "
+                "holds the same number of them, so give a multiple of the number of devices"
+            )
+        per_worker = len(balance) // workers
+    return _placed(module, schedule, known.placement(workers, per_worker), balance, devices, machine)
+
+
+def _workers(stages: int, per_worker: int) -> int:
+    """The smallest number of workers of which none holds more stages than `per_worker`."""
+    return max(1, -(-stages // per_worker))
+
+
+def _as_it_lies(schedule: str | ScheduleSpec, partitioning: Partitioning, per_worker: int) -> Assignment:
+    """The assignment for layers that lie on devices already, which must repeat in the order of the workers."""
+    stages = len(partitioning.balance)
+    kinds = len(set(partitioning.devices))
+    # Several CPU workers have one device, so the devices do not show the number of workers.
+    workers = kinds if kinds > 1 else _workers(stages, per_worker)
+    placement = schedule_spec(schedule).placement(workers, max(1, stages // workers))
+    assignment = Assignment(schedule, partitioning, placement)
+    if len(placement) != stages or any(
+        assignment.devices[worker] != device for worker, device in zip(placement, partitioning.devices, strict=True)
+    ):
+        where = ", ".join(map(str, partitioning.devices))
+        raise ValueError(
+            f"the layers form {stages} partitions on {where}, but with schedule {schedule!r} partitions must go round "
+            "the devices again and again: move the layers, or give balance and devices"
+        )
+    return assignment
+
+
+def _placed(
+    module: nn.Sequential,
+    source: str | ScheduleSpec | Schedule,
+    placement: tuple[int, ...],
+    balance: Sequence[int] | None,
+    devices: Sequence[torch.device] | None,
+    machine: Machine,
+) -> Assignment:
+    """The assignment for a given placement."""
+    if not len(module):
+        return Assignment(source, choose_partitioning(module, None, None, machine=machine), ())
+    workers = max(placement, default=-1) + 1
+    places = default_devices(workers, True, machine) if devices is None else devices
+    if len(places) < workers:
+        raise too_few_devices(len(places), workers, "workers")
+    stages = len(placement)
+    if balance is not None and len(balance) != stages:
+        raise ValueError(f"the schedule has {stages} stages, and balance has {len(balance)} entries: give one for each")
+    if len(module) < stages:
+        most = len(module) // (stages // workers)
+        fewer = (
+            f"use at most {most} worker{'s' if most > 1 else ''}, or cut layers finer" if most else "cut layers finer"
+        )
+        raise ValueError(
+            f"the schedule has {stages} stages, and there are {len(module)} layers: each needs one; {fewer}"
+        )
+    on_stages = [places[worker] for worker in placement]
+    return Assignment(source, choose_partitioning(module, balance, on_stages, machine=machine), placement)

@@ -1,0 +1,104 @@
+"""The arguments of a pipe that a plan stands for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pipework.balance.checks import not_sequential
+from pipework.planning.layer_costs import LayerInfo
+from pipework.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pipework.model.with_device import Device
+    from pipework.schedule import Schedule
+
+
+class PlannedArguments(NamedTuple):
+    """See `Pipe`."""
+
+    chunks: int
+    balance: list[int]
+    devices: Sequence[Device] | None
+    schedule: Schedule
+
+
+def arguments_of(
+    plan: Plan,
+    module: nn.Sequential,
+    devices: Sequence[Device] | None,
+    given: Mapping[str, tuple[Any, Any]],
+    *,
+    on_ranks: bool = False,
+) -> PlannedArguments:
+    """What a plan says instead of a pipe's own arguments.
+
+    Args:
+        plan: of this module.
+        module: the layers.
+        devices: for a plan that was made elsewhere: the devices of this machine, one for each worker. None: the plan's.
+        given: the arguments that the plan decides, each with its default.
+        on_ranks: whether workers are processes, each of which has its own device: then the plan's are left out.
+
+    Raises:
+        TypeError: it is no plan.
+        ValueError: an argument is given beside the plan, or the plan is for another model.
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"plan is {plan!r}: wanted a Plan, as pipework.plan(model, sample) returns it, or Plan.load(path)"
+        )
+    if not isinstance(module, nn.Sequential):
+        raise not_sequential(module)
+    for name, (value, default) in given.items():
+        if value is not default and value != default:
+            raise ValueError(f"{name}= is given beside plan=, which decides it: leave {name}= or plan= out")
+    plan.check_model(layer_infos(module))
+    if on_ranks and devices is None:
+        return PlannedArguments(plan.chunks, list(plan.balance), None, plan.schedule)
+    if devices is None and not all(map(_is_device, plan.devices)):
+        raise ValueError(
+            f"the plan is for kinds of device ({', '.join(dict.fromkeys(plan.devices))}), and names no device of this "
+            f"machine: give {len(plan.devices)} in the order of the plan's workers, "
+            "Pipe(..., plan=plan, devices=[...])"
+        )
+    places = plan.devices if devices is None else devices
+    if len(places) != len(plan.devices):
+        raise ValueError(
+            f"devices has {len(places)} entries, and the plan has {len(plan.devices)} workers: give one for each, in "
+            f"place of {', '.join(plan.devices)}"
+        )
+    return PlannedArguments(plan.chunks, list(plan.balance), places, plan.schedule)
+
+
+def _is_device(name: str) -> bool:
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True
+
+
+def layer_infos(module: nn.Sequential) -> list[LayerInfo]:
+    """What the layers are, for comparing them with those of a profile or plan.
+
+    Example:
+        >>> layer_infos(nn.Sequential(nn.Linear(2, 2)))
+        [LayerInfo(name='0', type='Linear', weights=24, trained=24, buffers=0)]
+    """
+    return [_info(name, layer) for name, layer in module.named_children()]
+
+
+def _info(name: str, layer: nn.Module) -> LayerInfo:
+    parameters = list(layer.parameters())
+    return LayerInfo(
+        name,
+        type(layer).__name__,
+        sum(each.nbytes for each in parameters),
+        sum(each.nbytes for each in parameters if each.requires_grad),
+        sum(each.nbytes for each in layer.buffers()),
+    )

@@ -1,0 +1,265 @@
+"""Attaches a pipe to a model, which keeps its class, its names and its methods; its forward runs in the pipe."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipework.assignment.assignment import assign
+from pipework.attached_forward import AttachedForward, LossOf, Placed, by_name
+from pipework.balance import balance_by_time
+from pipework.integrations import adapter_for
+from pipework.model.batchnorm import convert_deferred_batch_norm
+from pipework.model.parts.check import adds_up, check_parts
+from pipework.model.parts.cut import Cuttable, arguments_of, refuse_own_forward
+from pipework.model.parts.execution.part import Message
+from pipework.model.parts.execution.result import LossPlace
+from pipework.model.parts.originals import OwnParameters, take_over
+from pipework.pipe import Pipe, backend_for
+from pipework.pipe_warning import warn_caller
+from pipework.values import nested
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    import pipework
+    from pipework.backend import Backend
+    from pipework.distributed.mesh import Mesh
+    from pipework.schedule import Schedule, ScheduleSpec
+
+
+def to_sequential(
+    model: nn.Module,
+    sample: Any,
+    *,
+    balance: Sequence[int] | None = None,
+    blocks: Collection[type | str] | None = None,
+) -> nn.Sequential:
+    """Any module as layers for `Pipe`, without rewriting it.
+
+    Each layer is a copy of the model's containers around some of the model's own units, and runs the model's own
+    forward: units of earlier layers return what they gave there, and the first unit of a later layer ends it. No
+    parameter is copied, so the model and the layers are trained together.
+
+    Args:
+        model: any module. It stays as it is.
+        sample: a small batch: the forward's keyword arguments as a dict, its positional ones as a tuple, or one tensor.
+            The forward runs on it in training and in evaluation mode, without computing units.
+        balance: how many units each layer has; None: one layer for each unit.
+        blocks: classes, or their names, whose modules are units. None: what the model's library says, else what stands
+            in lists, and what is called beside them.
+
+    Raises:
+        ValueError: the model cannot be cut, or `balance` is for another number of units; the message says why.
+
+    Example:
+        >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        ...
+        ...     def forward(self, x):
+        ...         for block in self.blocks:
+        ...             x = x + torch.relu(block(x))
+        ...         return x
+        >>> layers = to_sequential(Net(), torch.randn(2, 4))
+        >>> len(layers)
+        3
+        >>> Pipe(layers, chunks=2, balance=[2, 1], devices=["cpu", "cpu"])(torch.randn(8, 4)).shape
+        torch.Size([8, 4])
+    """
+    return Cuttable(model, sample, blocks=blocks, adapter=adapter_for(model)).sequential(balance)
+
+
+def attach(
+    model: nn.Module,
+    sample: Any,
+    *,
+    target: str = "labels",
+    loss_reduction: str = "mean",
+    loss_weight: Callable[[Any], Any] | None = None,
+    blocks: Collection[type | str] | None = None,
+    chunks: int = 1,
+    checkpoint: str = "except_last",
+    balance: Sequence[int] | None = None,
+    devices: Sequence[int | str | torch.device] | None = None,
+    schedule: str | Schedule | ScheduleSpec = "1f1b",
+    grad_scaler: torch.amp.GradScaler | None = None,
+    check_finite: bool = False,
+    one_thread: bool = False,
+    deferred_batch_norm: bool = False,
+    outputs: Literal["last", "all"] = "all",
+    mesh: Mesh | DeviceMesh | None = None,
+    check: bool = True,
+) -> pipework.Pipe:
+    """Makes a pipe of a model, and lets the model's forward run in it.
+
+    Afterwards `model(**batch)` runs the schedule, and `loss.backward()` delivers the gradients to the model's own
+    parameters. Its class, its names, its state dict and its other methods stay as they were.
+
+    With a mesh all processes call it, with the same model, which may lie on the meta device. Each then has the values
+    of its own units only: `model.parameters()` are those, and `model.state_dict()` and `model.generate()` say where the
+    others are. `pipe.state_dict()`, `save_checkpoint` and `save_pretrained` are for all processes.
+
+    Args:
+        model: any module that computes its loss itself if it is given the target.
+        sample: a small batch, with the target; see `to_sequential`.
+        target: the argument of the forward that the loss needs. A call without it returns what the model returns, and
+            is for evaluation only, unless the schedule ("gpipe", "looped-bfs") has all backwards after all forwards.
+        loss_reduction: see `Pipe`: what the model itself does over the rows, 'mean' or 'sum'.
+        loss_weight: from a micro-batch's target to its weight in the mean; None: what the model's library says, else
+            the rows.
+        blocks: see `to_sequential`.
+        chunks: see `Pipe`.
+        checkpoint: see `Pipe`.
+        balance: how many units each stage has; None: so that all stages take equally long for the sample, with a mesh
+            so that they have equally many parameters.
+        devices: see `Pipe`.
+        schedule: see `Pipe`.
+        grad_scaler: see `Pipe`.
+        check_finite: see `Pipe`.
+        one_thread: see `Pipe`.
+        deferred_batch_norm: see `Pipe`; the model's batch norms are replaced.
+        outputs: if workers are processes, which of them get what the model returns beside the loss: 'all', or 'last',
+            that of the last stage. In training none does, and all get the loss.
+        mesh: see `Pipe`.
+        check: run the sample through the model and through its parts, in evaluation mode and without gradients, and
+            compare. Nothing is compared with a mesh, or if a part of the model is on the meta device.
+
+    Returns:
+        The pipe. `pipe.eval()` is not needed: it follows `model.train()` and `model.eval()`.
+
+    Raises:
+        ValueError: the model cannot be cut, the sample lacks the target, or the parts give another result than the
+            model; the message says why.
+
+    Example:
+        >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        ...
+        ...     def forward(self, x, labels=None):
+        ...         for block in self.blocks:
+        ...             x = x + torch.relu(block(x))
+        ...         return x if labels is None else {"loss": nn.functional.mse_loss(x, labels), "x": x}
+        >>> model, batch = Net(), {"x": torch.randn(8, 4), "labels": torch.randn(8, 4)}
+        >>> pipe = attach(model, batch, chunks=4, devices=["cpu", "cpu"])
+        >>> model(**batch)["loss"].backward()
+        >>> model.blocks[0].weight.grad.shape
+        torch.Size([4, 4])
+    """
+    if isinstance(model.__dict__.get("forward"), AttachedForward):
+        raise ValueError(
+            f"a pipe is attached to this {type(model).__name__} already: use that one, or take it off with "
+            "`del model.forward` before another is attached"
+        )
+    _refuse_wrapped(model)
+    refuse_own_forward(model)
+    arguments, keywords = arguments_of(sample)
+    signature = inspect.signature(type(model).forward.__get__(model))
+    names = by_name(signature, arguments, keywords)
+    if target not in names:
+        raise ValueError(
+            f"the sample has no {target!r} (it has {', '.join(map(repr, names))}), so the forward would compute no "
+            "loss: put it in, or name the argument that the loss needs with target="
+        )
+    if deferred_batch_norm:
+        convert_deferred_batch_norm(model, chunks)
+    adapter = adapter_for(model)
+    cuttable = Cuttable(model, sample, blocks=blocks, adapter=adapter)
+    place = LossPlace.in_result(cuttable.result)
+    if place is None:
+        raise ValueError(
+            f"the forward of {type(model).__name__} returned no loss for the sample: wanted a 0-dimensional tensor, "
+            "alone, as 'loss' of what it returns, or as the first element of a tuple"
+        )
+    if loss_weight is None and loss_reduction == "mean":
+        loss_weight = adapter.loss_weight(cuttable.result, names)
+    # Its graph would hold on to parameters on the meta device, which are to be given memory.
+    cuttable.result = nested.replaced(cuttable.result, Tensor, Tensor.detach)
+    if balance is None:
+        balance = _balance(cuttable, (arguments, keywords), schedule, chunks, backend_for(mesh, devices))
+    layers = cuttable.sequential(balance)
+    if check and mesh is None:
+        check_parts(cuttable, layers, sample)
+        loss_of = functools.partial(LossOf(place), target=None)
+        if loss_reduction == "mean" and loss_weight is None and adds_up(cuttable, sample, loss_of):
+            warn_caller(
+                f"the loss of {type(model).__name__} for the sample is the sum of its losses for two halves of it, and "
+                "the pipe takes the mean over its micro-batches: give attach loss_reduction='sum', or take a mean in "
+                "the model"
+            )
+    pipe = Pipe(
+        layers,
+        chunks,
+        checkpoint,
+        balance=[1] * len(balance),
+        devices=devices,
+        schedule=schedule,
+        loss_fn=LossOf(place),
+        loss_reduction=loss_reduction,
+        loss_weight=loss_weight,
+        grad_scaler=grad_scaler,
+        check_finite=check_finite,
+        one_thread=one_thread,
+        deferred_batch_norm=deferred_batch_norm,
+        mesh=mesh,
+    )
+    here = [layer for layer in layers if layer in set(pipe)]
+    take_over(
+        cuttable.containers,
+        [layer.get_submodule("model") for layer in here],
+        [layer.get_submodule("model") for layer in layers if layer not in here],
+    )
+    if len(here) < len(layers):
+        model.__dict__["named_parameters"] = OwnParameters(model)
+        model.__dict__["to"] = Placed(model)
+    model.__dict__["forward"] = AttachedForward(model, pipe, cuttable, signature, target, place, outputs)
+    adapter.attached(model)
+    if loss_reduction == "mean":
+        adapter.weighs(target, loss_weight)
+    return pipe
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Raises a ValueError for what changes how a whole model runs, and is to be put around it afterwards."""
+    name = next((each.__name__ for each in type(model).__mro__ if each.__name__ in _WRAPPERS), None)
+    if name is not None:
+        raise ValueError(
+            f"attach got a model in {name}, which would see the parts and not the model: {_WRAPPERS[name]}"
+        )
+
+
+_WRAPPERS: Final = {
+    "DistributedDataParallel": "attach the pipe to the model itself (.module), and wrap the model afterwards, or take "
+    "pipework.init(dp=...)",
+    "DataParallel": "attach the pipe to the model itself (.module), with devices= for all of them",
+    "FSDPModule": "stages hold whole parameters; attach the pipe to the model before fully_shard, or without it",
+    "FullyShardedDataParallel": "stages hold whole parameters; attach the pipe to the model itself (.module)",
+}
+
+
+def _balance(
+    cuttable: Cuttable,
+    sample: tuple[Any, Any],
+    schedule: str | Schedule | ScheduleSpec,
+    chunks: int,
+    backend: Backend,
+) -> list[int]:
+    """How many units each stage has so that all take equally long; by their parameters where that is not measured."""
+    layers = cuttable.sequential()
+    assignment = assign(layers, schedule, chunks, None, backend.devices)
+    balance = list(assignment.partitioning.balance)
+    tensors = [*cuttable.model.parameters()]
+    if not backend.is_whole or any(each.is_meta or each.grad is not None for each in tensors) or len(balance) < 2:
+        return balance
+    return balance_by_time(
+        len(balance), layers, Message.first(cuttable.adapter.inputs(*sample)), devices=assignment.partitioning.devices
+    )

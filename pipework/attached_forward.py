@@ -1,0 +1,176 @@
+"""The forward of a model to which a pipe is attached."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipework.model.parts.execution.part import Part
+from pipework.model.parts.execution.result import LossPlace
+from pipework.model.parts.following import Following
+from pipework.runtime.program import Program
+from pipework.values import nested
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pipework.model.parts.cut import Cuttable
+    from pipework.pipe import Pipe
+
+_OF_PIPE: Final = frozenset({"target", "return_output", "outputs"})  # arguments of a call of a pipe
+
+
+class LossOf:
+    """The loss function of the pipe: the model has computed it."""
+
+    def __init__(self, place: LossPlace) -> None:
+        self._place = place
+
+    def __call__(self, result: Any, target: Any) -> Tensor:
+        """The loss of a result."""
+        loss: Tensor = place_in(result, self._place).read(result)
+        return loss
+
+
+def place_in(result: Any, usual: LossPlace) -> LossPlace:
+    """Where the loss is in a result; a forward may return a tuple if it is asked for one."""
+    return usual if usual.key is None or not isinstance(result, tuple) else LossPlace(0)
+
+
+class AttachedForward:
+    """The forward of a model to which a pipe is attached."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pipe: Pipe,
+        cuttable: Cuttable,
+        signature: inspect.Signature,
+        target: str,
+        place: LossPlace,
+        outputs: Literal["last", "all"],
+    ) -> None:
+        self._model = model
+        self._pipe = pipe
+        self._adapter = cuttable.adapter
+        self._target = target
+        self._place = place
+        self._outputs = outputs
+        self._form = nested.replaced(cuttable.result, Tensor, lambda tensor: None)
+        self.__signature__ = signature
+        self._outside: dict[int, bool] = {}  # by the number of chunks, whether the schedule lets the loss be outside
+        self._following = Following(
+            model,
+            cuttable.units,
+            cuttable.containers,
+            [layer for layer in pipe if isinstance(layer, Part)],
+            cuttable.adapter.owns_hooks,
+            is_whole=len(pipe) == sum(pipe.balance),
+        )
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """What the model returns for a batch; in training with the loss alone."""
+        model, pipe = self._model, self._pipe
+        if arguments and arguments[0] is model:  # Accelerate binds what it takes out of its wrapper again
+            arguments = arguments[1:]
+        if self._adapter.is_generating(keywords):
+            self._refuse_to_generate()
+            return type(model).forward(model, *arguments, **keywords)
+        keywords = self._adapter.mini_batch(keywords)
+        if not _OF_PIPE.isdisjoint(keywords):
+            arguments, keywords = _positional(self.__signature__, arguments, keywords)
+        self._following.update()
+        pipe.training = model.training
+        names = by_name(self.__signature__, arguments, keywords)
+        labels = names.get(self._target)
+        trains = model.training and torch.is_grad_enabled()
+        if labels is None:
+            if trains and not self._loss_may_be_outside():
+                raise ValueError(
+                    f"{type(model).__name__} was called in training without {self._target!r}, and the pipe computes "
+                    f"the loss inside: give {self._target}=, or call the model in eval() or under torch.no_grad(); a "
+                    "loss of your own, of what the model returns, needs attach(..., schedule='gpipe')"
+                )
+            return pipe(*arguments, **keywords, outputs=self._outputs)
+        got = pipe(*arguments, **keywords, target=labels, return_output=not trains, outputs=self._outputs)
+        loss, result = (got, None) if trains else got
+        if result is None:
+            form = self._adapter.form(copy.copy(self._form), names)
+            return place_in(form, self._place).put(loss, form)
+        return place_in(result, self._place).put(loss, result)
+
+    def _loss_may_be_outside(self) -> bool:
+        chunks = self._pipe.chunks
+        if chunks not in self._outside:
+            self._outside[chunks] = Program(self._pipe.schedule()).loss_may_be_outside
+        return self._outside[chunks]
+
+    def _refuse_to_generate(self) -> None:
+        """Raises a RuntimeError if other processes have some of the units: with a cache the model runs by itself."""
+        pipe = self._pipe
+        if len(pipe) < sum(pipe.balance):
+            raise RuntimeError(
+                f"{type(self._model).__name__} was called with a cache, as generate() does, which needs all layers in "
+                f"one process, and this one has {len(pipe)} of {sum(pipe.balance)} stages: write the model with "
+                "pipework.save_pretrained(pipe, folder) on all ranks, and generate with from_pretrained(folder); or "
+                "call generate(..., use_cache=False) on all ranks, which runs in the pipe"
+            )
+
+
+class Placed:
+    """In place of the method `to` of a model whose layers are in several processes.
+
+    Args:
+        model: to which a pipe is attached.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> nn.Module:
+        """Moves what can be moved.
+
+        Raises:
+            RuntimeError: layers of other processes have no values here.
+        """
+        try:
+            return type(self._model).to(self._model, *arguments, **keywords)
+        except NotImplementedError:
+            raise RuntimeError(
+                f"layers of this {type(self._model).__name__} are in other processes, and it cannot be moved: the pipe "
+                "has placed it. transformers' Trainer and Accelerate would move it: train with "
+                "pipework.integrations.trainer.PipeTrainer, or leave the model out of accelerator.prepare()"
+            ) from None
+
+
+def _positional(
+    signature: inspect.Signature, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments by position, as far as possible, since a pipe has arguments of its own with their names.
+
+    Raises:
+        TypeError: one of these names can be given by name only.
+    """
+    bound = signature.bind(*arguments, **keywords)
+    bound.apply_defaults()
+    named = {name: value for name, value in bound.kwargs.items() if name in keywords}
+    if taken := _OF_PIPE.intersection(named):
+        raise TypeError(
+            f"the forward takes {', '.join(map(repr, sorted(taken)))} by name only, and a pipe has arguments of these "
+            "names: let the forward take it by position, or rename it"
+        )
+    return bound.args, named
+
+
+def by_name(signature: inspect.Signature, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the forward by name."""
+    bound = signature.bind(*arguments, **keywords)
+    named = dict(bound.arguments)
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named.update(named.pop(parameter.name, {}))
+    return named

@@ -1,0 +1,245 @@
+"""Folders that transformers and PEFT read and write, from pipes: each process reads and writes its own tensors only."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from pipework.integrations import pretrained_in
+from pipework.integrations.adapters import is_adapted, save_adapters
+from pipework.saving.collective import process_group_of, run_on_all_ranks
+from pipework.saving.files import replace_file
+from pipework.saving.tensor_files import check_savable, write_tensors
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
+    from transformers.modeling_utils import PreTrainedModel
+
+    import pipework
+    from pipework.backend import ProcessGroupView
+    from pipework.integrations.sketch import Sketch
+    from pipework.pipe import Pipe
+
+_ONE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+_LARGEST: Final = 5 * 10**9  # bytes of a file
+
+
+class LoadedTensors(NamedTuple):
+    """What a process has read.
+
+    Attributes:
+        tensors: their number.
+        bytes: of them in the files.
+        missing: the names of tensors of this process that the files lack; they keep their values.
+    """
+
+    tensors: int
+    bytes: int
+    missing: tuple[str, ...]
+
+
+def load_pretrained(pipe: pipework.Pipe, folder: str | os.PathLike[str]) -> LoadedTensors:
+    """Fills a pipe of a model of transformers from a local folder of safetensors files.
+
+    Each process reads the tensors of its own units only, under whatever names transformers knows for them. The model
+    may lie on the meta device. With adapters of PEFT, the weights below them are read.
+
+    Args:
+        pipe: of a model that was attached, or of its parts.
+        folder: what `model.save_pretrained(folder)` or `save_pretrained(pipe, folder)` wrote.
+
+    Raises:
+        TypeError: the pipe is not one of a model of transformers.
+        FileNotFoundError: the folder has no safetensors files.
+        ValueError: none of the files' tensors belongs to the model.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from pipework import attach, load_pretrained, save_pretrained
+        >>> config = LlamaConfig(
+        ...     vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2
+        ... )
+        >>> with torch.device("meta"):
+        ...     model = LlamaForCausalLM(config)
+        >>> ids = torch.arange(8).reshape(2, 4)
+        >>> pipe = attach(model, {"input_ids": ids, "labels": ids}, chunks=2, devices=["cpu", "cpu"])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     LlamaForCausalLM(config).save_pretrained(folder)
+        ...     load_pretrained(pipe, folder).tensors
+        21
+    """
+    return run_on_all_ranks(process_group_of(pipe), f"load {folder}", lambda: _load(pipe, Path(folder))).own
+
+
+def save_pretrained(pipe: pipework.Pipe, folder: str | os.PathLike[str], *, max_shard_size: int = _LARGEST) -> None:
+    """Writes a pipe of a model of transformers so that `from_pretrained(folder)` reads it.
+
+    All processes call it, and each writes the tensors of its own units: safetensors files, their index and the
+    configuration. Of a model with adapters of PEFT, the adapters alone are written, as PEFT does.
+
+    Args:
+        pipe: of a model that was attached, or of its parts.
+        folder: on a file system that all processes share. Files of a model that it had are replaced.
+        max_shard_size: the largest file, in bytes.
+
+    Raises:
+        TypeError: the pipe is not one of a model of transformers, or a tensor cannot be saved.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from transformers import BertConfig, BertForMaskedLM
+        >>> from pipework import attach, save_pretrained
+        >>> config = BertConfig(
+        ...     vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2
+        ... )
+        >>> model, ids = BertForMaskedLM(config), torch.arange(8).reshape(2, 4)
+        >>> pipe = attach(model, {"input_ids": ids, "labels": ids}, chunks=2, devices=["cpu", "cpu"])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_pretrained(pipe, folder)
+        ...     again = BertForMaskedLM.from_pretrained(folder)
+        >>> torch.equal(again.cls.predictions.bias, model.cls.predictions.bias)
+        True
+    """
+    group, place = process_group_of(pipe), Path(folder)
+    run_on_all_ranks(group, f"make {folder}", lambda: place.mkdir(parents=True, exist_ok=True))
+    whole, core = _model_of(pipe)
+    if is_adapted(whole):
+        save_adapters(group, [part.get_submodule("model") for part in pipe], pipe.state_dict(), place)
+        return
+    sketch = _sketch_of(core)
+    offered = run_on_all_ranks(group, "list its tensors", lambda: _own(pipe, sketch), share=list)
+    writers: dict[str, int] = {}
+    for rank, names in enumerate(offered.shared):
+        for name in names:
+            writers.setdefault(name, rank)
+    own = {name: tensor for name, tensor in offered.own.items() if writers[name] == group.rank}
+    ready = run_on_all_ranks(
+        group, "name its tensors", lambda: _shards(sketch.as_saved(own), max_shard_size), share=lambda each: len(each)
+    )
+    first, count = sum(ready.shared[: group.rank]), sum(ready.shared)
+    run_on_all_ranks(group, "clear the folder", lambda: _clear(place) if group.rank == 0 else None)
+    written = run_on_all_ranks(
+        group, "write its tensors", lambda: _write(place, ready.own, first, count), share=lambda table: table
+    )
+    run_on_all_ranks(
+        group, "write the configuration", lambda: _complete(group, place, core, written.shared, is_sharded=count > 1)
+    )
+
+
+def _model_of(pipe: Pipe) -> tuple[nn.Module, PreTrainedModel]:
+    """The copy of the model in the first part of this process, and what of it is transformers' own."""
+    for part in pipe:
+        whole: Any = getattr(part, "model", None)
+        core = None if whole is None else pretrained_in(whole)
+        if core is not None:
+            return whole, core
+    raise TypeError(
+        "the pipe is not one of a model of transformers: wanted what pipework.attach(model, ...) returned, or a Pipe "
+        "of pipework.to_sequential(model, ...); pipework.save_checkpoint saves any pipe"
+    )
+
+
+def _sketch_of(core: PreTrainedModel) -> Sketch:
+    from pipework.integrations.sketch import Sketch  # imports transformers, which takes seconds
+
+    return Sketch(core)
+
+
+def _plain_names(pipe: Pipe) -> dict[str, str]:
+    """From the names of the pipe's tensors to those in the model without the wrappers of PEFT."""
+    whole, core = _model_of(pipe)
+    prefix = next(f"{name}." if name else "" for name, module in whole.named_modules() if module is core)
+    return {name: name.removeprefix(prefix).replace(".base_layer.", ".") for name in pipe.state_dict()}
+
+
+def _load(pipe: Pipe, folder: Path) -> LoadedTensors:
+    _, core = _model_of(pipe)
+    sketch = _sketch_of(core)
+    names = {own: plain for own, plain in _plain_names(pipe).items() if plain in sketch.model.state_dict()}
+    wanted = {alias for plain in names.values() for alias in sketch.aliases.get(plain, [plain])}
+    found, count, size = sketch.filled(_files_in(folder), wanted)
+    missing = tuple(own for own, plain in names.items() if plain not in found)
+    if names and len(missing) == len(names):
+        raise ValueError(
+            f"{folder} has none of the {len(names)} tensors of {type(sketch.model).__name__} in this process, such as "
+            f"{missing[0]}: give the folder of the same model"
+        )
+    pipe.load_state_dict({own: found[plain] for own, plain in names.items() if plain in found}, strict=False)
+    if missing:
+        more = "" if len(missing) < 4 else f" and {len(missing) - 3} more"
+        logging.getLogger("pipework").warning(
+            "%s has no %s%s: they keep the values that they had", folder, ", ".join(missing[:3]), more
+        )
+    return LoadedTensors(count, size, missing)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if (folder / _ONE).is_file():
+        return [folder / _ONE]
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    raise FileNotFoundError(f"{folder} has neither {_ONE} nor {_INDEX}: give a local folder of safetensors files")
+
+
+def _own(pipe: Pipe, sketch: Sketch) -> dict[str, Tensor]:
+    """The tensors of this process that are to be saved, those that are tied once."""
+    plain = _plain_names(pipe)
+    state = {plain[name]: tensor for name, tensor in pipe.state_dict().items()}
+    for name, tensor in state.items():
+        check_savable(name, tensor)
+    return {name: tensor for name, tensor in state.items() if sketch.first_name(name) == name}
+
+
+def _shards(state: Mapping[str, Tensor], largest: int) -> list[dict[str, Tensor]]:
+    """Tensors in files that are not too large."""
+    shards: list[dict[str, Tensor]] = []
+    size = 0
+    for name, tensor in state.items():
+        size += tensor.nbytes
+        if not shards or size > largest:
+            shards.append({})
+            size = tensor.nbytes
+        shards[-1][name] = tensor
+    return shards
+
+
+def _clear(place: Path) -> None:
+    for old in (place / _ONE, place / _INDEX, *place.glob("model-*-of-*.safetensors")):
+        old.unlink(missing_ok=True)
+
+
+def _write(place: Path, shards: list[dict[str, Tensor]], first: int, count: int) -> dict[str, list[int | str]]:
+    """Writes the files of this process; by tensor, its file and bytes."""
+    table: dict[str, list[int | str]] = {}
+    for number, shard in enumerate(shards, first + 1):
+        file = _ONE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        write_tensors(place / file, shard)
+        table.update({name: [file, tensor.nbytes] for name, tensor in shard.items()})
+    return table
+
+
+def _complete(
+    group: ProcessGroupView, place: Path, core: PreTrainedModel, written: list[Any], *, is_sharded: bool
+) -> None:
+    """Writes the configuration and the index, on rank 0."""
+    if group.rank != 0:
+        return
+    model = _sketch_of(core).model
+    model.config.dtype = str(next(core.parameters()).dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(place)
+    if model.can_generate():
+        core.generation_config.save_pretrained(place)
+    if is_sharded:
+        table = {name: each for part in written for name, each in part.items()}
+        total = sum(size for _, size in table.values())
+        index = {"metadata": {"total_size": total}, "weight_map": {name: table[name][0] for name in sorted(table)}}
+        replace_file(place / _INDEX, json.dumps(index, indent=2).encode())

@@ -1,0 +1,270 @@
+"""Models of transformers, also in the wrappers of PEFT, in parts."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+try:
+    from transformers.utils import output_capturing
+except ImportError:  # versions in which models collect hidden states themselves
+    output_capturing = None  # type: ignore[assignment]
+
+from pipework import torch_private
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+_IGNORED = -100  # in labels, where a model counts nothing
+_CHECKPOINT = "attach(..., checkpoint='always'), 'except_last' or 'never'"
+_ENABLING = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
+_SIDE_OUTPUTS = ("output_hidden_states", "output_attentions")
+_KEPT = ("loss", "logits")  # of what a model returns
+_ITEMS = "num_items_in_batch"
+
+
+class TransformersAdapter:
+    """What is special about models of transformers.
+
+    Args:
+        model: without wrappers.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._caches = hasattr(model.config.get_text_config(), "use_cache") and _takes_use_cache(type(model).forward)
+        self.side_outputs = CapturedOutputs()
+        self._target: str | None = None
+        self._weight: Callable[[Any], Any] = len
+
+    def blocks(self, model: nn.Module) -> set[str] | None:
+        """The classes that transformers does not split; None: those of this model are not named."""
+        names = set().union(*(getattr(module, "_no_split_modules", None) or () for module in model.modules()))
+        there = {type(module).__name__ for module in model.modules()}
+        return names & there or None
+
+    def shared(self, model: nn.Module) -> Iterator[object]:
+        """The configurations."""
+        for module in model.modules():
+            yield from (value for value in vars(module).values() if isinstance(value, PreTrainedConfig))
+
+    def stand_in(self, stand_in: nn.Module, unit: nn.Module) -> nn.Module:
+        """With the hooks by which transformers collects hidden states."""
+        for hook in filter(_captures, torch_private.forward_hooks(unit)):
+            stand_in.register_forward_hook(hook)
+        return stand_in
+
+    def owns_hooks(self, module: nn.Module) -> bool:
+        """They collect what the forward around them returns, and it starts anew in every part."""
+        return all(map(_captures, torch_private.all_hooks(module)))
+
+    def prepare(self, model: nn.Module) -> None:
+        """Installs these hooks, which each copy would install again.
+
+        Raises:
+            ValueError: the model recomputes its layers itself.
+        """
+        if any(getattr(module, "gradient_checkpointing", False) for module in self._model.modules()):
+            raise ValueError(
+                f"this {type(self._model).__name__} recomputes its layers itself, which is the task of the pipe: call "
+                f"gradient_checkpointing_disable(), and choose {_CHECKPOINT}"
+            )
+        install = getattr(output_capturing, "maybe_install_capturing_hooks", None)
+        if install is None or not hasattr(output_capturing, "_active_collector"):
+            raise ValueError(
+                f"transformers {transformers.__version__} has no output_capturing.maybe_install_capturing_hooks or "
+                "_active_collector, by which its models collect hidden states and router logits: use a version of the "
+                "range in pipework[hf]"
+            )
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                install(module)
+
+    def attached(self, model: nn.Module) -> None:
+        """From now on, gradient checkpointing is refused where the model is asked for it."""
+        for each in {id(model): model, id(self._model): self._model}.values():
+            for name in _ENABLING:
+                if hasattr(each, name):
+                    each.__dict__[name] = _RefusedCheckpointing(type(self._model).__name__, name)
+
+    def inputs(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Without a cache, which would be a state of every part.
+
+        Raises:
+            ValueError: more is asked for than the loss and the logits.
+        """
+        asked = [name for name in _SIDE_OUTPUTS if keywords.get(name)]
+        if asked:
+            raise ValueError(
+                f"a pipe returns the loss and the logits of {type(self._model).__name__}, and {asked[0]}=True was "
+                f"asked for: call type(model).forward(model, ..., {asked[0]}=True), which runs without the pipe"
+            )
+        return arguments, {**({"use_cache": False} if self._caches else {}), **keywords}
+
+    def weighs(self, target: str, weight: Callable[[Any], Any] | None) -> None:
+        """See `Adapter.weighs`."""
+        self._target = target
+        self._weight = len if weight is None else weight
+
+    def mini_batch(self, keywords: dict[str, Any]) -> dict[str, Any]:
+        """With the number by which a model divides its summed loss, such as that of all tokens, per unit of weight.
+
+        Trainers give this number, for all mini-batches of a step of the optimizer. The pipe takes the weighted mean of
+        its micro-batches' losses, so that each micro-batch must divide by its share of the number.
+        """
+        items, target = keywords.get(_ITEMS), keywords.get(self._target or "")
+        if items is None or self._target is None:
+            return keywords
+        others = {name: value for name, value in keywords.items() if name != _ITEMS}
+        if target is None:  # no loss is computed
+            return others
+        parts = [target] if isinstance(target, Tensor) else target
+        total = float(sum(map(self._weight, parts)))
+        return {**others, _ITEMS: float(items) / total if total else math.nan}
+
+    def micro_batch(self, keywords: dict[str, Any]) -> dict[str, Any]:
+        """With the share of a micro-batch of this number."""
+        if self._target is None or keywords.get(_ITEMS) is None:
+            return keywords
+        return {**keywords, _ITEMS: keywords[_ITEMS] * self._weight(keywords[self._target])}
+
+    def result(self, output: Any) -> Any:
+        """Loss and logits."""
+        if not hasattr(output, "keys"):
+            return output
+        return type(output)(**{name: output[name] for name in _KEPT if output.get(name) is not None})
+
+    def form(self, usual: Any, keywords: Mapping[str, Any]) -> Any:
+        """A tuple if the call asks for one."""
+        return (None, None) if keywords.get("return_dict") is False else usual
+
+    def is_generating(self, keywords: Mapping[str, Any]) -> bool:
+        """Whether there is a cache."""
+        return bool(keywords.get("use_cache")) or keywords.get("past_key_values") is not None
+
+    def initialiser(self, model: nn.Module, name: str) -> Callable[[], object] | None:
+        """What the innermost model of transformers around a module does with it; an adapter of PEFT does it itself."""
+        path = [model]
+        for each in name.split(".") if name else ():
+            path.append(path[-1].get_submodule(each))
+        for module in reversed(path[:-1]):
+            reset: Any = getattr(module, "reset_lora_parameters", None)
+            if reset is not None and path[-1] is not getattr(module, "base_layer", None):
+                return functools.partial(reset, name.rpartition(".")[2], init_lora_weights=True)
+        owner = next((each for each in reversed(path) if isinstance(each, PreTrainedModel)), None)
+        return None if owner is None else functools.partial(owner._init_weights, path[-1])
+
+    def loss_weight(self, result: Any, inputs: Mapping[str, Any]) -> Callable[[Any], Any] | None:
+        """The number of labels that the loss of a micro-batch is a mean over.
+
+        Raises:
+            ValueError: the loss is a sum over rows.
+        """
+        labels, logits = inputs.get("labels"), getattr(result, "logits", None)
+        if type(self._model).__name__.endswith("ForCTC"):
+            if getattr(self._model.config, "ctc_loss_reduction", None) == "sum":
+                raise ValueError(
+                    f"the loss of this {type(self._model).__name__} is a sum over the rows of a mini-batch, and that "
+                    "of a pipe is the mean of its micro-batches' losses: set "
+                    "model.config.ctc_loss_reduction = 'mean', or give loss_weight="
+                )
+            return None  # each row's loss is divided by its own number of labels
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return None
+        if labels.dim() > 1 and (logits is None or logits.shape[: labels.dim()] != labels.shape):
+            return None
+        return functools.partial(counted_labels, is_shifted=_is_shifted(result, labels))
+
+
+def counted_labels(labels: Tensor, *, is_shifted: bool) -> Tensor:
+    """How many labels count.
+
+    Args:
+        labels: of a micro-batch.
+        is_shifted: whether position i is compared with label i + 1, so that the first label does not count.
+
+    Example:
+        >>> counted_labels(torch.tensor([[1, 2, -100]]), is_shifted=True)
+        tensor(1)
+    """
+    return ((labels[:, 1:] if is_shifted else labels) != _IGNORED).sum()
+
+
+class _RefusedCheckpointing:
+    """In place of `gradient_checkpointing_enable` of a model to which a pipe is attached.
+
+    Args:
+        model: its class, as messages call it.
+        name: of the method.
+    """
+
+    def __init__(self, model: str, name: str) -> None:
+        self._model = model
+        self._name = name
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> None:
+        """Raises a RuntimeError."""
+        raise RuntimeError(
+            f"a pipe is attached to this {self._model}, and recomputes its stages: choose {_CHECKPOINT} in place of "
+            f"{self._name}()"
+        )
+
+
+def _takes_use_cache(forward: Callable[..., Any]) -> bool:
+    """Whether a forward takes `use_cache`; some pass on keyword arguments, and set this one themselves."""
+    parameters = inspect.signature(forward).parameters
+    if "use_cache" in parameters:
+        return True
+    constants = inspect.unwrap(forward).__code__.co_consts
+    sets = any(isinstance(each, tuple) and "use_cache" in each for each in constants)
+    return not sets and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def _captures(hook: Any) -> bool:
+    """Whether a hook is one by which transformers collects hidden states."""
+    return output_capturing is not None and getattr(hook, "__module__", None) == output_capturing.__name__
+
+
+class CapturedOutputs:
+    """What transformers' hooks have collected in the present forward, such as router logits."""
+
+    def mark(self) -> dict[str, int]:
+        """See `SideOutputs.mark`."""
+        return {name: len(items) for name, items in self._lists()}
+
+    def since(self, mark: dict[str, int]) -> dict[str, list[Any]]:
+        """See `SideOutputs.since`."""
+        return {name: items[mark[name] :] for name, items in self._lists() if len(items) > mark.get(name, 0)}
+
+    def add(self, items: dict[str, list[Any]]) -> None:
+        """See `SideOutputs.add`."""
+        lists = dict(self._lists())
+        for name, each in items.items():
+            lists[name].extend(each)
+
+    def remove(self, mark: dict[str, int]) -> None:
+        """See `SideOutputs.remove`."""
+        for name, items in self._lists():
+            del items[mark.get(name, 0) :]
+
+    def _lists(self) -> Iterable[tuple[str, list[Any]]]:
+        collected = output_capturing._active_collector.get() or {}  # type: ignore[no-untyped-call]
+        return [(name, items) for name, items in collected.items() if isinstance(items, list)]
+
+
+def _is_shifted(result: Any, labels: Tensor) -> bool:
+    """Asks the loss of the dry run, whose gradient is zero at positions that it does not count."""
+    logits, loss = getattr(result, "logits", None), getattr(result, "loss", None)
+    if labels.dim() != 2 or loss is None or logits is None or not logits.requires_grad:
+        return False
+    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)
+    used = torch.ones(()) if gradient is None else (gradient != 0).any(-1)
+    return used.shape == labels.shape and not used[:, -1].any() and bool((labels[:, -1] != _IGNORED).any())

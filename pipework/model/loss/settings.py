@@ -1,0 +1,258 @@
+"""The settings of the loss inside of a pipe."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, SupportsFloat, cast
+
+import torch
+from torch import nn
+
+from pipework.model.loss.counted_targets import CountedTargets, ignored_by, unequal_padding
+from pipework.model.loss.inner_function import InnerFunction
+from pipework.runtime.device import is_accelerator
+from pipework.runtime.stage.loss import InnerLoss, mean_weights
+from pipework.values import nested
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from torch import Tensor
+
+    from pipework.runtime.stage.loss_sample import LossSample
+    from pipework.runtime.transport import Message
+
+REDUCTIONS = ("mean", "sum")
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The arguments of `Pipe` for the loss.
+
+    Attributes:
+        function: computes the loss of a micro-batch from its output and target; None: the last layer returns the loss.
+        reduction: 'mean': the mini-batch's loss is the weighted mean of its micro-batches' losses; 'sum': their sum.
+        weight: computes a micro-batch's weight in the mean from its target; None: the number of targets that a loss of
+            PyTorch's counts (see `CountedTargets`), for other functions the number of rows.
+        grad_scaler: scales the gradients inside of the pipe.
+
+    Raises:
+        TypeError: a function is not callable, or `grad_scaler` is not a `GradScaler`.
+        ValueError: the reduction is unknown, a sum has a weight, or the function has another reduction or parameters.
+    """
+
+    function: Callable[[Any, Any], Tensor] | None = None
+    reduction: str = "mean"
+    weight: Callable[[Any], Any] | None = None
+    grad_scaler: torch.amp.GradScaler | None = None
+    # One for each mini-batch in which to look for padding: looking takes some microseconds for each micro-batch.
+    _looks: list[None] = field(default_factory=lambda: [None] * 16, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, value in (("loss_fn", self.function), ("loss_weight", self.weight)):
+            if isinstance(value, type):
+                raise TypeError(f"{name} is the class {value.__name__}: write {value.__name__}()")
+            if value is not None and not callable(value):
+                raise TypeError(f"{name} is {value!r}: wanted a function")
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"loss_reduction is {self.reduction!r}: wanted one of {', '.join(map(repr, REDUCTIONS))}")
+        if self.weight is not None and self.reduction == "sum":
+            raise ValueError(
+                "loss_weight is for the weights of a mean, but loss_reduction is 'sum': leave one of them out"
+            )
+        self._refuse_other_reduction()
+        if isinstance(self.function, nn.Module) and next(self.function.parameters(), None) is not None:
+            raise ValueError(
+                f"loss_fn ({type(self.function).__name__}) has parameters, which the pipe would not train: make it the "
+                "last layer, which takes the target as its last argument and returns the loss, and leave loss_fn out"
+            )
+        if self.grad_scaler is not None and not callable(getattr(self.grad_scaler, "get_scale", None)):
+            raise TypeError(f"grad_scaler is {self.grad_scaler!r}: wanted a torch.amp.GradScaler")
+
+    def _refuse_other_reduction(self) -> None:
+        """Raises a ValueError if the function has another `reduction`: an attribute or argument of PyTorch's losses."""
+        function, bound, _ = InnerFunction.of(self.function)
+        name = getattr(function, "__name__", None) or type(function).__name__
+        own = bound.get("reduction", getattr(function, "reduction", None))
+        if own is None and getattr(function, "__module__", "") == nn.functional.__name__:
+            parameter = inspect.signature(function).parameters.get("reduction")
+            own = None if parameter is None else parameter.default
+        if own == "none":
+            raise ValueError(
+                f"loss_fn ({name}) has reduction='none', which gives no single number: make it with reduction="
+                f"{self.reduction!r}"
+            )
+        if own == "sum" and self.reduction == "mean":
+            raise ValueError(
+                f"loss_fn ({name}) has reduction='sum', and loss_reduction is 'mean', so the pipe would take the mean "
+                "of its micro-batches' sums: give Pipe loss_reduction=\"sum\", or make loss_fn with reduction='mean'"
+            )
+        if own in {"mean", "batchmean"} and self.reduction == "sum":
+            raise ValueError(
+                f"loss_fn ({name}) has reduction={own!r}, and loss_reduction is 'sum', so the pipe would add up its "
+                "micro-batches' means, which is larger than the mean the more micro-batches there are: leave "
+                "loss_reduction out, or make loss_fn with reduction='sum'"
+            )
+
+    def missing_target(
+        self,
+        schedule: str,
+        inputs: int,
+        keywords: Collection[str],
+        *,
+        call: str = "pipe",
+        reader: int | None = None,
+    ) -> ValueError:
+        """The error of a training step without a target, if the first backward comes before the last forward.
+
+        Args:
+            schedule: the name of the schedule.
+            inputs: the number of positional inputs.
+            keywords: the names of the keyword inputs.
+            call: the called method, for the message.
+            reader: if workers are processes, the rank that reads the target.
+        """
+        outputs = "For outputs alone use torch.no_grad() or pipe.eval()"
+        if self.function is None:
+            return ValueError(
+                f"schedule {schedule!r} goes backward before the last output is there, so it needs the loss inside: "
+                f"give Pipe a loss_fn and call {call}(x, target=y); or choose schedule='gpipe'. {outputs}"
+            )
+        got = f"got {inputs} positional input{'' if inputs == 1 else 's'}"
+        if keywords:
+            got += f", keywords: {', '.join(keywords)}"
+        if reader is not None:
+            outputs += "; for a loss outside of the pipe choose schedule='gpipe'"
+            return ValueError(
+                f"schedule {schedule!r} computes the loss inside and got no target: {_not_there(reader)}. Call "
+                f"{call}(x, target=y) on every rank, with y at least there ({got} here). {outputs}"
+            )
+        return ValueError(
+            f"schedule {schedule!r} computes the loss inside and got no target: call {call}(x, target=y) ({got}). "
+            f"{outputs}"
+        )
+
+    def outside_of_one_rank(self, reader: int) -> ValueError:
+        """The error of a training step with the loss outside, if only one of several processes gets the outputs.
+
+        Args:
+            reader: the rank that reads the target.
+        """
+        inside = "give Pipe a loss_fn and call" if self.function is None else "call"
+        return ValueError(
+            f"there is no target ({_not_there(reader)}), so the loss is outside, and every process must compute it: "
+            f'call pipe(x, outputs="all") and take the same loss there; or {inside} pipe(x, target=y)'
+        )
+
+    def place(self, device: torch.device) -> None:
+        """Moves the buffers of a loss function that is a module, such as the weights of classes."""
+        if isinstance(self.function, nn.Module):
+            self.function.to(device)
+
+    def inner(
+        self,
+        targets: Sequence[Message] | None,
+        rows: Sequence[int],
+        device: torch.device,
+        *,
+        grad: bool,
+        keeps_output: bool,
+        sample: LossSample | None = None,
+    ) -> InnerLoss:
+        """The loss that the last stage computes for one mini-batch.
+
+        Args:
+            targets: of the micro-batches; None: another process has them, and computes the loss.
+            rows: of the micro-batches, which weigh their losses; negative where there is no such number.
+            device: of the last stage.
+            grad: whether gradients are needed.
+            keeps_output: whether the output is returned, too.
+            sample: keeps what the function gets and gives, if given.
+        """
+        return InnerLoss(
+            self.function,
+            None if self.reduction == "sum" or targets is None else mean_weights(self._amounts(targets, rows)),
+            1.0 if self.grad_scaler is None or not grad else _scale_of(self.grad_scaler, device),
+            keeps_output,
+            len(rows),
+            sample,
+        )
+
+    def _amounts(self, targets: Sequence[Message], rows: Sequence[int]) -> Sequence[float] | Tensor:
+        # Before the first action: the first backward may come before the last forward.
+        if self.weight is None:
+            counted = self._counted(targets)
+            if counted is None and min(rows) < 0:
+                raise _no_rows(targets, rows)
+            return list(rows) if counted is None else counted
+        amounts = []
+        for number, target in enumerate(targets):
+            amount = self.weight(nested.unflatten(*target))
+            if not (isinstance(amount, SupportsFloat) and getattr(amount, "ndim", 0) == 0):
+                got = f"a tensor of shape {tuple(amount.shape)}" if hasattr(amount, "shape") else type(amount).__name__
+                raise TypeError(f"loss_weight gave {got} for micro-batch {number}: wanted a number of at least 0")
+            amounts.append(amount)
+        numbers = _read(amounts)
+        for number, value in enumerate(numbers):
+            if not value >= 0:
+                raise ValueError(f"loss_weight gave {value} for micro-batch {number}: wanted a number of at least 0")
+        return numbers
+
+    def _counted(self, targets: Sequence[Message]) -> list[float] | Tensor | None:
+        """What the targets count in the mean of a loss of PyTorch's; None: it is another function."""
+        counted = CountedTargets.of(self.function)
+        return None if counted is None else counted.amounts([nested.unflatten(*target) for target in targets])
+
+    def doubt(self, targets: Sequence[Message], rows: Sequence[int]) -> str | None:
+        """What to warn of: targets are padded, and the mean does not leave them out. Told once.
+
+        Args:
+            targets: of the micro-batches.
+            rows: of the micro-batches.
+        """
+        by_rows = self.reduction == "mean" and self.weight is None and CountedTargets.of(self.function) is None
+        alike = len({len(tensors) for tensors, _ in targets}) == 1
+        if not (by_rows and alike and self._looks):
+            return None
+        self._looks.pop()
+        ignored = ignored_by(self.function)
+        columns = zip(*(tensors for tensors, _ in targets), strict=True)
+        if not any(unequal_padding(column, rows, ignored) for column in columns):
+            return None
+        self._looks.clear()
+        return (
+            f"targets have the value {ignored}, which losses leave out of their mean, and micro-batches have unequal "
+            "numbers of them, but loss_fn is a function of its own, so the pipe weighs micro-batches by rows. Give "
+            f"Pipe loss_weight=lambda target: (target != {ignored}).sum() for the mean over all targets that count"
+        )
+
+
+def _scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> float | Tensor:
+    """The factor of a scaler; on an accelerator as a tensor, for whose value the host does not wait."""
+    return scaler.scale(torch.ones((), device=device)) if is_accelerator(device) else scaler.get_scale()
+
+
+def _read(amounts: Sequence[SupportsFloat]) -> list[float]:
+    """The numbers. Of those on an accelerator, the host waits once for all."""
+    if all(isinstance(amount, torch.Tensor) for amount in amounts):
+        with torch.no_grad():
+            together: list[float] = torch.stack(cast("list[Tensor]", amounts)).tolist()
+        return list(map(float, together))
+    return list(map(float, amounts))
+
+
+def _no_rows(targets: Sequence[Message], rows: Sequence[int]) -> ValueError:
+    """The error of a mean over micro-batches that rows do not weigh."""
+    shapes = [tuple(tensor.shape) for tensor in targets[min(range(len(rows)), key=rows.__getitem__)][0]]
+    shown = "no tensor" if not shapes else f"the shape {shapes[0]}" if len(shapes) == 1 else f"the shapes {shapes}"
+    return ValueError(
+        "rows do not say how much each micro-batch weighs in the mean: inputs and target of a micro-batch have "
+        f"different numbers of them, or targets differ in other dimensions, too (a target has {shown}). Give Pipe the "
+        "weight, such as loss_weight=torch.numel for a mean over all numbers of the targets, or loss_reduction='sum'"
+    )
+
+
+def _not_there(rank: int) -> str:
+    """The place where the target is missing, if workers are processes."""
+    return f"it is read on rank {rank}, where pipe.is_last, and it was None there"

@@ -1,0 +1,303 @@
+"""Cuts any module into an `nn.Sequential` of parts."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pipework import torch_private
+from pipework.model.given import MicroBatches
+from pipework.model.no_chunk import NoChunk
+from pipework.model.parts.adapter import PlainAdapter
+from pipework.model.parts.analysis.dry_run import DryRun
+from pipework.model.parts.analysis.other_generators import generators_put_back
+from pipework.model.parts.analysis.refusal import CannotCut
+from pipework.model.parts.analysis.state import KeptState, other_tensors
+from pipework.model.parts.analysis.units import find_units
+from pipework.model.parts.execution import leaves
+from pipework.model.parts.execution import run as runs
+from pipework.model.parts.execution.part import Part
+from pipework.model.parts.execution.plan import END, PartPlan, Source, Trace, unit_of
+from pipework.model.parts.execution.skeleton import Skeleton
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from pipework.model.parts.adapter import Adapter
+
+_logger = logging.getLogger("pipework")
+
+
+class Cuttable:
+    """A model of which a dry run has shown how it may be cut.
+
+    Args:
+        model: any module. It stays as it is; parts and model share their units.
+        sample: what the model takes: keyword arguments, or a tuple of positional ones, or a tensor.
+        blocks: classes, or their names, whose modules are called as a whole; None: the adapter's, else those in lists.
+        adapter: of the model's library.
+
+    Attributes:
+        trace: what the forward does.
+        groups: the calls of units, those together between which it is not cut.
+        result: what the model returned in the dry run, with its graph and without values.
+
+    Raises:
+        CannotCut: the model has fewer than two units, or cannot be cut; the message says why.
+    """
+
+    def __init__(
+        self, model: nn.Module, sample: Any, *, blocks: Collection[type | str] | None, adapter: Adapter | None = None
+    ) -> None:
+        self.model = model
+        self.adapter = PlainAdapter() if adapter is None else adapter
+        refuse_own_forward(model)
+        self._refuse_other_arguments(sample)
+        self.adapter.prepare(model)
+        self.units = find_units(model, self.adapter.blocks(model) if blocks is None else blocks)
+        self._skeleton = Skeleton(model, self.units, self.adapter)
+        self._refuse_hooks()
+        self.trace, self.result = self._traced(sample)
+        self.trace = self.trace.joined(self._traced_in_other_mode(sample))
+        # What runs in every part is no unit, but part of what is around them, and each part has its own.
+        called = {unit_of(call) for call in self.trace.order}
+        glue = {unit_of(call) for call in self.trace.glue} - called
+        self.units = {name: unit for name, unit in self.units.items() if name not in glue}
+        self._skeleton = Skeleton(model, self.units, self.adapter)
+        self.groups = self._grouped()
+
+    @property
+    def containers(self) -> Mapping[str, nn.Module]:
+        """The modules around units, by their names in the model."""
+        return self._skeleton.containers
+
+    def sequential(self, balance: Sequence[int] | None = None) -> nn.Sequential:
+        """The model as layers.
+
+        Args:
+            balance: how many groups each layer has; None: one.
+
+        Raises:
+            ValueError: the balance is for another number of groups.
+        """
+        sizes = [1] * len(self.groups) if balance is None else list(balance)
+        if sum(sizes) != len(self.groups) or min(sizes, default=0) < 1:
+            names = ", ".join(group[0] for group in self.groups)
+            raise ValueError(
+                f"balance {sizes} is for {sum(sizes)} groups of units, and {type(self.model).__name__} has "
+                f"{len(self.groups)}: {names}"
+            )
+        counts = [sum(len(group) for group in self.groups[:end]) for end in itertools.accumulate(sizes, initial=0)]
+        parts = []
+        for start, stop in itertools.pairwise(counts):
+            plan = PartPlan(self.trace, start, stop, stop == counts[-1])
+            stand_ins = self._skeleton.stand_ins()
+            around = self._skeleton.copy(self._local(plan), self._reader(plan), stand_ins)
+            parts.append(Part(around, plan, self.adapter, stand_ins))
+        layers = nn.Sequential(*parts)
+        layers.training = self.model.training
+        return layers
+
+    def _traced(self, sample: Any) -> tuple[Trace, Any]:
+        """What the forward does, and what it returned, with its graph and without values."""
+        kind = type(self.model).__name__
+        with generators_put_back() as drawn:
+            trace, result, decides = self._dry_run(sample, draw=1.0)
+        if drawn:
+            raise CannotCut(
+                f"{kind}'s forward draws numbers from {' and '.join(drawn)}, outside of the units at which it is cut, "
+                "and each part would draw others: switch that off in training, draw them with torch, or leave it to a "
+                "unit"
+            )
+        if decides:
+            other = self._dry_run(sample, draw=0.0)[0].order
+            if other != trace.order:
+                varying = sorted({unit_of(call) for call in {*other} ^ {*trace.order}})
+                raise CannotCut(
+                    f"{kind}'s forward decides with random numbers which units it calls ({', '.join(varying[:3])}): "
+                    "set the probability with which layers are left out to 0"
+                )
+        if len(trace.order) < 2:
+            raise CannotCut(
+                f"{kind} has {len(trace.order)} unit{'' if len(trace.order) == 1 else 's'} at which it could "
+                "be cut: units are the modules that its forward calls, and those in lists; blocks= names their classes"
+            )
+        return trace, result
+
+    def _traced_in_other_mode(self, sample: Any) -> Trace | None:
+        """What the forward does in evaluation if the model is in training, and the other way round; None: nothing.
+
+        Raises:
+            CannotCut: what it does then cannot be cut.
+        """
+        flags = [(module, module.training) for module in self.model.modules()]
+        try:
+            other = not self.model.training
+            for module, _ in flags:
+                module.training = other  # train() and eval() may do more, such as merge adapters
+            return self._traced(sample)[0]
+        except CannotCut:
+            raise
+        except Exception:  # it may need other inputs then
+            _logger.debug("%s runs in one mode only with the sample", type(self.model).__name__, exc_info=True)
+            return None
+        finally:
+            for module, flag in flags:
+                module.training = flag
+
+    def _refuse_other_arguments(self, sample: Any) -> None:
+        """Raises an error if the forward does not take the sample."""
+        kind = type(self.model)
+        arguments, keywords = arguments_of(sample)
+        try:
+            inspect.signature(kind.forward).bind(self.model, *arguments, **keywords)
+        except TypeError as error:
+            raise CannotCut(
+                f"the sample does not go with the forward of {kind.__name__}: {error}; a dict has keyword arguments, "
+                "a tuple positional ones, and (batch,) gives one of them as it is"
+            ) from None
+
+    def _refuse_hooks(self) -> None:
+        """Raises an error for what is called with each run of a container, since several parts run it."""
+        for name, module in self.containers.items():
+            if not name:
+                continue
+            if "forward" in vars(module):
+                raise CannotCut(
+                    f"the forward of {name!r} ({type(module).__name__}) has been replaced on the module itself, and "
+                    "each part needs one of its own: write it into a class, or make it a unit with blocks="
+                )
+            if torch_private.has_hooks(module) and not self.adapter.owns_hooks(module):
+                raise CannotCut(
+                    f"{name!r} ({type(module).__name__}) has hooks, and its forward runs in every part, so that they "
+                    "would be called more often than once: register them on a unit "
+                    f"({', '.join(list(self.units)[:3])}, ...), or on the model"
+                )
+
+    def _dry_run(self, sample: Any, draw: float) -> tuple[Trace, Any, bool]:
+        """What the forward did, what it returned, and whether it has read a random number.
+
+        Args:
+            sample: of the model's inputs.
+            draw: see `DryRun`.
+        """
+        arguments, keywords = leaves.mapped(Tensor, _own_copy, arguments_of(sample))
+        kind = type(self.model).__name__
+        tensors = leaves.tensors_in((arguments, keywords))
+        device = tensors[0].device if tensors else torch.device("cpu")
+        stand_ins = self._skeleton.stand_ins()
+        model = self._skeleton.copy(self.units, lambda name: True, stand_ins, shares=False)
+        run = DryRun(kind, self.adapter.side_outputs, device, stand_ins, draw)
+        inputs = self.adapter.inputs(arguments, keywords)
+        run.follow_inputs(_positional(model), *inputs)
+        for name, parameter in self._own_parameters().items():
+            run.follow(parameter, [Source("parameter", name, 0)])
+        for name, unit in self.units.items():
+            run.follow_all("parameter", name, list(unit.parameters()))
+            run.follow_all("buffer", name, other_tensors(unit))
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers(), *model.named_buffers()):
+            run.own(f"self.{name}", tensor)
+        copies = dict(model.named_modules())
+        kept = KeptState(self.units, {name: copies[name] for name in self.containers})
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), runs.using(run):
+            with run.watching():
+                output = model.forward(*inputs[0], **inputs[1])
+            kept.refuse_changes(kind, run.follows)
+            result = self.adapter.result(output)
+            run.use(result, END)
+        return run.trace(), result, run.decides
+
+    def _grouped(self) -> list[list[str]]:
+        """A unit without parameters stays with what stands before it."""
+        groups: list[list[str]] = []
+        for call in self.trace.order:
+            unit = self.units[unit_of(call)]
+            if groups and next(unit.parameters(), None) is None:
+                groups[-1].append(call)
+            else:
+                groups.append([call])
+        return groups
+
+    def _local(self, plan: PartPlan) -> set[str]:
+        """The names of the units of a part: those it calls, and those whose tensors the forward reads itself."""
+        local = {unit_of(call) for call in plan.local}
+        local |= {unit_of(call) for call in self.trace.glue}
+        of_units = (source for source in self.trace.uses if source.kind in ("parameter", "buffer"))
+        local |= {source.name for source in of_units if source.name in self.units and plan.reads(source)}
+        if plan.is_last:  # those that are never called must be somewhere
+            used = {source.name for source in self.trace.uses if source.kind == "parameter"}
+            local |= set(self.units) - {unit_of(call) for call in self.trace.order} - used
+        return local
+
+    def _reader(self, plan: PartPlan) -> Any:
+        def reads(name: str) -> bool:
+            source = Source("parameter", name, 0)
+            return plan.reads(source) or (plan.is_last and source not in self.trace.uses)
+
+        return reads
+
+    def _own_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of containers."""
+        return {
+            f"{name}.{each}" if name else each: parameter
+            for name, module in self.containers.items()
+            for each, parameter in module._parameters.items()
+            if parameter is not None
+        }
+
+
+def refuse_own_forward(model: nn.Module) -> None:
+    """Raises a CannotCut if a forward was put on the module itself, or compiled, which parts would not run."""
+    if torch_private.is_compiled(model):
+        kind = type(torch_private.uncompiled(model)).__name__
+        raise CannotCut(
+            f"this {kind} was compiled as a whole, and its parts run the forward that it has without that: give the "
+            "model itself, and compile its layers, such as `for block in model.blocks: block.compile()`; or the "
+            "pipe's, pipe.compile()"
+        )
+    if "forward" in model.__dict__:
+        raise CannotCut(
+            f"the forward of this {type(model).__name__} has been replaced on the module itself, for example by "
+            "accelerator.prepare() or by attaching a pipe: cut the model before that; `del model.forward` takes a "
+            "pipe off again"
+        )
+
+
+def arguments_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword arguments of a sample; of micro-batches the first.
+
+    Example:
+        >>> arguments_of({"x": 1}), arguments_of((1, 2)), arguments_of(3)
+        (((), {'x': 1}), ((1, 2), {}), ((3,), {}))
+    """
+    if isinstance(sample, tuple):
+        return tuple([_of_one(each) for each in sample]), {}
+    try:
+        keywords = dict(**sample)  # also of mappings that are no dict, such as transformers' BatchEncoding
+    except TypeError:
+        return (_of_one(sample),), {}
+    return (), {name: _of_one(each) for name, each in keywords.items()}
+
+
+def _of_one(value: Any) -> Any:
+    """What one micro-batch gets of an argument."""
+    if isinstance(value, MicroBatches):
+        return value[0]
+    return value.tensor if isinstance(value, NoChunk) else value
+
+
+def _positional(model: nn.Module) -> tuple[str, ...]:
+    """The names of the positional arguments of a module's forward."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple([each.name for each in inspect.signature(model.forward).parameters.values() if each.kind in kinds])
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    """A tensor that the forward may change in place."""
+    copied = tensor.detach().clone()
+    return copied.requires_grad_().clone() if tensor.requires_grad else copied

@@ -1,0 +1,1 @@
+"""One part at work: the model's own forward around its units."""

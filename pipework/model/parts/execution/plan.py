@@ -1,0 +1,195 @@
+"""What a dry run found out about a model, and what follows from it for one part."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+END = math.inf  # the position of the forward's end, behind all calls
+EARLIER, HERE, LATER, GLUE = "earlier", "here", "later", "glue"  # where a call computes; glue does so in every part
+
+
+def call_name(unit: str, count: int) -> str:
+    """A call of a unit, as messages between parts write it.
+
+    Args:
+        unit: its name.
+        count: how often it was called before in this forward.
+
+    Example:
+        >>> call_name("encoder.norm", 1), unit_of("encoder.norm#1")
+        ('encoder.norm#1', 'encoder.norm')
+    """
+    return f"{unit}#{count}"
+
+
+def unit_of(call: str) -> str:
+    """The name of the unit of a call."""
+    return call.rpartition("#")[0]
+
+
+class Source(NamedTuple):
+    """A tensor that the forward has: one of the inputs, of what a call gave, or of a unit's that it reads itself.
+
+    Attributes:
+        kind: "input", "call", "parameter" or "buffer", which is any other tensor of a unit.
+        name: of the argument, of the call, of the unit, or of the parameter of a container.
+        number: among the leaves of the nested value.
+    """
+
+    kind: str
+    name: str
+    number: int
+
+
+class UnitCall(NamedTuple):
+    """A call of a unit, as one part sees it.
+
+    Attributes:
+        name: see `call_name`.
+        place: where it computes.
+        position: among the calls of the model; that of glue is 0.
+        stream: of the random numbers that the unit draws. The next one is that of the glue behind it. So these numbers
+            do not depend on the cut: each part draws the same for the glue.
+        is_changed: whether the glue changes in place what it gives.
+    """
+
+    name: str
+    place: str
+    position: int
+    stream: int
+    is_changed: bool
+
+
+def positional_names(parameters: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """The names of the first positional arguments of a forward; those of `*args` are numbers.
+
+    Example:
+        >>> positional_names(("x", "mask"), 1), positional_names(("x",), 3)
+        (('x',), ('x', '1', '2'))
+    """
+    return (*parameters, *map(str, range(len(parameters), count)))[:count]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the forward did in a dry run.
+
+    Attributes:
+        model: its class, as messages call it.
+        order: the calls of units.
+        uses: by source, the positions of the calls to which it goes; `END`: it goes to the result, or the forward reads
+            its values.
+        changed: the calls whose results the forward changes in place.
+        changed_inputs: those that it changes in place.
+        glue: calls of modules without parameters that no gradient reaches; they run again in every part.
+        inputs: the tensors that the sample had.
+        parameters: the names of the forward's positional arguments.
+    """
+
+    model: str
+    order: tuple[str, ...]
+    uses: dict[Source, frozenset[float]]
+    changed: frozenset[str]
+    changed_inputs: frozenset[Source]
+    glue: frozenset[str]
+    inputs: frozenset[Source] = frozenset()
+    parameters: tuple[str, ...] = ()
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """The position of each call."""
+        return {call: number for number, call in enumerate(self.order)}
+
+    def joined(self, other: Trace | None) -> Trace:
+        """What the forward does in this run or in another one; this one alone if they make other calls."""
+        if other is None or (other.order, other.glue) != (self.order, self.glue):
+            return self
+        nowhere: frozenset[float] = frozenset()
+        return replace(
+            self,
+            uses={
+                source: self.uses.get(source, nowhere) | other.uses.get(source, nowhere)
+                for source in {**self.uses, **other.uses}
+            },
+            changed=self.changed | other.changed,
+            changed_inputs=self.changed_inputs | other.changed_inputs,
+        )
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """What one part does.
+
+    Attributes:
+        trace: of the whole model.
+        start: the position of its first call.
+        stop: the position of the first call of the next part.
+        is_last: whether it returns the result.
+    """
+
+    trace: Trace
+    start: int
+    stop: int
+    is_last: bool
+
+    @cached_property
+    def local(self) -> frozenset[str]:
+        """The calls of units that compute in this part."""
+        return frozenset(self.trace.order[self.start : self.stop])
+
+    @cached_property
+    def calls(self) -> dict[str, tuple[UnitCall, ...]]:
+        """By the name of a unit, its calls in their order."""
+        found: dict[str, dict[int, UnitCall]] = {}
+        places = {call: self._place(number) for call, number in self.trace.positions.items()}
+        for name, place in (*places.items(), *((call, GLUE) for call in self.trace.glue)):
+            unit, _, count = name.rpartition("#")
+            position = self.trace.positions.get(name, 0)
+            found.setdefault(unit, {})[int(count)] = UnitCall(
+                name, place, position, 2 * position + 1, name in self.trace.changed
+            )
+        return {unit: tuple([calls[count] for count in sorted(calls)]) for unit, calls in found.items()}
+
+    @cached_property
+    def read_later(self) -> frozenset[Source]:
+        """The tensors that later parts read."""
+        return frozenset(source for source, uses in self.trace.uses.items() if max(uses, default=-1) >= self.stop)
+
+    @cached_property
+    def thinned(self) -> tuple[str, ...]:
+        """The calls of which later parts read less than this one: its own, and those that it is the last to read."""
+        last = {source.name for source in self._read_last if source.kind == "call"}
+        return tuple([call for call in self.trace.order[: self.stop] if call in self.local or call in last])
+
+    @cached_property
+    def unread(self) -> frozenset[str]:
+        """The calls of which no later part reads the first tensor."""
+        return frozenset(call for call in self.thinned if not self.is_sent(Source("call", call, 0)))
+
+    @cached_property
+    def thins_inputs(self) -> bool:
+        """Whether later parts read less of the inputs than this one."""
+        return not self.start or any(source.kind == "input" for source in self._read_last)
+
+    @cached_property
+    def _read_last(self) -> frozenset[Source]:
+        """The tensors that this part reads, and no later one."""
+        uses = self.trace.uses.items()
+        return frozenset(source for source, positions in uses if self.start <= max(positions, default=-1) < self.stop)
+
+    def reads(self, source: Source) -> bool:
+        """Whether this part reads a tensor."""
+        uses = self.trace.uses.get(source, frozenset())
+        return any(self.start <= use < self.stop or (self.is_last and use == END) for use in uses)
+
+    def is_sent(self, source: Source) -> bool:
+        """Whether the next part gets a tensor; an input that the sample did not have may be for any part."""
+        return source in self.read_later or (source.kind == "input" and source not in self.trace.inputs)
+
+    def _place(self, position: int) -> str:
+        if position < self.start:
+            return EARLIER
+        return HERE if position < self.stop else LATER

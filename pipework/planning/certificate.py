@@ -1,0 +1,124 @@
+"""How far a plan is from the best: lower bounds, and what keeps the step from being shorter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipework.schedule import lower_bounds
+from pipework.schedule.draw.units import counted
+
+if TYPE_CHECKING:
+    from pipework.planning.candidate import WorkerBytes
+    from pipework.planning.request import PlanRequest
+    from pipework.schedule import Simulation
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Lower bounds of a step, in seconds, and what binds.
+
+    Attributes:
+        schedule_bound: no schedule of the plan's stages and micro-batches is faster, within the limits of memory.
+        any_bound: no plan is faster, whatever its cut, schedule and number of micro-batches among those asked for.
+        binding: what keeps the step from being shorter, in words.
+    """
+
+    schedule_bound: float
+    any_bound: float
+    binding: str
+
+
+def certify(
+    simulation: Simulation,
+    workers: Sequence[WorkerBytes],
+    balance: Sequence[int],
+    any_bound: float,
+    proven: float = 0.0,
+) -> Certificate:
+    """Bound a step from below.
+
+    Args:
+        simulation: of the step.
+        workers: the bytes of each worker.
+        balance: the layers of each stage.
+        any_bound: what no plan undercuts, see :func:`any_plan_bound`.
+        proven: a bound of the schedule that a solver has proven, in seconds; the larger one counts.
+    """
+    schedule, costs = simulation.schedule, simulation.costs
+    again = Counter(action.stage for order in schedule.orders for action in order if action.kind == "R")
+    room = [each.limit - each.fixed - each.temporary for each in workers]
+    within, free = (
+        lower_bounds(
+            schedule.placement,
+            schedule.micro_batches,
+            costs,
+            memory_limit=limit,
+            recomputed=[again[stage] for stage in range(schedule.stages)],
+        ).makespan
+        for limit in ([max(each) for each in zip(room, simulation.peak_memory, strict=True)], None)
+    )
+    step = simulation.makespan  # rounding may put a bound above what is reached
+    binding = _binding(simulation, workers, balance, memory=within > free * (1 + 1e-9))
+    return Certificate(min(max(within, proven), step), min(any_bound, step), binding)
+
+
+def any_plan_bound(request: PlanRequest) -> float:
+    """The seconds that no plan undercuts: the shortest for any of the numbers of micro-batches.
+
+    With m micro-batches, a step takes at least:
+
+    * the work of all layers, shared among all workers: on worker w it is done at most r_w times as fast as on the
+      fastest kind of device for each layer, so it takes m (t_1 + ... + t_n) / (r_1 + ... + r_p);
+    * m times the longest layer, since a layer lies on one worker;
+    * the forward and the input gradient of one micro-batch through all layers.
+    """
+    return min(_bound_with(request, chunks) for chunks in request.chunks)
+
+
+def _bound_with(request: PlanRequest, chunks: int) -> float:
+    sums = request.sums(chunks)
+    by_kind = {kind: sums.layer_seconds(kind) for kind in request.kinds}
+    fastest = [min(column) for column in zip(*by_kind.values(), strict=True)]
+    speed = [
+        max((best / own for best, own in zip(fastest, by_kind[kind], strict=True) if own), default=1.0)
+        for kind in request.kinds
+    ]
+    chains = {kind: sums.layer_chain_seconds(kind) for kind in request.kinds}
+    chain: float = sum(min(column) for column in zip(*chains.values(), strict=True))
+    return float(max(chunks * sum(fastest) / sum(speed), chunks * max(fastest), chain))
+
+
+def _binding(simulation: Simulation, workers: Sequence[WorkerBytes], balance: Sequence[int], *, memory: bool) -> str:
+    """The largest of: idle time because of memory, a worker's work, transfers."""
+    schedule, step = simulation.schedule, simulation.makespan
+    if step <= 0:
+        return "nothing takes time"
+    busiest = max(range(schedule.workers), key=lambda worker: simulation.busy[worker])
+    share, exposed = simulation.busy[busiest] / step, simulation.exposed_communication / step
+    if exposed > max(0.05, 1 - share - exposed):
+        slowest = max(range(schedule.stages - 1), key=lambda stage: _transfer(simulation, stage))
+        return f"transfers, which delay the step by {exposed:.0%}; the longest is from stage {slowest} to {slowest + 1}"
+    used = [each.total / each.limit for each in workers]
+    again = sum(each.action.kind == "R" for each in simulation.timeline.by_worker[busiest])
+    if again:
+        return (
+            f"the memory of worker {busiest}, {used[busiest]:.0%} of which are used, although it recomputes "
+            f"{counted(again, 'micro-batch')}"
+        )
+    if memory or (max(used) > 0.95 and share < 0.9):
+        return f"the memory of worker {used.index(max(used))}, of which {max(used):.0%} are used"
+    stages = schedule.stages_of(busiest)
+    if len(stages) == 1 and balance[stages[0]] == 1 and share > 0.8:
+        layer = sum(balance[: stages[0]])
+        return f"layer {layer}, alone on worker {busiest}, which is busy for {share:.0%} of the step"
+    return f"the work of worker {busiest}, which is busy for {share:.0%} of the step"
+
+
+def _transfer(simulation: Simulation, stage: int) -> float:
+    placement = simulation.schedule.placement
+    if placement[stage] == placement[stage + 1]:
+        return 0.0
+    return simulation.costs.spread(len(placement)).transfer[stage]

@@ -1,0 +1,93 @@
+"""Plans from a profile alone, without the model and its devices."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from typing import TYPE_CHECKING
+
+from pipework.planning.certificate import any_plan_bound, certify
+from pipework.planning.limits import refuse_impossible
+from pipework.planning.plan import Plan
+from pipework.planning.request import make_request
+from pipework.planning.search import Search, SearchBudget
+from pipework.schedule import simulate
+from pipework.schedule.draw.units import memory_text
+
+if TYPE_CHECKING:
+    from pipework.planning.profile import Profile
+    from pipework.planning.request import PlanRequest
+
+
+def plan_profile(
+    profile: Profile,
+    devices: Sequence[str],
+    memory: float | str | Mapping[str, float | str] | None = None,
+    *,
+    batch: int | None = None,
+    chunks: int | Sequence[int] | None = None,
+    optimizer: float = 2.0,
+    schedules: Sequence[str] | None = None,
+    seconds: float | None = 30.0,
+    iterations: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Search for the fastest step that fits.
+
+    Cuts, numbers of micro-batches, placements, recomputation of each stage and orders of unequal devices are tried with
+    all schedules that have a name; then schedules are made for the best of them. What is best is the simulated step
+    with the profile's times.
+
+    Args:
+        profile: of the layers.
+        devices: one for each worker: devices of the profile, or kinds of device.
+        memory: the bytes that each device may hold, such as "24GiB", for all or by device or kind. None: what the
+            profile says that they have.
+        batch: rows of a mini-batch; None: the profile's.
+        chunks: the number of micro-batches, or several to choose from; None: the planner's choice.
+        optimizer: how many numbers it keeps for each trained parameter: 2 for Adam, 0 for plain SGD.
+        schedules: names that may be chosen; None: all, and schedules that are made for this model.
+        seconds: to search.
+        iterations: candidates to try instead, which gives the same plan in every run.
+        progress: called with a line for each better plan; None: lines are logged to "pipework" (INFO).
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: an argument is out of range, or no plan fits: the message has the smallest limit that would do.
+    """
+    request = make_request(
+        profile, devices, memory, batch=batch, chunks=chunks, optimizer=optimizer, schedules=schedules
+    )
+    return plan_request(request, seconds, iterations, progress)
+
+
+def plan_request(
+    request: PlanRequest,
+    seconds: float | None,
+    iterations: int | None,
+    progress: Callable[[str], None] | None,
+) -> Plan:
+    """Search for the fastest step of a checked request; see :func:`plan_profile`."""
+    for name, number in (("seconds", seconds), ("iterations", iterations)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int | float) or not number > 0):
+            raise ValueError(f"{name} is {number!r}: wanted a number above 0, or None")
+    refuse_impossible(request)
+    report = progress or logging.getLogger("pipework").info
+    budget = SearchBudget(
+        inf if iterations is not None or seconds is None else seconds, inf if iterations is None else iterations
+    )
+    search = Search(request, budget, report)
+    found = search.run()
+    if not found.fits:
+        worst = max(range(found.choice.workers), key=lambda i: found.workers[i].total / found.workers[i].limit)
+        held = found.workers[worst]
+        raise ValueError(
+            f"no plan fits: the best that was found needs {memory_text(held.total, 'bytes')} on worker {worst}, "
+            f"which may hold {memory_text(held.limit, 'bytes')} ({held.total / held.limit - 1:.2%} too much); raise "
+            "the limits by that, search longer, use more devices, or make micro-batches smaller (more chunks)"
+        )
+    simulation = simulate(found.schedule, found.costs)
+    bound = any_plan_bound(request)
+    certificate = certify(simulation, found.workers, found.choice.balance, bound, search.proven(found))
+    return Plan.of(found, certificate, search.named)

@@ -1,0 +1,157 @@
+"""A profile: the seconds and bytes of each layer, for several sizes of a micro-batch and kinds of device."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from pipework.planning.layer_costs import (
+    DeviceKind,
+    LayerBytes,
+    LayerInfo,
+    LayerSeconds,
+    LinkSpeed,
+    MicroBatchProfile,
+    SkipBytes,
+)
+from pipework.planning.profile_file import fields_of, text_of
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds and bytes of a model's layers.
+
+    Attributes:
+        batch: the rows of the mini-batch.
+        rows: the rows of the micro-batches that were measured, in ascending order.
+        layers: in their order.
+        bytes: for each number of rows, those of each layer.
+        kinds: by name, the kinds of device on which layers were measured.
+        devices: the kind of each device that is known by a name of its own, such as "cuda:0".
+        links: by the kinds of sender and receiver; a link that is missing takes no time.
+        skips: the skip connections.
+        loss_inside: whether the loss was part of the last layer's measurement.
+
+    Raises:
+        ValueError: lengths do not fit together, or a number is negative, infinite or NaN.
+
+    Example:
+        >>> from pipework.planning.layer_costs import *
+        >>> layer = LayerInfo("0", "Linear", weights=80, trained=80, buffers=0)
+        >>> times = DeviceKind(seconds=((LayerSeconds(1, 1, 1),), (LayerSeconds(1.5, 2, 2),)))
+        >>> sizes = ((LayerBytes(8, 8, 8, 8, 16, 0),), (LayerBytes(16, 16, 16, 16, 32, 0),))
+        >>> profile = Profile(batch=8, rows=(2, 4), layers=(layer,), bytes=sizes, kinds={"cpu": times})
+        >>> profile.at(3).seconds["cpu"][0].forward
+        1.25
+    """
+
+    batch: int
+    rows: tuple[int, ...]
+    layers: tuple[LayerInfo, ...]
+    bytes: tuple[tuple[LayerBytes, ...], ...]
+    kinds: Mapping[str, DeviceKind]
+    devices: Mapping[str, str] = field(default_factory=dict)
+    links: Mapping[tuple[str, str], LinkSpeed] = field(default_factory=dict)
+    skips: tuple[SkipBytes, ...] = ()
+    loss_inside: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("kinds", "devices", "links"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+        if not self.layers or not self.rows or not self.kinds:
+            raise ValueError("a profile needs layers, numbers of rows and kinds of device, and one of them is empty")
+        if list(self.rows) != sorted(set(self.rows)) or self.rows[0] < 1:
+            raise ValueError(f"rows is {list(self.rows)}: wanted ascending numbers of at least 1")
+        tables = {"bytes": self.bytes} | {f"seconds of {name!r}": each.seconds for name, each in self.kinds.items()}
+        for what, table in tables.items():
+            if len(table) != len(self.rows) or any(len(row) != len(self.layers) for row in table):
+                raise ValueError(
+                    f"the {what} of the profile are not {len(self.rows)} rows x {len(self.layers)} layers, as the "
+                    "profile's other parts are"
+                )
+            if not all(0 <= number < math.inf for row in table for layer in row for number in layer):
+                raise ValueError(f"the {what} of the profile have a number that is negative, infinite or NaN")
+        if unknown := [f"{device!r}: {kind!r}" for device, kind in self.devices.items() if kind not in self.kinds]:
+            raise ValueError(f"the profile has devices of a kind that it does not know: {', '.join(unknown)}")
+
+    def __reduce__(self) -> tuple[object, ...]:  # views of dictionaries have no pickle
+        values = (self.batch, self.rows, self.layers, self.bytes, dict(self.kinds), dict(self.devices))
+        return Profile, (*values, dict(self.links), self.skips, self.loss_inside)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, for :meth:`load` and for ``python -m pipework plan FILE``.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        Path(path).write_text(text_of(self), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read what :meth:`save` has written.
+
+        Raises:
+            ValueError: the file is no profile.
+            OSError: it cannot be read.
+        """
+        return cls(**fields_of(Path(path).read_text(encoding="utf-8-sig"), str(path)))
+
+    def kind_of(self, device: str) -> str:
+        """The kind of a device, which may also be called by its kind.
+
+        Raises:
+            ValueError: the profile has no such device.
+        """
+        kind = self.devices.get(device, device)
+        if kind not in self.kinds:
+            known = ", ".join(map(repr, dict.fromkeys((*self.devices, *self.kinds))))
+            raise ValueError(
+                f"the profile has no times for device {device!r}: it knows {known}; make a profile on that device, too"
+            )
+        return kind
+
+    def transfer(self, sender: str, receiver: str, size: float) -> float:
+        """The seconds of a message of some bytes between two kinds of device.
+
+        Example:
+            >>> from pipework.planning.layer_costs import *
+            >>> layer, times = LayerInfo("0", "Linear", 8, 8, 0), DeviceKind(((LayerSeconds(1, 1, 1),),))
+            >>> links = {("cpu", "cpu"): LinkSpeed(1.0, 10.0)}
+            >>> Profile(1, (1,), (layer,), ((LayerBytes(8, 8, 8, 8, 8, 0),),), {"cpu": times}, {}, links).transfer(
+            ...     "cpu", "cpu", 20)
+            3.0
+        """
+        link = self.links.get((sender, receiver)) or self.links.get((receiver, sender))
+        return 0.0 if link is None else link.seconds(size)
+
+    def at(self, rows: int) -> MicroBatchProfile:
+        """Seconds and bytes for a micro-batch of some rows: measured, or on the line through the nearest two that were.
+
+        Raises:
+            ValueError: the number is less than 1.
+        """
+        if rows < 1:
+            raise ValueError(f"rows is {rows}: wanted at least 1")
+        kinds = {
+            name: tuple(LayerSeconds(*self._between(rows, column)) for column in zip(*kind.seconds, strict=True))
+            for name, kind in self.kinds.items()
+        }
+        sizes = tuple(LayerBytes(*map(round, self._between(rows, column))) for column in zip(*self.bytes, strict=True))
+        skips = tuple(round(self._between(rows, [(float(size),) for size in skip.size])[0]) for skip in self.skips)
+        return MicroBatchProfile(rows, MappingProxyType(kinds), sizes, skips)
+
+    def _between(self, rows: int, column: Sequence[Sequence[float]]) -> list[float]:
+        """The numbers for some rows, from those for the profile's rows."""
+        if len(self.rows) == 1:
+            return [number * rows / self.rows[0] for number in column[0]]
+        high = min(max(1, bisect_left(self.rows, rows)), len(self.rows) - 1)
+        low = high - 1
+        share = (rows - self.rows[low]) / (self.rows[high] - self.rows[low])
+        line = [below + share * (above - below) for below, above in zip(column[low], column[high], strict=True)]
+        # Below the smallest measured size a line could become negative, or far too small.
+        least = [number * rows / self.rows[0] for number in column[0]] if rows < self.rows[0] else [0.0] * len(line)
+        return [max(pair) for pair in zip(line, least, strict=True)]

@@ -1,0 +1,182 @@
+"""The search for a plan: all cuts, sizes of micro-batches, schedules and orders of devices that a budget allows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import TYPE_CHECKING
+
+from pipework.planning.candidate import Candidate, Choice, evaluate, moved
+from pipework.planning.choices import Shape, orders, shapes
+from pipework.planning.fitting import Fitter
+from pipework.schedule import synthesize, without_recompute
+from pipework.schedule.draw.units import counted, time_text
+
+if TYPE_CHECKING:
+    from pipework.planning.request import PlanRequest
+
+_BEST = 4  # candidates of other sizes and shapes, whose cuts are improved
+_SYNTHESISED = 3  # of them, for which schedules are made
+# A step of the synthesis is a window of the solver or some list schedules; what that is in simulated candidates, about.
+_WINDOW, _LIST_SCHEDULES = 500, 20
+# What is often the best with whole backwards or halves, with much memory or little.
+_PROMISING = ("1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "interleaved-1f1b")
+_FEW_STAGES = 2
+
+
+@dataclass
+class SearchBudget:
+    """When to stop: after some seconds, or after a number of simulated candidates, which is the same in every run.
+
+    Attributes:
+        seconds: of the clock; infinity: no limit.
+        iterations: candidates; infinity: no limit.
+    """
+
+    seconds: float = inf
+    iterations: float = inf
+    used: int = 0
+    _start: float = field(default_factory=time.perf_counter)
+
+    def spend(self) -> None:
+        """One candidate more."""
+        self.used += 1
+
+    def share(self) -> float:
+        """How much is used, from 0 to 1 and more."""
+        return max((time.perf_counter() - self._start) / self.seconds, self.used / self.iterations)
+
+
+class Search:
+    """A search in three parts: schedules with names for all sizes and shapes; better cuts; schedules made for them.
+
+    Attributes:
+        named: by name of a schedule, the seconds of the best candidate that fits.
+    """
+
+    def __init__(self, request: PlanRequest, budget: SearchBudget, progress: Callable[[str], None]) -> None:
+        self._request = request
+        self._budget = budget
+        self._progress = progress
+        self._fitter = Fitter(request)
+        self._winner: Candidate | None = None
+        self._shapes: dict[tuple[int, ...], Shape] = {}
+        self._proven: dict[Choice, float] = {}
+        self.named: dict[str, float] = {}
+        self._best: dict[tuple[tuple[int, ...], tuple[int, ...], int], Candidate] = {}
+
+    def run(self) -> Candidate:
+        """The best candidate within the budget; one that does not fit if none does."""
+        for order, shape, chunks, name in self._coarse():
+            used = self._budget.share()
+            if self._winner is not None and used > (0.4 if self._winner.fits else 0.9):
+                break
+            self._take(self._fitter.fitted(order, shape, chunks, name))
+        for candidate in self._leaders()[:_BEST]:
+            if self._budget.share() > 0.6:
+                break
+            self._improve(candidate)
+        leaders = self._leaders()[:_SYNTHESISED]
+        if self._request.schedules is None:
+            for number, candidate in enumerate(leaders):
+                self._synthesise(candidate, len(leaders) - number)
+        assert self._winner is not None
+        return self._winner
+
+    def proven(self, candidate: Candidate) -> float:
+        """The seconds below which a solver has proven that no schedule of a candidate's stages can be; 0: none has."""
+        return self._proven.get(candidate.choice, 0.0)
+
+    def _coarse(self) -> Iterator[tuple[tuple[int, ...], Shape, int, str]]:
+        """All choices that have a name; promising ones first, in case that there is no time for all."""
+        request = self._request
+        layers, wanted = len(request.profile.layers), 4 * len(request.devices)
+        counts = sorted(request.chunks, key=lambda count: abs(count - wanted))
+        choices = [
+            (order, shape, name)
+            for order in orders(request)
+            for shape in shapes(len(order), layers, request.schedules)
+            for name in shape.schedules
+        ]
+        self._shapes |= {shape.placement: shape for _, shape, _ in choices}
+        for promising in (True, False):
+            for chunks in counts:
+                for order, shape, name in choices:
+                    if promising == (name in _PROMISING and shape.stages_per_worker <= _FEW_STAGES):
+                        yield order, shape, chunks, name
+
+    def _take(self, candidate: Candidate) -> None:
+        """Remembers a candidate, and tells of it if it is the best of all."""
+        self._budget.spend()
+        choice = candidate.choice
+        if choice.schedule is not None and candidate.fits:
+            self.named[choice.schedule] = min(candidate.seconds, self.named.get(choice.schedule, inf))
+        key = choice.order, choice.placement, choice.chunks
+        if key not in self._best or candidate.rank < self._best[key].rank:
+            self._best[key] = candidate
+        if self._winner is not None and candidate.rank >= self._winner.rank:
+            return
+        self._winner = candidate
+        text = time_text(candidate.seconds, "s") if candidate.fits else "too much memory"
+        name = choice.schedule or "synthesised"
+        size = f"{counted(choice.workers, 'worker')}, {counted(choice.chunks, 'micro-batch')}"
+        self._progress(f"{text}: {name}, {size}, layers {list(choice.balance)}")
+
+    def _leaders(self) -> list[Candidate]:
+        return sorted(self._best.values(), key=lambda each: each.rank)
+
+    def _improve(self, candidate: Candidate) -> None:
+        """Other good cuts; then one boundary after the other is moved by a layer, as long as that helps."""
+        for choice in self._fitter.variants(candidate, self._shapes[candidate.choice.placement]):
+            if self._budget.share() > 0.6:
+                return
+            other = evaluate(self._request, choice)
+            self._take(other)
+            candidate = min(candidate, other, key=lambda each: each.rank)
+        better = True
+        while better:
+            better = False
+            for boundary in range(len(candidate.choice.balance) - 1):
+                for by in (1, -1):
+                    if self._budget.share() > 0.6:
+                        return
+                    near = moved(candidate.choice, boundary, by)
+                    if near is None:
+                        continue
+                    other = evaluate(self._request, near)
+                    self._take(other)
+                    if other.rank < candidate.rank:
+                        candidate, better = other, True
+
+    def _synthesise(self, candidate: Candidate, left: int) -> None:
+        """Makes a schedule for the stages of a candidate, within what memory is left beside their weights."""
+        share = (1 - self._budget.share()) / left
+        if share <= 0 or not candidate.fits:
+            return
+        limits = [each.limit - each.fixed - each.temporary for each in candidate.workers]
+        choice = candidate.choice
+        # A made schedule recomputes all micro-batches of a stage, or none.
+        again = tuple(choice.chunks if count else 0 for count in choice.recomputed)
+        use_seconds = self._budget.seconds < inf
+        steps = 0 if use_seconds else int(share * self._budget.iterations)
+        windows = steps // _WINDOW
+        made = synthesize(
+            choice.placement,
+            choice.chunks,
+            candidate.costs,
+            memory_limit=None if min(limits) == inf else limits,
+            recomputed=again,
+            seconds=share * self._budget.seconds if use_seconds else None,
+            iterations=None if use_seconds else max(1, windows or steps // _LIST_SCHEDULES),
+            solver=None if use_seconds or windows else False,
+            seeds=[without_recompute(candidate.schedule)],
+        )
+        self._budget.used += made.steps * (_WINDOW if windows else _LIST_SCHEDULES)
+        own = replace(choice, recomputed=again, schedule=None, orders=without_recompute(made.schedule))
+        found = evaluate(self._request, own)
+        self._proven[own] = made.lower_bound
+        if again == choice.recomputed:
+            self._proven[choice] = made.lower_bound
+        self._take(found)

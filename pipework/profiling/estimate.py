@@ -1,0 +1,179 @@
+"""Estimates the times of layers from their operations and bytes, for devices that are not here."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipework import torch_private
+from pipework.planning.layer_costs import DeviceKind, LayerSeconds
+from pipework.prediction.meta_copy import meta_copy
+from pipework.prediction.predict import measure_stages
+from pipework.prediction.stage_copy import StageCopy
+from pipework.profiling.layers import alone, ignored, profile_of, seconds_of
+from pipework.values import nested
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from pipework.planning.profile import Profile
+    from pipework.prediction.stage_copy import Measured
+    from pipework.profiling.micro_batches import SampleBatch
+
+
+def estimated(
+    module: nn.Sequential,
+    batch: SampleBatch,
+    rows: tuple[int, ...],
+    rates: Mapping[str, Rates],
+    report: Callable[[str], None],
+) -> Profile:
+    """The profile of a module on devices that are not here.
+
+    Args:
+        module: the layers, on any device; they are run as copies on the meta device.
+        batch: the mini-batch.
+        rows: sizes of micro-batches.
+        rates: of each kind of device.
+        report: called with a line of text for each kind and size.
+
+    Raises:
+        ValueError: there are no rates.
+    """
+    if not rates:
+        raise ValueError("rates is empty: give each kind of device a name and Rates")
+    meta = torch.device("meta")
+    twin = meta_copy(module, [module])
+    loss = batch.loss.function
+    twins = batch
+    if isinstance(loss, nn.Module):
+        twins = replace(batch, loss=replace(batch.loss, function=meta_copy(loss, [loss])))
+    kinds: dict[str, DeviceKind] = {}
+    measured: list[list[Measured]] = []
+    for kind, speed in rates.items():
+        found = []
+        for size in rows:
+            report(f"{kind}: {len(module)} layers, micro-batches of {size} rows, estimated")
+            with meta:  # also what layers make without saying where
+                found.append(
+                    measure_stages(
+                        alone(twin),
+                        [meta] * len(module),
+                        twins.micro_batch(size, meta),
+                        0.0,
+                        ignored,
+                        split=range(len(module)),
+                        stage_type=functools.partial(EstimatedStage, rates=speed),
+                    )[0]
+                )
+        measured = measured or found
+        seconds = tuple(tuple(LayerSeconds(*seconds_of(each)) for each in row) for row in found)
+        kinds[kind] = DeviceKind(seconds, memory=speed.memory, estimated=True)
+    return profile_of(module, batch, rows, measured, kinds)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a kind of device is.
+
+    Attributes:
+        operations: floating-point operations a second that large matrix products reach, in the dtype of the model.
+        bytes_per_second: of its memory.
+        memory: its bytes; None: unknown.
+        launch: seconds that an operator takes at least.
+
+    Raises:
+        ValueError: a number is not above 0.
+
+    Example:
+        >>> Rates(operations=400e12, bytes_per_second=3e12, memory=80 * 2**30).launch
+        5e-06
+    """
+
+    operations: float
+    bytes_per_second: float
+    memory: int | None = None
+    launch: float = 5e-6
+
+    def __post_init__(self) -> None:
+        for name in ("operations", "bytes_per_second", "memory", "launch"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"Rates: {name} is {value!r}: wanted a finite number above 0")
+
+
+class Work(NamedTuple):
+    """What some operators do."""
+
+    operations: int
+    bytes: int
+    operators: int
+
+    def seconds(self, rates: Rates) -> float:
+        """Operators either compute or move bytes as fast as the device can, and none is faster than its launch.
+
+        Example:
+            >>> Work(2000, 10, 1).seconds(Rates(operations=1000, bytes_per_second=10))
+            2.0
+        """
+        busy = max(self.operations / rates.operations, self.bytes / rates.bytes_per_second)
+        return max(busy, self.operators * rates.launch)
+
+
+def work_of(function: Callable[[], Any]) -> Work:
+    """The work of all operators that a function calls, on tensors that need no memory.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     x = torch.empty(4, 8)
+        >>> work_of(lambda: x @ x.t())
+        Work(operations=256, bytes=320, operators=1)
+    """
+    counted = FlopCounterMode(display=False)
+    with _Bytes() as moved, counted:
+        function()
+    return Work(counted.get_total_flops(), moved.bytes, moved.operators)
+
+
+class EstimatedStage(StageCopy):
+    """A stage whose times are computed; see `StageCopy`."""
+
+    def __init__(self, *arguments: Any, rates: Rates, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._rates = rates
+
+    def _time(self, given: Any) -> tuple[float, float, float]:
+        outputs: list[Any] = []
+        forward = work_of(lambda: outputs.append(self._forward(given)))
+        first = work_of(lambda: self._first_half(lambda: self._backward(outputs.pop())))
+        second = work_of(self._second_half)
+        self._end_pass()
+        return forward.seconds(self._rates), first.seconds(self._rates), second.seconds(self._rates)
+
+
+class _Bytes(torch_private.DispatchMode):  # type: ignore[misc]
+    """Counts operators, and the bytes that they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.operators = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs the operator."""
+        result = func(*args, **(kwargs or {}))
+        given, made = (nested.flatten(each)[0] for each in ((args, kwargs or {}), result))
+        if not _keys(made) <= _keys(given) or torch_private.changes_arguments(func):  # views move nothing
+            self.operators += 1
+            self.bytes += sum(each.nbytes for each in (*given, *made))
+        return result
+
+
+def _keys(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {torch_private.storage_key(each.untyped_storage()) for each in tensors}

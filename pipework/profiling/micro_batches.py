@@ -1,0 +1,80 @@
+"""Micro-batches of several sizes, cut from one mini-batch as a pipe cuts it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipework.model import microbatch
+from pipework.model.loss.settings import LossSettings
+from pipework.model.sequential import tuple_rule
+from pipework.prediction.mini_batch_form import largest_micro_batch
+from pipework.prediction.stage_copy import Sample
+from pipework.runtime.stage.loss import InnerLoss
+from pipework.values import nested
+from pipework.values.tensor_form import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from pipework.model.tuples import TupleRule
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """A mini-batch and its loss.
+
+    Attributes:
+        inputs: positional arguments of the first layer.
+        keywords: its keyword arguments.
+        target: of the loss; None: the loss is not measured.
+        loss: how it is computed.
+        tuples: the rule for tuples between layers.
+    """
+
+    inputs: tuple[Any, ...]
+    keywords: dict[str, Any]
+    target: Any
+    loss: LossSettings
+    tuples: TupleRule
+
+    @classmethod
+    def of(
+        cls, module: nn.Sequential, sample: Any, keywords: Mapping[str, Any] | None, target: Any, loss_fn: Any
+    ) -> SampleBatch:
+        """What the caller gave for a module; a tuple is spread into positional arguments."""
+        inputs = sample if isinstance(sample, tuple) else (sample,)
+        return cls(inputs, dict(keywords or {}), target, LossSettings(loss_fn), tuple_rule(module))
+
+    @property
+    def rows(self) -> int:
+        """Of the mini-batch."""
+        return sum(microbatch.split(self.inputs, self.keywords, 1).rows)
+
+    def bytes_on(self, first: torch.device, last: torch.device) -> list[tuple[torch.device, int]]:
+        """The bytes of the inputs on the first stage's device, and of the target on the last one's."""
+        given = [nested.flatten((self.inputs, self.keywords))[0], nested.flatten(self.target)[0]]
+        return [(place, sum(map(bytes_of, each))) for place, each in zip((first, last), given, strict=True)]
+
+    def micro_batch(self, rows: int, device: torch.device | None = None) -> Sample:
+        """The largest micro-batch if each has about so many rows.
+
+        Args:
+            rows: wanted.
+            device: of the target; None: the CPU.
+        """
+        parts = microbatch.split(self.inputs, self.keywords, -(-self.rows // rows))
+        largest = largest_micro_batch(parts)
+        arguments, keywords = microbatch.arguments_of(parts.micro_batches[largest])
+        sample = Sample(arguments, keywords, tuples=self.tuples)
+        if self.target is None:
+            return sample
+        targets, _ = parts.targets(self.target, device or torch.device("cpu"))
+        count = len(parts.rows)
+        # Weights of micro-batches depend on what targets hold, and the time of a product does not.
+        loss = InnerLoss(self.loss.function, (1.0,) * count, micro_batches=count)
+        return replace(sample, loss=loss, target=nested.unflatten(*targets[largest]))

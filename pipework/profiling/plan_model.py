@@ -1,0 +1,137 @@
+"""`pipework.plan`: from a model and a mini-batch, or a profile, to a plan."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from pipework.assignment.devices import Machine, checked_devices, default_devices
+from pipework.balance.checks import not_sequential
+from pipework.planning.plan_profile import plan_request
+from pipework.planning.profile import Profile
+from pipework.planning.request import make_request
+from pipework.profiling.measure import profile
+from pipework.profiling.micro_batches import SampleBatch
+from pipework.profiling.verify import measured_plan, with_limits
+from pipework.schedule.draw.units import memory_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pipework.model.with_device import Device
+    from pipework.planning.plan import Plan
+    from pipework.planning.request import PlanRequest
+
+_TRIES = 3  # a plan is made again if its stages, measured as a whole, do not fit
+
+
+def plan(
+    model: nn.Sequential | Profile,
+    sample: Tensor | tuple[Any, ...] | None = None,
+    *,
+    target: Any = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    devices: Sequence[Device] | None = None,
+    memory: float | str | Mapping[str, float | str] | None = None,
+    batch: int | None = None,
+    chunks: int | Sequence[int] | None = None,
+    optimizer: float = 2.0,
+    schedules: Sequence[str] | None = None,
+    seconds: float | None = 30.0,
+    iterations: int | None = None,
+    keywords: Mapping[str, Any] | None = None,
+    timeout: float = 0.2,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Find the fastest training step that fits, and say how far from the best possible it is.
+
+    The layers are measured with :func:`pipework.profile`, unless `model` is a profile. Then cuts, numbers of
+    micro-batches, schedules, recomputation and orders of unequal devices are searched; each is simulated with what was
+    measured. The stages of the plan are then measured as a whole, which is what it says.
+
+    Args:
+        model: the layers, or a profile of them.
+        sample: the inputs of a mini-batch; a tuple is spread into positional arguments.
+        target: of the loss.
+        loss_fn: as for `Pipe`.
+        devices: one for each worker. None: all accelerators, else CPU workers; with a profile they must be given.
+        memory: the bytes that each device may hold, or texts such as "24GiB"; one for all, or by device. None: what
+            accelerators have. Several CPU workers share the CPU's evenly.
+        batch: the rows of a mini-batch; None: those of the sample.
+        chunks: the number of micro-batches, or several to choose from; None: the planner's choice.
+        optimizer: how many numbers it keeps for each trained parameter: 2 for Adam, 0 for plain SGD.
+        schedules: names that may be chosen; None: all, and schedules that are made for this model.
+        seconds: to search, after the measurement.
+        iterations: candidates to try instead, which gives the same plan for the same profile.
+        keywords: keyword arguments of the first layer.
+        timeout: seconds to measure each layer, and each stage of the plan.
+        progress: called with a line of text for each step; None: lines are logged to "pipework" (INFO).
+
+    Returns:
+        The plan: `print` it, `save` it, or give it to `Pipe(model, plan=plan)`.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: an argument is out of range, or no plan fits.
+
+    Example:
+        >>> import torch
+        >>> layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        >>> found = plan(layers, torch.zeros(16, 8), target=torch.zeros(16, 8), loss_fn=nn.functional.mse_loss,
+        ...              devices=["cpu", "cpu"], chunks=4, seconds=0.1, timeout=0)
+        >>> sum(found.balance), found.chunks
+        (4, 4)
+    """
+    report = progress or logging.getLogger("pipework").info
+    options: dict[str, Any] = {"batch": batch, "chunks": chunks, "optimizer": optimizer, "schedules": schedules}
+    if isinstance(model, Profile):
+        if devices is None:
+            raise ValueError("devices is missing: with a profile, name one device or kind of device for each worker")
+        return plan_request(
+            make_request(model, [str(each) for each in devices], memory, **options), seconds, iterations, report
+        )
+    if sample is None:
+        raise TypeError("plan got no sample: give the inputs of a mini-batch, plan(model, x, target=y, loss_fn=f)")
+    if not isinstance(model, nn.Sequential):
+        raise not_sequential(model)
+    machine = Machine.here()
+    places = default_devices(len(model), False, machine) if devices is None else checked_devices(devices, machine)
+    found = profile(
+        model, sample, target=target, loss_fn=loss_fn, devices=places, keywords=keywords, timeout=timeout,
+        progress=report,
+    )  # fmt: skip
+    request = make_request(found, [str(each) for each in places], memory, **options)
+    whole = SampleBatch.of(model, sample, keywords, target, loss_fn)
+    return _measured_and_fitting(request, model, whole, seconds, iterations, timeout, report)
+
+
+def _measured_and_fitting(
+    request: PlanRequest,
+    model: nn.Sequential,
+    batch: SampleBatch,
+    seconds: float | None,
+    iterations: int | None,
+    timeout: float,
+    report: Callable[[str], None],
+) -> Plan:
+    """A plan whose stages were measured, and fit: a stage does not need just the sum of what its layers need."""
+    limits = dict(zip(request.devices, request.limits, strict=True))
+    for _ in range(_TRIES):
+        plan = plan_request(request, seconds, iterations, report)
+        if batch.rows != plan.batch:
+            return plan  # for a mini-batch that is not here
+        measured = with_limits(measured_plan(plan, model, batch, timeout, report), limits)
+        if all(worker.fits for worker in measured.workers):
+            return measured
+        over = max(worker.total / worker.limit for worker in measured.workers)
+        report(f"measured as a whole, a worker needs {over:.3g} times its limit: planned again with less")
+        request = replace(request, limits=tuple(limit / over for limit in request.limits))
+    worst = max(range(len(measured.workers)), key=lambda i: measured.workers[i].total / measured.workers[i].limit)
+    held = measured.workers[worst]
+    raise ValueError(
+        f"no plan fits: after {_TRIES} attempts, worker {worst} needs {memory_text(held.total, 'bytes')} and may hold "
+        f"{memory_text(held.limit, 'bytes')}: raise the limits, use more devices, or give a smaller mini-batch"
+    )

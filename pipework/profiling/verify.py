@@ -1,0 +1,102 @@
+"""Measures the stages of a plan as they will run: layers that are joined need other times and bytes than alone."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from pipework.planning.candidate import WorkerBytes
+from pipework.planning.certificate import certify
+from pipework.prediction.grouped import grouped
+from pipework.prediction.optimizer_bytes import optimizer_bytes
+from pipework.prediction.predict import cpu_workers_of, measure_stages, predicted
+from pipework.profiling.layers import ignored
+from pipework.schedule import simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pipework.planning.plan import Plan
+    from pipework.prediction.predict import Prediction
+    from pipework.prediction.stage_copy import Measured
+    from pipework.profiling.micro_batches import SampleBatch
+
+_ROUNDS = 3
+
+
+def measured_plan(
+    plan: Plan, module: nn.Sequential, batch: SampleBatch, timeout: float, report: Callable[[str], None]
+) -> Plan:
+    """The plan with the measured times and bytes of its stages, each as a whole.
+
+    Args:
+        plan: for this machine.
+        module: its layers.
+        batch: the mini-batch.
+        timeout: seconds to measure each stage.
+        report: called with a line of text for each stage.
+    """
+    stages = grouped(list(module.named_children()), plan.balance)
+    places = [torch.device(plan.devices[worker]) for worker in plan.schedule.placement]
+    sample = batch.micro_batch(-(-plan.batch // plan.chunks))
+    rounds = [
+        measure_stages(
+            stages,
+            places,
+            sample,
+            timeout / _ROUNDS,
+            report if number == 0 else ignored,
+            cpu_workers=cpu_workers_of(plan.schedule.placement, places),
+            split=plan.schedule.split_stages,
+        )[0]
+        for number in range(_ROUNDS)
+    ]
+    measured = [_median(each) for each in zip(*rounds, strict=True)]
+    found = predicted(
+        stages,
+        places,
+        plan.schedule,
+        sample,
+        measured,
+        batch.bytes_on(places[0], places[-1]),
+        functools.partial(optimizer_bytes, plan.optimizer),
+    )
+    costs = replace(found.costs, transfer=plan.costs.transfer)
+    again = simulate(plan.schedule, costs)
+    workers = _workers(plan, found)
+    # The bound of all plans comes from the profile, in which other layers may have been measured too long.
+    certificate = certify(again, workers, plan.balance, plan.certificate.any_bound)
+    return replace(plan, costs=costs, workers=workers, certificate=certificate)
+
+
+def with_limits(plan: Plan, limits: Mapping[str, float]) -> Plan:
+    """The plan with other limits, by device."""
+    workers = zip(plan.workers, plan.devices, strict=True)
+    return replace(plan, workers=tuple(replace(held, limit=limits[device]) for held, device in workers))
+
+
+def _median(rounds: tuple[Measured, ...]) -> Measured:
+    """The round with the median time."""
+    by_time = sorted(rounds, key=lambda each: each.forward + each.first_half + each.second_half)
+    return by_time[len(by_time) // 2]
+
+
+def _workers(plan: Plan, found: Prediction) -> tuple[WorkerBytes, ...]:
+    """What each worker holds; those of one device share what it needs beside their own."""
+    schedule = plan.schedule
+    fixed = [0.0] * schedule.workers
+    for stage, worker in zip(found.stages, schedule.placement, strict=True):
+        fixed[worker] += stage.total - stage.activations
+    peaks = found.simulation.peak_memory
+    workers = []
+    for worker, device in enumerate(plan.devices):
+        place = torch.device(device)
+        sharing = [other for other, name in enumerate(plan.devices) if torch.device(name) == place]
+        rest = found.device_bytes[place] - sum(fixed[other] + peaks[other] for other in sharing)
+        limit = plan.workers[worker].limit
+        workers.append(WorkerBytes(fixed[worker], peaks[worker], max(0.0, rest) / len(sharing), limit))
+    return tuple(workers)

@@ -1,0 +1,253 @@
+"""Synthesis of a schedule for given costs and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import inf
+from types import MappingProxyType
+
+from pipework.schedule.analysis.bounds import lower_bounds
+from pipework.schedule.analysis.memory import SLACK, each_limit
+from pipework.schedule.analysis.simulate import Simulation, simulate
+from pipework.schedule.analysis.validate import ScheduleError
+from pipework.schedule.argument_checks import check_placement, checked_tuple, positive_integers
+from pipework.schedule.costs import Costs, StageCosts, checked
+from pipework.schedule.edges import recomputed
+from pipework.schedule.passes.recompute import with_recompute_on_stages
+from pipework.schedule.schedule import Schedule, checked_schedule
+from pipework.schedule.synthesis import solving
+from pipework.schedule.synthesis.incumbent import Budget
+from pipework.schedule.synthesis.named import named_schedules
+from pipework.schedule.synthesis.problem import (
+    Problem,
+    in_integers,
+    least_room,
+    orders_of,
+    problem_of,
+    schedule_of,
+)
+from pipework.schedule.synthesis.result import Synthesis
+from pipework.schedule.synthesis.search import Seed, searched
+
+_SECONDS = 10.0
+
+
+def synthesize(
+    placement: Sequence[int],
+    micro_batches: int,
+    costs: Costs | None = None,
+    *,
+    memory_limit: float | Sequence[float] | None = None,
+    split: bool = True,
+    recomputed: Sequence[int] = (),
+    seconds: float | None = None,
+    iterations: int | None = None,
+    seeds: Iterable[Schedule] = (),
+    solver: bool | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Synthesis:
+    """Search for the fastest schedule for given costs, within a limit of memory.
+
+    The search begins with all named schedules of this placement that fit the limit, so the result is never slower than
+    any of them. Then it tries hop-delay patterns with list scheduling, steady states, and windows of the best schedule
+    that a solver schedules anew. It can be stopped at any time by its budget; more time finds more.
+
+    Args:
+        placement: the worker of each stage.
+        micro_batches: number of micro-batches.
+        costs: of each stage, not of workers' shares; see :meth:`Costs.placed`. Unit costs if None.
+        memory_limit: the most memory that a worker's activations may hold, or a number for each worker, counted as in
+            :func:`simulate`; None: no limit.
+        split: whether backwards may be split into ``I`` and ``W``.
+        recomputed: how many first micro-batches each stage recomputes; a number for each stage. There is no
+            recomputation where the backward follows the forward at once, as in :func:`with_recompute`.
+        seconds: how long to search; 10 if neither this nor `iterations` is given. Simulating named schedules of many
+            operations may take longer.
+        iterations: how many steps to search, a step being a window of the solver or 20 list schedules. The result is
+            the same each time if `seconds` is None.
+        seeds: more schedules to begin from; those that do not fit the limit or the problem are left out.
+        solver: whether to use OR-tools, which the extra ``pipework[plan]`` brings; None: if it is installed.
+        progress: is called with a line of text for each better schedule.
+
+    Raises:
+        TypeError: a number, schedule or the costs have a wrong type.
+        ValueError: a number is out of range, a sequence has another length, or a limit is too small for one
+            micro-batch.
+        ModuleNotFoundError: `solver` is True, and OR-tools is not installed.
+
+    Example:
+        >>> from pipework.schedule.placement import wave_placement
+        >>> costs = Costs(forward=0.5, input_gradient=0.75, weight_gradient=0.25)
+        >>> found = synthesize(wave_placement(2, 2), 4, costs, memory_limit=4, iterations=5, solver=False)
+        >>> found.makespan <= min(found.named.values())
+        True
+    """
+    task = _Task(placement, micro_batches, costs, memory_limit, recomputed, split=split)
+    use = _solver(solver)
+    budget = _budget(seconds, iterations)
+    more = [checked_schedule(schedule) for schedule in seeds]
+    named: dict[str, float] = {}
+    best: Simulation | None = None
+    found_by = ""
+    bound = task.bound
+    candidates: list[Schedule] = []
+    for schedule in task.candidates(more):
+        candidates.append(schedule)
+        simulation = task.simulated(schedule)
+        if simulation is None:
+            continue
+        named[schedule.name] = min(simulation.makespan, named.get(schedule.name, inf))
+        if best is None or simulation.makespan < best.makespan:
+            best, found_by = simulation, f"named schedule {schedule.name!r}"
+    problems = task.problems()
+    for number, problem in enumerate(problems):
+        whole, scale, exact = in_integers(problem)
+        starts = [
+            Seed(schedule.name, orders) for schedule in candidates if (orders := orders_of(whole, schedule)) is not None
+        ]
+        part = budget.part(1.0 / (len(problems) - number))
+        goal = bound * scale * (1 - 1e-9) if exact else 0.0
+        incumbent = searched(whole, goal, 1 / scale, starts, part, solver=use, progress=progress)
+        budget.steps += part.steps
+        if incumbent.plan is not None:
+            simulation = task.simulated(schedule_of(problem, incumbent.plan.orders))
+            if simulation is not None and (best is None or simulation.makespan < best.makespan * (1 - 1e-12)):
+                best, found_by = simulation, incumbent.found_by
+        if exact and len(problems) == 1 and not any(task.repeats):
+            bound = max(bound, incumbent.bound / scale)
+    if best is None:
+        raise ValueError("no schedule was found within memory_limit: raise it, or give a schedule in seeds")
+    result = replace(best.schedule, name="synthesised")
+    return Synthesis(
+        result,
+        replace(best, schedule=result),
+        min(bound, best.makespan),
+        found_by,
+        MappingProxyType(named),
+        budget.elapsed,
+        use,
+        budget.steps,
+    )
+
+
+def _solver(wanted: bool | None) -> bool:
+    if wanted and not solving.available():
+        raise ModuleNotFoundError(
+            "solver=True needs OR-tools, which is not installed: pip install 'pipework[plan]', or leave solver out"
+        )
+    return solving.available() if wanted is None else wanted
+
+
+def _budget(seconds: float | None, iterations: int | None) -> Budget:
+    if iterations is not None:
+        positive_integers(iterations=iterations)
+    if seconds is not None:
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            raise TypeError(f"seconds is {seconds!r}: wanted a number, or None")
+        if not 0 < seconds < inf:
+            raise ValueError(f"seconds is {seconds!r}: wanted a positive number")
+    return Budget(_SECONDS if seconds is None and iterations is None else seconds, iterations)
+
+
+class _Task:
+    """The checked arguments."""
+
+    def __init__(
+        self,
+        placement: Sequence[int],
+        micro_batches: int,
+        costs: Costs | None,
+        memory_limit: float | Sequence[float] | None,
+        recomputed: Sequence[int],
+        *,
+        split: bool,
+    ) -> None:
+        positive_integers(micro_batches=micro_batches)
+        self.placement: tuple[int, ...] = checked_tuple("placement", placement, "(0, 1)")
+        check_placement(self.placement)
+        self.micro_batches, self.split = micro_batches, split
+        # Skips are added to the finished schedule; orders do not depend on them.
+        self.costs = replace(checked(costs), skip_transfer=0.0)
+        stages = len(self.placement)
+        self.spread: StageCosts = self.costs.spread(stages)
+        self.repeats: tuple[int, ...] = checked_tuple("recomputed", recomputed, "(0, 4)") or (0,) * stages
+        self.limits = each_limit(memory_limit, 1 + max(self.placement))
+        self.bound = self._bound()
+        self._check_room()
+
+    def _bound(self) -> float:
+        """The bound of all schedules; also refuses wrong numbers of recomputed micro-batches."""
+        # A stage need not recompute what it waits for; then it does nothing else meanwhile, until the gradient is back.
+        spread, stages = self.spread, len(self.placement)
+        back = [0.0] * stages
+        step = [min(spread.duration["I"][s], spread.duration["B"][s]) for s in range(stages)]
+        for s in range(stages - 2, -1, -1):
+            hop = 0.0 if self.placement[s] == self.placement[s + 1] else 2 * spread.transfer[s]
+            back[s] = back[s + 1] + hop + spread.duration["F"][s + 1] + step[s + 1]
+        again = [min(time, wait) for time, wait in zip(spread.duration["R"], back, strict=True)]
+        bounds = lower_bounds(
+            self.placement,
+            self.micro_batches,
+            replace(self.costs, recompute=again),
+            memory_limit=self.limits,
+            split=self.split,
+            recomputed=self.repeats,
+        )
+        return bounds.makespan
+
+    def _check_room(self) -> None:
+        """Refuse a limit that is too small for one micro-batch, with the gradients that wait for weight halves."""
+        rooms = [least_room(problem) for problem in self.problems()]
+        for worker, limit in enumerate(self.limits):
+            needed = min(room[worker] for room in rooms)
+            if needed > limit * SLACK:
+                raise ValueError(
+                    f"memory_limit of worker {worker} is {limit:g}, but one micro-batch holds {needed:g} there, so no "
+                    f"schedule exists: raise the limit to {needed:g}, or place fewer stages on the worker"
+                )
+
+    def problems(self) -> list[Problem]:
+        """The problem; and where a whole backward is better than its halves, that with whole ones."""
+        duration = self.spread.duration
+        whole_is_shorter = any(
+            both < (one + other) * (1 - 1e-9)
+            for both, one, other in zip(duration["B"], duration["I"], duration["W"], strict=True)
+        )
+        waits_larger = any(
+            late > early for late, early in zip(self.spread.waiting, self.spread.activation, strict=True)
+        )
+        kinds = [True] if self.split else []
+        if not self.split or whole_is_shorter or waits_larger:
+            kinds.append(False)
+        return [
+            problem_of(self.placement, self.micro_batches, self.spread, self.limits, self.repeats, split=each)
+            for each in kinds
+        ]
+
+    def candidates(self, more: Iterable[Schedule]) -> Iterator[Schedule]:
+        """Named and given schedules for this problem."""
+        operations = 3 * len(self.placement) * self.micro_batches
+        for schedule in named_schedules(
+            self.placement, self.micro_batches, self.costs, also_untimed=operations < 20_000
+        ):
+            yield self._recomputing(schedule)
+        for schedule in more:
+            same = schedule.placement == self.placement and schedule.micro_batches == self.micro_batches
+            if same and not schedule.inference and not schedule.communicates:
+                yield self._recomputing(schedule)
+
+    def _recomputing(self, schedule: Schedule) -> Schedule:
+        """The schedule with the wanted recomputation; one that has some of its own stays."""
+        if recomputed(schedule):
+            return schedule
+        return with_recompute_on_stages(schedule, [range(count) for count in self.repeats])
+
+    def simulated(self, schedule: Schedule) -> Simulation | None:
+        """The simulation of a schedule; None if it does not fit, or splits what is to be whole."""
+        if schedule.split_stages and not self.split:
+            return None
+        try:
+            return simulate(schedule, self.costs, memory_limit=self.limits)
+        except ScheduleError:
+            return None

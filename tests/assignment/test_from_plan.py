@@ -1,0 +1,150 @@
+"""A pipe of a plan: it trains as without a pipe, bit by bit, and refuses what does not go together."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pipework import Pipe, Plan, Profile, profile
+from pipework.assignment.from_plan import layer_infos
+from pipework.planning.plan_profile import plan_profile
+from pipework.schedule.edges import recomputed
+from tests.conftest import Way, distance
+from tests.planning.profiles import made
+
+WIDTH, ROWS = 8, 16
+INSIDE = Way("gpipe", inside=True)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    inner = (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU())
+    return nn.Sequential(*inner, nn.Linear(4 * WIDTH, WIDTH), nn.Linear(WIDTH, 1), nn.Tanh())
+
+
+@pytest.fixture
+def measured() -> Profile:
+    """A profile of `layers()` for two kinds of device, neither of which is here."""
+    found = made([1, 1, 1, 3, 2, 3, 1, 1], batch=ROWS, speeds={"fast": 4.0, "slow": 1.0}, kept=[1000] * 8)
+    return replace(found, layers=tuple(layer_infos(layers())))
+
+
+def planned(
+    measured: Profile,
+    devices: Sequence[str] = ("fast", "fast"),
+    memory: str | None = None,
+    schedules: Sequence[str] | None = None,
+) -> Plan:
+    return plan_profile(
+        measured, devices, memory, chunks=4, schedules=schedules, iterations=20, progress=lambda _: None
+    )
+
+
+def trained_alike(plan: Plan, assert_trained_alike: Callable[..., None]) -> None:
+    plain = layers()
+    pipe = Pipe(copy.deepcopy(plain), plan=plan, loss_fn=distance, devices=["cpu"] * len(plan.devices))
+    assert (pipe.chunks, pipe.balance) == (plan.chunks, list(plan.balance))
+    assert pipe.checkpoint == "as scheduled"
+    assert pipe.schedule().orders == plan.schedule.orders
+    batches = [(torch.randn(rows, WIDTH),) for rows in (ROWS, ROWS - 3)]
+    assert_trained_alike(plain, pipe, batches, way=INSIDE, evaluate=True)
+
+
+@pytest.mark.parametrize("schedules", [None, ["1f1b"], ["zb-v"], ["interleaved-1f1b"]])
+def test_it_trains_as_without_a_pipe(
+    measured: Profile, schedules: Sequence[str] | None, assert_trained_alike: Callable[..., None]
+) -> None:
+    trained_alike(planned(measured, schedules=schedules), assert_trained_alike)
+
+
+def test_unequal_devices(measured: Profile, assert_trained_alike: Callable[..., None]) -> None:
+    trained_alike(planned(measured, ("slow", "fast", "fast")), assert_trained_alike)
+
+
+def test_with_recomputation(measured: Profile, assert_trained_alike: Callable[..., None]) -> None:
+    free = planned(measured, schedules=["gpipe"])
+    largest = max(worker.total for worker in free.workers)
+    plan = planned(measured, memory=f"{int(0.95 * largest)}", schedules=["gpipe"])
+    again = recomputed(plan.schedule)
+    assert 0 < len(again) < plan.schedule.stages * plan.chunks
+    trained_alike(plan, assert_trained_alike)
+
+
+def test_saved_and_loaded(tmp_path: Path, measured: Profile, assert_trained_alike: Callable[..., None]) -> None:
+    plan = planned(measured)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded.schedule.orders == plan.schedule.orders
+    trained_alike(loaded, assert_trained_alike)
+
+
+def test_the_devices_of_the_plan_are_those_of_the_pipe() -> None:
+    x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS)
+    here = profile(layers(), x, target=y, loss_fn=distance, devices=["cpu", "cpu"], rows=[4], timeout=0)
+    plan = planned(here, ("cpu", "cpu"))
+    pipe = Pipe(layers(), plan=plan, loss_fn=distance)
+    assert [str(device) for device in pipe.devices] == ["cpu"] * len(pipe.balance)
+    pipe(x, target=y).backward()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("chunks", 8), ("balance", [4, 4]), ("schedule", "1f1b"), ("checkpoint", "never")],
+)
+def test_an_argument_beside_it_is_refused(measured: Profile, name: str, value: object) -> None:
+    plan = planned(measured)
+    with pytest.raises(
+        ValueError, match=f"{name}= is given beside plan=, which decides it: leave {name}= or plan= out"
+    ):
+        Pipe(layers(), plan=plan, loss_fn=distance, devices=["cpu", "cpu"], **{name: value})  # type: ignore[arg-type]
+
+
+def test_another_number_of_devices_is_refused(measured: Profile) -> None:
+    plan = planned(measured)
+    with pytest.raises(ValueError, match="devices has 3 entries, and the plan has 2 workers: give one for each"):
+        Pipe(layers(), plan=plan, loss_fn=distance, devices=["cpu"] * 3)
+
+
+def test_kinds_are_no_devices(measured: Profile) -> None:
+    with pytest.raises(ValueError, match=r"kinds of device \(fast\), and names no device of this machine: give 2"):
+        Pipe(layers(), plan=planned(measured), loss_fn=distance)
+
+
+def test_another_model_is_refused(measured: Profile) -> None:
+    plan = planned(measured)
+
+    def refused(module: nn.Sequential, words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            Pipe(module, plan=plan, loss_fn=distance, devices=["cpu", "cpu"])
+
+    refused(layers()[:-1], "the plan is for a model of 8 layers, and this one has 7: plan this model")
+    wider = layers()
+    wider[0] = nn.Linear(WIDTH, WIDTH, bias=False)
+    refused(wider, "another model: layer 0 was Linear '0' of 288 B, and is Linear '0' of 256 B here")
+    other = layers()
+    other[1] = nn.ReLU()
+    refused(other, "another model: layer 1 was Tanh '1' of 0 B, and is ReLU '1' of 0 B here")
+    renamed = nn.Sequential()
+    for index, layer in enumerate(layers()):
+        renamed.add_module(f"layer{index}", layer)
+    refused(renamed, "another model: layer 0 was Linear '0' of 288 B, and is Linear 'layer0' of 288 B here")
+
+
+def test_what_is_no_plan_is_refused(measured: Profile) -> None:
+    for wrong in ("plan.json", measured):
+        with pytest.raises(TypeError, match="wanted a Plan, as pipework"):
+            Pipe(layers(), plan=wrong, loss_fn=distance, devices=["cpu", "cpu"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"nn\.Sequential"):
+        Pipe(nn.Linear(2, 2), plan=planned(measured))  # type: ignore[arg-type]
+
+
+def test_frozen_parameters_are_seen() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    module[0].bias.requires_grad_(False)
+    first, second = layer_infos(module)
+    assert (first.weights, first.trained, first.buffers) == (24, 16, 0)
+    assert second.buffers == sum(buffer.nbytes for buffer in module[1].buffers())

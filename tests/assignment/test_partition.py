@@ -1,0 +1,291 @@
+import copy
+import logging
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from pipework.assignment.devices import Machine
+from pipework.assignment.partition import Partitioning, choose_partitioning, partition_model, split_layers
+from pipework.model.with_device import WithDevice
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+ONE, TWO, THREE = (Machine(tuple(torch.device("cuda", i) for i in range(count)), cores=2) for count in (1, 2, 3))
+NONE = Machine(cores=8)
+
+
+def linears(*widths, device="cpu"):
+    """Layers of growing cost: widths are output features of a one-feature input, so that costs are easy to see."""
+    return nn.Sequential(*(nn.Linear(1, width, bias=False, device=device) for width in widths))
+
+
+class Lies(nn.ReLU):
+    """Has parameters on devices that this machine need not have."""
+
+    def __init__(self, *devices):
+        super().__init__()
+        self.places = [torch.device(device) for device in devices]
+
+    def parameters(self, recurse=True):
+        return (SimpleNamespace(device=place, numel=lambda: 1) for place in self.places)
+
+
+def chosen(module, balance=None, devices=None, machine=NONE):
+    partitioning = choose_partitioning(module, balance, devices, machine=machine)
+    return list(partitioning.balance), [str(device) for device in partitioning.devices]
+
+
+class TestBalanceAndDevicesGiven:
+    def test_both_are_taken(self):
+        assert chosen(linears(1, 1, 1), [1, 2], ["cpu", "meta"]) == ([1, 2], ["cpu", "meta"])
+
+    def test_devices_that_are_not_needed_are_dropped(self):
+        assert chosen(linears(1, 1, 1), [1, 2], ["cpu", "meta", "cpu"]) == ([1, 2], ["cpu", "meta"])
+
+    @pytest.mark.parametrize(("devices", "count"), [(["cpu"], 1), ([], 0)])
+    def test_too_few_devices(self, devices, count):
+        message = rf"^too few devices to hold given partitions \(devices: {count}, partitions: 2\): give 2 devices"
+        with pytest.raises(IndexError, match=message):
+            chosen(linears(1, 1), [1, 1], devices)
+
+    @pytest.mark.parametrize("balance", [[], [1], [1, 2], [2, 0], [1, True], [1.0, 1.0]])
+    def test_a_balance_that_does_not_fit(self, balance):
+        with pytest.raises(ValueError, match=r"sum to 2, the number of layers[\s\S]*balance_by_time\([12], module, "):
+            chosen(linears(1, 1), balance, ["cpu", "cpu"])
+
+
+class TestBalanceGiven:
+    def test_cpu_workers_without_accelerators(self):
+        assert chosen(linears(1, 1, 1, 1), [2, 1, 1]) == ([2, 1, 1], ["cpu"] * 3)
+
+    def test_the_first_accelerators(self):
+        assert chosen(linears(1, 1, 1, 1), [2, 2], machine=THREE) == ([2, 2], ["cuda:0", "cuda:1"])
+
+    def test_too_few_accelerators(self):
+        with pytest.raises(IndexError, match=r"\(devices: 1, partitions: 2\)"):
+            chosen(linears(1, 1), [1, 1], machine=ONE)
+
+
+class TestDevicesGiven:
+    def test_balanced_by_cost(self):
+        assert chosen(linears(1, 2, 3, 4, 5, 6), devices=["cpu", "meta"]) == ([4, 2], ["cpu", "meta"])
+
+    def test_more_devices_than_layers(self):
+        assert chosen(linears(1, 1), devices=["cpu"] * 3) == ([1, 1], ["cpu"] * 2)
+
+    def test_layers_that_lie_elsewhere_come_along(self):
+        module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
+        assert chosen(module, devices=["meta"]) == ([2], ["meta"])
+
+    def test_none_at_all(self):
+        with pytest.raises(IndexError, match="devices: 0, partitions: 1"):
+            chosen(linears(1, 1), devices=[])
+
+
+class TestLayersOnDevices:
+    def test_consecutive_layers_on_a_device_are_a_partition(self):
+        module = nn.Sequential(*linears(1, 1), Lies("cuda:1"), *linears(1))
+        assert chosen(module) == ([2, 1, 1], ["cpu", "cuda:1", "cpu"])
+
+    def test_layers_without_parameters_stay_with_their_neighbour(self):
+        module = nn.Sequential(nn.Flatten(), *linears(1), nn.ReLU(), Lies("cuda:1"), nn.BatchNorm1d(1, affine=False))
+        assert chosen(module) == ([3, 2], ["cpu", "cuda:1"])
+
+    def test_layers_on_meta_lie_nowhere(self):
+        module = nn.Sequential(*linears(1, device="meta"), Lies("cuda:0"), *linears(1, device="meta"), Lies("cuda:1"))
+        assert chosen(module, machine=TWO) == ([3, 1], ["cuda:0", "cuda:1"])
+        half_built = nn.Sequential(*linears(1, device="meta"), *linears(1))
+        assert chosen(half_built) == ([1, 1], ["cpu", "cpu"])
+
+    def test_with_device_places_a_layer(self):
+        module = nn.Sequential(*linears(1), WithDevice(nn.ReLU(), "meta"), nn.ReLU(), WithDevice(linears(1), CPU))
+        assert chosen(module) == ([1, 2, 1], ["cpu", "meta", "cpu"])
+
+    def test_with_device_on_one_accelerator_is_one_partition(self):
+        module = nn.Sequential(
+            WithDevice(nn.ReLU(), 1), WithDevice(nn.ReLU(), "cuda:1"), WithDevice(nn.ReLU(), "cuda:0")
+        )
+        assert chosen(module, machine=TWO) == ([2, 1], ["cuda:1", "cuda:0"])
+
+    def test_each_with_device_on_the_cpu_is_a_worker(self):
+        module = nn.Sequential(nn.ReLU(), WithDevice(nn.ReLU(), "cpu"), *linears(1), WithDevice(nn.ReLU(), "cpu"))
+        assert chosen(module) == ([3, 1], ["cpu", "cpu"])
+
+    def test_with_device_must_name_a_usable_device(self):
+        with pytest.raises(ValueError, match="WithDevice of layer 1 is 'cuda:7'"):
+            chosen(nn.Sequential(nn.ReLU(), WithDevice(nn.ReLU(), "cuda:7")), machine=TWO)
+
+    def test_with_device_and_devices_must_agree(self):
+        module = nn.Sequential(WithDevice(nn.ReLU(), "cpu"), nn.ReLU())
+        assert chosen(module, [1, 1], ["cpu", "meta"]) == ([1, 1], ["cpu", "meta"])
+        with pytest.raises(ValueError, match=r"layer 0 is wrapped in WithDevice for 'cpu', but .* put it on 'meta'"):
+            chosen(module, [1, 1], ["meta", "cpu"])
+
+
+class TestPipeworkChooses:
+    @pytest.mark.parametrize(
+        ("layers", "machine", "devices"),
+        [
+            (6, THREE, ["cuda:0", "cuda:1", "cuda:2"]),
+            (2, THREE, ["cuda:0", "cuda:1"]),
+            (6, ONE, ["cuda:0"]),
+            (6, Machine(cores=1), ["cpu"] * 2),
+            (6, Machine(cores=6), ["cpu"] * 3),
+            (6, Machine(cores=64), ["cpu"] * 4),
+            (3, Machine(cores=64), ["cpu"] * 3),
+            (1, Machine(cores=64), ["cpu"]),
+        ],
+    )
+    def test_accelerators_or_cpu_workers(self, layers, machine, devices):
+        balance, got = chosen(linears(*[4] * layers), machine=machine)
+        assert got == devices
+        assert sum(balance) == layers
+
+    @pytest.mark.parametrize(
+        ("machine", "line"),
+        [
+            (Machine(cores=2), "balance [4, 2] on ['cpu', 'cpu']: no accelerator is available"),
+            (ONE, "balance [6] on ['cuda:0']: it is the only accelerator; for more partitions"),
+            (TWO, "balance [4, 2] on ['cuda:0', 'cuda:1']: choose with balance= and devices="),
+        ],
+    )
+    def test_logs_the_choice_in_one_line(self, machine, line, caplog):
+        with caplog.at_level(logging.INFO, "pipework"):
+            chosen(linears(1, 2, 3, 4, 5, 6), machine=machine)
+        (record,) = caplog.records
+        assert record.name == "pipework"
+        assert record.getMessage().startswith(line)
+        assert "\n" not in record.getMessage()
+
+    def test_logs_nothing_about_a_given_balance_or_devices(self, caplog):
+        with caplog.at_level(logging.INFO, "pipework"):
+            chosen(linears(1, 1), [1, 1])
+            chosen(linears(1, 1), devices=["cpu"])
+        assert not caplog.records
+
+
+class TestModule:
+    @pytest.mark.parametrize("module", [nn.Linear(1, 1), nn.ModuleList([nn.Linear(1, 1)]), "model", None])
+    def test_only_sequential(self, module):
+        with pytest.raises(TypeError, match=r"^module must be nn\.Sequential to be partitioned, got .*: write nn"):
+            chosen(module)
+
+    @pytest.mark.parametrize(
+        "options", [{}, {"balance": []}, {"devices": ["cpu"]}, {"balance": [], "devices": ["cpu"]}]
+    )
+    def test_an_empty_one_has_no_partitions(self, options):
+        assert chosen(nn.Sequential(), **options) == ([], [])
+        assert split_layers(nn.Sequential(), Partitioning((), ())) == []
+
+    @pytest.mark.parametrize("options", [{}, {"balance": [1], "devices": ["cpu"]}])
+    def test_a_layer_on_several_devices(self, options):
+        layer = Lies("cpu", "cuda:0")
+        with pytest.raises(ValueError) as caught:  # noqa: PT011  the whole text is compared below
+            chosen(nn.Sequential(layer), **options)
+        assert str(caught.value) == (
+            f"nn.Module: {layer}, should have all parameters on a single device, "
+            "please use .to() to place the module on a single device"
+        )
+
+    @pytest.mark.parametrize("options", [{}, {"balance": [1, 1]}, {"devices": ["cpu"]}])
+    def test_a_lazy_layer(self, options):
+        with pytest.raises(ValueError, match=r"'1\.weight' is lazy .* run one batch through the module first"):
+            chosen(nn.Sequential(nn.ReLU(), nn.LazyLinear(2)), **options)
+
+    @pytest.mark.parametrize("options", [{}, {"balance": [2]}, {"devices": ["cpu"]}])
+    def test_a_layer_on_meta_goes_where_others_would(self, options):
+        assert chosen(linears(1, 1, device="meta"), **options) == chosen(linears(1, 1), **options)
+
+    def test_the_same_child_twice_is_two_layers(self):
+        layer = nn.Linear(2, 2)
+        module = nn.Sequential(layer, nn.ReLU(), layer)
+        first, second = split_layers(module, choose_partitioning(module, [1, 2], None, machine=NONE))
+        assert first[0] is layer
+        assert second[1] is layer
+
+    def test_a_sequential_child_is_a_layer(self):
+        module = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.ReLU())
+        assert chosen(module, [1, 1]) == ([1, 1], ["cpu", "cpu"])
+
+
+class TestSplitLayers:
+    def test_keeps_objects_and_names(self):
+        module = nn.Sequential()
+        module.add_module("chunks", nn.Linear(2, 3))
+        module.add_module("devices", nn.ReLU())
+        module.add_module("7", nn.Linear(3, 1))
+        layers, parameters = list(module), list(module.parameters())
+        first, second = split_layers(module, Partitioning((1, 2), (CPU, CPU)))
+        assert [type(part) for part in (first, second)] == [nn.Sequential] * 2
+        assert [name for name, _ in first.named_children()] == ["chunks"]
+        assert [name for name, _ in second.named_children()] == ["devices", "7"]
+        assert all(a is b for a, b in zip(layers, [*first, *second], strict=True))
+        assert all(a is b for a, b in zip(parameters, [*first.parameters(), *second.parameters()], strict=True))
+
+    def test_moves_layers_without_parameters_too(self):
+        norm = nn.BatchNorm1d(2, affine=False)
+        split_layers(nn.Sequential(nn.Linear(2, 2), norm), Partitioning((1, 1), (CPU, META)))
+        assert norm.running_mean.device == META
+
+    def test_takes_off_with_device(self):
+        relu = nn.ReLU()
+        module = nn.Sequential(nn.ReLU(), WithDevice(relu, "cpu"))
+        (part,) = split_layers(module, choose_partitioning(module, None, None))
+        assert part[1] is relu
+
+    def test_keeps_training_flags(self):
+        module = nn.Sequential(nn.ReLU(), nn.ReLU())
+        module[0].eval()
+        (part,) = split_layers(module, Partitioning((2,), (CPU,)))
+        assert [part.training, part[0].training, part[1].training] == [True, False, True]
+        (part,) = split_layers(module.eval(), Partitioning((2,), (CPU,)))
+        assert not part.training
+
+    @pytest.mark.gpu
+    def test_an_optimizer_made_before_still_works(self):
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        parameters = list(module.parameters())
+        split_layers(module, choose_partitioning(module, [1, 1], ["cpu", 0]))
+        assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
+        assert [parameter.device.type for parameter in parameters[::2]] == [
+            "cpu",
+            torch.accelerator.current_accelerator().type,
+        ]
+
+    @pytest.mark.gpu
+    def test_what_is_shared_goes_to_the_first_partition(self):
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        module[1].weight = module[0].weight
+        split_layers(module, choose_partitioning(module, [1, 1], ["cpu", 0]))
+        assert module[0].weight is module[1].weight
+        assert module[0].weight.device == CPU
+        assert module[1].bias.device.type != "cpu"
+
+
+class TestPartitionModel:
+    def test_partitions_in_order(self):
+        module = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+        x = torch.rand(4, 2)
+        expected = module(x)
+        model = partition_model(module, [2, 1], ["cpu", "cpu"])
+        assert [len(part) for part in model] == [2, 1]
+        assert list(model.state_dict()) == ["0.0.weight", "0.0.bias", "1.2.weight", "1.2.bias"]
+        assert torch.equal(model(x), expected)
+
+    def test_moves(self):
+        model = partition_model(linears(1, 1), [1, 1], ["cpu", "meta"])
+        assert [parameter.device for parameter in model.parameters()] == [CPU, META]
+
+
+class TestWithDevice:
+    def test_runs_the_layer(self):
+        layer = WithDevice(nn.Bilinear(2, 2, 1), "cpu")
+        x = torch.rand(3, 2)
+        assert torch.equal(layer(x, x), layer.module(x, x))
+        assert layer.device == "cpu"
+
+    @pytest.mark.parametrize("again", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+    def test_can_be_copied(self, again):
+        assert again(WithDevice(nn.ReLU(), CPU)).device == CPU

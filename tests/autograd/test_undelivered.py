@@ -1,0 +1,67 @@
+"""Losses on which `backward()` is never called."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from pipework import Pipe, PipeWarning
+from pipework.autograd.undelivered import FEW, UndeliveredLosses
+
+X, Y = torch.ones(4, 4), torch.zeros(4, 4)
+
+
+@pytest.fixture
+def pipe() -> Pipe:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return Pipe(layers, 2, devices=["cpu", "cpu"], schedule="1f1b", loss_fn=nn.functional.mse_loss)
+
+
+def test_losses_that_are_dropped_are_warned_of_once(pipe: Pipe) -> None:
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for _ in range(FEW):
+        loss = pipe(X, target=Y)
+        optimizer.step()
+    del loss
+    with pytest.warns(PipeWarning, match=r"^loss\.backward\(\) was called on none of the first 8 losses of this pipe"):
+        pipe(X, target=Y)
+    for _ in range(2 * FEW):
+        pipe(X, target=Y)
+
+
+def test_one_backward_settles_it(pipe: Pipe) -> None:
+    for step in range(3 * FEW):
+        loss = pipe(X, target=Y)
+        if step == FEW - 1:
+            loss.backward()
+
+
+def test_losses_that_are_added_up_are_not_dropped(pipe: Pipe) -> None:
+    sum(pipe(X, target=Y) for _ in range(3 * FEW)).backward()
+
+
+def test_gradients_by_other_ways_count(pipe: Pipe) -> None:
+    for step in range(3 * FEW):
+        loss = pipe(X, target=Y)
+        if not step:
+            torch.autograd.grad(loss, [*pipe.parameters()])
+
+
+@pytest.mark.parametrize("how", ["no_grad", "eval", "frozen"])
+def test_where_nothing_is_trained_there_is_nothing_to_deliver(pipe: Pipe, how: str) -> None:
+    pipe.train(how != "eval").requires_grad_(how != "frozen")
+    with torch.set_grad_enabled(how != "no_grad"):
+        for _ in range(3 * FEW):
+            pipe(X, target=Y)
+
+
+def test_a_copy_begins_anew(pipe: Pipe) -> None:
+    for _ in range(FEW):
+        pipe(X, target=Y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy.deepcopy(pipe)(X, target=Y).backward()
+    assert pickle.loads(pickle.dumps(UndeliveredLosses())).doubts() == []

@@ -1,0 +1,146 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from pipework.cli import main
+from pipework.planning.plan import Plan
+from tests.planning.profiles import made
+
+
+def run(*words):
+    return main(["plan", *words])
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """The file of a profile of six layers for one kind of device."""
+    path = tmp_path / "profile.json"
+    made([1, 2, 1, 1, 2, 1]).save(path)
+    return str(path)
+
+
+def test_a_plan_is_printed_and_written(tmp_path, capsys, profile):
+    files = [tmp_path / f"plan.{ending}" for ending in ("json", "svg", "csv")]
+    words = [word for file in files for word in ("-o", str(file))]
+    assert run(profile, "--workers", "2", "--chunks", "4", "8", "--iterations", "20", "--quiet", *words) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    plan = Plan.load(files[0])
+    assert out == f"{plan}\n"
+    assert plan.devices == ("device", "device")
+    assert plan.chunks in (4, 8)
+    assert files[1].read_text().startswith("<svg")
+    assert files[2].read_text().count("\n") == 2
+
+
+def test_progress_goes_to_the_other_stream(capsys, profile):
+    assert run(profile, "--workers", "2", "--iterations", "5") == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("plan: 6 layers on 2 workers, ")
+    assert ", layers [" in err
+
+
+def test_what_may_be_chosen_is_what_is_said(capsys, profile):
+    words = ("--schedules", "1f1b,gpipe", "--batch", "16", "--optimizer", "0", "--chunks", "8", "--memory", "4KiB")
+    assert run(profile, "--workers", "3", "--iterations", "20", "--quiet", *words) == 0
+    out = capsys.readouterr().out
+    assert "8 micro-batches of 2 rows" in out
+    assert "4 KiB" in out
+    assert "schedules with a name, by the profile: 1f1b " in out
+    assert "zb-h1" not in out
+
+
+def test_the_same_plan_with_the_same_iterations(capsys, profile):
+    said = []
+    for _ in range(2):
+        assert run(profile, "--workers", "2", "--iterations", "20", "--quiet") == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+
+
+def test_several_kinds_of_device(tmp_path, capsys):
+    path = tmp_path / "two.json"
+    made([1] * 6, speeds={"fast": 2.0, "slow": 1.0}).save(path)
+    words = (str(path), "--iterations", "10", "--quiet", "--chunks", "4")
+    assert run(*words, "--workers", "2") == 2
+    assert "several kinds of device ('fast', 'slow'): give --devices instead of --workers" in capsys.readouterr().err
+    assert (
+        run(*words, "--devices", "2*fast,slow", "--memory", "fast=1MiB,slow=2MiB", "-o", str(tmp_path / "p.json")) == 0
+    )
+    plan = Plan.load(tmp_path / "p.json")
+    assert plan.devices.count("fast") == 2
+    limits = {device: held.limit for device, held in zip(plan.devices, plan.workers, strict=True)}
+    assert limits["fast"] == 2**20
+    assert limits.get("slow", 2**21) == 2**21
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--devices", "device,cuda:0"), "no times for device 'cuda:0': it knows 'device'"),
+        (("--workers", "7"), "there are 7 devices and 6 layers"),
+        (("--workers", "2", "--memory", "500B"), "weights, gradients and optimizer need"),
+        (("--workers", "2", "--memory", "100B"), "layer 0 (Linear '0') needs"),
+        (("--workers", "2", "--memory", "much"), "memory of device is 'much': wanted a number and a unit"),
+        (("--workers", "2", "--memory", "gpu=1GiB"), "memory names 'gpu', which is none of the devices 'device'"),
+        (("--workers", "2", "--schedules", "1f2b"), "no schedule is called '1f2b': did you mean '1f1b'?"),
+        (("--workers", "2", "--chunks", "9"), "chunks is 9, and a mini-batch has 8 rows"),
+        (
+            ("--workers", "2", "-o", "plan.txt"),
+            "-o plan.txt: a plan is written as .json, .csv, .svg, .png, not as '.txt'",
+        ),
+        (("--workers", "2", "-o", "no/such/plan.json"), "-o no/such/plan.json: there is no folder no/such"),
+        (("--workers", "2", "--devices", "device"), "not allowed with argument"),
+        ((), "one of the arguments --workers --devices is required"),
+    ],
+)
+def test_mistakes_are_one_line_and_nothing_is_written(tmp_path, monkeypatch, capsys, profile, words, said):
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.iterdir())
+    assert run(profile, "--iterations", "5", "--quiet", *words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert err.count("\n") == 1
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_file_that_is_no_profile(tmp_path, capsys, profile):
+    for name, text, said in (
+        ("text.json", "layers", "text.json is not JSON"),
+        (
+            "plan.json",
+            json.dumps({"format": "pipework plan 1"}),
+            "plan.json is no profile: its format is 'pipework plan 1'",
+        ),
+        ("list.json", "[]", "list.json is no profile: it is no object"),
+        ("half.json", json.dumps({"format": "pipework profile 1"}), "half.json is no whole profile: it has no 'batch'"),
+    ):
+        (tmp_path / name).write_text(text)
+        assert run(str(tmp_path / name), "--workers", "2") == 2
+        assert said in capsys.readouterr().err
+    assert run(str(tmp_path / "missing.json"), "--workers", "2") == 2
+    assert "missing.json" in capsys.readouterr().err
+
+
+def test_the_kind_of_device_may_say_how_much_memory_it_has(tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    found = made([1] * 4)
+    kinds = {name: replace(kind, memory=3 * 2**20) for name, kind in found.kinds.items()}
+    replace(found, kinds=kinds).save(path)
+    assert run(str(path), "--workers", "2", "--iterations", "5", "--quiet") == 0
+    assert "3 MiB" in capsys.readouterr().out
+
+
+def test_it_needs_no_torch(profile):
+    code = (
+        "import sys; sys.modules['torch'] = None\n"  # any import of torch raises
+        "from pipework.cli import main\n"
+        f"sys.exit(main(['plan', {profile!r}, '--workers', '2', '--iterations', '5', '--quiet']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("plan: 6 layers on 2 workers, ")

@@ -1,0 +1,81 @@
+"""The marks of losses that were brought backward."""
+
+import pytest
+
+from pipework.autograd.factor import Factor
+from pipework.distributed.delivered_losses import Delivered, DeliveredLosses
+
+
+@pytest.fixture
+def here() -> DeliveredLosses:
+    return DeliveredLosses()
+
+
+@pytest.fixture
+def there() -> DeliveredLosses:
+    return DeliveredLosses()
+
+
+def test_the_first_difference_is_told(here: DeliveredLosses, there: DeliveredLosses) -> None:
+    for call in range(1, 6):
+        for rank, losses in enumerate((here, there)):
+            losses.begin_call()
+            delivered = losses.expect()
+            if rank == 0 or call not in (3, 4):
+                delivered(Factor(1.0))
+    assert here.difference(there.marks) == (3, True)
+    assert there.difference(here.marks) == (3, False)
+
+
+def test_a_rank_without_a_loss_is_not_compared(here: DeliveredLosses, there: DeliveredLosses) -> None:
+    for _ in range(3):
+        here.begin_call()
+        here.expect()(Factor(1.0))
+        there.begin_call()
+    assert here.difference(there.marks) is None
+    assert there.difference(here.marks) is None
+
+
+def test_a_backward_may_come_late_and_twice_and_never(here: DeliveredLosses, there: DeliveredLosses) -> None:
+    delivered = []
+    for losses in (here, there):
+        losses.begin_call()
+        delivered.append(losses.expect())
+    for age in range(100):  # compared now and then, before and after
+        assert here.difference(there.marks) is None
+        if age == 20:
+            delivered[0](Factor(1.0))
+            assert here.difference(there.marks) == (1, True)
+            delivered[1](Factor(1.0))
+            delivered[1](Factor(1.0))
+        for losses in (here, there):
+            losses.begin_call()
+            losses.expect()
+    delivered[0](Factor(1.0))  # too late to be remembered
+    assert here.marks == there.marks < 2**62
+
+
+def test_the_factor_of_the_last_call_and_backward_is_told(here: DeliveredLosses) -> None:
+    assert here.told(waits=True) == Delivered()
+    here.begin_call()
+    before = here.expect()
+    here.begin_call()
+    delivered = here.expect()
+    delivered(Factor(2.0))
+    delivered(Factor(0.5))
+    before(Factor(3.0))
+    assert here.told(waits=False)[1:] == (2, 0.5)
+
+
+def test_factors_of_one_call_are_compared(here: DeliveredLosses) -> None:
+    def differ(one: float, other: float, call: int = 1) -> bool:
+        return here.other_factor(Delivered(0, 1, one), Delivered(0, call, other))
+
+    assert differ(1.0, 0.5)
+    assert differ(1.0, 0.0)
+    assert differ(1.0, float("nan"))
+    assert not differ(1.0, 1.0 + 1e-6)
+    assert not differ(float("nan"), float("nan"))
+    assert not differ(float("inf"), float("inf"))
+    assert not differ(1.0, 0.5, call=2)
+    assert not here.other_factor(Delivered(), Delivered(0, 0, 2.0))

@@ -1,0 +1,56 @@
+"""A plan that was made beforehand decides cut, schedule and recomputation of a pipe whose workers are processes."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pipework
+from pipework import Mesh, Pipe, Plan, Rates
+from pipework.schedule.edges import recomputed
+from pipework.testing import draw_key, reference_step
+
+X, Y = torch.linspace(-1, 1, 16 * 8).reshape(16, 8), torch.zeros(16, 8)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(4)), nn.Dropout()
+    )
+
+
+def planned() -> Plan:
+    rates = {"device": Rates(operations=1e9, bytes_per_second=1e9)}  # so that the plan is the same on all ranks
+    profile = pipework.profile(layers(), X, target=Y, loss_fn=F.mse_loss, rates=rates, rows=[4])
+    options: dict[str, Any] = {"devices": ["device"] * 2, "chunks": 4, "schedules": ["1f1b"], "iterations": 30}
+    free = pipework.plan(profile, **options)
+    return pipework.plan(profile, **options, memory=max(held.total for held in free.workers) - 1000)
+
+
+def train(mesh: Mesh) -> None:
+    module = layers()
+    plain, plan = copy.deepcopy(module), planned()
+    assert recomputed(plan.schedule)
+    pipe = Pipe(module, plan=plan, mesh=mesh, loss_fn=F.mse_loss)
+    assert pipe.schedule().orders == plan.schedule.orders
+    for seed in range(2):
+        torch.manual_seed(seed)
+        loss = pipe(X, target=Y)
+        loss.backward()
+        torch.manual_seed(seed)
+        expected = reference_step(plain, X, Y, F.mse_loss, plan.chunks, draw_key())
+        assert torch.equal(loss, expected.loss)
+        for name, parameter in pipe.named_parameters():
+            assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
+    with pytest.raises(ValueError, match="devices is for workers that are threads"):
+        Pipe(layers(), plan=plan, mesh=mesh, devices=["cpu", "cpu"], loss_fn=F.mse_loss)
+
+
+@pytest.mark.thorough
+def test_trains_bit_by_bit_like_the_model(on_ranks: Callable[..., list[Any]]) -> None:
+    on_ranks(2, train)

@@ -1,0 +1,171 @@
+"""`PipeTrainer` on several ranks trains, evaluates, saves and resumes as in one process."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipework import Mesh
+from tests.integrations.tiny import batch, llama, pipe_of, rows
+
+Run = Callable[..., list[Any]]
+SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+
+
+def trainer_of(
+    folder: Path, mesh: Mesh | None, *, adapters: bool = False, schedule: str = "1f1b", **options: Any
+) -> Any:
+    import transformers
+
+    from pipework.integrations.trainer import PipeTrainer
+
+    model = llama()
+    if adapters:
+        import peft
+
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing. is deprecated", FutureWarning)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        torch.manual_seed(3)
+        model = peft.get_peft_model(model, config)
+    settings = {
+        "use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "learning_rate": 1e-2,
+        "per_device_train_batch_size": 4, "num_train_epochs": 2, "max_grad_norm": 0.1, **SAVING, **options,
+    }  # fmt: skip
+    arguments = transformers.TrainingArguments(output_dir=str(folder), **settings)
+    data = {"train_dataset": rows(9), "eval_dataset": rows(6)}
+    pipe = pipe_of(model, mesh, schedule=schedule)
+    trainer = PipeTrainer(pipe, model, arguments, **data, compute_metrics=accuracy)
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def accuracy(predicted: Any) -> dict[str, float]:
+    return {"accuracy": float((predicted.predictions.argmax(-1) == predicted.label_ids).mean())}
+
+
+def logged(trainer: Any) -> list[list[float]]:
+    """What does not depend on the time."""
+    names = ("step", "epoch", "loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "train_loss")
+    return [[entry[name] for name in names if name in entry] for entry in trainer.state.log_history]
+
+
+def same_on_disk(folder: Path, model: Any) -> None:
+    again = type(model).from_pretrained(folder)
+    own = dict(model.named_parameters())
+    assert 0 < len(own) < len(again.state_dict())
+    for name, parameter in own.items():
+        assert torch.equal(again.state_dict()[name], parameter), name
+
+
+def train_and_resume(mesh: Mesh, folder: str) -> dict[str, Any]:
+    place = Path(folder)
+    trainer = trainer_of(place / "whole", mesh, gradient_accumulation_steps=2, load_best_model_at_end=True)
+    trainer.train()
+    found = {"whole": logged(trainer), "best": trainer.evaluate()["eval_loss"], "logs": trainer.args.should_log}
+    assert trainer.predict(rows(5)).predictions.shape == (5, 7, 37)
+    trainer.save_model()
+    same_on_disk(place / "whole", trainer.model)
+    same_on_disk(place / "whole" / "checkpoint-4", trainer.model)
+
+    again = trainer_of(place / "whole", mesh, gradient_accumulation_steps=2)
+    again.train(resume_from_checkpoint=str(place / "whole" / "checkpoint-2"))
+    found["resumed"] = logged(again)
+
+    adapted = trainer_of(place / "adapters", mesh, adapters=True, save_total_limit=1, load_best_model_at_end=True)
+    adapted.train()
+    found["adapters"] = logged(adapted)
+    assert adapted.evaluate()["eval_loss"] == adapted.state.best_metric
+    adapted = trainer_of(place / "adapters", mesh, adapters=True)
+    adapted.train(resume_from_checkpoint=True)
+    assert logged(adapted)[:-1] == found["adapters"][:-1]
+    return found
+
+
+@pytest.mark.thorough
+def test_two_ranks_train_evaluate_save_and_resume(on_ranks: Run, tmp_path: Path) -> None:
+    first, second = on_ranks(2, train_and_resume, patience=180.0, folder=str(tmp_path / "ranks"))
+    assert (first.pop("logs"), second.pop("logs")) == (True, False)
+    assert first == second
+    assert first["resumed"][:-1] == first["whole"][:6]  # but for the mean of all steps
+    assert first["best"] == min(entry[2] for entry in first["whole"] if len(entry) == 4)
+
+    threads = trainer_of(tmp_path / "threads", None, gradient_accumulation_steps=2)
+    threads.train()
+    assert logged(threads) == first["whole"]
+    adapted = trainer_of(tmp_path / "threads", None, adapters=True)
+    adapted.train()
+    assert logged(adapted) == first["adapters"]
+    resumed = trainer_of(tmp_path / "resumed", None, gradient_accumulation_steps=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "ranks" / "whole" / "checkpoint-2"))  # of two ranks
+    assert logged(resumed)[:-1] == first["whole"][:6]
+
+    steps = sorted(path.name for path in (tmp_path / "ranks" / "adapters").glob("checkpoint-*"))
+    assert len(steps) == 1
+    files = {path.name for path in (tmp_path / "ranks" / "adapters" / steps[0]).iterdir()}
+    assert {"adapter_model.safetensors", "trainer_state.json", "pipe", "random-0", "random-1"} <= files
+    assert "model.safetensors" not in files
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "mixed precision": {"bf16": True},
+    "no clipping": {"max_grad_norm": 0.0, "save_only_model": True, "save_strategy": "epoch"},
+    "loss outside": {"label_smoothing_factor": 0.1},
+}
+
+
+def variants(mesh: Mesh | None, folder: str) -> dict[str, Any]:
+    found = {}
+    for name, options in VARIANTS.items():
+        trainer = trainer_of(
+            Path(folder) / name,
+            mesh,
+            schedule="gpipe" if name == "loss outside" else "1f1b",
+            num_train_epochs=1,
+            **options,
+        )
+        found[name] = [trainer.evaluate()["eval_loss"]]
+        trainer.train()
+        found[name] += logged(trainer)
+    again = trainer_of(Path(folder) / "no clipping", mesh, num_train_epochs=1, max_grad_norm=0.0)
+    again.train(resume_from_checkpoint=True)  # from the model alone, at the end of its only epoch
+    found["model alone"] = [again.evaluate()["eval_loss"]]
+    return found
+
+
+@pytest.mark.thorough
+def test_other_settings(on_ranks: Run, tmp_path: Path) -> None:
+    first, second = on_ranks(2, variants, patience=180.0, folder=str(tmp_path / "ranks"))
+    assert first == second == variants(None, str(tmp_path / "threads"))
+    assert first["model alone"][0] == next(each[2] for each in reversed(first["no clipping"]) if len(each) == 4)
+
+
+def two_replicas(mesh: Mesh, folder: str) -> list[list[float]]:
+    trainer = trainer_of(Path(folder), mesh, max_steps=1, eval_strategy="no", optim="sgd", max_grad_norm=0.0)
+    trainer.train_dataset = rows(8)
+    trainer.train()
+    trainer.save_model()
+    return logged(trainer)
+
+
+@pytest.mark.thorough
+def test_two_replicas_take_the_mean_over_the_tokens_of_both(on_ranks: Run, tmp_path: Path) -> None:
+    ranks = on_ranks(4, two_replicas, patience=180.0, init={"dp": 2}, folder=str(tmp_path / "ranks"))
+    assert ranks[0] == ranks[1]
+    assert ranks[2] == ranks[3]
+    model = llama().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    loss = model(**batch(8)).loss
+    loss.backward()
+    optimizer.step()
+    assert (ranks[0][0][2] + ranks[2][0][2]) / 2 == pytest.approx(loss.item(), rel=1e-5)
+    for name, tensor in type(model).from_pretrained(tmp_path / "ranks").state_dict().items():
+        torch.testing.assert_close(tensor, model.state_dict()[name])
+
+
+@pytest.mark.thorough
+def test_loss_scaling_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"fp16=True .*take bf16=True"):
+        trainer_of(tmp_path, None, fp16=True)

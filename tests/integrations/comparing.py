@@ -1,0 +1,106 @@
+"""A model with a pipe attached beside the same model run micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipework.integrations import adapter_for
+
+Batch = Mapping[str, Any]
+
+
+def without_randomness(model: nn.Module) -> nn.Module:
+    """The model with each probability of a dropout, or of a mask over its inputs, at zero."""
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    configs += [each for config in configs for each in vars(config).values() if hasattr(each, "to_dict")]
+    for each in (*model.modules(), *configs):
+        for name, value in list(vars(each).items()):
+            if isinstance(value, float) and re.search(r"drop|^mask_.*_prob$", name):
+                setattr(each, name, 0.0)
+        if isinstance(each, nn.modules.dropout._DropoutNd):
+            each.p = 0.0
+        if isinstance(getattr(each, "apply_spec_augment", None), bool):
+            each.apply_spec_augment = False
+    return model
+
+
+def micro_batches(batch: Batch, chunks: int) -> list[dict[str, Any]]:
+    """The micro-batches that a pipe makes of a mini-batch."""
+    pieces = {name: value.tensor_split(chunks) for name, value in batch.items()}
+    return [{name: piece[number] for name, piece in pieces.items()} for number in range(chunks)]
+
+
+def tokens(labels: Tensor) -> Tensor:
+    """The number of labels that count where each is compared with the logits of its own position."""
+    return (labels != -100).sum()
+
+
+def next_tokens(labels: Tensor) -> Tensor:
+    """The number of labels that count where each is compared with the logits of the position before it."""
+    return (labels[:, 1:] != -100).sum()
+
+
+def rows(labels: Tensor) -> Tensor:
+    """The number of rows."""
+    return torch.tensor(len(labels))
+
+
+def plain_backward(model: nn.Module, batch: Batch, weight: Callable[[Tensor], Tensor], chunks: int) -> Tensor:
+    """Forward and backward of the model itself for each micro-batch in turn; the weighted mean of their losses."""
+    parts = micro_batches(batch, chunks)
+    weights = [float(weight(part["labels"])) for part in parts]
+    losses = []
+    for part, share in zip(parts, weights, strict=True):
+        loss = model(**part, **without_cache(model)).loss * (share / sum(weights))
+        loss.backward()
+        losses.append(loss.detach())
+    return sum(losses[1:], losses[0])
+
+
+def without_cache(model: nn.Module) -> dict[str, bool]:
+    """The argument with which a pipe leaves out the cache: models in training warn about it, and it changes layouts."""
+    return adapter_for(model).inputs((), {})[1]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Where two models have other gradients.
+
+    Attributes:
+        names: of the parameters.
+        worst: the largest difference, relative to the largest element of the parameter's gradient; of a gradient that
+            is nearly zero everywhere, relative to a thousandth of the model's largest.
+    """
+
+    names: tuple[str, ...]
+    worst: float
+
+
+def differences(model: nn.Module, reference: nn.Module) -> Differences:
+    """Compares all gradients bitwise. A gradient that is missing equals zeros."""
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    largest = max(
+        (float(grad.abs().max()) for grad in expected.values() if grad is not None and grad.numel()), default=1
+    )
+    names, worst = [], 0.0
+    for name, parameter in model.named_parameters():
+        got, wanted = (
+            torch.zeros_like(parameter) if grad is None else grad for grad in (parameter.grad, expected[name])
+        )
+        if not torch.equal(got, wanted):
+            scale = max(float(wanted.abs().max()), 1e-3 * largest)
+            difference = float((got - wanted).abs().max()) / scale if scale else float("inf")
+            names.append(name)
+            worst = max(worst, difference if difference == difference else float("inf"))
+    return Differences(tuple(names), worst)
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """Logits of micro-batches as those of a mini-batch."""
+    return torch.cat([output.logits for output in outputs])

@@ -1,0 +1,276 @@
+"""The `Trainer` of transformers with an attached pipe, beside one that runs each micro-batch by itself."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.integrations.comparing import micro_batches, next_tokens
+from tests.integrations.tiny import CHUNKS, llama, pipe_of, rows, with_pipe
+
+# PEFT asks transformers by an older name.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing. is deprecated:FutureWarning")
+
+
+ARGUMENTS = ("compute_metrics", "compute_loss_func", "model_init")  # of trainers; others are training arguments
+
+
+class MicroBatched:
+    """Mixed into `Trainer`: the model itself runs forward and backward for each micro-batch in turn."""
+
+    def training_step(self: Any, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        earlier = [(parameter, parameter.grad) for parameter in model.parameters()]
+        for parameter, _ in earlier:
+            parameter.grad = None
+        parts = micro_batches(inputs, min(CHUNKS, len(inputs["labels"])))
+        counts = [next_tokens(part["labels"]) for part in parts]
+        all_counts = float(sum(counts))
+        total = torch.zeros(())
+        for part, count in zip(parts, counts, strict=True):
+            items = float(num_items_in_batch) / all_counts * count
+            loss = model(**part, num_items_in_batch=items, use_cache=False).loss * (float(count) / all_counts)
+            loss.backward()
+            total = total + loss.detach()
+        for parameter, gradient in earlier:
+            if gradient is not None:
+                parameter.grad = gradient + parameter.grad
+        return total
+
+
+def trainer_of(folder: Path, model: Any, *, micro_batched: bool = False, **options: Any) -> Any:
+    """Nine rows in mini-batches of four; each step is logged."""
+    import transformers
+
+    own = {name: options.pop(name) for name in list(options) if name in ARGUMENTS}
+    settings = {
+        "use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "learning_rate": 1e-2,
+        "per_device_train_batch_size": 4, "num_train_epochs": 2, "save_strategy": "no", **options,
+    }  # fmt: skip
+    kind = type("Reference", (MicroBatched, transformers.Trainer), {}) if micro_batched else transformers.Trainer
+    arguments = transformers.TrainingArguments(output_dir=str(folder), **settings)
+    trainer = kind(model=model, args=arguments, train_dataset=rows(9), eval_dataset=rows(6), **own)
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def logged(trainer: Any) -> list[tuple[float, ...]]:
+    names = ("loss", "grad_norm", "learning_rate", "epoch")
+    return [tuple(entry[name] for name in names) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def same_parameters(one: nn.Module, other: nn.Module) -> bool:
+    return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+
+
+def with_adapters(model: nn.Module) -> Any:
+    import peft
+
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(
+            {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "num_train_epochs": 1}, id="accumulation"
+        ),
+        pytest.param({"max_grad_norm": 0.0, "optim": "adafactor"}, id="no_clipping", marks=pytest.mark.thorough),
+        pytest.param({"per_device_train_batch_size": 3}, id="fewer_rows_than_chunks", marks=pytest.mark.thorough),
+        pytest.param({"dataloader_drop_last": True}, id="drop_last", marks=pytest.mark.thorough),
+        pytest.param({"bf16": True}, id="bf16", marks=pytest.mark.thorough),
+    ],
+)
+def test_training_is_that_of_the_micro_batches_to_the_last_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    trainers = [
+        trainer_of(tmp_path, with_pipe(llama()), **options),
+        trainer_of(tmp_path, llama(), micro_batched=True, **options),
+    ]
+    for trainer in trainers:
+        trainer.train()
+    assert len(logged(trainers[0])) >= 2
+    assert logged(trainers[0]) == logged(trainers[1])
+    assert same_parameters(trainers[0].model, trainers[1].model)
+
+
+@pytest.mark.thorough
+def test_a_plain_trainer_differs_by_rounding_only(tmp_path: Path) -> None:
+    trainers = [trainer_of(tmp_path, model, gradient_accumulation_steps=2) for model in (with_pipe(llama()), llama())]
+    for trainer in trainers:
+        trainer.train()
+    for one, other in zip(*map(logged, trainers), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+@pytest.mark.thorough
+def test_evaluation_metrics_and_predictions(tmp_path: Path) -> None:
+    def accuracy(predicted: Any) -> dict[str, float]:
+        return {"accuracy": float((predicted.predictions.argmax(-1) == predicted.label_ids).mean())}
+
+    one, other = (
+        trainer_of(tmp_path, model, compute_metrics=accuracy, per_device_eval_batch_size=4)
+        for model in (with_pipe(llama()), llama())
+    )
+    found, expected = one.evaluate(), other.evaluate()
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
+    assert found["eval_accuracy"] == expected["eval_accuracy"]
+    predictions, wanted = one.predict(rows(5)), other.predict(rows(5))
+    assert predictions.predictions == pytest.approx(wanted.predictions, rel=1e-4, abs=1e-6)
+    assert (predictions.label_ids == wanted.label_ids).all()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_checkpoint_resumes_to_the_last_bit_also_without_a_pipe(tmp_path: Path, adapters: bool) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    wrapped: Callable[[Any], Any] = with_adapters if adapters else lambda model: model
+    whole = trainer_of(tmp_path, with_pipe(wrapped(llama())), **saving)
+    whole.train()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    again = trainer_of(tmp_path, with_pipe(wrapped(llama())), **saving)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert logged(again) == logged(whole)
+    assert same_parameters(again.model, whole.model)
+    plain = trainer_of(tmp_path, wrapped(llama()), **saving)
+    plain.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert logged(plain)[-1] == pytest.approx(logged(whole)[-1], rel=1e-4)
+    files = {path.name for path in (tmp_path / "checkpoint-6").iterdir()}
+    assert ("adapter_model.safetensors" if adapters else "model.safetensors") in files
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_without_a_pipe_goes_on_with_one_that_is_made_for_each_training(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    plain = trainer_of(tmp_path, llama(), **saving)
+    plain.train()
+    again = trainer_of(tmp_path, None, model_init=lambda: with_pipe(llama()), **saving)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert logged(again)[-1] == pytest.approx(logged(plain)[-1], rel=1e-4)
+
+
+@pytest.mark.thorough
+def test_the_best_model_is_there_at_the_end(tmp_path: Path) -> None:
+    trainer = trainer_of(
+        tmp_path, with_pipe(llama()), eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+        load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True, save_total_limit=1,
+    )  # fmt: skip
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(losses) == 3
+    assert trainer.evaluate()["eval_loss"] == max(losses)  # of another step than the last one
+    assert losses[-1] < max(losses)
+    best = Path(trainer.state.best_model_checkpoint)
+    assert json.loads((best / "trainer_state.json").read_text())["best_metric"] == max(losses)
+
+
+def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "options", [{"label_smoothing_factor": 0.1}, {"compute_loss_func": summed}], ids=["smoothing", "function"]
+)
+def test_a_loss_of_the_trainer_needs_a_schedule_that_goes_backward_at_the_end(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    trainer = trainer_of(tmp_path, with_pipe(llama()), **options)
+    with pytest.raises(ValueError, match=r"a loss of your own.* needs attach\(..., schedule='gpipe'\)"):
+        trainer.train()
+    options = {**options, "gradient_accumulation_steps": 2}
+    trainers = [trainer_of(tmp_path, each, **options) for each in (with_pipe(llama(), schedule="gpipe"), llama())]
+    for trainer in trainers:
+        trainer.train()
+    for one, other in zip(*map(logged, trainers), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+@pytest.mark.thorough
+def test_recomputation_by_the_model_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, with_pipe(llama()), activation_checkpointing=True)
+    with pytest.raises(RuntimeError, match=r"a pipe is attached to this LlamaForCausalLM.*checkpoint='always'"):
+        trainer.train()
+
+
+@pytest.mark.thorough
+def test_callbacks_see_the_model_and_may_stop(tmp_path: Path) -> None:
+    import transformers
+
+    class Stops(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            assert type(given["model"]).__name__ == "LlamaForCausalLM"
+            control.should_training_stop = state.global_step == 2
+
+    trainer = trainer_of(tmp_path, with_pipe(llama()))
+    trainer.add_callback(Stops)
+    assert trainer.train().global_step == 2
+
+
+@pytest.mark.thorough
+def test_a_stop_that_was_asked_for_saves_first(tmp_path: Path) -> None:
+    import transformers
+
+    from pipework.integrations.trainer import PipeTrainer
+
+    model = llama()
+    pipe = pipe_of(model)
+    settings = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=4, **settings)
+    trainer = PipeTrainer(pipe, model, arguments, train_dataset=rows(9))
+    trainer.remove_callback(transformers.PrinterCallback)
+    pipe.request_stop()
+    assert trainer.train().global_step == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_of_another_trainer_has_the_model_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import transformers
+
+    from pipework.integrations.trainer import PipeTrainer
+
+    plain = trainer_of(tmp_path, llama(), save_strategy="steps", save_steps=6)
+    plain.train()
+    model = llama()
+    trainer = PipeTrainer(pipe_of(model), model, plain.args, train_dataset=rows(9), eval_dataset=rows(6))
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train(resume_from_checkpoint=True)
+    assert "checkpoint-6 has the model alone" in caplog.text
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.gpu
+def test_stages_on_several_devices_of_one_process(tmp_path: Path) -> None:
+    import transformers
+
+    from pipework.integrations.trainer import PipeTrainer
+
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    model = llama()
+    devices = [torch.device(kind.type, number % torch.accelerator.device_count()) for number in range(2)]
+    pipe = pipe_of(model, devices=devices)
+    placed = [next(part.parameters()).device for part in pipe.partitions]
+    settings: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "learning_rate": 1e-2}
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "devices"),
+        per_device_train_batch_size=4,
+        num_train_epochs=2,
+        save_steps=2,
+        **settings,
+    )
+    trainer = PipeTrainer(pipe, model, arguments, train_dataset=rows(9), eval_dataset=rows(6))
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    assert [next(part.parameters()).device for part in pipe.partitions] == placed == devices
+    plain = trainer_of(tmp_path / "plain", llama(), **settings)
+    plain.train()
+    for one, other in zip(*map(logged, (trainer, plain)), strict=True):
+        assert one == pytest.approx(other, rel=1e-3)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-3)

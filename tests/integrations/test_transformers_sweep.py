@@ -1,0 +1,56 @@
+"""Models of auto classes with configurations made tiny by rule; `sweep.py` also writes a table of them."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests.integrations.building import TASKS, classes
+from tests.integrations.sweep import imported_once, in_process
+
+RIGHT = {"exact", "last bits", "random", "refused", "not built"}
+ALL = [(task, *each) for task in TASKS for each in classes(task)]
+SAMPLE = random.Random(0).sample(ALL, 6)
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of the rows of all tables."""
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:2] == "| "]
+
+
+def test_the_page_counts_its_own_rows_and_no_model_differs() -> None:
+    text = PAGE.read_text()
+    counts, *sections = re.split(r"^## ", text.partition("| task |")[2], flags=re.MULTILINE)
+    heads, *by_task = rows_of("| task |" + counts)
+    total = dict(zip(heads[1:], map(int, by_task[-1][1:]), strict=True))
+    for row in zip(*(map(int, row[1:]) for row in by_task), strict=True):
+        assert sum(row[:-1]) == row[-1]
+    assert set(total) <= RIGHT
+    assert sum(total.values()) == len(ALL) or transformers.__version__ not in text
+    for section in sections:
+        title, _, body = section.partition("\n")
+        if title.lower() == "exact":
+            lists = re.findall(r"^\*\*.*?\*\*: (.*)\.$", body, flags=re.MULTILINE)
+            assert sum(len(each.split(", ")) for each in lists) == total["exact"]
+        elif title.lower() in total:
+            assert sum(len(cells[0].split(", ")) for cells in rows_of(body)[1:]) == total[title.lower()]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("task", "model_type", "name"), SAMPLE)
+def test_some_models_train_exactly_or_are_refused(task: str, model_type: str, name: str) -> None:
+    imported_once()
+    outcome = in_process(task, model_type, name, limit=90)
+    assert outcome.result in RIGHT, outcome
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("task", "model_type", "name"), ALL)
+def test_all_models_train_exactly_or_are_refused(task: str, model_type: str, name: str) -> None:
+    outcome = in_process(task, model_type, name, limit=300)
+    assert outcome.result in RIGHT, outcome
+    assert not outcome.dropout.startswith("differs"), outcome

@@ -1,0 +1,398 @@
+"""Loss functions that are no mean over rows are noticed; all others are left alone."""
+
+import gc
+import math
+import random
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipework import MicroBatches, NoChunk, Pipe, PipeWarning
+from pipework.model.loss.pure_function import PureFunction
+from pipework.runtime.stage.loss_sample import LossSample
+from pipework.testing import reference_step
+
+
+def pipe_of(
+    loss_fn: Callable[..., Any], *, schedule: str = "1f1b", last: nn.Module | None = None, **options: Any
+) -> Pipe:
+    layers = nn.Sequential(nn.Linear(4, 4), last or nn.Linear(4, 4))
+    return Pipe(layers, 4, balance=[1, 1], devices=["cpu"] * 2, schedule=schedule, loss_fn=loss_fn, **options)
+
+
+def rows_of(count: int) -> Tensor:
+    """Rows of which the later ones are larger, so that the losses of micro-batches differ."""
+    return torch.randn(count, 4) * torch.linspace(1, 4, count)[:, None]
+
+
+def total(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum()
+
+
+def root(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output, target).sqrt()
+
+
+def contrastive(output: Tensor, target: Tensor) -> Tensor:
+    scores = functional.normalize(output) @ functional.normalize(target).T
+    return functional.cross_entropy(scores, torch.arange(len(output)))
+
+
+OTHER = {"root": root, "contrastive": contrastive, "logsumexp": lambda output, target: output.logsumexp(0).mean()}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", OTHER)
+@pytest.mark.parametrize("grad", [True, False])
+def test_functions_of_the_whole_batch(name: str, schedule: str, grad: bool) -> None:
+    pipe, x = pipe_of(OTHER[name], schedule=schedule), rows_of(16)
+    expected = pytest.warns(PipeWarning, match=r"is no mean over rows: .*\(8 rows\) it gives .*outside of the pipe")
+    with expected as seen, torch.set_grad_enabled(grad):
+        pipe(x, target=x)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    pipe(x, target=x).backward()  # warnings are errors
+
+
+def test_a_sum() -> None:
+    x = rows_of(16)
+    with pytest.warns(PipeWarning, match=r'loss_fn \(total\) is no mean .* a sum: give Pipe loss_reduction="sum";'):
+        pipe_of(total)(x, target=x)
+    pipe_of(total, loss_reduction="sum")(x, target=x)
+
+
+def test_a_mean_that_is_added_up() -> None:
+    def mean(output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target)
+
+    x = rows_of(16)
+    with pytest.warns(PipeWarning, match="is no sum over rows: .* If it is a mean, leave loss_reduction out"):
+        pipe_of(mean, loss_reduction="sum")(x, target=x)
+    pipe_of(mean)(x, target=x)
+
+
+def test_the_two_numbers() -> None:
+    pipe, x = pipe_of(root), rows_of(16)
+    output = nn.Sequential(*pipe)(x)
+    parts = [root(output[n : n + 4], x[n : n + 4]).item() for n in (0, 4)]
+    with pytest.warns(PipeWarning) as seen:
+        pipe(x, target=x)
+    numbers = re.search(r"it gives ([\d.]+), .* which the pipe takes, is ([\d.]+)\.", str(seen[0].message))
+    assert numbers is not None
+    assert float(numbers[1]) == pytest.approx(root(output[:8], x[:8]).item(), rel=1e-5)
+    assert float(numbers[2]) == pytest.approx(sum(parts) / 2, rel=1e-5)
+
+
+class Counting(nn.Module):
+    """A mean that is weighed by the number of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen: list[int] = []
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(len(output))
+        return functional.mse_loss(output, target) * self.calls
+
+
+class Weighed:
+    """An object that is called, and is no module."""
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * output.mean().item()
+        return functional.mse_loss(output, target)
+
+
+def masked(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target, ignore_index=-1)
+
+
+def overwriting(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output.mul_(2), target)
+
+
+def drawing(output: Tensor, target: Tensor) -> Tensor:
+    noise = random.random() + np.random.rand()
+    return functional.mse_loss(functional.dropout(output), target + noise * torch.randn_like(target))
+
+
+def with_gradient(output: Tensor, target: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(output.square().sum(), output, create_graph=True)
+    return slope.square().mean()
+
+
+RIGHT: dict[str, tuple[Callable[..., Any], str]] = {
+    "a mean": (lambda output, target: (output - target).abs().mean(), "rows"),
+    "a scaled one": (lambda output, target: functional.mse_loss(output, target) / 4 + 1, "rows"),
+    "bound": (partial(functional.huber_loss, delta=0.1), "rows"),
+    "classes": (lambda output, target: functional.cross_entropy(output, target), "classes"),
+    "of PyTorch": (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0])), "classes"),
+    "near 0": (lambda output, target: (output - output.detach()).mean(), "rows"),
+    "a state": (Counting(), "rows"),
+    "another state": (Weighed(), "rows"),
+    "overwriting": (overwriting, "rows"),
+    "drawing": (drawing, "rows"),
+    "with a gradient": (with_gradient, "rows"),
+    "not a number": (lambda output, target: functional.mse_loss(output, target) * math.nan, "rows"),
+    "one target": (lambda output, target: functional.mse_loss(output @ target, output), "whole"),
+    "nested": (lambda output, target: functional.l1_loss(output, target["y"]), "dict"),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("rows", [16, 10])
+def test_right_programs(name: str, rows: int) -> None:
+    loss_fn, kind = RIGHT[name]
+    target: Any = {
+        "rows": torch.randn(rows, 4),
+        "classes": torch.arange(rows) % 4,
+        "whole": NoChunk(torch.randn(4, 4)),
+        "dict": {"y": torch.randn(rows, 4), "name": "rows"},
+    }[kind]
+    pipe_of(loss_fn)(torch.randn(rows, 4), target=target)
+
+
+def test_padding_and_a_weight() -> None:
+    x, y = rows_of(16), torch.arange(16) % 4
+    y[:3] = -1
+    pipe_of(masked, loss_weight=lambda target: (target >= 0).sum())(x, target=y).backward()
+    with pytest.warns(PipeWarning, match="is no mean over rows: .* If it is a mean over something else"):
+        pipe_of(masked)(x, target=y)
+    y[:3] = -100
+    with pytest.warns(PipeWarning, match="targets have the value -100") as seen:
+        pipe_of(lambda output, target: functional.cross_entropy(output, target))(x, target=y)
+    assert len(seen) == 1
+
+
+class Two(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return {"rows": super().forward(x), "more": (x, x.mean())}
+
+
+def test_outputs_that_cannot_be_joined_and_micro_batches_of_the_caller() -> None:
+    def loss_fn(output: Any, target: Tensor) -> Tensor:
+        return root(output["rows"] if isinstance(output, dict) else output, target)
+
+    x = rows_of(16)
+    pipe_of(loss_fn, last=Two(4, 4))(x, target=x)
+    given = MicroBatches([torch.randn(4, 4), torch.randn(4, 4)])
+    pipe = pipe_of(loss_fn)
+    pipe(given, target=given)
+    with pytest.warns(PipeWarning, match="is no mean over rows"):
+        pipe(x, target=x)
+
+
+def test_a_weight_says_what_mean_is_meant() -> None:
+    x = rows_of(10)
+    pipe_of(lambda output, target: functional.mse_loss(output, target), loss_weight=lambda target: 1)(x, target=x)
+
+
+def test_nested_outputs() -> None:
+    class Pair(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return {"rows": super().forward(x), "more": (x, None)}
+
+    x = rows_of(16)
+    with pytest.warns(PipeWarning, match="is no mean over rows"):
+        pipe_of(lambda output, target: root(output["rows"], target), last=Pair(4, 4))(x, target=x)
+
+
+def test_large_outputs_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipework.runtime.stage.loss_sample.MOST_BYTES", 127)
+    x = rows_of(16)
+    pipe_of(root)(x, target=x)
+
+
+def test_half_precision_is_compared_as_such() -> None:
+    x = torch.randn(64, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe_of(lambda output, target: (output @ output.T).diagonal().mean())(x, target=x)
+
+
+def test_a_function_that_would_notice_it_sees_no_further_call() -> None:
+    calls: list[int] = []
+
+    def mean(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(len(output))
+        return root(output, target)
+
+    x, counting = rows_of(16), Counting()
+    pipe = pipe_of(mean)
+    pipe(x, target=x)
+    pipe(x, target=x)
+    assert calls == [4] * 8
+    pipe_of(counting)(x, target=x)
+    assert counting.seen == [4] * 4
+    assert counting.calls == 4
+
+
+def test_an_object_in_the_target_is_not_changed_once_more() -> None:
+    def noting(output: Tensor, target: dict[str, Any]) -> Tensor:
+        target["seen"].add(len(output))
+        return root(output, target["y"])
+
+    seen: set[int] = set()
+    x = rows_of(16)
+    pipe_of(noting)(x, target={"y": x, "seen": seen})
+    assert seen == {4}
+
+
+class Centered:
+    """A bound method of it is the loss function, and moves an average."""
+
+    def __init__(self) -> None:
+        self.center = torch.zeros(4)
+        self.weight = 1.0
+
+    def moving(self, output: Tensor, target: Tensor) -> Tensor:
+        self.center = 0.9 * self.center + 0.1 * output.detach().mean(0)
+        return root(output - self.center, target)
+
+    def still(self, output: Tensor, target: Tensor) -> Tensor:
+        return root(output, target) * self.weight
+
+
+def test_a_tensor_that_the_function_changes_in_place() -> None:
+    center = torch.zeros(4)
+
+    def moving(output: Tensor, target: Tensor) -> Tensor:
+        center.lerp_(output.detach().mean(0), 0.1)
+        return root(output - center, target)
+
+    x = rows_of(16)
+    pipe = pipe_of(moving)
+    pipe(x, target=x)
+    expected = torch.zeros(4)
+    for part in nn.Sequential(*pipe)(x).detach().chunk(4):
+        expected.lerp_(part.mean(0), 0.1)
+    assert torch.equal(center, expected)
+
+
+def test_a_bound_method_is_called_on_a_copy() -> None:
+    x, moving = rows_of(16), Centered()
+    pipe = pipe_of(moving.moving)
+    pipe(x, target=x)  # its own state makes another loss of the same output, so nothing is known
+    expected = torch.zeros(4)
+    for part in nn.Sequential(*pipe)(x).detach().chunk(4):
+        expected = 0.9 * expected + 0.1 * part.mean(0)
+    assert torch.equal(moving.center, expected)
+    with pytest.warns(PipeWarning, match="is no mean over rows"):
+        pipe_of(Centered().still)(x, target=x)
+
+
+class Root(nn.MSELoss):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().forward(output, target).sqrt()
+
+
+class Scaled(nn.Module):
+    def __init__(self, rows: int = 1) -> None:
+        super().__init__()
+        self.loss = nn.MSELoss()
+        self.register_buffer("scale", torch.ones(rows))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return torch.sqrt(self.loss(output, target)) * self.scale.mean()
+
+
+@pytest.mark.parametrize("kind", [Root, Scaled])
+def test_modules_of_the_whole_batch(kind: type[nn.Module]) -> None:
+    x = rows_of(16)
+    with pytest.warns(PipeWarning, match="is no mean over rows"):
+        pipe_of(kind())(x, target=x)
+
+
+def test_large_objects_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipework.model.loss.check.MOST_BYTES", 4000)
+    x = rows_of(16)
+    pipe_of(Scaled(1001))(x, target=x)
+    with pytest.warns(PipeWarning, match="is no mean over rows"):
+        pipe_of(Scaled(1000))(x, target=x)
+
+
+def test_a_function_that_processes_share_is_called_equally_often() -> None:
+    def reduced(output: Tensor, target: Tensor) -> Tensor:
+        total = (output - target).square().sum()
+        torch.distributed.all_reduce(total)
+        return total.sqrt()
+
+    assert PureFunction.of(reduced, 2**20) is None
+
+
+def test_a_failed_step_keeps_no_sample() -> None:
+    def finite(output: Tensor, target: Tensor) -> Tensor:
+        if target.isnan().any():
+            raise ValueError("not a number")
+        return functional.mse_loss(output, target)
+
+    x = rows_of(16)
+    x[-1] = math.nan
+    with pytest.raises(ValueError, match="not a number") as error:
+        pipe_of(finite)(x, target=x)
+    samples = [each for each in gc.get_objects() if type(each) is LossSample]
+    assert samples
+    assert [each.take() for each in samples] == [([], [])] * len(samples)
+    assert error.value is not None  # it is alive until here
+
+
+def test_is_asked_about_a_function_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("pipework.model.loss.check.may_be_other", lambda function: asked.append(function))
+    pipe, x = pipe_of(nn.MSELoss()), rows_of(16)
+    for _ in range(3):
+        pipe(x, target=x)
+    assert asked == [pipe._executor.loss.function]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_the_step_keeps_its_bits(checkpoint: str) -> None:
+    """Losses, gradients, generators of random numbers, also of a loss that draws and one that overwrites."""
+    x, y = rows_of(16), rows_of(16)
+    for loss_fn in (overwriting, lambda output, target: functional.mse_loss(functional.dropout(output), target)):
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+        pipe = Pipe(layers, 4, checkpoint, balance=[1, 2], devices=["cpu"] * 2, schedule="1f1b", loss_fn=loss_fn)
+        torch.manual_seed(1)
+        loss = pipe(x, target=y)
+        after = torch.rand(())
+        loss.backward()
+        gradients = [parameter.grad for parameter in pipe.parameters()]
+        pipe.zero_grad()
+        torch.manual_seed(1)
+        key = int(torch.empty((), dtype=torch.int64).random_())
+        assert torch.equal(torch.rand(()), after)
+        reference = reference_step(layers, x, y, loss_fn, chunks=4, key=key)
+        assert torch.equal(loss, reference.loss)
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(layers.parameters(), gradients, strict=True))
+
+
+def test_compiled_functions_are_not_compiled_for_other_rows() -> None:
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append([getattr(each, "shape", each) for each in inputs])
+        return graph
+
+    x = rows_of(16)
+    with pytest.warns(PipeWarning, match="is no mean over rows"):
+        pipe_of(torch.compile(root, backend=backend))(x, target=x)
+    assert len(compiled) == 1
+
+
+def test_a_filter_of_warnings() -> None:
+    x = rows_of(16)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"loss_fn \(root\)", PipeWarning)
+        pipe_of(root)(x, target=x)

@@ -1,0 +1,563 @@
+"""The loss inside as its user describes it: `target`, `loss_fn`, reductions and weights, and what the pipe returns."""
+
+import contextlib
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipework import MicroBatches, NoChunk, Pipe, PipeSequential, PipeWarning
+from pipework.model.loss.settings import LossSettings
+from pipework.schedule import interleaved_1f1b, one_forward_one_backward
+from pipework.testing import reference_step
+
+INSIDE = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
+CPU = torch.device("cpu")
+CHECKPOINT_MODES = ("never", "except_last", "always")
+inside = pytest.mark.parametrize("way", INSIDE, indirect=True)
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
+
+
+def same_gradients(actual: nn.Module, expected: nn.Module) -> bool:
+    pairs = list(zip(actual.parameters(), expected.parameters(), strict=True))
+    return all(torch.equal(a.grad, e.grad) for a, e in pairs if e.grad is not None or a.grad is not None)
+
+
+# The arguments
+
+
+class WithParameters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"loss_fn": "mse"}, TypeError, "loss_fn is 'mse': wanted a function"),
+        ({"loss_fn": nn.CrossEntropyLoss}, TypeError, r"loss_fn is the class CrossEntropyLoss: write CrossEntropyLoss"),
+        ({"loss_fn": nn.MSELoss(reduction="sum")}, ValueError, r"MSELoss.* reduction='sum'.*loss_reduction=\"sum\""),
+        ({"loss_fn": nn.MSELoss(reduction="none")}, ValueError, "reduction='none'.*make it with reduction='mean'"),
+        (
+            {"loss_fn": nn.MSELoss(reduction="none"), "loss_reduction": "sum"},
+            ValueError,
+            "reduction='none'.*make it with reduction='sum'",
+        ),
+        ({"loss_fn": F.cross_entropy, "loss_reduction": "sum"}, ValueError, r"\(cross_entropy\) has reduction='mean'"),
+        ({"loss_fn": nn.MSELoss(), "loss_reduction": "sum"}, ValueError, "leave loss_reduction out, or .*'sum'"),
+        (
+            {"loss_fn": partial(F.nll_loss, ignore_index=0), "loss_reduction": "sum"},
+            ValueError,
+            r"\(nll_loss\).*'mean'",
+        ),
+        ({"loss_weight": 3}, TypeError, "loss_weight is 3: wanted a function"),
+        ({"loss_reduction": "none"}, ValueError, "loss_reduction is 'none': wanted one of 'mean', 'sum'"),
+        ({"loss_reduction": None}, ValueError, "loss_reduction is None"),
+        ({"loss_reduction": "sum", "loss_weight": len}, ValueError, "leave one of them out"),
+        (
+            {"loss_fn": WithParameters()},
+            ValueError,
+            r"loss_fn \(WithParameters\) has parameters.*make it the last layer",
+        ),
+        ({"grad_scaler": 1024.0}, TypeError, r"grad_scaler is 1024.0: wanted a torch.amp.GradScaler"),
+    ],
+)
+def test_nonsense_is_refused_by_the_constructor(options: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        Pipe(layers(), 2, balance=[4], devices=["cpu"], **options)
+
+
+def test_a_loss_that_sums_fits_a_sum() -> None:
+    assert LossSettings(nn.MSELoss(reduction="sum"), "sum").reduction == "sum"
+    assert LossSettings(partial(F.mse_loss, reduction="sum"), "sum").reduction == "sum"
+
+
+def test_an_object_that_answers_every_name_is_a_function_like_others() -> None:
+    assert LossSettings(Mock(side_effect=F.mse_loss, __name__="mse")).reduction == "mean"
+
+
+def test_a_disabled_scaler_scales_nothing() -> None:
+    settings = LossSettings(F.mse_loss, grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
+    assert settings.inner([((), None)], [1], CPU, grad=True, keeps_output=False).scale == 1.0
+
+
+def test_the_scale_is_asked_for_gradients_only() -> None:
+    settings = LossSettings(F.mse_loss, grad_scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    scales = [settings.inner([((), None)], [1], CPU, grad=grad, keeps_output=False).scale for grad in (True, False)]
+    assert scales == [8.0, 1.0]
+
+
+def test_buffers_of_a_loss_function_are_moved_and_are_no_part_of_the_state() -> None:
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+    pipe = Pipe(layers(), 2, balance=[2, 2], devices=["cpu"] * 2, schedule="1f1b", loss_fn=criterion)
+    assert criterion.weight.device == pipe.output_device
+    assert list(pipe.state_dict()) == list(layers().state_dict())
+
+
+# Schedules by name and by value
+
+
+@pytest.mark.parametrize(
+    ("schedule", "workers"),
+    [
+        ("1F1B", 4),
+        ("Schedule1F1B", 4),
+        ("ScheduleGPipe", 4),
+        ("ScheduleInterleaved1F1B", 2),
+        ("schedulelooped_bfs", 2),
+        (one_forward_one_backward(4, 5), 4),
+        (interleaved_1f1b(2, 5, 2), 2),
+        (interleaved_1f1b(1, 5, 4), 1),
+    ],
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "name", str(value)),
+)
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 9])
+def test_any_schedule_and_any_number_of_rows(schedule: Any, workers: int, rows: int) -> None:
+    """Fewer micro-batches than stages, and numbers that workers do not divide."""
+    plain = layers()
+    pipe = Pipe(
+        copy.deepcopy(plain), 5, balance=[1] * 4, devices=["cpu"] * workers, schedule=schedule, loss_fn=F.cross_entropy
+    )
+    x, y = torch.randn(rows, 4), torch.randint(3, (rows,))
+    expected = reference_step(plain, x, y, F.cross_entropy, 5, key=0).loss
+    loss = pipe(x, target=y)
+    loss.backward()
+    assert torch.equal(loss, expected)
+    assert same_gradients(pipe, plain)
+
+
+def test_more_workers_than_micro_batches() -> None:
+    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    pipe = Pipe(copy.deepcopy(plain), 2, balance=[1] * 8, devices=["cpu"] * 8, schedule="1f1b", loss_fn=F.mse_loss)
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    reference_step(plain, x, y, F.mse_loss, 2, key=0)
+    pipe(x, target=y).backward()
+    assert same_gradients(pipe, plain)
+
+
+# Targets
+
+
+def nested_loss(output: Tensor, target: Any) -> Tensor:
+    first = F.cross_entropy(output, target["label"], reduction="sum")
+    return (first + (output * target["more"][0]).sum()) * target["factor"] / len(output)
+
+
+@inside
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_target_may_be_nested(way: Any, checkpoint: str) -> None:
+    plain = layers()
+    pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 1], loss_fn=nested_loss)
+    x = torch.randn(7, 4)
+    target = {"label": torch.randint(3, (7,)), "more": [torch.randn(7, 3), "words"], "factor": 0.5}
+    reference = reference_step(plain, x, target, nested_loss, 3, key=0)
+    loss = pipe(x, target=target)
+    loss.backward()
+    assert torch.equal(loss, reference.loss)
+    assert same_gradients(pipe, plain)
+
+
+@inside
+def test_a_target_may_be_given_whole(way: Any) -> None:
+    weight = torch.tensor([1.0, 5.0, 0.5])
+
+    def weighted(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(output, target[0], weight=target[1], reduction="sum")
+
+    plain = layers().double()
+    pipe = way.pipe(plain, 3, balance=[1, 1, 1, 1], loss_fn=weighted, loss_reduction="sum")
+    x, y = torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))
+    loss = pipe(x, target=(y, NoChunk(weight.double())))
+    torch.testing.assert_close(loss, weighted(plain(x), (y, weight.double())), rtol=1e-12, atol=0)
+
+
+@inside
+def test_a_target_without_tensors(way: Any) -> None:
+    pipe = way.pipe(layers(), 3, balance=[1, 1, 1, 1], loss_fn=lambda output, target: (output * target).mean())
+    x = torch.randn(6, 4)
+    torch.testing.assert_close(pipe(x, target=3), pipe(x, target=1) * 3)
+    assert pipe(x, target=0) == 0  # a target, though it is false
+
+
+# What comes out
+
+
+@inside
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_the_output_beside_the_loss(way: Any, checkpoint: str) -> None:
+    class Named(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"logits": x, "rows": len(x)}
+
+    pipe = way.pipe(
+        nn.Sequential(*layers(), Named()),
+        3,
+        checkpoint,
+        balance=[1, 1, 1, 2],
+        loss_fn=lambda output, target: F.cross_entropy(output["logits"], target),
+    )
+    x, y = torch.randn(7, 4), torch.randint(3, (7,))
+    loss, output = pipe(x, target=y, return_output=True)
+    assert torch.equal(loss, pipe(x, target=y))
+    assert output["rows"] == [3, 2, 2]
+    assert not output["logits"].requires_grad
+    expected = nn.Sequential(*list(pipe)[:4])
+    assert torch.equal(output["logits"], torch.cat([expected(part) for part in x.tensor_split(3)]))
+    loss.backward()
+    with torch.no_grad():
+        evaluated, output_then = pipe(x, target=y, return_output=True)
+    assert torch.equal(evaluated, loss)
+    assert torch.equal(output_then["logits"], output["logits"])
+
+
+@inside
+@pytest.mark.parametrize("mode", [nn.Module.eval, nn.Module.train])
+def test_evaluation(way: Any, mode: Callable[[nn.Module], object]) -> None:
+    """Outputs without a target; a loss without gradients under `no_grad`; one with gradients outside of it."""
+    plain = nn.Sequential(*layers()[:3], nn.Dropout(0.5))
+    pipe = way.pipe(plain, 3, balance=[1, 1, 1, 1])
+    for module in (plain, pipe):
+        mode(module)
+    x, y = torch.randn(7, 4), torch.randn(7)
+    if not pipe.training:
+        expected = torch.cat([plain(part) for part in x.tensor_split(3)])
+        assert torch.equal(pipe(x), expected)
+        assert pipe(x).requires_grad
+        way.reference(plain, x, y, 3, key=0)
+        pipe(x, target=y).backward()
+        assert same_gradients(pipe, plain)
+        pipe.zero_grad()
+    with torch.no_grad():
+        assert pipe(x).shape == (7, 8)
+        assert not pipe(x, target=y).requires_grad
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+@pytest.mark.parametrize("way", ["1f1b", "interleaved-1f1b"], indirect=True)
+def test_a_missing_target_is_refused_and_nothing_drawn(way: Any) -> None:
+    pipe = way.pipe(layers(), 3, balance=[1, 1, 1, 1])
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=rf"schedule '{way.schedule}'.*call pipe\(x, target=y\)"):
+        pipe(torch.randn(6, 4))
+    with pytest.raises(ValueError, match=r"torch\.no_grad\(\) or pipe\.eval\(\)"):
+        pipe(torch.randn(6, 4))
+    torch.set_rng_state(state)
+    pipe(torch.randn(6, 4), target=torch.randn(6)).backward()
+
+
+@pytest.mark.parametrize("way", ["gpipe", "looped-bfs"], indirect=True)
+def test_schedules_whose_forwards_come_first_need_no_target(way: Any) -> None:
+    pipe = way.pipe(layers(), 3, balance=[1, 1, 1, 1])
+    pipe(torch.randn(6, 4)).sum().backward()
+    assert pipe[0].weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({}, "without a target the output is what the pipe returns"), ({"target": 1}, "there is no output to return")],
+)
+def test_an_output_that_is_not_there_cannot_be_returned(options: dict[str, Any], message: str) -> None:
+    pipe = Pipe(layers(), 2, balance=[2, 2], devices=["cpu"] * 2)
+    with pytest.raises(ValueError, match=message):
+        pipe(torch.randn(4, 4), return_output=True, **options)
+
+
+def test_a_pipe_without_layers_has_no_loss() -> None:
+    with pytest.raises(ValueError, match="without layers has no loss"):
+        Pipe(nn.Sequential(), loss_fn=F.mse_loss)(torch.ones(2), target=torch.ones(2))
+
+
+# A last layer that returns the loss
+
+
+class LastLayer(nn.Module):
+    """A loss with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.classes(F.dropout(x, 0.2, self.training)), target)
+
+
+class LastLayerOfTwo(nn.Module):
+    """Takes a tuple apart, and the target after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bilinear = nn.Bilinear(8, 8, 3)
+
+    def forward(self, x: Tensor, y: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.bilinear(x, y), target)
+
+
+class LastLayerOfPair(LastLayerOfTwo):
+    """Takes a tuple whole, and the target after it."""
+
+    def forward(self, pair: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return super().forward(*pair, target)
+
+
+class Two(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x * 2
+
+
+@inside
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(*layers()[:3], LastLayer()),
+        lambda: PipeSequential(*layers()[:2], Two(), LastLayerOfTwo()),
+        lambda: nn.Sequential(*layers()[:2], Two(), LastLayerOfTwo()),
+        lambda: nn.Sequential(*layers()[:2], Two(), LastLayerOfPair()),
+    ],
+)
+def test_the_last_layer_may_return_the_loss(way: Any, make: Callable[[], nn.Sequential], checkpoint: str) -> None:
+    plain = make()
+    x, y = torch.randn(7, 4), torch.randint(3, (7,))
+    for balance in ([4], [1, 3], [1, 1, 1, 1]):
+        plain.zero_grad()
+        pipe = way.pipe(plain, 3, checkpoint, balance=balance, loss_fn=None)
+        torch.manual_seed(1)
+        key = int(torch.empty((), dtype=torch.int64).random_())
+        reference = reference_step(plain, x, y, None, 3, key)
+        torch.manual_seed(1)
+        loss = pipe(x, target=y)
+        loss.backward()
+        assert torch.equal(loss, reference.loss)
+        assert same_gradients(pipe, plain)
+
+
+def test_a_last_layer_that_is_the_only_one_takes_inputs_and_target() -> None:
+    layer = LastLayerOfTwo()
+    pipe = Pipe(nn.Sequential(copy.deepcopy(layer)), 3, balance=[1], devices=["cpu"], schedule="1f1b")
+    x, y, target = torch.randn(7, 8), torch.randn(7, 8), torch.randint(3, (7,))
+    reference = reference_step(nn.Sequential(layer), (x, y), target, None, 3, key=0)
+    loss = pipe(x, y, target=target)
+    loss.backward()
+    assert torch.equal(loss, reference.loss)
+    assert same_gradients(pipe, nn.Sequential(layer))
+
+
+# Reductions and weights
+
+
+def masked(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, ignore_index=-100)
+
+
+def counted(target: Tensor) -> Tensor:
+    return (target != -100).sum()
+
+
+@inside
+@pytest.mark.parametrize("rows", [8, 7, 2])
+def test_a_mean_is_that_of_the_whole_batch_however_it_is_cut(way: Any, rows: int) -> None:
+    plain = layers().double()
+    pipe = way.pipe(plain, 3, balance=[1, 1, 1, 1], loss_fn=F.cross_entropy)
+    x, y = torch.randn(rows, 4, dtype=torch.float64), torch.randint(3, (rows,))
+    expected = F.cross_entropy(plain(x), y)
+    expected.backward()
+    loss = pipe(x, target=y)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for a, e in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, e.grad, rtol=1e-12, atol=1e-15)
+
+
+@inside
+def test_a_sum_weights_nothing(way: Any) -> None:
+    def summed(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, reduction="sum")
+
+    plain = layers()
+    pipe = way.pipe(plain, 3, balance=[1, 1, 1, 1], loss_fn=summed, loss_reduction="sum")
+    x, y = torch.randn(7, 4), torch.randint(3, (7,))
+    reference = reference_step(plain, x, y, summed, 3, key=0, loss_reduction="sum")
+    loss = pipe(x, target=y)
+    loss.backward()
+    assert torch.equal(loss, reference.loss)
+    assert same_gradients(pipe, plain)
+    torch.testing.assert_close(loss, summed(plain(x), y))
+
+
+@inside
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("hidden", [[0], [0, 1, 2], [3, 6], [2, 3, 4, 5, 6]], ids=str)
+def test_weights_count_what_is_counted(way: Any, checkpoint: str, hidden: list[int]) -> None:
+    """Of micro-batches of three, two and two rows, some rows or all of some are masked."""
+    plain = layers().double()
+    pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 1], loss_fn=masked, loss_weight=counted)
+    x, y = torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))
+    y[hidden] = -100
+    reference = reference_step(plain, x, y, masked, 3, key=0, loss_weight=counted)
+    loss = pipe(x, target=y)
+    loss.backward()
+    assert torch.equal(loss, reference.loss)
+    assert same_gradients(pipe, plain)
+    plain.zero_grad()
+    whole = masked(plain(x), y)
+    whole.backward()
+    torch.testing.assert_close(loss, whole, rtol=1e-12, atol=0)
+    for a, e in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, e.grad, rtol=1e-12, atol=1e-15)
+
+
+@inside
+@pytest.mark.parametrize(("loss_fn", "hidden"), [(masked, False), (F.cross_entropy, True)])
+def test_a_mean_of_nothing_is_not_a_number(way: Any, loss_fn: Any, hidden: bool) -> None:
+    """Masked rows get zeros for a gradient, those that weigh nothing NaN, as in a plain mean."""
+    plain = layers()
+    pipe = way.pipe(plain, 3, balance=[1, 1, 1, 1], loss_fn=loss_fn, loss_weight=lambda target: target.sum() * 0)
+    x, y = torch.randn(7, 4), torch.full((7,), 0 if hidden else -100)
+    loss = pipe(x, target=y)
+    assert loss.isnan()
+    loss.backward()
+    expected = plain(x)
+    (masked(expected, y) if not hidden else expected.mean() * math.nan).backward()
+    for a, e in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, e.grad, equal_nan=True)
+
+
+@inside
+def test_weights_are_asked_for_in_order_before_anything_runs(way: Any) -> None:
+    happened: list[Any] = []
+
+    class Look(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            happened.append("forward")
+            return x
+
+    def weight(target: Tensor) -> int:
+        happened.append(target.tolist())
+        return 1
+
+    pipe = way.pipe(nn.Sequential(Look(), *layers()[:3]), 2, balance=[1] * 4, loss_weight=weight)
+    pipe(torch.randn(3, 4), target=torch.arange(3.0))
+    assert happened[:3] == [[0.0, 1.0], [2.0], "forward"]
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, torch.tensor(-0.5)])
+def test_a_weight_below_zero_is_refused_before_anything_runs(weight: Any) -> None:
+    pipe = Pipe(
+        layers(), 3, balance=[2, 2], devices=["cpu"] * 2, schedule="1f1b", loss_fn=masked, loss_weight=lambda _: weight
+    )
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"loss_weight gave (-1.0|nan|-0.5) for micro-batch 0: wanted a number"):
+        pipe(torch.ones(7, 4), target=torch.zeros(7, dtype=torch.long))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_empty_batch_is_a_mean_of_nothing(way: Any) -> None:
+    pipe = way.pipe(layers(), 3, balance=[1, 1, 1, 1])
+    loss = way.loss(pipe, torch.empty(0, 4), torch.empty(0))
+    assert loss.isnan()
+    loss.backward()
+    plain = layers()
+    (plain(torch.empty(0, 4)).flatten(1) - torch.empty(0)[:, None]).square().mean().backward()
+    assert same_gradients(pipe, plain)
+
+
+# Padding that the mean does not leave out
+
+
+def own(output: Tensor, target: Any) -> Tensor:
+    return F.cross_entropy(output, target["y"] if isinstance(target, dict) else target)
+
+
+class OwnModule(nn.CrossEntropyLoss):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().forward(output, target)
+
+
+def padded(ignored: int = -100) -> Tensor:
+    target = torch.ones(8, dtype=torch.long)
+    target[0] = ignored
+    return target
+
+
+@pytest.mark.parametrize(("loss_fn", "ignored"), [(own, -100), (OwnModule(ignore_index=0), 0)])
+def test_padding_that_is_not_left_out_is_told_once_at_the_callers_line(loss_fn: Any, ignored: int) -> None:
+    pipe = Pipe(layers(), 4, loss_fn=loss_fn, balance=[2, 2], devices=["cpu"] * 2)
+    x = torch.randn(8, 4)
+    pipe(x, target=torch.full((8,), 1))
+    with pytest.warns(PipeWarning, match=rf"loss_weight=lambda target: \(target != {ignored}\)\.sum\(\)") as seen:
+        pipe(x, target=padded(ignored))
+    assert [each.filename for each in seen] == [__file__]
+    pipe(x, target=padded(ignored))
+
+
+@pytest.mark.parametrize("before", [15, 16])
+def test_padding_is_looked_for_in_the_first_mini_batches(before: int) -> None:
+    pipe = Pipe(layers(), 4, loss_fn=own, balance=[2, 2], devices=["cpu"] * 2)
+    x = torch.randn(8, 4)
+    for _ in range(before):
+        pipe(x, target=torch.full((8,), 1)).backward()
+    with pytest.warns(PipeWarning) if before < 16 else contextlib.nullcontext():
+        pipe(x, target=padded())
+
+
+def test_targets_with_other_numbers_of_tensors() -> None:
+    pipe = Pipe(layers(), 2, loss_fn=own, balance=[2, 2], devices=["cpu"] * 2)
+    parts, labels = [torch.randn(2, 4), torch.randn(3, 4)], [torch.tensor([1, 2]), torch.tensor([0, 1, 2])]
+    targets = MicroBatches([{"y": labels[0], "z": NoChunk(torch.ones(1))}, {"y": labels[1]}])
+    loss = pipe(MicroBatches(parts), target=targets)
+    torch.testing.assert_close(loss, F.cross_entropy(nn.Sequential(*pipe)(torch.cat(parts)), torch.cat(labels)))
+
+
+# Copies
+
+
+@inside
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+@pytest.mark.parametrize("used", [True, False])
+def test_copies_train_alike(way: Any, duplicate: Callable[[Pipe], Pipe], used: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+    pipe = way.pipe(layers(), 3, balance=[1] * 4, loss_fn=criterion, loss_weight=len, grad_scaler=scaler)
+    x, y = torch.randn(7, 4), torch.randint(3, (7,))
+    if used:
+        pipe(x, target=y)
+    twin = duplicate(pipe)
+    assert (twin.balance, twin.schedule(), str(twin)) == (pipe.balance, pipe.schedule(), str(pipe))
+    losses = [model(x, target=y) for model in (pipe, twin)]
+    for loss in losses:
+        scaler.scale(loss).backward()
+    assert torch.equal(*losses)
+    assert same_gradients(twin, pipe)
+    assert all(a is not b for a, b in zip(pipe.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_state_loads_into_any_other_number_of_stages() -> None:
+    plain, x, y = layers(), torch.randn(7, 4), torch.randint(3, (7,))
+    state, gradients = plain.state_dict(), []
+    for schedule, balance, workers in [
+        ("1f1b", [1, 1, 1, 1], 4),
+        ("interleaved-1f1b", [1, 1, 1, 1], 2),
+        ("looped-bfs", [1, 2, 1], 1),
+        ("1f1b", [2, 2], 2),
+        ("gpipe", [4], 1),
+    ]:
+        pipe = Pipe(layers(), 3, balance=balance, devices=["cpu"] * workers, schedule=schedule, loss_fn=F.cross_entropy)
+        pipe.load_state_dict(state)
+        pipe(x, target=y).backward()
+        gradients.append([parameter.grad for parameter in pipe.parameters()])
+        state = pipe.state_dict()
+        assert list(state) == list(plain.state_dict())
+    assert all(map(torch.equal, state.values(), plain.state_dict().values()))
+    assert all(all(map(torch.equal, each, gradients[0])) for each in gradients)

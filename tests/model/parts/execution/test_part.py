@@ -1,0 +1,123 @@
+"""One part of a model: what it takes, what it sends on, and what it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipework.attached import to_sequential
+from pipework.model.parts.execution.absent import Absent
+from pipework.model.parts.execution.part import Message, Part
+from tests.model.parts.models import WIDTH, Block
+
+
+class Net(nn.Module):
+    """The first block reads x, the second one reads the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor, words: Tensor, mask: Tensor, extra: Tensor | None = None) -> Tensor:
+        x = self.blocks[0](x)
+        x = self.blocks[1](x, (words > 0)[:, None] * mask)
+        x = self.blocks[2](x)
+        return self.blocks[3](x if extra is None else x + extra)
+
+
+INPUTS = {"x": torch.randn(2, WIDTH), "words": torch.tensor([0, 1]), "mask": torch.rand(2, WIDTH)}
+FORM = str(Absent.of(INPUTS["x"]))
+
+
+def messages(layers: nn.Sequential, *arguments: Any, **keywords: Any) -> list[Any]:
+    values = [layers[0](*arguments, **keywords)]
+    for part in list(layers)[1:]:
+        values.append(part(values[-1]))
+    return values
+
+
+def test_a_message_holds_what_later_parts_read() -> None:
+    model = Net()
+    first, second, third, result = messages(to_sequential(model, INPUTS), **INPUTS)
+    assert torch.equal(result, model(**INPUTS))
+    gone = Absent.of(INPUTS["x"])
+    assert first.inputs == ((), {"x": gone, "words": INPUTS["words"], "mask": INPUTS["mask"]})
+    assert (list(first.values), first.absent) == (["blocks.0#0"], {})
+    assert second.inputs == ((), {"x": gone, "words": INPUTS["words"], "mask": gone})
+    assert (list(second.values), second.absent) == (["blocks.1#0"], {FORM: "0"})
+    assert third.inputs is second.inputs, "nothing of it is read for the last time"
+    assert (list(third.values), third.absent) == (["blocks.2#0"], {FORM: "0 1"})
+    assert not third.beside
+
+
+def test_an_input_that_the_sample_did_not_have_goes_to_all_parts() -> None:
+    extra, model = torch.randn(2, WIDTH), Net()
+    found = messages(to_sequential(model, INPUTS), extra=extra, **INPUTS)
+    assert found[2].inputs[1]["extra"] is extra
+    assert torch.equal(found[-1], model(extra=extra, **INPUTS))
+
+
+def test_positional_arguments() -> None:
+    model = Net()
+    layers = to_sequential(model, tuple(INPUTS.values()))
+    assert torch.equal(messages(layers, *INPUTS.values())[-1], model(**INPUTS))
+    assert torch.equal(messages(layers, INPUTS["x"], mask=INPUTS["mask"], words=INPUTS["words"])[-1], model(**INPUTS))
+
+
+def test_a_part_knows_its_units() -> None:
+    parts = to_sequential(Net(), INPUTS, balance=[1, 3])
+    assert isinstance(parts[1], Part)
+    assert list(parts[1].units_here()) == ["blocks.1", "blocks.2", "blocks.3"]
+    assert parts[1].extra_repr() == "blocks.1#0, blocks.2#0, blocks.3#0"
+
+
+class Stopping(nn.Module):
+    """Calls fewer units for negative inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if (x.detach() != x.detach()).all():
+                break
+        return x
+
+
+def test_a_forward_that_ends_too_early_is_refused() -> None:
+    first, second, third = to_sequential(Stopping(), torch.ones(2, WIDTH))
+    with pytest.raises(RuntimeError, match=r"forward of Stopping ended before its last part: .*also called blocks.1#0"):
+        first(torch.full((2, WIDTH), torch.nan))
+    assert third(second(first(torch.ones(2, WIDTH)))).shape == (2, WIDTH)
+
+
+class Giving(nn.Module):
+    """Units return a list that the forward empties, and None."""
+
+    class Unit(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return [super().forward(x), None, {"count": 2}]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Giving.Unit(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            given = unit(x)
+            x = given.pop(0)
+            assert given == [None, {"count": 2}]
+            given.clear()
+        return x
+
+
+def test_what_the_forward_does_to_a_list_stays_in_its_part() -> None:
+    model = Giving()
+    x = torch.randn(2, WIDTH)
+    first, second, result = messages(to_sequential(model, x), x)
+    assert isinstance(first, Message)
+    assert second.values["units.0#0"] == [Absent.of(x), None, {"count": 2}]
+    assert torch.equal(result, model(x))

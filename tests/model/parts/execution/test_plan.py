@@ -1,0 +1,70 @@
+"""What each part does, of a trace that is written out."""
+
+import math
+
+from pipework.model.parts.execution.plan import (
+    EARLIER,
+    END,
+    GLUE,
+    HERE,
+    LATER,
+    PartPlan,
+    Source,
+    Trace,
+    UnitCall,
+    call_name,
+    positional_names,
+    unit_of,
+)
+
+X, Y = Source("input", "x", 0), Source("input", "y", 0)
+A, B, AGAIN = (Source("call", call, 0) for call in ("a#0", "b#0", "a#1"))
+#             a#0    b#0    a#1    c#0
+LAST, WEIGHT = Source("call", "c#0", 0), Source("parameter", "w", 0)
+USES = {X: {0}, A: {1, 3}, B: {2}, AGAIN: {3}, Y: {2}, LAST: {END}, WEIGHT: {3}}
+TRACE = Trace(
+    "Net",
+    ("a#0", "b#0", "a#1", "c#0"),
+    {source: frozenset(uses) for source, uses in USES.items()},
+    changed=frozenset({"b#0"}),
+    changed_inputs=frozenset(),
+    glue=frozenset({"relu#0"}),
+    inputs=frozenset({X, Y}),
+    parameters=("x", "y"),
+)
+FIRST, SECOND = PartPlan(TRACE, 0, 2, is_last=False), PartPlan(TRACE, 2, 4, is_last=True)
+
+
+def test_calls_of_a_unit_in_their_order() -> None:
+    assert FIRST.calls == {
+        "a": (UnitCall("a#0", HERE, 0, 1, False), UnitCall("a#1", LATER, 2, 5, False)),
+        "b": (UnitCall("b#0", HERE, 1, 3, True),),
+        "c": (UnitCall("c#0", LATER, 3, 7, False),),
+        "relu": (UnitCall("relu#0", GLUE, 0, 1, False),),
+    }
+    assert [call.place for call in SECOND.calls["a"]] == [EARLIER, HERE]
+
+
+def test_what_later_parts_read() -> None:
+    assert FIRST.read_later == {A, B, AGAIN, Y, LAST, WEIGHT}
+    assert FIRST.thinned == ("a#0", "b#0")
+    assert PartPlan(TRACE, 2, 3, is_last=False).thinned == ("b#0", "a#1")  # the last part to read b, not a
+    assert [FIRST.is_sent(each) for each in (X, Y, A)] == [False, True, True]
+    assert FIRST.is_sent(Source("input", "mask", 0)), "the sample had none, so nothing is known of it"
+
+
+def test_which_parts_pass_inputs_on_as_they_are() -> None:
+    one, two, three = (PartPlan(TRACE, start, start + 1, is_last=False) for start in (0, 1, 2))
+    assert [plan.thins_inputs for plan in (one, two, three)] == [True, False, True]
+
+
+def test_what_a_part_reads() -> None:
+    assert [plan.reads(WEIGHT) for plan in (FIRST, SECOND)] == [False, True]
+    assert [plan.reads(LAST) for plan in (FIRST, SECOND)] == [False, True]
+    assert not SECOND.reads(Source("parameter", "unknown", 0))
+
+
+def test_names() -> None:
+    assert unit_of(call_name("blocks.0#x", 12)) == "blocks.0#x"
+    assert positional_names((), 2) == ("0", "1")
+    assert math.isinf(END)

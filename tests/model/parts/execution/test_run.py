@@ -1,0 +1,168 @@
+"""One run of a part: which changes in place are refused, and which tensors have no values."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipework.attached import to_sequential
+from pipework.model.parts.execution import run as runs
+from pipework.model.parts.execution.absent import Absent
+from pipework.model.parts.execution.plan import PartPlan, Trace
+from pipework.model.parts.execution.run import PartRun, memory_of
+from pipework.model.parts.execution.side_outputs import NoSideOutputs
+from tests.model.parts.models import WIDTH
+
+NOTHING = PartPlan(Trace("Net", (), {}, frozenset(), frozenset(), frozenset()), 0, 0, is_last=True)
+
+
+def empty_run() -> PartRun:
+    return PartRun(NOTHING, {}, {}, torch.device("cpu"), NoSideOutputs(), {})
+
+
+def test_the_run_of_a_thread() -> None:
+    run = empty_run()
+    assert runs.current() is None
+    with runs.using(run), runs.using(None), runs.using(run):
+        assert runs.current() is run
+    assert runs.current() is None
+
+
+def test_tensors_without_values_share_the_memory_of_one_element() -> None:
+    run = empty_run()
+    made = run.absent(Absent((2, 3), "float32"))
+    assert made.isnan().all()
+    assert memory_of(made[0]) == memory_of(made)
+    (each,) = run.parameters_of((Absent((4,), "bfloat16"),))
+    assert (each.shape, each.dtype) == ((4,), torch.bfloat16)
+
+
+class Activating(nn.Module):
+    """A unit changes in place what a linear layer gave; the forward may read that again."""
+
+    def __init__(self, reads_again: bool, wraps: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.act = InPlace()
+        self.reads_again, self.wraps = reads_again, wraps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        y = self.act(Box(x) if self.wraps else x)
+        z = self.layers[1](y)
+        return self.layers[2](z + x if self.reads_again else z)
+
+
+class Box:
+    def __init__(self, inside: Tensor) -> None:
+        self.inside = inside
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor | Box) -> Tensor:
+        x = x.inside if isinstance(x, Box) else x
+        return torch.relu_(x.mul_(1)) * self.weight
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["given", "held by an object"])
+def test_a_unit_may_change_what_it_is_given(wraps: bool) -> None:
+    model, x = Activating(reads_again=False, wraps=wraps), torch.randn(2, WIDTH)
+    for balance in ([1, 3], [2, 2], [3, 1]):
+        value = x
+        for part in to_sequential(model, x, balance=balance):
+            value = part(value)
+        assert torch.equal(value, model(x))
+
+
+def test_a_unit_must_not_change_what_an_earlier_part_gave_and_is_read_again() -> None:
+    model, x = Activating(reads_again=True), torch.randn(2, WIDTH)
+    first, second = to_sequential(model, x, balance=[1, 3])
+    with pytest.raises(RuntimeError, match=r"act#0 changes in place what layers.0#0 returned in an earlier part"):
+        second(first(x))
+    first, second = to_sequential(model, x, balance=[2, 2])
+    assert torch.equal(second(first(x)), model(x))
+
+
+WORDS = torch.arange(2)
+
+
+class Deciding(nn.Module):
+    """Does something else for the input 2."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.what = what
+
+    def forward(self, x: Tensor, words: Tensor, other: int = 1) -> Tensor:
+        first, second, third = self.layers
+        y = first(x)
+        z = second(y)
+        if other == 2:
+            if self.what == "input":
+                words.mul_(2)
+            elif self.what == "call":
+                y.mul_(2)
+            elif self.what == "more":
+                z = second(z)
+            else:
+                return third(z) + first(y) if self.what == "again" else third(y)
+        return third(z)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("input", "forward changes input words in place, as it did not for the sample"),
+        ("call", r"forward changes layers.0#0 in place, as it did not for the sample"),
+        ("more", r"forward calls layers.1 more often than for the sample"),
+        ("again", r"forward calls layers.0 more often than for the sample"),
+        ("absent", r"layers.2#0 reads a tensor that it did not read for the sample, and which was not sent"),
+    ],
+)
+def test_another_way_than_that_of_the_sample(what: str, message: str) -> None:
+    x = torch.randn(2, WIDTH)
+    parts = to_sequential(Deciding(what), {"x": x, "words": WORDS, "other": 1}, balance=[1, 1, 1])
+
+    def run(other: int) -> Tensor:
+        value = parts[0](x=x.clone(), words=WORDS.clone(), other=other)
+        for part in list(parts)[1:]:
+            value = part(value)
+        return value
+
+    run(1)
+    with pytest.raises(RuntimeError, match=message):
+        run(2)
+
+
+def test_changes_of_many_tensors_are_looked_for_once() -> None:
+    """Units look at what they are given, so that a model of twice as many units costs twice as much."""
+
+    class Chain(nn.Module):
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    def versions_read(count: int) -> int:
+        (part,) = to_sequential(Chain(count), torch.ones(1, WIDTH), balance=[count])
+        read = []
+
+        def reading(tensor: Tensor) -> int:
+            read.append(tensor)
+            return tensor._version
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runs, "version_of", reading)
+            part(torch.ones(1, WIDTH))
+        return len(read)
+
+    few, many = versions_read(10), versions_read(20)
+    assert many - few == 10 * 3

@@ -1,0 +1,132 @@
+"""Units that are compiled, before a pipe is attached or after: they stay compiled, and compute what they did."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipework import Pipe, to_sequential
+from tests.model.parts.harness import assert_same, attached, loss_in, plain_step
+from tests.model.parts.models import WIDTH, Block, Universal, batch_of, loss_of
+
+# Dynamo looks at the gradient of each input when it traces.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any, labels: Any = None) -> Any:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return loss_of(self.head(x), labels)
+
+
+class Counting:
+    """A backend that compiles nothing, and counts for how many graphs it was asked."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, _: Any) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+def in_place(model: Any, backend: Counting) -> None:
+    for block in model.blocks:
+        block.compile(backend=backend)
+
+
+def replaced(model: Any, backend: Counting) -> None:
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = torch.compile(block, backend=backend)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled_yet() -> None:
+    torch.compiler.reset()
+
+
+def check(model: nn.Module, plain: nn.Module) -> None:
+    batch = batch_of(Chain)
+    for _ in range(2):
+        loss, expected = loss_in(model(**batch)), plain_step(plain, batch, 4)
+        loss.backward()
+        assert torch.equal(loss.detach(), expected)
+        assert_same(model, plain)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"schedule": "zb-h1"}], ids=str)
+@pytest.mark.parametrize("compiles", [in_place, replaced])
+def test_compiled_before(compiles: Callable[..., None], options: dict[str, Any]) -> None:
+    model, backends = Chain(), [Counting(), Counting()]
+    plain = copy.deepcopy(model)
+    compiles(model, backends[0])
+    compiles(plain, backends[1])
+    names = list(model.state_dict())
+    attached(model, batch_of(Chain), chunks=4, balance=[3, 3], check=False, **options)
+    assert backends[0].graphs == 0  # the dry run compiles nothing
+    check(model, plain)
+    assert backends[0].graphs == backends[1].graphs == 1  # the blocks are alike, and so are stages and micro-batches
+    assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("how", ["blocks", "pipe"])
+def test_compiled_after(how: str) -> None:
+    model, backend = Chain(), Counting()
+    plain = copy.deepcopy(model)
+    pipe = attached(model, batch_of(Chain), chunks=4, balance=[3, 3])
+    if how == "blocks":
+        in_place(model, backend)
+    else:
+        pipe.compile(backend=backend)  # the units: the forward around them is not compiled
+    check(model, plain)
+    assert backend.graphs == 1  # PyTorch traces no module of its own that is called alone
+
+
+def test_by_the_name_of_what_was_compiled() -> None:
+    model = Chain()
+    replaced(model, Counting())
+    layers = to_sequential(model, {"x": batch_of(Chain)["x"]}, blocks=["Block"])
+    assert len(layers) == 6
+
+
+def test_a_compiled_unit_of_two_stages() -> None:
+    model, batch = Universal(), batch_of(Universal)
+    plain = copy.deepcopy(model)
+    model.block.compile(backend=Counting())
+    attached(model, batch, chunks=4, balance=[3, 3])
+    loss = loss_in(model(**batch))
+    loss.backward()
+    assert torch.equal(loss.detach(), plain_step(plain, batch, 4))
+    assert_same(model, plain, but=model.state_dict())
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_refused() -> None:
+    batch = batch_of(Chain)
+    message = r"this Chain was compiled as a whole, .*: give the model itself, and compile its layers"
+    model = Chain()
+    model.compile(backend="eager")
+    for each in (model, torch.compile(Chain(), backend="eager")):
+        with pytest.raises(ValueError, match=message):
+            attached(each, batch, balance=[3, 3])
+        with pytest.raises(ValueError, match=message):
+            to_sequential(each, {"x": batch["x"]})
+
+
+def test_parts_in_a_pipe_made_by_hand() -> None:
+    model, x = Chain(), batch_of(Chain)["x"]
+    plain, backend = copy.deepcopy(model), Counting()
+    in_place(model, backend)
+    pipe = Pipe(to_sequential(model, {"x": x}), chunks=4, balance=[3, 3], devices=["cpu"] * 2)
+    assert torch.equal(pipe(x=x), torch.cat([plain(each.clone()) for each in x.chunk(4)]))
+    assert backend.graphs == 1

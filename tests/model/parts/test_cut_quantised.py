@@ -1,0 +1,147 @@
+"""Weights in storage classes of their own: bytes with a scale, as bitsandbytes has them, and wrappers, as torchao's."""
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipework import Pipe, load_checkpoint, save_checkpoint, to_sequential
+from pipework.model.moving import move_module
+from tests.model.parts.harness import assert_exact, assert_same, attached, loss_in, plain_step
+from tests.model.parts.models import WIDTH, batch_of
+from tests.model.parts.quantised import LINEARS, Eight, EightLinear, Packed, PackedLinear, Quantised, QuantisedBlock
+
+KINDS = pytest.mark.parametrize("kind", LINEARS.values(), ids=LINEARS.keys())
+
+
+def stored(model: nn.Module) -> list[tuple[Any, ...]]:
+    """Of each weight with a storage class of its own: the class, and the objects that it has."""
+    return [
+        (type(each), each.requires_grad, *map(id, vars(each).values()))
+        for parameter in model.parameters()
+        for each in [parameter.data if isinstance(parameter.data, Eight) else parameter]
+        if isinstance(each, Eight | Packed)
+    ]
+
+
+@KINDS
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b"])
+def test_a_step_is_that_of_the_model_itself(kind: type[nn.Linear], schedule: str) -> None:
+    balance = [1, 2, 2, 1] if schedule == "interleaved-1f1b" else [3, 3]
+    pipe = assert_exact(Quantised(kind), batch_of(Quantised), chunks=4, schedule=schedule, balance=balance)
+    assert {name for name, each in pipe.named_parameters() if each.requires_grad} == {
+        name for name, _ in pipe.named_parameters() if ".up." in name or ".down." in name
+    }
+
+
+@KINDS
+def test_classes_and_their_attributes_survive(kind: type[nn.Linear]) -> None:
+    model, batch = Quantised(kind), batch_of(Quantised)
+    before, names = [type(each) for each in model.parameters()], list(model.state_dict())
+    kept = [(each, vars(each).get("quant_state")) for each in model.parameters()]
+    attached(model, batch, balance=[3, 3])  # compares with the model
+    loss_in(model(**batch)).backward()
+    assert [type(each) for each in model.parameters()] == before
+    for parameter, (own, state) in zip(model.parameters(), kept, strict=True):
+        assert parameter is own
+        assert vars(parameter).get("quant_state") is state
+    assert list(model.state_dict()) == names
+    other = Quantised(kind)
+    plain = copy.deepcopy(other)
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(loss_in(model(**batch)).detach(), plain_step(plain, batch, 2))
+
+
+@KINDS
+@pytest.mark.parametrize("copies", [copy.deepcopy, lambda model: _pickled(model)], ids=["deepcopy", "pickle"])
+def test_a_copy_has_a_pipe_of_its_own(kind: type[nn.Linear], copies: Callable[[nn.Module], nn.Module]) -> None:
+    model, batch = Quantised(kind), batch_of(Quantised)
+    plain = copy.deepcopy(model)
+    attached(model, batch, balance=[3, 3])
+    copied = copies(model)
+    expected = plain_step(plain, batch, 2)
+    loss = loss_in(copied(**batch))
+    loss.backward()
+    assert torch.equal(loss.detach(), expected)
+    assert_same(copied, plain)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def _pickled(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@KINDS
+def test_a_sequential_of_them(kind: type[nn.Linear]) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 8).requires_grad_(False), *(QuantisedBlock(kind, 8) for _ in range(3)))
+    plain, x = copy.deepcopy(model), torch.randn(8, WIDTH)
+    pipe = Pipe(model, chunks=4, balance=[2, 2], devices=["cpu"] * 2)
+    output = pipe(x)
+    output.sum().backward()
+    pieces = [plain(piece.clone()) for piece in x.chunk(4)]
+    assert torch.equal(output, torch.cat(pieces))
+    for piece in pieces:
+        piece.sum().backward()
+    assert_same(model, plain)
+    assert list(pipe.state_dict()) == list(plain.state_dict())
+
+
+@KINDS
+def test_moving_them_keeps_the_objects(kind: type[nn.Linear]) -> None:
+    model = Quantised(kind)
+    before, weight = stored(model), model.head.weight
+    assert len(before) == 9
+    move_module(model, torch.device("cpu"))
+    assert model.head.weight is weight
+    assert [each[0] for each in stored(model)] == [each[0] for each in before]
+
+
+def test_a_checkpoint_has_the_bytes_and_their_scales(tmp_path: Path) -> None:
+    batch = batch_of(Quantised)
+    models = [Quantised(PackedLinear) for _ in range(2)]
+    pipes = [attached(model, batch, balance=[3, 3]) for model in models]
+    optimizers = [torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]) for model in models]
+    losses = []
+    for step in range(2):
+        optimizers[0].zero_grad()
+        loss = loss_in(models[0](**batch))
+        loss.backward()
+        optimizers[0].step()
+        losses.append(loss.item())
+        if not step:
+            save_checkpoint(tmp_path, pipes[0], optimizers[0], step=1)
+    load_checkpoint(tmp_path, pipes[1], optimizers[1])
+    assert [type(each) for each in models[1].parameters()] == [type(each) for each in models[0].parameters()]
+    assert loss_in(models[1](**batch)).item() == losses[1]
+
+
+def test_a_wrapper_is_in_no_checkpoint(tmp_path: Path) -> None:
+    model = Quantised(EightLinear)
+    pipe = attached(model, batch_of(Quantised), balance=[3, 3])
+    with pytest.raises(TypeError, match=r"inner\.base_layer\.weight' cannot be saved .*: it is a Eight, whose data"):
+        save_checkpoint(tmp_path, pipe, step=1)
+
+
+def test_weights_without_values_are_refused() -> None:
+    with torch.device("meta"):
+        model = Quantised(PackedLinear)
+    message = r"blocks\.0\.inner\.base_layer\.weight is a Packed on the meta device.*load such weights before"
+    with pytest.raises(ValueError, match=message):
+        to_sequential(model, {"x": torch.randn(2, WIDTH)})
+
+
+def test_a_unit_of_a_plain_model_is_not_computed_when_it_is_cut() -> None:
+    computed: list[Tensor] = []
+    model = Quantised(nn.Linear)
+    model.blocks[0].inner.register_forward_hook(lambda module, inputs, output: computed.append(output))
+    to_sequential(model, {"x": torch.randn(2, WIDTH)})
+    assert all(output.is_meta for output in computed)
+    assert computed

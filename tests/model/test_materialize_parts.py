@@ -1,0 +1,148 @@
+"""Parts of a model that was built on the meta device: each module is filled as its name says, wherever the cut is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipework import Pipe, attach
+
+
+class Block(nn.Module):
+    """Fills what it has itself; no state dict has its shift."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.factor = nn.Parameter(torch.empty(4))
+        self.register_buffer("shift", torch.empty(4), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.factor)
+        with torch.no_grad():
+            self.shift.copy_(torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.factor + self.shift
+
+
+class Net(nn.Module):
+    """Two of its blocks, perhaps on two stages, share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks[3].linear.weight = self.blocks[0].linear.weight
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        for block in self.blocks:
+            x = x + block(x)
+        return x if labels is None else nn.functional.mse_loss(x, labels)
+
+
+class Unfilled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].other = nn.Parameter(torch.empty(4))
+
+
+class Beside(nn.Module):
+    """Fills what it has itself, beside its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.empty(4))
+        self.register_buffer("shift", torch.empty(4), persistent=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(4))
+        self.blocks[3][0].weight = self.blocks[0][0].weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.factor)
+        with torch.no_grad():
+            self.shift.copy_(torch.arange(4.0))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        for block in self.blocks:
+            x = x + block(x) * self.factor + self.shift
+        return x if labels is None else nn.functional.mse_loss(x, labels)
+
+
+class BesideUnfilled(Beside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.empty(4))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        return super().forward(x * self.other, labels)
+
+
+BATCH = {"x": torch.ones(4, 4), "labels": torch.zeros(4, 4)}
+
+
+def on_meta(kind: Callable[[], Any], *balance: int) -> tuple[Any, Pipe]:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = kind()
+    return model, attach(model, BATCH, chunks=2, balance=balance, devices=["cpu"] * len(balance))
+
+
+def values_in_each_cut(kind: Callable[[], Any], check: Callable[[Any, Pipe], None]) -> dict[str, Tensor]:
+    """The values of a model, which are the same in each cut, and are trained there."""
+    states, losses = [], []
+    for balance in ((4,), (2, 2), (1, 2, 1)):
+        model, pipe = on_meta(kind, *balance)
+        optimizer = torch.optim.AdamW(model.parameters())
+        loss = model(**BATCH)
+        loss.backward()
+        states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        losses.append(loss.item())
+        optimizer.step()
+        check(model, pipe)
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    for state in states[1:]:
+        assert all(torch.equal(state[name], tensor) for name, tensor in states[0].items())
+    return states[0]
+
+
+def test_values_do_not_depend_on_the_cut() -> None:
+    def check(model: Any, pipe: Pipe) -> None:
+        assert all(torch.equal(block.shift, torch.arange(4.0)) for block in model.blocks)
+        assert model.blocks[3].linear.weight is model.blocks[0].linear.weight
+        assert not any(tensor.is_meta for tensor in pipe.state_dict().values())
+
+    state = values_in_each_cut(Net, check)
+    weights = [state[f"blocks.{number}.linear.weight"] for number in range(3)]
+    assert not torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
+
+
+def test_nor_do_those_beside_the_units() -> None:
+    def check(model: Any, pipe: Pipe) -> None:
+        assert all(torch.equal(part.get_submodule("model").shift, torch.arange(4.0)) for part in pipe)
+        assert model.shift is pipe[0].get_submodule("model").shift
+        assert model.blocks[3][0].weight is model.blocks[0][0].weight
+
+    state = values_in_each_cut(Beside, check)
+    weights = [state[f"blocks.{number}.0.weight"] for number in range(3)]
+    assert not torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
+
+
+CASES = [
+    (Unfilled, r"model\.blocks\.2\.other: parameter of Block", lambda model: model.blocks[2].other),
+    (BesideUnfilled, r"model\.other: parameter of BesideUnfilled", lambda model: model.other),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "other"), CASES, ids=["in a unit", "beside units"])
+def test_what_nothing_fills_is_named(kind: Callable[[], Any], name: str, other: Callable[[Any], Tensor]) -> None:
+    model, pipe = on_meta(kind, 2, 2)
+    with pytest.raises(RuntimeError, match=f"{name}, which does not fill it"):
+        model(**BATCH)
+    with torch.device("cpu"):
+        pipe.load_state_dict(kind().state_dict())
+    assert other(model).device.type == "cpu"

@@ -1,0 +1,25 @@
+from typing import Any
+
+import pytest
+
+from pipework.planning.memory_size import memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GiB", 24 * 2**30), ("24 gib", 24 * 2**30), ("1.5MB", 1.5e6), ("7", 7), (" 2B ", 2), (3, 3), (2.5, 2.5)],
+)
+def test_is_understood(text: Any, size: float) -> None:
+    assert memory_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "24 giraffes", "-1GiB", "1e3", "0GiB", 0, -5, float("inf"), float("nan")])
+def test_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match=r"memory of cuda:0 is .*wanted"):
+        memory_bytes(text, "memory of cuda:0")
+
+
+@pytest.mark.parametrize("value", [None, True, [1]])
+def test_other_types(value: Any) -> None:
+    with pytest.raises(TypeError, match="wanted a number of bytes"):
+        memory_bytes(value)

@@ -1,0 +1,125 @@
+"""The search as a whole, on profiles made by hand."""
+
+from math import inf
+from typing import Any
+
+import pytest
+
+from pipework.planning.candidate import Candidate, Choice, evaluate
+from pipework.planning.plan import Plan
+from pipework.planning.plan_profile import plan_profile
+from pipework.planning.request import make_request
+from pipework.schedule import SCHEDULES, validate
+from pipework.schedule.analysis.memory import SLACK
+from pipework.schedule.edges import recomputed
+from tests.planning.profiles import made
+
+UNEVEN = [1.0, 3.0, 1.0, 2.0, 1.0, 1.0, 4.0, 1.0]
+
+
+def planned(profile: Any = None, devices: Any = ("device", "device"), memory: Any = None, **options: Any) -> Plan:
+    lines: list[str] = []
+    profile = made(UNEVEN, transfer=0.01) if profile is None else profile
+    options = {"iterations": 60, "chunks": [4, 8], **options}
+    return plan_profile(profile, devices, memory, progress=lines.append, **options)
+
+
+def named(request: Any, balance: list[int], schedule: str, chunks: int = 8) -> Candidate:
+    workers = len(request.devices)
+    placement = SCHEDULES[schedule].placement(workers, len(balance) // workers)
+    choice = Choice(tuple(range(workers)), placement, chunks, tuple(balance), (0,) * len(balance), schedule)
+    return evaluate(request, choice)
+
+
+def test_a_plan_is_not_slower_than_cuts_made_by_hand() -> None:
+    plan = planned()
+    request = make_request(made(UNEVEN, transfer=0.01), ["device"] * 2, chunks=[4, 8])
+    by_hand = [
+        named(request, [split, 8 - split], schedule, chunks)
+        for split in range(1, 8)
+        for schedule in ("gpipe", "1f1b", "zb-h1")
+        for chunks in (4, 8)
+    ]
+    assert plan.seconds <= min(each.seconds for each in by_hand)
+    assert validate(plan.schedule).ascending
+    assert plan.certificate.any_bound <= plan.certificate.schedule_bound <= plan.seconds
+    assert sum(plan.balance) == 8
+    assert plan.seconds <= min(plan.named.values())
+
+
+def test_iterations_give_the_same_plan_each_time() -> None:
+    assert planned(iterations=25) == planned(iterations=25)
+
+
+@pytest.mark.parametrize("limit", [4600, 3400])
+def test_limits_hold_and_cost_recomputation(limit: int) -> None:
+    profile = made(UNEVEN, kept=[40] * 8)
+    free, tight = planned(profile, chunks=8), planned(profile, memory=limit, chunks=8)
+    assert all(worker.total <= limit * SLACK for worker in tight.workers)
+    assert tight.seconds >= free.seconds
+    peaks = tight.simulation.peak_memory
+    assert [worker.activations for worker in tight.workers] == list(peaks)
+
+
+def test_recomputation_is_chosen_for_the_stage_that_needs_it() -> None:
+    profile = made([1.0] * 8, kept=[100] * 8)
+    plan = planned(profile, memory=2100, chunks=8, schedules=["1f1b"])
+    # Four layers take 1600 bytes beside micro-batches of 400 bytes, and the first stage has two of those in flight.
+    assert plan.balance == (4, 4)
+    assert {stage for stage, _ in recomputed(plan.schedule)} == {0}
+
+
+def test_a_small_device_comes_where_little_is_in_flight() -> None:
+    profile = made([1.0] * 8, kept=[100] * 8, speeds={"large": 1.0, "small": 1.0})
+    plan = planned(profile, ["small", "large"], {"small": 2100}, chunks=8, schedules=["1f1b"])
+    assert plan.devices == ("large", "small")
+    assert not recomputed(plan.schedule)
+
+
+def test_a_slow_device_gets_less_or_nothing() -> None:
+    profile = made([1.0] * 12, speeds={"fast": 1.0, "slow": 0.5})
+    plan = planned(profile, ["slow", "fast", "fast"], iterations=120)
+    busy = dict(zip(plan.devices, plan.simulation.busy, strict=True))
+    work = {device: sum(plan.balance[stage] for stage, worker in enumerate(plan.schedule.placement)
+                        if plan.devices[worker] == device) for device in busy}  # fmt: skip
+    assert work["slow"] < work["fast"]
+    useless = made([1.0] * 4, speeds={"fast": 1.0, "slow": 0.01})
+    assert planned(useless, ["slow", "fast"]).devices == ("fast",)
+
+
+def test_names_may_be_chosen_from() -> None:
+    plan = planned(schedules=["1f1b", "gpipe"])
+    assert plan.schedule.name in ("1f1b", "gpipe")
+    assert {*plan.named} == {"1f1b", "gpipe"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": ["device"] * 9}, "9 devices and 8 layers: each worker needs a layer"),
+        ({"memory": 300}, r"layer 0 \(Linear '0'\) needs .*, and the largest limit is 300 B"),
+        (
+            {"memory": 1000},
+            "weights, gradients and optimizer need 3.12 KiB, and all devices together may hold 1.95 KiB",
+        ),
+        ({"memory": 1620}, "no plan fits: the best that was found needs"),
+        ({"seconds": -1, "iterations": None}, "seconds is -1: wanted a number above 0"),
+        ({"iterations": 0}, "iterations is 0"),
+        ({"schedules": ["no such"]}, "no such"),
+        ({"schedules": ["forward-only"]}, "no backwards"),
+        ({"schedules": []}, "schedules is empty"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        planned(**options)
+
+
+def test_limits_are_infinite_without_memory() -> None:
+    assert {worker.limit for worker in planned().workers} == {inf}
+
+
+def test_one_worker_has_no_bubble() -> None:
+    plan = planned(devices=["device"])
+    assert plan.simulation.bubble == 0
+    assert plan.gap == 0

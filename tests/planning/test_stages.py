@@ -1,0 +1,38 @@
+import pytest
+
+from pipework.planning.stages import StageSums
+from tests.planning.profiles import made
+
+KINDS = ["device"] * 2
+
+
+def test_stages_add_up_their_layers() -> None:
+    sums = StageSums(made([1.0, 2.0, 4.0], transfer=0.5), 2, optimizer=2.0)
+    costs = sums.costs([1, 2], KINDS)
+    assert costs.forward == costs.input_gradient == costs.weight_gradient == (2.0, 12.0)
+    assert costs.backward == (4.0, 24.0)
+    assert costs.transfer == pytest.approx((0.5,), rel=1e-6)
+    # For two rows each layer is given 4 bytes, keeps 20 and sends 4.
+    assert costs.activation == (24.0, 44.0)
+    assert costs.checkpoint_activation == (4.0, 4.0)
+    assert costs.waiting == (20.0, 40.0)
+    assert costs.message == (4.0,)
+    assert sums.fixed_bytes([1, 2]) == [400.0, 800.0]  # weights, gradients, two numbers of the optimizer
+    assert sums.temporary_bytes([1, 2]) == [16, 16]
+    assert sums.layer_seconds("device", again=0.5) == pytest.approx([7.0, 14.0, 28.0])
+    assert sums.layer_activations() == [20, 20, 20]
+
+
+def test_joined_layers_save_what_each_stage_needs_once() -> None:
+    profile = made([1.0] * 4, rows=(1,), joined=(0.25, 0.5, 0.0))
+    sums = StageSums(profile, 1, optimizer=0.0)
+    for balance in ([1, 3], [2, 2]):
+        costs = sums.costs(balance, KINDS)
+        assert costs.forward == pytest.approx([count * 0.75 + 0.25 for count in balance])
+        assert costs.input_gradient == pytest.approx([count * 0.5 + 0.5 for count in balance])
+        assert costs.weight_gradient == pytest.approx([float(count) for count in balance])
+
+
+def test_stages_on_other_kinds_take_other_times() -> None:
+    sums = StageSums(made([1.0, 1.0], rows=(1,), speeds={"a": 1.0, "b": 0.5}), 1, optimizer=0.0)
+    assert sums.costs([1, 1], ["a", "b"]).forward == (1.0, 2.0)

@@ -1,0 +1,515 @@
+"""What `pipe.predict` says against what is then measured."""
+
+import contextlib
+import copy
+import gc
+import itertools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipework import Namespace, Pipe, PipeSequential, balance_by_size, balance_by_time, pop, skippable, stash
+from pipework.schedule import SCHEDULES
+from tests.conftest import WAYS
+
+
+@skippable(stash=["skip"])
+class Down(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor):
+        x = self.linear(x)
+        yield stash("skip", x)
+        return torch.tanh(x)
+
+
+@skippable(pop=["skip"])
+class Up(nn.Module):
+    def forward(self, x: torch.Tensor):
+        return x * (yield pop("skip"))
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(4, 8), Down(), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 8), Up(), nn.Linear(8, 3)
+    )
+
+
+def recorded(pipe: Pipe, x: torch.Tensor, y: torch.Tensor | None):
+    with pipe.record() as timeline:
+        (pipe(x).sum() if y is None else pipe(x, target=y)).backward()
+    return timeline
+
+
+def in_four_stages(schedule: str, checkpoint: str) -> Pipe:
+    workers = 4 // SCHEDULES[schedule].stages_per_worker
+    return Pipe(
+        model(), 6, checkpoint, balance=[2] * 4, devices=["cpu"] * workers, schedule=schedule,
+        loss_fn=functional.cross_entropy,
+    )  # fmt: skip
+
+
+every_schedule = pytest.mark.parametrize("schedule", [name for name in WAYS if name != "outside"])
+every_mode = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+
+
+@every_mode
+@every_schedule
+def test_activation_bytes_are_those_that_are_then_measured(schedule: str, checkpoint: str) -> None:
+    pipe = in_four_stages(schedule, checkpoint)
+    x, y = torch.randn(192, 4), torch.randint(3, (192,))
+    prediction = pipe.predict(x, target=y, timeout=0)
+    pipe(x, target=y)  # the first micro-batch of a pipe shows what can wait, and puts nothing off
+    timeline = recorded(pipe, x, y)
+    measured = timeline.timeline()
+    peaks = [measured.peak_memory(worker) for worker in range(measured.workers)]
+    assert list(prediction.simulation.peak_memory) == pytest.approx(peaks, rel=0.05)
+    costs = timeline.costs()
+    assert list(prediction.costs.activation) == pytest.approx(list(costs.activation), rel=0.05)
+    if costs.waiting is not None:
+        assert list(prediction.costs.waiting) == pytest.approx(list(costs.waiting), rel=0.05)
+
+
+@every_mode
+@every_schedule
+def test_what_is_recorded_predicts_its_own_peak_with_what_waits_for_weights(schedule: str, checkpoint: str) -> None:
+    pipe, x, y = in_four_stages(schedule, checkpoint), torch.randn(192, 4), torch.randint(3, (192,))
+    pipe(x, target=y)  # the first micro-batch of a pipe shows what can wait, and puts nothing off
+    timeline = recorded(pipe, x, y)
+    measured = timeline.timeline()
+    peaks = tuple(measured.peak_memory(worker) for worker in range(measured.workers))
+    assert timeline.predicted().peak_memory == pytest.approx(peaks, rel=0.05)
+
+
+def test_the_loss_may_be_outside() -> None:
+    pipe = Pipe(model(), 6, balance=[4, 4], devices=["cpu"] * 2)
+    x = torch.randn(192, 4)
+    prediction = pipe.predict(x, timeout=0)
+    measured = recorded(pipe, x, None).timeline()
+    assert prediction.simulation.peak_memory == pytest.approx(
+        (measured.peak_memory(0), measured.peak_memory(1)), rel=0.05
+    )
+
+
+def test_fixed_bytes_and_the_table() -> None:
+    layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2).requires_grad_(False))
+    pipe = Pipe(layers, 3, "never", balance=[2, 1], devices=["cpu"] * 2)
+    prediction = pipe.predict(torch.randn(6, 4), timeout=0)
+    first, second = prediction.stages
+    assert (first.weights, first.gradients, first.buffers) == (4 * (32 + 8 + 16), 4 * (32 + 8 + 16), 4 * 16 + 8)
+    assert (second.weights, second.gradients, second.buffers) == (4 * 18, 0, 0)
+    assert prediction.worker_bytes == tuple(stage.total for stage in prediction.stages)
+    assert prediction.seconds > 0
+    heading, titles, *rows, last, at_once = str(prediction).splitlines()
+    assert heading == "predicted: gpipe, 2 workers, 3 micro-batches"
+    assert titles.split() == ["stage", "device", "weights", "gradients", "buffers", "activations", "total"]
+    assert len(rows) == 2
+    assert last.startswith("step ")
+    assert at_once == f"at most {prediction.device_bytes[torch.device('cpu')] / 1024:.1f} KiB on cpu at once"
+
+
+def test_nothing_changes() -> None:
+    pipe = Pipe(model(), 4, balance=[4, 4], devices=["cpu"] * 2, deferred_batch_norm=True)
+    pipe[3].eval()
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    state, flags = torch.get_rng_state(), [module.training for module in pipe.modules()]
+    x = torch.randn(12, 4, requires_grad=True)
+    with torch.no_grad():
+        state = torch.get_rng_state()
+        pipe.predict(x, timeout=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], value) for name, value in pipe.state_dict().items())
+    assert [module.training for module in pipe.modules()] == flags
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    assert x.grad is None
+
+
+def test_layers_that_overwrite_their_input() -> None:
+    """Whole stages begin with one; neither the batch nor what the stage before has handed on is changed."""
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
+    pipe = Pipe(module, chunks=2, balance=[2, 2], devices=["cpu", "cpu"])
+    batch = torch.tensor([[-1.0, 1.0], [1.0, -1.0]])
+    pipe.predict(batch, timeout=0.01)
+    assert batch.tolist() == [[-1, 1], [1, -1]]
+
+
+def test_a_target_that_is_overwritten_stays_as_it_is() -> None:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        target.mul_(0.5)
+        return (output - target).square().mean()
+
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), 2, "never", balance=[1], devices=["cpu"], loss_fn=loss)
+    target = torch.ones(4, 2)
+    pipe.predict(torch.ones(4, 2), target=target, timeout=0.01)
+    assert torch.equal(target, torch.ones(4, 2))
+
+
+def test_a_skip_may_be_overwritten() -> None:
+    seen = []
+
+    @skippable(stash=["a"])
+    class Fork(nn.Linear):
+        def forward(self, x):
+            yield stash("a", x * self.weight.sum())
+            return x
+
+    @skippable(pop=["a"])
+    class Join(nn.Module):
+        def forward(self, x):
+            a = yield pop("a")
+            a += x
+            seen.append(a.detach().clone())
+            return a
+
+    pipe = Pipe(nn.Sequential(Fork(2, 2), Join()), 2, balance=[1, 1], devices=["cpu"] * 2)
+    pipe.predict(torch.ones(4, 2), timeout=0.01)
+    assert len(seen) > 1
+    assert all(torch.equal(other, seen[0]) for other in seen)
+
+
+def test_a_last_layer_that_returns_the_loss_and_keyword_inputs() -> None:
+    class First(nn.Module):
+        def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x, scale
+
+    class Last(nn.Module):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return functional.mse_loss(x * scale, target)
+
+    pipe = Pipe(nn.Sequential(First(), Last()), 2, balance=[1, 1], devices=["cpu"] * 2, schedule="1f1b")
+    x = torch.randn(4, 2, requires_grad=True)
+    prediction = pipe.predict(x, scale=torch.ones(4, 1), target=torch.zeros(4, 2), timeout=0)
+    assert len(prediction.stages) == 2
+
+
+def test_progress_is_reported_line_by_line(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = Pipe(model(), 4, balance=[4, 4], devices=["cpu"] * 2)
+    lines: list[str] = []
+    pipe.predict(torch.randn(12, 4), timeout=0, progress=lines.append)
+    assert [line.split(":")[0] for line in lines] == ["stage 1 of 2", "stage 2 of 2"]
+    with caplog.at_level("INFO", logger="pipework"):
+        pipe.predict(torch.randn(12, 4), timeout=0)
+    assert [record.message.split(":")[0] for record in caplog.records] == ["stage 1 of 2", "stage 2 of 2"]
+
+
+def test_threads_are_as_before() -> None:
+    threads = torch.get_num_threads()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, threads)
+        torch.set_num_threads(4)
+        pipe = Pipe(model(), 4, balance=[4, 4], devices=["cpu"] * 2)
+        pipe.predict(torch.randn(12, 4), timeout=0)
+        assert torch.get_num_threads() == 4
+
+
+def test_bad_input_is_refused_as_by_the_pipe_itself() -> None:
+    pipe = Pipe(model(), 4, balance=[4, 4], devices=["cpu"] * 2)
+    with pytest.raises(TypeError, match="inputs do not have any tensors"):
+        pipe.predict(5)
+    with pytest.raises(ValueError, match="without layers"):
+        Pipe(nn.Sequential()).predict(torch.ones(1))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
+def test_a_step_of_many_chunks_peaks_like_one_of_few(schedule: str, checkpoint: str) -> None:
+    workers = 4 if schedule == "1f1b" else 2
+    layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+    peaks = []
+    for chunks in (16, 64):
+        pipe = Pipe(
+            layers, chunks, checkpoint, balance=[2] * 4, devices=["cpu"] * workers, schedule=schedule,
+            loss_fn=functional.mse_loss,
+        )  # fmt: skip
+        x = torch.randn(4 * chunks, 16)
+        timeline = recorded(pipe, x, x)
+        peaks.append([timeline.timeline().peak_memory(worker) for worker in range(workers)])
+        assert peaks[-1] == pytest.approx(list(timeline.predicted().peak_memory), rel=0.05)
+    assert peaks[0] == peaks[1]
+
+
+def test_layers_are_called_as_the_pipe_calls_them() -> None:
+    @dataclass
+    class Pair:
+        first: torch.Tensor
+        second: torch.Tensor
+
+    class Make(nn.Module):
+        def forward(self, x: torch.Tensor) -> Pair:
+            return Pair(x, x * 2)
+
+    class Use(nn.Module):
+        def forward(self, pair: Pair) -> torch.Tensor:
+            return pair.first + pair.second
+
+    class Wrap(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            return (x,)
+
+    for module in (
+        nn.Sequential(nn.Linear(4, 4), Make(), Use(), nn.Linear(4, 4)),
+        PipeSequential(nn.Linear(4, 4), Wrap(), nn.Tanh(), nn.Linear(4, 4)),
+    ):
+        pipe = Pipe(module, 2, "never", balance=[2, 2], devices=["cpu"] * 2, loss_fn=functional.mse_loss)
+        x = torch.randn(8, 4)
+        prediction = pipe.predict(x, target=x, timeout=0)
+        costs = recorded(pipe, x, x).costs()
+        assert (prediction.costs.activation, prediction.costs.message) == (costs.activation, costs.message)
+        pipe.zero_grad()
+        assert sum(balance_by_time(2, module, x[:4], timeout=0)) == 4
+        assert sum(balance_by_size(2, module, x, chunks=2)) == 4
+
+
+# ---- what a device holds at once -------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, of operators that every device has."""
+
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, words, width = x.shape
+        q, k, v = self.qkv(self.norms[0](x)).view(rows, words, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attention = torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, -1) @ v
+        x = x + self.out(attention.transpose(1, 2).reshape(rows, words, width))
+        return x + self.down(functional.gelu(self.up(self.norms[1](x))))
+
+
+def convolutions(channels: int) -> nn.Sequential:
+    pairs = [(nn.Conv2d(channels if n else 3, channels, 3, padding=1), nn.Conv2d(channels, channels, 3, padding=1))
+             for n in range(4)]  # fmt: skip
+    return nn.Sequential(
+        *(
+            nn.Sequential(one, nn.BatchNorm2d(channels), nn.ReLU(), two, nn.BatchNorm2d(channels), nn.ReLU())
+            for one, two in pairs
+        )
+    )
+
+
+KINDS = {
+    "mlp": (
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(4))),
+        (512, 256),
+    ),
+    "transformer": (lambda: nn.Sequential(*(Block(128) for _ in range(4))), (32, 32, 128)),
+    "convolutions": (lambda: convolutions(32), (32, 3, 16, 16)),
+}
+PLACES = {"one each": (0, 1), "both on one": (0, 0), "alone": (0,)}
+
+
+def predicted_and_counted(
+    kind: str, schedule: str, checkpoint: str, place: str, kinds: Any = KINDS, make_optimizer: Any = torch.optim.Adam
+) -> dict[torch.device, float]:
+    """For each device, what was predicted as a multiple of what the device's allocator then counts in a step.
+
+    The least of three steps: where the machine interrupts one worker, the messages of the others wait in its memory,
+    and each is about 1% of what the device holds.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    if max(PLACES[place]) >= torch.accelerator.device_count():
+        pytest.skip("needs two accelerators")
+    make, shape = kinds[kind]
+    devices = [torch.device(accelerator.type, index) for index in PLACES[place]]
+    stages = len(devices) * SCHEDULES[schedule].stages_per_worker
+    gc.collect()
+    before = {device: torch.accelerator.memory_allocated(device) for device in devices}
+    pipe = Pipe(
+        make(), 8, checkpoint, balance=[4 // stages] * stages, devices=devices, schedule=schedule,
+        loss_fn=functional.mse_loss,
+    )  # fmt: skip
+    x = torch.randn(shape).to(pipe.input_device)
+    with torch.no_grad():
+        y = torch.zeros_like(copy.deepcopy(pipe)(x))
+    gc.collect()
+    optimizer = make_optimizer and make_optimizer(pipe.parameters())
+    prediction = pipe.predict(x, target=y, optimizer=optimizer, timeout=0.1)
+    peaks: dict[torch.device, list[int]] = {device: [] for device in devices}
+    for _ in range(5):
+        for device in devices:
+            torch.accelerator.reset_peak_memory_stats(device)
+        pipe(x, target=y).backward()
+        if optimizer is not None:
+            optimizer.step()
+        pipe.zero_grad()
+        for device in peaks:
+            peaks[device].append(torch.accelerator.max_memory_allocated(device) - before[device])
+    assert prediction.measured_on_cpu == ()
+    # The first two steps make the state of the optimizer, and the gradients.
+    return {device: prediction.device_bytes[device] / min(peak[2:]) for device, peak in peaks.items()}
+
+
+CASES = [
+    ("mlp", "gpipe", "never", "one each"),
+    ("mlp", "1f1b", "except_last", "one each"),
+    ("mlp", "zb-h1", "never", "one each"),
+    ("mlp", "gpipe", "always", "both on one"),
+    ("transformer", "gpipe", "never", "one each"),
+    ("transformer", "1f1b", "always", "one each"),
+    ("transformer", "interleaved-1f1b", "never", "both on one"),
+    ("convolutions", "gpipe", "never", "both on one"),
+    ("convolutions", "1f1b", "never", "one each"),
+    ("convolutions", "gpipe", "always", "alone"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "schedule", "checkpoint", "place"), CASES)
+def test_what_a_device_holds_is_what_it_then_counts(kind: str, schedule: str, checkpoint: str, place: str) -> None:
+    for ratio in predicted_and_counted(kind, schedule, checkpoint, place).values():
+        assert ratio == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["one each", "both on one"])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_device_holds_in_every_schedule(kind: str, schedule: str, checkpoint: str, place: str) -> None:
+    # Whether a message more or less is there at the peak depends on which thread is faster, and so does whether two
+    # workers of one device need most at the same moment. A message is 6% of what the small convolutions need in all.
+    bound = 0.2 if kind == "convolutions" else 0.05 if place == "one each" else 0.1
+    for ratio in predicted_and_counted(kind, schedule, checkpoint, place).values():
+        assert ratio == pytest.approx(1, abs=bound)
+
+
+# ---- within 5%, with skips between devices and with optimizers -------------------------------------------------------
+
+
+def convolution(inner: int, outer: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(inner, outer, 3, padding=1), nn.BatchNorm2d(outer), nn.ReLU())
+
+
+@skippable(stash=["skip"])
+class Contract(nn.Module):
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(convolution(inner, outer), convolution(outer, outer))
+        self.down = nn.Conv2d(outer, outer, 2, 2)
+
+    def forward(self, x: torch.Tensor):
+        x = self.body(x)
+        yield stash("skip", x)
+        return self.down(x)
+
+
+@skippable(pop=["skip"])
+class Expand(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.narrow = nn.Conv2d(channels, channels, 1)
+        self.body = nn.Sequential(convolution(2 * channels, channels), convolution(channels, channels))
+
+    def forward(self, x: torch.Tensor):
+        skip = yield pop("skip")
+        x = self.narrow(x).repeat_interleave(2, -1).repeat_interleave(2, -2)
+        return self.body(torch.cat([x, skip], 1))
+
+
+def unet(channels: int) -> nn.Sequential:
+    """Skips go from the first layer to the last, and between the two in the middle."""
+    outer, inner = Namespace(), Namespace()
+    return nn.Sequential(
+        Contract(3, channels).isolate(outer),
+        Contract(channels, channels).isolate(inner),
+        Expand(channels).isolate(inner),
+        Expand(channels).isolate(outer),
+    )
+
+
+# How many messages lie on a device at its peak depends on which thread is faster. Here a message is less than 1% of
+# what a device holds.
+MODELS = {
+    "linear": (KINDS["mlp"][0], (128, 256)),
+    "transformer": (KINDS["transformer"][0], (16, 16, 128)),
+    "unet": (lambda: unet(128), (8, 3, 8, 8)),
+}
+OPTIMIZERS = {
+    "none": None,
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False),
+    "momentum, foreach": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, foreach=False),
+    "adam, foreach": lambda parameters: torch.optim.Adam(parameters, foreach=True),
+}
+EVERY = list(
+    itertools.product(
+        MODELS,
+        ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"],
+        ["never", "except_last", "always"],
+        OPTIMIZERS,
+    )
+)
+SAMPLE = {*random.Random(7).sample(EVERY, 8), ("unet", "1f1b", "never", "none"), ("unet", "zb-v", "always", "adam")}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "schedule", "checkpoint", "optimizer"),
+    [pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow) for case in EVERY],
+)
+def test_within_five_percent_of_what_the_device_counts(
+    kind: str, schedule: str, checkpoint: str, optimizer: str
+) -> None:
+    make = OPTIMIZERS[optimizer]
+    for ratio in predicted_and_counted(kind, schedule, checkpoint, "one each", MODELS, make).values():
+        assert ratio == pytest.approx(1, abs=0.05)
+
+
+class TakesAll(nn.Linear):
+    """Runs out of memory on an accelerator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type != "cpu":
+            raise torch.OutOfMemoryError("out of memory. Tried to allocate 20.00 GiB")
+        return super().forward(x)
+
+
+@pytest.mark.gpu
+def test_a_stage_that_finds_no_memory_is_measured_on_the_cpu() -> None:
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    device = torch.device(accelerator.type, 0)
+    predictions = []
+    for kind in (nn.Linear, TakesAll):
+        module = nn.Sequential(nn.Linear(256, 256), kind(256, 256), nn.Linear(256, 256))
+        pipe = Pipe(module, 4, "never", balance=[1, 1, 1], devices=[device] * 3, loss_fn=functional.mse_loss)
+        x = torch.randn(512, 256)
+        lines: list[str] = []
+        predictions.append(pipe.predict(x, target=x, optimizer=2, timeout=0, progress=lines.append))
+        assert len(lines) == 3
+    plain, other = predictions
+    assert (plain.measured_on_cpu, other.measured_on_cpu) == ((), (1,))
+    assert other.stages == plain.stages
+    assert other.device_bytes[device] == pytest.approx(plain.device_bytes[device], rel=0.05)
+    assert str(other).splitlines()[-1] == (
+        "measured on the CPU, because the device ran out of memory: stage 1; its times are the CPU's"
+    )
+
+
+def test_the_optimizers_state_counts() -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), 2, balance=[1, 1], devices=["cpu"] * 2)
+    x = torch.randn(4, 256)
+    without, adam, two = (
+        pipe.predict(x, optimizer=optimizer, timeout=0) for optimizer in (None, torch.optim.Adam(pipe.parameters()), 2)
+    )
+    assert [stage.optimizer for stage in adam.stages] == [2 * stage.weights for stage in without.stages]
+    assert adam.stages == two.stages
+    cpu = torch.device("cpu")
+    assert two.device_bytes[cpu] - without.device_bytes[cpu] == sum(2 * stage.weights for stage in two.stages)
+    assert adam.device_bytes[cpu] > two.device_bytes[cpu]  # with so few rows, the optimizer's step needs most
+    assert "optimizer" in str(adam)
+    assert "optimizer" not in str(without)

@@ -1,0 +1,54 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipework import profile
+from pipework.profiling.estimate import Rates, Work, work_of
+from tests.profiling.test_measure import QUICK, layers
+
+RATES = {"fast": Rates(1e12, 1e11, memory=2**30), "slow": Rates(1e10, 1e9, launch=1e-4)}
+
+
+def test_times_follow_from_operations_and_bytes() -> None:
+    width, rows = 256, 64
+    module = nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU())
+    rates = {"computes": Rates(1e9, 1e30, launch=1e-30), "moves": Rates(1e30, 1e6, launch=1e-30)}
+    found = profile(module, torch.zeros(rows, width, requires_grad=True), rates=rates, rows=[rows])
+    linear, relu = found.kinds["computes"].seconds[0]
+    assert linear == pytest.approx([2 * rows * width * width / 1e9] * 3)
+    assert relu.forward < 1e-12
+    linear, relu = found.kinds["moves"].seconds[0]
+    assert relu.forward == pytest.approx(2 * 4 * rows * width / 1e6)
+    assert linear.forward == pytest.approx(4 * (2 * rows * width + width * width) / 1e6)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_bytes_are_those_of_a_measurement(device: str) -> None:
+    x, y = torch.zeros(16, 8), torch.zeros(16, 4)
+    given: dict[str, Any] = {"loss_fn": F.mse_loss, "rows": [2, 8]}
+    estimated = profile(layers().to(device), x.to(device), target=y.to(device), rates=RATES, **given)
+    measured = profile(layers(), x, target=y, **QUICK, **given)
+    for one, other in zip(estimated.bytes, measured.bytes, strict=True):
+        assert [each._replace(temporary=0) for each in one] == [each._replace(temporary=0) for each in other]
+    assert all(kind.estimated for kind in estimated.kinds.values())
+    assert estimated.kinds["fast"].memory == 2**30
+    assert not any(kind.estimated for kind in measured.kinds.values())
+
+
+def test_an_operator_takes_at_least_its_launch() -> None:
+    assert Work(1, 1, 3).seconds(RATES["slow"]) == pytest.approx(3e-4)
+
+
+def test_views_move_nothing() -> None:
+    x = torch.empty(4, 8, device="meta")
+    assert work_of(lambda: x.view(8, 4).t()[2:]) == Work(0, 0, 0)
+    assert work_of(lambda: x.add_(1)).operators == 1
+
+
+@pytest.mark.parametrize("name", ["operations", "bytes_per_second", "memory", "launch"])
+def test_rates_are_positive(name: str) -> None:
+    with pytest.raises(ValueError, match=f"Rates: {name} is 0: wanted a finite number above 0"):
+        Rates(**{"operations": 1.0, "bytes_per_second": 1.0, name: 0})

@@ -1,0 +1,65 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipework import Pipe, plan
+from pipework.testing import draw_key, reference_step
+from tests.profiling.test_measure import X, Y, layers
+
+OPTIONS: dict[str, Any] = {
+    "target": Y, "loss_fn": F.mse_loss, "devices": ["cpu", "cpu"], "timeout": 0, "iterations": 30, "chunks": 4,
+}  # fmt: skip
+
+
+def test_a_planned_pipe_trains_bit_by_bit_like_the_model() -> None:
+    module, plain = layers(), layers()
+    found = plan(module, X, **OPTIONS)
+    pipe = Pipe(module, plan=found, loss_fn=F.mse_loss)
+    torch.manual_seed(3)
+    loss = pipe(X, target=Y)
+    loss.backward()
+    torch.manual_seed(3)
+    expected = reference_step(plain, X, Y, F.mse_loss, found.chunks, draw_key())
+    assert torch.equal(loss, expected.loss)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
+
+
+def test_what_a_plan_says_was_measured_for_its_stages() -> None:
+    lines: list[str] = []
+    module = layers()
+    found = plan(module, X, **OPTIONS, progress=lines.append)
+    assert any("micro-batches of" in line for line in lines)
+    assert any(line.startswith(f"stage 1 of {found.schedule.stages}: forward") for line in lines)
+    predicted = Pipe(module, plan=found, loss_fn=F.mse_loss).predict(X, target=Y, timeout=0, optimizer=2.0)
+    fixed = [0.0] * found.schedule.workers
+    for stage, worker in zip(predicted.stages, found.schedule.placement, strict=True):
+        fixed[worker] += stage.total - stage.activations
+    assert [worker.fixed for worker in found.workers] == fixed
+    assert [worker.activations for worker in found.workers] == list(predicted.simulation.peak_memory)
+
+
+def test_a_limit_is_met_by_what_was_measured() -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(6)))
+    x = torch.randn(256, 64)
+    options = {**OPTIONS, "target": x, "chunks": 8}
+    free = plan(module, x, **options)
+    limit = 0.9 * sum(worker.total for worker in free.workers)
+    tight = plan(module, x, **options, memory=limit)
+    assert all(worker.fits for worker in tight.workers)
+    assert sum(worker.total for worker in tight.workers) <= limit
+    with pytest.raises(ValueError, match=r"no plan fits|the largest limit|devices together may hold"):
+        plan(module, x, **options, memory=limit / 4)
+
+
+def test_a_sample_is_needed() -> None:
+    with pytest.raises(TypeError, match="plan got no sample: give the inputs of a mini-batch"):
+        plan(layers())
+    with pytest.raises(TypeError, match="Sequential"):
+        plan(nn.Linear(2, 2), X)  # type: ignore[arg-type]
+
+
+def test_a_plan_for_a_larger_batch_is_not_measured_as_a_whole() -> None:
+    assert plan(layers(), X, **OPTIONS, batch=64).batch == 64

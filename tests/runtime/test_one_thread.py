@@ -1,0 +1,112 @@
+"""One thread that runs the actions of all workers."""
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipework import Pipe
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"]
+
+
+def model(layers: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3)) for _ in range(layers)))
+
+
+class Threads(nn.Module):
+    """Notes on which threads it runs, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+        self.intra_op: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add(threading.current_thread().name)
+        self.intra_op.add(torch.get_num_threads())
+        x.register_hook(lambda _: self.seen.add(threading.current_thread().name))
+        return x * 1
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_are_those_of_a_thread_each(schedule: str, checkpoint: str) -> None:
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    found = []
+    for one_thread in (False, True):
+        pipe = Pipe(
+            model(), 4, checkpoint, schedule=schedule, loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2,
+            one_thread=one_thread,
+        )  # fmt: skip
+        torch.manual_seed(7)
+        loss = pipe(x, target=y)
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in pipe.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_on_accelerators(schedule: str) -> None:
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    devices = [torch.device(found.type, worker % torch.accelerator.device_count()) for worker in range(2)]
+    results = []
+    for one_thread in (False, True):
+        pipe = Pipe(
+            model(), 4, schedule=schedule, loss_fn=nn.functional.mse_loss, devices=devices, one_thread=one_thread
+        )
+        torch.manual_seed(7)
+        for step in range(2):
+            x = torch.linspace(-1, 1 + step, 48).view(8, 6)
+            pipe(x, target=x).backward()
+        results.append([parameter.grad.cpu() for parameter in pipe.parameters() if parameter.grad is not None])
+    assert all(map(torch.equal, *results))
+
+
+def test_the_loss_may_be_outside() -> None:
+    pipes = [Pipe(model(), 4, devices=["cpu"] * 2, one_thread=one_thread) for one_thread in (False, True)]
+    for pipe in pipes:
+        torch.manual_seed(7)
+        pipe(torch.linspace(-1, 1, 48).view(8, 6)).square().sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(*(pipe.parameters() for pipe in pipes), strict=True))
+    with torch.no_grad():
+        assert torch.equal(*(pipe.eval()(torch.ones(8, 6)) for pipe in pipes))
+
+
+def test_all_layers_run_on_one_thread_with_all_cores() -> None:
+    layers = [Threads() for _ in range(3)]
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), *layers), 2, balance=[2, 1, 1], devices=["cpu"] * 3, one_thread=True)
+    pipe(torch.ones(4, 2)).sum().backward()
+    assert set.union(*(layer.seen for layer in layers)) == {"pipework worker 0"}
+    assert set.union(*(layer.intra_op for layer in layers)) == {torch.get_num_threads()}
+
+
+def test_an_error_names_its_place_and_the_pipe_goes_on() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 100:
+                raise ValueError("too large")
+            return x
+
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), Fails()), 2, balance=[1, 1], devices=["cpu"] * 2, one_thread=True)
+    with pytest.raises(ValueError, match="too large") as caught:
+        pipe(torch.full((4, 2), 1e4) * pipe[0].weight.sign().sum(0))
+    assert any("stage 1, micro-batch 0, action F" in note for note in caught.value.__notes__)
+    pipe(torch.zeros(4, 2)).sum().backward()
+
+
+def test_modes_see_every_operator_and_actions_are_recorded() -> None:
+    pipe = Pipe(model(), 4, schedule="1f1b", loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, one_thread=True)
+    x = torch.randn(8, 6)
+    pipe(x, target=x).backward()
+    with FlopCounterMode(display=False) as counter, pipe.record() as timeline:
+        pipe(x, target=x).backward()
+    assert counter.get_total_flops() > 0
+    assert {(each.worker, each.action.kind) for each in timeline.timeline().intervals} >= {
+        (worker, kind) for worker in (0, 1) for kind in "FB"
+    }

@@ -1,0 +1,495 @@
+"""Models as people write them, with a pipe attached: bitwise as without, or refused by name."""
+
+import collections
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipework import PipeWarning, attach
+from pipework.attached import to_sequential
+from pipework.model.parts.cut import Cuttable
+from tests.model.parts.harness import assert_exact, assert_same, attached, loss_in, plain_step
+from tests.model.parts.models import (
+    MODELS,
+    WIDTH,
+    Block,
+    Changing,
+    Frozen,
+    Lists,
+    Plain,
+    ResNet,
+    Vision,
+    batch_of,
+    loss_of,
+)
+
+# The forward itself computes with a gradient between units. Several stages compute that, each with its own summand of
+# the gradient, so that sums and products round in another order.
+ROUNDS = (Lists, Plain)
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+
+
+def groups(kind: type[nn.Module]) -> int:
+    return len(Cuttable(kind(), batch_of(kind, 2), blocks=None).groups)
+
+
+def check(kind: type[nn.Module], balance: list[int], **options: Any) -> None:
+    model = kind()
+    rounds = kind in ROUNDS
+    but = model.state_dict() if rounds else ()
+    assert_exact(model, batch_of(kind), but=but, steps=1 if rounds else 2, balance=balance, **options)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+def test_two_workers(kind: type[nn.Module], schedule: str) -> None:
+    count, stages = groups(kind), 4 if schedule in ("interleaved-1f1b", "zb-v") else 2
+    if count < stages:
+        pytest.skip("the model has fewer units than the schedule has stages")
+    check(kind, [1] * (stages - 1) + [count - stages + 1], chunks=4, schedule=schedule)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+def test_one_unit_for_each_worker(kind: type[nn.Module], checkpoint: str) -> None:
+    count = groups(kind)
+    chunks = 4 if kind is Changing else 3  # its parts copy the inputs, to memory that begins elsewhere
+    check(kind, [1] * count, chunks=chunks, devices=["cpu"] * count, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("balance", [[1, 5], [2, 4], [5, 1], [2, 2, 2], [1] * 6])
+def test_random_numbers_do_not_depend_on_the_cut(balance: list[int]) -> None:
+    results = []
+    for each in ([3, 3], balance):
+        torch.manual_seed(1)
+        model = Vision(p=0.5)
+        attached(model, batch_of(Vision), chunks=4, balance=each, devices=["cpu"] * len(each))
+        torch.manual_seed(2)
+        loss_in(model(**batch_of(Vision))).backward()
+        results.append(model)
+    assert_same(*results)
+
+
+def test_evaluation_and_training_follow_the_model() -> None:
+    model, batch = ResNet(), batch_of(ResNet)
+    plain = copy.deepcopy(model)
+    attached(model, batch, chunks=4)
+    for each in (plain, model):
+        each.eval()
+    with torch.no_grad():
+        inputs = {"x": batch["x"]}
+        torch.testing.assert_close(model(**inputs), plain(**inputs))
+    for each in (plain, model):
+        each.train()
+    assert torch.equal(model(**batch).detach(), plain_step(plain, batch, 4))
+
+
+@pytest.mark.parametrize("kind", [ResNet, Changing], ids=lambda kind: kind.__name__)
+def test_inference_mode(kind: type[nn.Module]) -> None:
+    model, batch = kind(), batch_of(kind)
+    attached(model, batch, chunks=4)
+    model.eval()
+    with torch.no_grad():
+        expected = model(**batch)
+    with torch.inference_mode():
+        found = model(**{name: value.clone() for name, value in batch.items()})
+    for one, other in zip(*map(torch.utils._pytree.tree_leaves, (found, expected)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_attributes_and_buffers_may_change_between_calls() -> None:
+    model = Vision()
+    plain = copy.deepcopy(model)
+    attached(model, batch_of(Vision), chunks=4)
+    for each in (plain, model):
+        each.load_state_dict({name: value + 0.1 for name, value in each.state_dict().items()})
+        each.keep = torch.full_like(each.keep, 0.3)
+    assert torch.equal(loss_in(model(**batch_of(Vision))).detach(), plain_step(plain, batch_of(Vision), 4))
+    model, plain = Plain(), Plain()
+    plain.load_state_dict(model.state_dict())
+    attached(model, batch_of(Plain), chunks=4)
+    model.scale = plain.scale = 0.25
+    assert torch.equal(loss_in(model(**batch_of(Plain))).detach(), plain_step(plain, batch_of(Plain), 4))
+
+
+def test_a_replaced_module_is_noticed() -> None:
+    model = Plain()
+    attached(model, batch_of(Plain))
+    model.blocks[1] = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(RuntimeError, match=r"blocks.1 of Plain was replaced by another module after"):
+        model(**batch_of(Plain))
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, lambda model: _pickled(model)], ids=["deepcopy", "pickle"])
+def test_a_copy_has_a_pipe_of_its_own(copies: Callable[[nn.Module], nn.Module]) -> None:
+    model, batch = Vision(), batch_of(Vision)
+    plain = copy.deepcopy(model)
+    attached(model, batch, chunks=4)
+    copied = copies(model)
+    expected = plain_step(plain, batch, 4)
+    loss = loss_in(copied(**batch))
+    loss.backward()
+    assert torch.equal(loss.detach(), expected)
+    assert_same(copied, plain)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def _pickled(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_stage_without_trained_parameters_runs_once_and_differentiates_nothing(checkpoint: str) -> None:
+    model, calls = Frozen(), []
+    model.blocks[1].register_forward_hook(lambda *_: calls.append("forward"))
+    model.blocks[1].register_full_backward_hook(lambda *_: calls.append("backward"))
+    plain = copy.deepcopy(model)
+    attached(model, batch_of(Frozen), chunks=4, balance=[2, 3], checkpoint=checkpoint, check=False)
+    loss = loss_in(model(**batch_of(Frozen)))
+    loss.backward()
+    assert calls == ["forward"] * 4
+    assert torch.equal(loss.detach(), plain_step(plain, batch_of(Frozen), 4))
+    assert_same(model, plain)
+    assert all(parameter.grad is None for parameter in model.blocks[:2].parameters())
+
+
+def test_hooks_of_units_and_of_the_model() -> None:
+    model, batch = Plain(), batch_of(Plain)
+    plain = copy.deepcopy(model)
+    calls: list[str] = []
+    for each in (plain, model):
+        each.blocks[0].register_forward_hook(lambda module, inputs, output: output * 2)
+    model.blocks[1].register_forward_hook(lambda *_: calls.append("unit"))
+    model.register_forward_hook(lambda *_: calls.append("model"))
+    attached(model, batch, chunks=4, checkpoint="never", balance=[2, 2])
+    calls.clear()  # of the comparison with the model itself
+    loss = loss_in(model(**batch))
+    assert torch.equal(loss.detach(), plain_step(plain, batch, 4))
+    assert sorted(calls) == ["model", *["unit"] * 4]
+
+
+class Glue(nn.Module):
+    """Three blocks, and something between them."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("seen", torch.zeros(()))
+        self.steps = 0
+        self.between = [between]
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.between[0](self, self.blocks[0](x))
+        return loss_of(self.blocks[2](self.blocks[1](x)), labels)
+
+
+def counts(model: Any, x: Tensor) -> Tensor:
+    model.steps += 1
+    return x
+
+
+def writes_buffer(model: Any, x: Tensor) -> Tensor:
+    model.seen += 1
+    return x
+
+
+def assigns_buffer(model: Any, x: Tensor) -> Tensor:
+    model.seen = 0.9 * model.seen + 0.1 * x.detach().mean()
+    return x
+
+
+def writes_parameter(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.scale.clamp_(max=1)
+    return x
+
+
+def hooks_tensor(model: Any, x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: gradient * 2)
+    return x
+
+
+def keeps(model: Any, x: Tensor) -> Tensor:
+    model.last = x
+    return x
+
+
+def sets_on_unit(model: Any, x: Tensor) -> Tensor:
+    model.blocks[1].mask = x > 0
+    return x
+
+
+class Leaving(nn.Module):
+    """Leaves what it has computed in what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, seen: Any) -> Tensor:
+        seen["last"] = self.inner(x)
+        return torch.relu(seen["last"])
+
+
+REFUSED = {
+    "counter": (counts, r"keeps a state in self.steps"),
+    "buffer in place": (writes_buffer, r"changes self.seen in place"),
+    "buffer assigned": (assigns_buffer, r"keeps a state in self.seen"),
+    "parameter in place": (writes_parameter, r"changes self.scale in place"),
+    "tensor hook": (hooks_tensor, r"registers a hook on a tensor"),
+    "tensor kept": (keeps, r"keeps a state in self.last"),
+    "attribute of a unit": (sets_on_unit, r"sets blocks.1.mask from outside of the unit"),
+    "parameters()": (
+        lambda model, x: x + sum(p.square().sum() for p in model.parameters()),
+        r"computes with the values of self.parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize("seen", [{}, collections.UserDict()], ids=["dict", "UserDict"])
+def test_tensors_that_a_unit_leaves_in_its_arguments_are_refused(seen: Any) -> None:
+    model = Glue(lambda model, x: model.blocks[3](x, seen) + seen["last"])
+    model.blocks.append(Leaving())
+    with pytest.raises(ValueError, match=r"blocks.3#0 puts a tensor into a list, dict or object that Glue's forward"):
+        attached(model, batch_of(Glue))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_glue_that_each_part_would_do_again_is_refused(name: str) -> None:
+    between, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        attached(Glue(between), batch_of(Glue))
+
+
+class Positions(nn.Module):
+    """The glue reads a buffer and an attribute of its first unit, and an output of it in place, in evaluation only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.embed.register_buffer("numbers", torch.arange(WIDTH))
+        self.embed.scale = torch.full((WIDTH,), 2.0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embed(x)
+        y = functional.dropout(x, 0.3, self.training)
+        y *= 2
+        for block in self.blocks:
+            y = block(y, self.embed.numbers * self.embed.scale)
+        return loss_of(y, labels)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_the_glue_does_in_the_other_mode_and_reads_of_units(trains: bool) -> None:
+    model, batch = Positions().train(trains), batch_of(Positions)
+    plain = copy.deepcopy(model).eval()
+    attached(model, batch, balance=[1, 1, 1, 1], devices=["cpu"] * 4)
+    model.eval()
+    loss = loss_in(model(**batch))
+    loss.backward()
+    assert torch.equal(loss.detach(), plain_step(plain, batch, 2))
+    assert_same(model, plain)
+
+
+def test_other_ways_through_the_model_are_refused() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+            self.register_buffer("hold", torch.zeros(()))
+
+        def forward(self, x: Tensor, way: str = "", labels: Tensor | None = None) -> Any:
+            first, second, third = self.blocks
+            if way == "swapped":
+                return loss_of(first(third(second(x))), labels)
+            y = first(x)
+            x = second(y)
+            if way == "more":
+                x = second(x)
+            if way == "skip":
+                x = x.clone().mul_(0) + y
+                return loss_of(third(y), labels)
+            if way == "in place":
+                y.mul_(2)
+            return loss_of(x if way == "fewer" else third(x), labels)
+
+    batch = batch_of(Branching)
+    for way, message in {
+        "swapped": "takes another way for this mini-batch",
+        "more": "calls blocks.1 more often than for the sample",
+        "skip": "blocks.2#0 reads a tensor that it did not read for the sample",
+        "in place": "changes blocks.0#0 in place, as it did not for the sample",
+    }.items():
+        model = Branching()
+        attached(model, batch, balance=[1, 1, 1], devices=["cpu"] * 3, check=False)
+        with pytest.raises(RuntimeError, match=message):
+            model(**batch, way=way)
+    model = Branching()
+    attached(model, batch, balance=[1, 1, 1], devices=["cpu"] * 3)
+    with pytest.raises(RuntimeError, match="ended before its last part"):
+        model(**batch, way="fewer")
+
+
+class TwoInputs(nn.Module):
+    """Parts of it read different inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor | None = None, *, labels: Tensor | None = None) -> Any:
+        x = self.blocks[0](x)
+        x = self.blocks[1](x if mask is None else x * mask)
+        x = self.blocks[2](x)
+        return loss_of(self.blocks[3](torch.tanh(x) + y), labels)
+
+
+@pytest.mark.parametrize("sampled", [True, False], ids=["mask in the sample", "no mask in the sample"])
+def test_inputs_go_by_their_names(sampled: bool) -> None:
+    x, y, mask, labels = torch.randn(4, 8, WIDTH)
+    sample = {"x": x, "y": y, "labels": labels, **({"mask": mask} if sampled else {})}
+    model = TwoInputs()
+    attached(model, sample, balance=[1] * 4, devices=["cpu"] * 4)
+    for batch in ({"labels": labels, "y": y, "x": x}, {"y": y, "mask": mask, "labels": labels, "x": x}):
+        plain = copy.deepcopy(model)
+        del plain.forward
+        model.zero_grad()
+        loss = loss_in(model(**batch))
+        loss.backward()
+        assert torch.equal(loss.detach(), plain_step(plain, batch, 2))
+        assert_same(model, plain, model.state_dict() if "mask" in batch else ())  # several parts multiply by the mask
+    with torch.no_grad():
+        positional = loss_in(model(x, y, labels=labels))
+    assert torch.equal(positional, loss_in(model(labels=labels, y=y, x=x)).detach())
+
+
+def test_uses_of_attach_that_are_refused() -> None:
+    batch = batch_of(Plain)
+    model = Plain()
+    attached(model, batch)
+    with pytest.raises(ValueError, match=r"attached to this Plain already: .*del model.forward"):
+        attached(model, batch)
+    del model.forward
+    attached(model, batch)
+    with pytest.raises(ValueError, match="the sample has no 'labels'"):
+        attach(Plain(), {"x": batch["x"]})
+    with pytest.raises(ValueError, match="does not go with the forward of Plain"):
+        to_sequential(Plain(), {"y": batch["x"]})
+    with pytest.raises(ValueError, match="returned no loss for the sample"):
+        attached(Plain(), {**batch, "labels": None})
+    with pytest.raises(ValueError, match=r"has 1 unit at which it could be cut"):
+        to_sequential(nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2))
+    model = Plain()
+    model.blocks.register_forward_hook(print)
+    with pytest.raises(ValueError, match=r"'blocks' \(ModuleList\) has hooks"):
+        attached(model, batch)
+
+
+def test_a_difference_is_named() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+            for block in self.blocks:
+                x = block(x) * (2 if type(block) is nn.Linear else 1)
+            return loss_of(x, labels)
+
+    with pytest.raises(ValueError, match=r"parts of Odd give another result than the model itself .*differs by"):
+        attached(Odd(), batch_of(Odd))
+    attached(Odd(), batch_of(Odd), check=False)
+
+
+def test_frozen_batch_norms_stay_in_evaluation() -> None:
+    model, batch = ResNet(), batch_of(ResNet)
+    model.layer1.eval()
+    assert_exact(model, batch, chunks=2, balance=[3, 4])
+    before = [module.training for module in model.modules()]
+    attached(model, batch)
+    assert [module.training for module in model.modules()] == before
+
+
+def test_autocast() -> None:
+    model, batch = Vision(), batch_of(Vision)
+    plain = copy.deepcopy(model)
+    attached(model, batch, chunks=2, balance=[3, 3])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_in(model(**batch))
+        expected = plain_step(plain, batch, 2)
+    loss.backward()
+    assert torch.equal(loss.detach(), expected)
+
+
+def test_functional_loss_of_other_names() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return functional.mse_loss(x, wanted)
+
+    model, batch = Named(), batch_of(Named)
+    plain = copy.deepcopy(model)
+    attach(model, (batch["x"], batch["labels"]), target="wanted", chunks=4, devices=["cpu", "cpu"])
+    renamed = {"x": batch["x"], "wanted": batch["labels"]}
+    assert torch.equal(model(*renamed.values()).detach(), plain_step(plain, renamed, 4, target="wanted"))
+
+
+class Named(nn.Module):
+    """Its arguments have the names of those of a pipe's call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, target: Tensor, outputs: float = 1.0, *, return_output: float = 1.0) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return nn.functional.mse_loss(x * outputs * return_output, target)
+
+
+def test_arguments_with_the_names_of_those_of_a_pipe() -> None:
+    model, x = Named(), torch.randn(8, WIDTH)
+    attach(model, {"x": x, "target": x}, target="target", chunks=4, devices=["cpu"] * 2)
+    expected = torch.stack([Named.forward(model, piece, piece, 2.0) for piece in x.chunk(4)]).mean()
+    assert torch.equal(model(x=x, target=x, outputs=2.0), expected)
+    with pytest.raises(TypeError, match="the forward takes 'return_output' by name only"):
+        model(x=x, target=x, return_output=2.0)
+
+
+class Summed(Named):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return nn.functional.mse_loss(x, labels, reduction="sum")
+
+
+def test_a_loss_that_is_a_sum() -> None:
+    model, x = Summed(), torch.randn(8, WIDTH)
+    batch = {"x": x, "labels": x}
+    with pytest.warns(PipeWarning, match=r"is the sum of its losses for two halves .*loss_reduction='sum'"):
+        attach(model, batch, chunks=4, devices=["cpu"] * 2)
+    del model.forward
+    attach(model, batch, chunks=4, loss_reduction="sum", devices=["cpu"] * 2)
+    torch.testing.assert_close(model(**batch), Summed.forward(model, **batch))
+
+
+def test_a_model_that_is_wrapped_is_refused() -> None:
+    model = nn.DataParallel(Plain())
+    with pytest.raises(ValueError, match=r"attach got a model in DataParallel.*attach the pipe to the model itself"):
+        attach(model, batch_of(Plain))
