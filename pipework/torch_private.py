@@ -18,7 +18,8 @@ import contextlib
 import functools
 import importlib
 import operator
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+import sys
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -204,7 +205,24 @@ make_subclass: Callable[[type, Tensor, bool], Tensor] = _find(
 
 DispatchMode: Any = _find(torch, "utils._python_dispatch.TorchDispatchMode", contextlib.nullcontext)
 """The base of modes that see the operators below autograd. Fallback: a context that sees none."""
-_in_dispatch_mode: Callable[[], bool] = _find(torch, "utils._python_dispatch.is_in_torch_dispatch_mode", lambda: False)
+
+
+class ThreadDispatchMode(DispatchMode):  # type: ignore[misc]
+    """A mode that several threads may enter and leave at the same time.
+
+    PyTorch's own `with` also notes in variables of the process whether any mode is entered, and puts back what it found
+    there. Of two threads one can put back what the other has written: then PyTorch takes all threads to be in a mode
+    for good. Fallback: a context that sees no operators.
+    """
+
+    def __enter__(self) -> Self:
+        if _KNOWS_MODES:
+            torch.utils._python_dispatch._push_mode(self)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if _KNOWS_MODES:
+            torch.utils._python_dispatch._pop_mode()
 
 
 def changes_arguments(operator: Any) -> bool:
@@ -233,16 +251,27 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
     return [each for each in found if isinstance(each, Tensor)]
 
 
-class TracedAsParameter(Tensor):
-    """A tensor that `torch.compile` takes for a parameter while it traces: it knows tensors and parameters only.
+def _find_fake_mode() -> Callable[[], object]:
+    key = _find(torch, "_C._TorchDispatchModeKey.FAKE")
+    mode: Callable[[Any], object] | None = _find(torch, "_C._get_dispatch_mode")
+    return functools.partial(mode, key) if key is not None and mode is not None else lambda: None
 
-    A module to which such a tensor is assigned must not take it for a parameter. Fallback: it is never one, and a
-    compiled function outside of a module refuses it.
+
+_fake_mode: Final = _find_fake_mode()
+"""The mode in which the calling thread traces with tensors that have no values; None: it does not."""
+
+
+class TracedAsParameter(Tensor):
+    """A tensor that `torch.compile` takes for a parameter, while it traces and in the code it makes.
+
+    It knows tensors and parameters only. A module to which such a tensor is assigned must not take it for a parameter.
+    Fallback: it is never one, and a compiled function outside of a module refuses it.
     """
 
     @property
     def _is_param(self) -> bool:  # type: ignore[override]
-        return _in_dispatch_mode()
+        asks = sys._getframe(2)  # the frame between is that of `isinstance`
+        return _fake_mode() is not None or asks.f_globals.get("__name__", "").startswith("torch._functorch.")
 
 
 is_wrapper_subclass: Callable[[object], bool] = _find(

@@ -1,5 +1,6 @@
 """Layers that do with a parameter, or with what an operator makes of it, what the split must see; bitwise."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipework import Pipe
 from tests.conftest import WAYS, bitwise
@@ -121,11 +123,13 @@ def test_gradients_are_those_of_the_model_itself(
 
 
 @pytest.mark.parametrize("way", ["zb-h1"], indirect=True)
-def test_what_a_layer_keeps_or_copies_is_no_parameter_of_it(way: Any) -> None:
+@pytest.mark.parametrize("watched", [False, True], ids=["", "in_a_mode"])
+def test_what_a_layer_keeps_or_copies_is_no_parameter_of_it(way: Any, watched: bool) -> None:
     pipe = way.pipe(nn.Sequential(Layer(kept_as_attribute), Layer(copied)), CHUNKS, "never", balance=[1, 1])
     names = list(pipe.state_dict())
-    for _ in range(2):
-        way.loss(pipe, torch.randn(8, 6), torch.randn(8)).backward()
+    with FlopCounterMode(display=False) if watched else contextlib.nullcontext():
+        for _ in range(2):
+            way.loss(pipe, torch.randn(8, 6), torch.randn(8)).backward()
     assert list(pipe.state_dict()) == names
 
 

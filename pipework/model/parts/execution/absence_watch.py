@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pipework.model.parts.execution.run import PartRun
 
 
-class AbsenceWatch(torch_private.DispatchMode):  # type: ignore[misc]
+class AbsenceWatch(torch_private.ThreadDispatchMode):
     """Marks what is computed from tensors without values as such, too; units are not watched.
 
     Args:
