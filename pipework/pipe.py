@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from copy import copy
 from inspect import signature
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import torch
 from torch import nn
 
 from pipework.assignment.assignment import assign
 from pipework.assignment.doubts import doubts_about
-from pipework.assignment.from_plan import arguments_of
+from pipework.assignment.from_plan import arguments_of, checked_plan
 from pipework.assignment.partition import split_layers
 from pipework.backend import LocalBackend, PipeSpec
 from pipework.executor import Executor
@@ -26,6 +26,7 @@ from pipework.model.sequential import tuple_rule
 from pipework.model.state_names import state_tensors
 from pipework.model.wrapped_module import WrappedModule
 from pipework.pipe_warning import warn_caller
+from pipework.profiling.first_mini_batch import AUTO, FirstMiniBatch
 from pipework.runtime.random.on_devices import generator_given_up
 from pipework.runtime.random.streams import draw_key
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
@@ -36,7 +37,7 @@ from pipework.timeline.recording import checked_step
 from pipework.tracebacks import ShortTracebacks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence, Sized
+    from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from pipework.planning.plan import Plan
     from pipework.prediction.predict import Prediction
     from pipework.schedule import Schedule, ScheduleSpec
+
+_CPU: Final = torch.device("cpu")
 
 
 class Pipe(Layers):
@@ -76,7 +79,7 @@ class Pipe(Layers):
         schedule: the order of what the workers do: the name of any schedule that trains, such as 'gpipe', '1f1b',
             'interleaved-1f1b', 'looped-bfs', 'zb-h1' or 'zb-v' (or of its class in torch.distributed.pipelining), a
             `Schedule` of your own, or a `ScheduleSpec` that makes one of any size. All but 'gpipe' and 'looped-bfs'
-            need the loss inside, `pipe(x, target=y)`.
+            need the loss inside, `pipe(x, target=y)`. 'auto': the first training mini-batch is planned, see `plan`.
         loss_fn: from the output and the target of a micro-batch to its loss, a 0-dimensional tensor. None: if a target
             is given, the last layer takes it as its last positional argument and returns the loss.
         loss_reduction: 'mean': the loss of the mini-batch is the mean of its micro-batches' losses, weighted by rows;
@@ -96,7 +99,10 @@ class Pipe(Layers):
             layers of its own stages only. Then the pipe is made and called by all processes alike. None: the workers
             are threads of this process.
         plan: what `pipework.plan` returned for these layers; it decides chunks, checkpoint, balance and schedule, and
-            the devices unless they are given. With a mesh all processes load the same plan, of as many workers.
+            the devices unless they are given. With a mesh all processes load the same plan, of as many workers. With
+            schedule='auto' the first training mini-batch makes the plan, as `pipework.plan` does (so it takes half a
+            minute longer), and these are its options, such as ``{"seconds": 10}``; chunks other than 1 stay as given.
+        memory: with schedule='auto': the bytes that each device may hold, such as "24GiB"; see `pipework.plan`.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`.
@@ -114,7 +120,7 @@ class Pipe(Layers):
     """
 
     _own_attributes: ClassVar[frozenset[str]] = Layers._own_attributes | {
-        "_backend", "_defers", "_executor", "_assignment", "_wrapped",
+        "_assignment", "_backend", "_defers", "_executor", "_first", "_later", "_plan", "_wrapped",
     }  # fmt: skip
     _executor_type: ClassVar[type[Executor]] = Executor
 
@@ -135,16 +141,36 @@ class Pipe(Layers):
         check_finite: bool = False,
         one_thread: bool = False,
         mesh: Mesh | DeviceMesh | None = None,
-        plan: Plan | None = None,
+        plan: Plan | Mapping[str, Any] | None = None,
+        memory: float | str | Mapping[str, float | str] | None = None,
     ) -> None:
-        if plan is not None:
-            given = {
-                "chunks": (chunks, 1),
-                "balance": (balance, None),
-                "schedule": (schedule, "gpipe"),
-                "checkpoint": (checkpoint, "except_last"),
+        planned: dict[str, tuple[Any, Any]] = {
+            "chunks": (chunks, 1),
+            "balance": (balance, None),
+            "checkpoint": (checkpoint, "except_last"),
+        }
+        if schedule == AUTO:
+            first = FirstMiniBatch.of(module, loss_fn, devices, memory, plan, planned, on_ranks=mesh is not None)
+            later = {
+                "deferred_batch_norm": deferred_batch_norm,
+                "devices": devices,
+                "loss_fn": loss_fn,
+                "loss_reduction": loss_reduction,
+                "loss_weight": loss_weight,
+                "grad_scaler": grad_scaler,
+                "check_finite": check_finite,
+                "one_thread": one_thread,
             }
-            chunks, balance, devices, schedule = arguments_of(plan, module, devices, given, on_ranks=mesh is not None)
+            self._wait_for_mini_batch(first, later)
+            return
+        if memory is not None:
+            raise ValueError("memory= is for schedule='auto'; with another schedule nothing is chosen that it limits")
+        self._first: FirstMiniBatch | None = None
+        self._plan: Plan | None = None
+        if plan is not None:
+            planned["schedule"] = schedule, "gpipe"
+            self._plan = plan = checked_plan(plan)
+            chunks, balance, devices, schedule = arguments_of(plan, module, devices, planned, on_ranks=mesh is not None)
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
             raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
         if checkpoint not in MODES:
@@ -227,7 +253,33 @@ class Pipe(Layers):
         self.training = module.training
         self._wrapped = WrappedModule(module if executor.warns else None)
 
+    def _wait_for_mini_batch(self, first: FirstMiniBatch, later: Mapping[str, Any]) -> None:
+        """Begins without a plan: all layers are in one partition, where they lie."""
+        LossSettings(first.loss_fn, later["loss_reduction"], later["loss_weight"], later["grad_scaler"])
+        refuse_own_behaviour(first.module)
+        verify_skippables(first.module)
+        super().__init__({0: first.module}, [next((each.device for each in first.module.parameters()), _CPU)], [0])
+        self._later = later
+        self._first, self._plan = first, None
+        self._backend, self._defers = LocalBackend(), False
+        self.training = first.module.training
+
+    def _make_plan(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any], target: Any) -> None:
+        """Plans the first training mini-batch, and begins anew with the plan."""
+        first = self._first
+        assert first is not None
+        training = self.training and torch.is_grad_enabled()
+        plan = first.plan(inputs, keywords, target, training=training)
+        hooks = {name: value for name, value in self.__dict__.items() if "_hooks" in name}
+        Pipe.__init__(self, first.module, plan=plan, **self._later)
+        self.__dict__.update(hooks)
+
     _refused_attributes = Layers._refused_attributes | frozenset(signature(__init__).parameters) - {"self", "module"}
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that the pipe follows; None: it has none, or, with schedule='auto', none yet."""
+        return self._plan
 
     @property
     def chunks(self) -> int:
@@ -250,7 +302,7 @@ class Pipe(Layers):
     @property
     def devices(self) -> list[torch.device]:
         """The device of each worker; with one partition per worker, of each partition."""
-        return list(self._assignment.devices)
+        return list(self._stage_devices if self._first is not None else self._assignment.devices)
 
     @property
     def is_first(self) -> bool:
@@ -393,6 +445,8 @@ class Pipe(Layers):
             ValueError: a tensor cannot be split, tensors have different numbers of rows or arguments different numbers
                 of micro-batches, rows cannot weigh the mean, the schedule needs a target, or the loss has dimensions.
         """
+        if self._first is not None:
+            self._make_plan(inputs, keyword_inputs, target)
         if outputs not in ("last", "all"):
             raise ValueError(f"outputs is not one of 'last' or 'all': got {outputs!r}")
         if return_output and self._executor.loss.function is None and (target is not None or not self.is_last):
@@ -498,7 +552,18 @@ class Pipe(Layers):
 
     def __repr__(self) -> str:
         """A table of the partitions."""
+        if self._first is not None:
+            return f"Pipe: {len(self)} layers, planned at the first training mini-batch (schedule 'auto')"
         return table(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what is not there, such as an executor before there is a plan."""
+        if name in ("_executor", "_assignment") and self.__dict__.get("_first") is not None:
+            raise RuntimeError(
+                "this pipe has no plan yet: schedule='auto' makes one from the first training mini-batch, "
+                "pipe(x, target=y)"
+            )
+        return super().__getattr__(name)
 
     def schedule(self, micro_batches: int | None = None) -> Schedule:
         """The order of all actions of a training mini-batch.
@@ -509,13 +574,14 @@ class Pipe(Layers):
         return self._executor.schedule(micro_batches)
 
     def _prepared(self, layer: nn.Module) -> nn.Module:
-        self._executor.layer_replaced()
+        if self._first is None:
+            self._executor.layer_replaced()
         return convert_deferred_batch_norm(layer, self.chunks) if self._defers else layer
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, each with an executor of its own."""
         self._backend.check_copyable()
-        return {**self.__dict__, "_executor": copy(self._executor)}
+        return {**self.__dict__} if self._first is not None else {**self.__dict__, "_executor": copy(self._executor)}
 
 
 def _doubt_about_no_mesh() -> str | None:

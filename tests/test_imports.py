@@ -76,8 +76,8 @@ MAY_IMPORT = {
         "runtime.skips", "runtime.stage", "schedule", "skip", "values",
     },
     "pipe": {
-        "assignment", "backend", "distributed", "executor", "model", "model.loss", "pipe_warning", "runtime.random",
-        "runtime.stage", "schedule", "skip", "summary", "timeline",
+        "assignment", "backend", "distributed", "executor", "model", "model.loss", "pipe_warning", "profiling",
+        "runtime.random", "runtime.stage", "schedule", "skip", "summary", "timeline",
     },
     "integrations": {"model.parts", "model.parts.analysis", "model.parts.execution", "saving"},
     "attached_forward": {"model.parts", "model.parts.execution", "runtime", "values"},

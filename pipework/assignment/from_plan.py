@@ -27,6 +27,19 @@ class PlannedArguments(NamedTuple):
     schedule: Schedule
 
 
+def checked_plan(plan: object) -> Plan:
+    """A plan that a pipe was given.
+
+    Raises:
+        TypeError: it is no plan.
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"plan is {plan!r}: wanted a Plan, as pipework.plan(model, sample) returns it, or Plan.load(path)"
+        )
+    return plan
+
+
 def arguments_of(
     plan: Plan,
     module: nn.Sequential,
@@ -45,13 +58,9 @@ def arguments_of(
         on_ranks: whether workers are processes, each of which has its own device: then the plan's are left out.
 
     Raises:
-        TypeError: it is no plan.
+        TypeError: the module is no `nn.Sequential`.
         ValueError: an argument is given beside the plan, or the plan is for another model.
     """
-    if not isinstance(plan, Plan):
-        raise TypeError(
-            f"plan is {plan!r}: wanted a Plan, as pipework.plan(model, sample) returns it, or Plan.load(path)"
-        )
     if not isinstance(module, nn.Sequential):
         raise not_sequential(module)
     for name, (value, default) in given.items():

@@ -1,0 +1,137 @@
+"""A pipe before its first training mini-batch, from which its plan is to be made: `schedule="auto"`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import nn
+
+from pipework.balance.checks import not_sequential
+from pipework.model.given import MicroBatches
+from pipework.model.materialize import on_meta
+from pipework.planning.plan import Plan
+from pipework.profiling.plan_model import plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from pipework.model.with_device import Device
+
+AUTO: Final = "auto"
+_OPTIONS: Final = ("batch", "chunks", "optimizer", "schedules", "seconds", "iterations", "timeout", "progress")
+
+
+@dataclass(frozen=True)
+class FirstMiniBatch:
+    """A pipe's layers and arguments, until there is a mini-batch to measure them with.
+
+    Attributes:
+        module: the layers.
+        loss_fn: see `Pipe`.
+        devices: see `Pipe`.
+        memory: see `pipework.plan`.
+        chunks: the number of micro-batches, or 1: the planner's choice.
+        options: of `pipework.plan`, beside these.
+    """
+
+    module: nn.Sequential
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    devices: Sequence[Device] | None
+    memory: float | str | Mapping[str, float | str] | None
+    chunks: int
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Sequential,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        devices: Sequence[Device] | None,
+        memory: float | str | Mapping[str, float | str] | None,
+        plan: Plan | Mapping[str, Any] | None,
+        given: Mapping[str, tuple[Any, Any]],
+        *,
+        on_ranks: bool,
+    ) -> FirstMiniBatch:
+        """Checks a pipe's arguments.
+
+        Args:
+            module: see `Pipe`.
+            loss_fn: see `Pipe`.
+            devices: see `Pipe`.
+            memory: see `Pipe`.
+            plan: the options of `pipework.plan`.
+            given: further arguments of the pipe, each with its default.
+            on_ranks: whether workers are processes.
+
+        Raises:
+            TypeError: `module` is no `nn.Sequential`, or `plan` no mapping.
+            ValueError: an argument is given that the plan will decide, or layers have no data.
+        """
+        if on_ranks:
+            raise ValueError(
+                "schedule='auto' is for workers that are threads: an optimizer is made before the first mini-batch, "
+                "and a process must know by then which layers are its own. Plan on all processes first: "
+                "plan = pipework.plan(model, x, target=y, loss_fn=f, mesh=mesh); pipe = Pipe(model, plan=plan, "
+                "loss_fn=f, mesh=mesh)"
+            )
+        if not isinstance(module, nn.Sequential):
+            raise not_sequential(module)
+        if isinstance(plan, Plan):
+            raise ValueError("schedule='auto' makes a plan, and plan= is one: leave schedule= or plan= out")
+        if plan is not None and not isinstance(plan, Mapping):
+            raise TypeError(f"plan is {plan!r}: with schedule='auto', wanted options of pipework.plan in a dict")
+        if unknown := [name for name in plan or () if name not in _OPTIONS]:
+            raise ValueError(f"plan has {unknown[0]!r}: with schedule='auto', its options are {', '.join(_OPTIONS)}")
+        for name, (value, default) in given.items():
+            if name != "chunks" and value is not default and value != default:
+                raise ValueError(f"{name}= is given beside schedule='auto', which decides it: leave one of them out")
+        if any(map(on_meta, module)):
+            raise ValueError(
+                "schedule='auto' measures layers, and some are on the meta device: plan with estimated times, "
+                "pipework.plan(pipework.profile(model, x, rates={...}), devices=[...])"
+            )
+        return cls(module, loss_fn, devices, memory, given["chunks"][0], dict(plan or {}))
+
+    def plan(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any], target: Any, *, training: bool) -> Plan:
+        """Makes the plan.
+
+        Args:
+            inputs: of the first layer.
+            keywords: likewise.
+            target: of the loss.
+            training: whether this is a training step.
+
+        Raises:
+            RuntimeError: it is none.
+            ValueError: there is no target, or no plan fits.
+        """
+        if not training:
+            raise RuntimeError(
+                "this pipe has no plan yet: schedule='auto' makes one from the first training mini-batch, and this "
+                "call is an evaluation. Train a step first, or plan before: Pipe(model, plan=pipework.plan(model, x, "
+                "target=y, loss_fn=f), loss_fn=f)"
+            )
+        if target is None:
+            raise ValueError(
+                "schedule='auto' plans a step with its loss: call the pipe with a target, pipe(x, target=y)"
+            )
+        if any(isinstance(each, MicroBatches) for each in (*inputs, *keywords.values(), target)):
+            raise ValueError(
+                "schedule='auto' chooses the number of micro-batches, and these are split already: give whole tensors, "
+                "or plan with pipework.plan(..., chunks=number)"
+            )
+        return plan(
+            self.module,
+            inputs,
+            target=target,
+            loss_fn=self.loss_fn,
+            devices=self.devices,
+            memory=self.memory,
+            keywords=keywords,
+            **{**({} if self.chunks == 1 else {"chunks": self.chunks}), **self.options},
+        )
