@@ -56,8 +56,8 @@ MAY_IMPORT = {
         "runtime.stage", "schedule", "schedule.analysis", "schedule.draw", "summary", "values",
     },
     "profiling": {
-        "assignment", "balance", "model", "model.loss", "planning", "prediction", "runtime", "runtime.stage",
-        "schedule", "schedule.draw", "skip", "values",
+        "__init__", "assignment", "balance", "distributed", "model", "model.loss", "planning", "prediction", "runtime",
+        "runtime.stage", "saving", "schedule", "schedule.draw", "skip", "values",
     },
     "skip": {"model", "runtime.skips"},
     "summary": {"schedule", "schedule.draw"},

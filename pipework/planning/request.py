@@ -31,6 +31,7 @@ class PlanRequest:
         chunks: the numbers of micro-batches that may be chosen.
         optimizer: the numbers that the optimizer keeps for each trained parameter, such as 2 for Adam.
         schedules: names that may be chosen; None: all, and synthesised ones.
+        keeps_order: whether worker 0 has the first device, and so on.
     """
 
     profile: Profile
@@ -40,6 +41,7 @@ class PlanRequest:
     chunks: tuple[int, ...]
     optimizer: float = 2.0
     schedules: tuple[str, ...] | None = None
+    keeps_order: bool = False
     _sums: dict[int, StageSums] = field(default_factory=dict, repr=False, compare=False)
 
     def sums(self, chunks: int) -> StageSums:

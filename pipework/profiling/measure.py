@@ -90,12 +90,12 @@ def profile(
     if rates is not None:
         if devices is not None:
             raise ValueError("give either devices=, which are measured, or rates= of devices that are not here")
-        return estimated(module, batch, _sizes(batch.rows, workers, rows), rates, report)
+        return estimated(module, batch, micro_batch_sizes(batch.rows, workers, rows), rates, report)
     machine = Machine.here()
     places = default_devices(len(module), False, machine) if devices is None else checked_devices(devices, machine)
     if not places:
         raise ValueError("devices is empty: give one for each worker")
-    sizes = _sizes(batch.rows, len(places), rows)
+    sizes = micro_batch_sizes(batch.rows, len(places), rows)
     by_kind = {device_kind(place): place for place in reversed(places)}
     cpu_workers = sum(place.type == "cpu" for place in places)
     kinds: dict[str, DeviceKind] = {}
@@ -121,7 +121,7 @@ def profile(
     )
 
 
-def _sizes(batch: int, workers: int, rows: Sequence[int] | None) -> tuple[int, ...]:
+def micro_batch_sizes(batch: int, workers: int, rows: Sequence[int] | None) -> tuple[int, ...]:
     """The sizes of micro-batches to measure."""
     if rows is None:
         counts = micro_batch_counts(batch, workers)

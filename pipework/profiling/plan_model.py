@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from pipework.assignment.devices import Machine, checked_devices, default_devices
@@ -13,14 +14,18 @@ from pipework.balance.checks import not_sequential
 from pipework.planning.plan_profile import plan_request
 from pipework.planning.profile import Profile
 from pipework.planning.request import make_request
-from pipework.profiling.measure import profile
+from pipework.profiling.measure import micro_batch_sizes, profile
 from pipework.profiling.micro_batches import SampleBatch
+from pipework.profiling.on_ranks import plan_on_ranks
 from pipework.profiling.verify import measured_plan, with_limits
 from pipework.schedule.draw.units import memory_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from pipework.distributed.mesh import Mesh
     from pipework.model.with_device import Device
     from pipework.planning.plan import Plan
     from pipework.planning.request import PlanRequest
@@ -45,6 +50,7 @@ def plan(
     keywords: Mapping[str, Any] | None = None,
     timeout: float = 0.2,
     progress: Callable[[str], None] | None = None,
+    mesh: Mesh | DeviceMesh | None = None,
 ) -> Plan:
     """Find the fastest training step that fits, and say how far from the best possible it is.
 
@@ -69,6 +75,9 @@ def plan(
         keywords: keyword arguments of the first layer.
         timeout: seconds to measure each layer, and each stage of the plan.
         progress: called with a line of text for each step; None: lines are logged to "pipework" (INFO).
+        mesh: what `pipework.init()` returned: each worker is a process. All of them call this with the same model and
+            mini-batch; each measures its own device and the link to the next, and all get the same plan. In `memory`,
+            devices are "rank 0" and so on. Stages are not measured as a whole. None: workers are threads.
 
     Returns:
         The plan: `print` it, `save` it, or give it to `Pipe(model, plan=plan)`.
@@ -87,6 +96,11 @@ def plan(
     """
     report = progress or logging.getLogger("pipework").info
     options: dict[str, Any] = {"batch": batch, "chunks": chunks, "optimizer": optimizer, "schedules": schedules}
+    if mesh is not None and (devices is not None or isinstance(model, Profile)):
+        raise ValueError(
+            "mesh is for a model that each process measures on its own device: leave devices= out; a plan of a profile "
+            "is made once, saved, and loaded by all processes, pipework.Plan.load(path)"
+        )
     if isinstance(model, Profile):
         if devices is None:
             raise ValueError("devices is missing: with a profile, name one device or kind of device for each worker")
@@ -97,12 +111,19 @@ def plan(
         raise TypeError("plan got no sample: give the inputs of a mini-batch, plan(model, x, target=y, loss_fn=f)")
     if not isinstance(model, nn.Sequential):
         raise not_sequential(model)
+    measuring: dict[str, Any] = {
+        "target": target, "loss_fn": loss_fn, "keywords": keywords, "timeout": timeout, "progress": report,
+    }  # fmt: skip
+    if mesh is not None:
+
+        def measure(device: torch.device, workers: int) -> Profile:
+            sizes = micro_batch_sizes(SampleBatch.of(model, sample, keywords, target, loss_fn).rows, workers, None)
+            return profile(model, sample, devices=[device], rows=sizes, **measuring)
+
+        return plan_on_ranks(mesh, measure, memory, options, seconds, iterations, report)
     machine = Machine.here()
     places = default_devices(len(model), False, machine) if devices is None else checked_devices(devices, machine)
-    found = profile(
-        model, sample, target=target, loss_fn=loss_fn, devices=places, keywords=keywords, timeout=timeout,
-        progress=report,
-    )  # fmt: skip
+    found = profile(model, sample, devices=places, **measuring)
     request = make_request(found, [str(each) for each in places], memory, **options)
     whole = SampleBatch.of(model, sample, keywords, target, loss_fn)
     return _measured_and_fitting(request, model, whole, seconds, iterations, timeout, report)

@@ -1,0 +1,171 @@
+"""A plan for workers that are processes: each measures its own device and link, the first plans, and all get the plan.
+
+A rank cannot be given another place in its mesh, so the order of the devices stays as it is. Ranks with the same device
+are one kind of device, unless one of them is slower than the others.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+import pipework
+from pipework.planning import plan_file, profile_file
+from pipework.planning.layer_costs import LinkSpeed
+from pipework.planning.plan import Plan
+from pipework.planning.plan_profile import plan_request
+from pipework.planning.profile import Profile
+from pipework.planning.request import make_request
+from pipework.saving.collective import run_on_all_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from pipework.distributed.mesh import Mesh
+    from pipework.planning.layer_costs import DeviceKind
+
+_SMALL, _LARGE = 2**10, 2**22  # numbers of 4 bytes
+_TIMES = 7
+_ALIKE = 1.2  # how much longer the layers may take on a device that counts as one of the same kind
+
+
+def plan_on_ranks(
+    mesh: Mesh | DeviceMesh,
+    measure: Callable[[torch.device, int], Profile],
+    memory: float | str | Mapping[str, float | str] | None,
+    options: Mapping[str, Any],
+    seconds: float | None,
+    iterations: int | None,
+    report: Callable[[str], None],
+) -> Plan:
+    """The plan that all ranks get; all of them call this.
+
+    Args:
+        mesh: see `Pipe`.
+        measure: profiles the layers on a device, for so many workers.
+        memory: see `plan`; a device is called "rank 0", or by its kind.
+        options: of `make_request`.
+        seconds: see `plan`.
+        iterations: see `plan`.
+        report: called with a line of text for each step.
+
+    Raises:
+        RuntimeError: another rank failed.
+        ValueError: no plan fits.
+    """
+    from pipework.distributed.mesh import mesh_of  # needs torch.distributed, which a build may lack
+
+    device, workers = mesh_of(mesh).device, len(mesh_of(mesh).ranks)
+    pipe = pipework.Pipe(
+        nn.Sequential(*(nn.Identity() for _ in range(workers))), chunks=2, balance=[1] * workers, mesh=mesh
+    )
+    group = pipe.ranks
+    links = _measured_links(pipe)
+    measured = run_on_all_ranks(
+        group, "measure the layers", lambda: measure(device, workers), profile_file.text_of
+    ).shared
+    found = [Profile(**profile_file.fields_of(text, f"of rank {n}")) for n, text in enumerate(measured)]
+    whole = profile_of_ranks(found, group.everyone, workers, links)
+
+    def planned() -> str:
+        if group.rank:
+            return ""
+        devices = [f"rank {rank}" for rank in group.everyone[:workers]]
+        request = replace(make_request(whole, devices, memory, **options), keeps_order=True)
+        return plan_file.text_of(plan_request(request, seconds, iterations, report))
+
+    text = run_on_all_ranks(group, "make a plan", planned, str).shared[0]
+    return Plan(**plan_file.fields_of(text, "of rank 0"))
+
+
+def profile_of_ranks(
+    profiles: Sequence[Profile], ranks: Sequence[int], workers: int, links: Sequence[LinkSpeed]
+) -> Profile:
+    """One profile of what all ranks have measured.
+
+    Args:
+        profiles: of each rank, replica by replica.
+        ranks: their numbers.
+        workers: of one replica.
+        links: from each worker to the next.
+    """
+    first = profiles[0]
+    slowest = [max((profiles[i] for i in range(w, len(profiles), workers)), key=_seconds) for w in range(workers)]
+    kinds: list[_Kind] = []
+    for worker in sorted(range(workers), key=lambda worker: _seconds(slowest[worker])):
+        profile = slowest[worker]
+        (name,) = profile.kinds
+        alike = [each for each in kinds if each.name == name and _seconds(profile) <= _ALIKE * _seconds(each.profile)]
+        if alike:
+            alike[-1].workers.append(worker)
+        else:
+            kinds.append(_Kind(name, profile, [worker]))
+    names: dict[int, str] = {}
+    for kind in kinds:
+        name = kind.name
+        if sum(each.name == name for each in kinds) > 1:
+            name += f" of rank {', '.join(str(ranks[worker]) for worker in sorted(kind.workers))}"
+        names |= dict.fromkeys(kind.workers, name)
+    speeds = {
+        (names[a], names[b]): LinkSpeed(max(link.latency for link in same), min(link.bytes_per_second for link in same))
+        for a, b in pairwise(range(workers))
+        if (same := [links[i] for i in range(workers - 1) if {names[i], names[i + 1]} == {names[a], names[b]}])
+    }
+    if links:
+        worst = LinkSpeed(max(link.latency for link in links), min(link.bytes_per_second for link in links))
+        for a in set(names.values()):  # workers that are no neighbours
+            for b in set(names.values()):
+                if (b, a) not in speeds:
+                    speeds.setdefault((a, b), worst)
+    return replace(
+        first,
+        kinds={names[kind.workers[0]]: kind.middle(slowest) for kind in kinds},
+        devices={f"rank {ranks[worker]}": names[worker] for worker in range(workers)},
+        links=speeds,
+    )
+
+
+class _Kind(NamedTuple):
+    """Workers whose devices are alike; the profile is that of the fastest."""
+
+    name: str
+    profile: Profile
+    workers: list[int]
+
+    def middle(self, profiles: Sequence[Profile]) -> DeviceKind:
+        """The times on the worker in the middle."""
+        (times,) = profiles[self.workers[len(self.workers) // 2]].kinds.values()
+        return times
+
+
+def _seconds(profile: Profile) -> float:
+    (kind,) = profile.kinds.values()
+    return sum(sum(layer) for row in kind.seconds for layer in row)
+
+
+def _measured_links(pipe: pipework.Pipe) -> list[LinkSpeed]:
+    """The link from each worker to the next: the time from the end of one stage's forward to the begin of the next."""
+    pipe.eval()
+    small, large = (_waits(pipe, size) for size in (_SMALL, _LARGE))
+    return [
+        LinkSpeed(low, 4 * (_LARGE - _SMALL) / max(high - low, 1e-9)) for low, high in zip(small, large, strict=True)
+    ]
+
+
+def _waits(pipe: pipework.Pipe, size: int) -> list[float]:
+    x = torch.zeros(1, size)
+    rounds = []
+    for number in range(_TIMES + 1):
+        with torch.no_grad(), pipe.record() as recording:
+            pipe(x)
+        if number:  # the first message of a form is described
+            spans = sorted((each.action.stage, each.start, each.end) for each in recording.timeline().intervals)
+            rounds.append([later[1] - earlier[2] for earlier, later in pairwise(spans)])
+    return [max(0.0, statistics.median(column)) for column in zip(*rounds, strict=True)]

@@ -1,0 +1,57 @@
+"""All ranks plan together: each measures its own device, and all get the same plan."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pipework
+from pipework import Mesh, Pipe
+from pipework.planning.plan_file import text_of
+from tests.planning.profiles import made
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(4)))
+
+
+class Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ArithmeticError("this layer")
+
+
+def plan_and_train(mesh: Mesh) -> tuple[str, float]:
+    torch.set_num_threads(1)
+    x, y = torch.randn(16, 8), torch.randn(16, 8)
+    options: dict[str, Any] = {"target": y, "loss_fn": F.mse_loss, "mesh": mesh, "iterations": 20, "timeout": 0}
+    plan = pipework.plan(layers(), x, memory={"rank 0": "1 MiB"}, **options)
+    assert [worker.limit for worker in plan.workers] == [2.0**20, float("inf")]
+    assert plan.devices == ("rank 0", "rank 1")
+    pipe = Pipe(layers(), plan=plan, mesh=mesh, loss_fn=F.mse_loss)
+    loss = pipe(x, target=y)
+    loss.backward()
+    for wrong in ({"devices": ["cpu", "cpu"]}, {"model": made([1.0])}):
+        with pytest.raises(ValueError, match="leave devices= out"):
+            pipework.plan(**({"model": layers(), "sample": x} | options | wrong))
+    with pytest.raises(ValueError, match="workers that are threads: an optimizer"):
+        Pipe(layers(), schedule="auto", mesh=mesh, loss_fn=F.mse_loss)
+    # What fails on one rank is an error on all.
+    model = nn.Sequential(*layers(), Fails()) if mesh.worker else nn.Sequential(*layers(), nn.Identity())
+    with pytest.raises(
+        Exception, match="this layer" if mesh.worker else "rank 1 could not measure the layers: .*layer"
+    ):
+        pipework.plan(model, x, **options)
+    with pytest.raises(RuntimeError if mesh.worker else ValueError, match="limit"):
+        pipework.plan(layers(), x, memory=10, **options)
+    return text_of(replace(plan, notes=())), loss.item()
+
+
+@pytest.mark.thorough
+def test_all_ranks_get_the_same_plan_and_train_with_it(on_ranks: Callable[..., list[Any]]) -> None:
+    first, second = on_ranks(2, plan_and_train)
+    assert first == second
