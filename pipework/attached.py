@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework.assignment.assignment import assign
+from pipework.assignment.from_plan import checked_plan, planned_arguments
 from pipework.attached_forward import AttachedForward, LossOf, Placed, by_name
 from pipework.balance import balance_by_time
 from pipework.integrations import adapter_for
@@ -21,16 +22,19 @@ from pipework.model.parts.execution.result import LossPlace
 from pipework.model.parts.originals import OwnParameters, take_over
 from pipework.pipe import Pipe, backend_for
 from pipework.pipe_warning import warn_caller
+from pipework.profiling.first_mini_batch import AUTO, FirstMiniBatch, refuse_memory
+from pipework.schedule.edges import recomputed
 from pipework.values import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
     import pipework
     from pipework.backend import Backend
     from pipework.distributed.mesh import Mesh
+    from pipework.planning.plan import Plan
     from pipework.schedule import Schedule, ScheduleSpec
 
 
@@ -97,6 +101,8 @@ def attach(
     outputs: Literal["last", "all"] = "all",
     mesh: Mesh | DeviceMesh | None = None,
     check: bool = True,
+    plan: Plan | Mapping[str, Any] | None = None,
+    memory: float | str | Mapping[str, float | str] | None = None,
 ) -> pipework.Pipe:
     """Makes a pipe of a model, and lets the model's forward run in it.
 
@@ -121,7 +127,7 @@ def attach(
         balance: how many units each stage has; None: so that all stages take equally long for the sample, with a mesh
             so that they have equally many parameters.
         devices: see `Pipe`.
-        schedule: see `Pipe`.
+        schedule: see `Pipe`. 'auto': the units are planned at once, with the sample as the mini-batch.
         grad_scaler: see `Pipe`.
         check_finite: see `Pipe`.
         one_thread: see `Pipe`.
@@ -131,6 +137,9 @@ def attach(
         mesh: see `Pipe`.
         check: run the sample through the model and through its parts, in evaluation mode and without gradients, and
             compare. Nothing is compared with a mesh, or if a part of the model is on the meta device.
+        plan: `pipe.plan` of a pipe that was attached to such a model: it decides chunks, checkpoint, balance and
+            schedule, and the devices unless they are given. With schedule='auto': options of `pipework.plan`.
+        memory: with schedule='auto': see `Pipe`.
 
     Returns:
         The pipe. `pipe.eval()` is not needed: it follows `model.train()` and `model.eval()`.
@@ -184,7 +193,21 @@ def attach(
         loss_weight = adapter.loss_weight(cuttable.result, names)
     # Its graph would hold on to parameters on the meta device, which are to be given memory.
     cuttable.result = nested.replaced(cuttable.result, Tensor, Tensor.detach)
-    if balance is None:
+    planned: dict[str, tuple[Any, Any]] = {
+        "chunks": (chunks, 1), "balance": (balance, None), "checkpoint": (checkpoint, "except_last"),
+    }  # fmt: skip
+    if schedule == AUTO:
+        first = FirstMiniBatch.of(cuttable.sequential(), LossOf(place), devices, memory, plan, planned)
+        plan, planned = first.plan(arguments, keywords, names[target], mesh=mesh), {}
+    else:
+        refuse_memory(memory)
+        planned["schedule"] = schedule, "1f1b"
+    if plan is not None:
+        plan = checked_plan(plan)
+        told = planned_arguments(plan, cuttable.sequential(), devices, planned, on_ranks=mesh is not None)
+        chunks, balance, devices, schedule = told
+        checkpoint = "except_last" if recomputed(told.schedule) else "never"
+    elif balance is None:
         balance = _balance(cuttable, (arguments, keywords), schedule, chunks, backend_for(mesh, devices))
     layers = cuttable.sequential(balance)
     if check and mesh is None:
@@ -212,6 +235,8 @@ def attach(
         deferred_batch_norm=deferred_batch_norm,
         mesh=mesh,
     )
+    if plan is not None:
+        pipe._plan = plan  # the pipe was given its stages; this plan is of units
     here = [layer for layer in layers if layer in set(pipe)]
     take_over(
         cuttable.containers,

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipework.assignment.assignment import assign
 from pipework.assignment.doubts import doubts_about
-from pipework.assignment.from_plan import arguments_of, checked_plan
+from pipework.assignment.from_plan import checked_plan, planned_arguments
 from pipework.assignment.partition import split_layers
 from pipework.backend import LocalBackend, PipeSpec
 from pipework.executor import Executor
@@ -26,7 +26,7 @@ from pipework.model.sequential import tuple_rule
 from pipework.model.state_names import state_tensors
 from pipework.model.wrapped_module import WrappedModule
 from pipework.pipe_warning import warn_caller
-from pipework.profiling.first_mini_batch import AUTO, FirstMiniBatch
+from pipework.profiling.first_mini_batch import AUTO, FirstMiniBatch, refuse_memory
 from pipework.runtime.random.on_devices import generator_given_up
 from pipework.runtime.random.streams import draw_key
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
@@ -150,7 +150,14 @@ class Pipe(Layers):
             "checkpoint": (checkpoint, "except_last"),
         }
         if schedule == AUTO:
-            first = FirstMiniBatch.of(module, loss_fn, devices, memory, plan, planned, on_ranks=mesh is not None)
+            if mesh is not None:
+                raise ValueError(
+                    "schedule='auto' is for workers that are threads: an optimizer is made before the first "
+                    "mini-batch, and a process must know by then which layers are its own. Plan on all processes "
+                    "first: plan = pipework.plan(model, x, target=y, loss_fn=f, mesh=mesh); pipe = Pipe(model, "
+                    "plan=plan, loss_fn=f, mesh=mesh)"
+                )
+            first = FirstMiniBatch.of(module, loss_fn, devices, memory, plan, planned)
             later = {
                 "deferred_batch_norm": deferred_batch_norm,
                 "devices": devices,
@@ -163,14 +170,15 @@ class Pipe(Layers):
             }
             self._wait_for_mini_batch(first, later)
             return
-        if memory is not None:
-            raise ValueError("memory= is for schedule='auto'; with another schedule nothing is chosen that it limits")
+        refuse_memory(memory)
         self._first: FirstMiniBatch | None = None
         self._plan: Plan | None = None
         if plan is not None:
             planned["schedule"] = schedule, "gpipe"
             self._plan = plan = checked_plan(plan)
-            chunks, balance, devices, schedule = arguments_of(plan, module, devices, planned, on_ranks=mesh is not None)
+            chunks, balance, devices, schedule = planned_arguments(
+                plan, module, devices, planned, on_ranks=mesh is not None
+            )
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
             raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
         if checkpoint not in MODES:
@@ -268,8 +276,13 @@ class Pipe(Layers):
         """Plans the first training mini-batch, and begins anew with the plan."""
         first = self._first
         assert first is not None
-        training = self.training and torch.is_grad_enabled()
-        plan = first.plan(inputs, keywords, target, training=training)
+        if not (self.training and torch.is_grad_enabled()):
+            raise RuntimeError(
+                "this pipe has no plan yet: schedule='auto' makes one from the first training mini-batch, and this "
+                "call is an evaluation. Train a step first, or plan before: Pipe(model, plan=pipework.plan(model, x, "
+                "target=y, loss_fn=f), loss_fn=f)"
+            )
+        plan = first.plan(inputs, keywords, target)
         hooks = {name: value for name, value in self.__dict__.items() if "_hooks" in name}
         Pipe.__init__(self, first.module, plan=plan, **self._later)
         self.__dict__.update(hooks)

@@ -4,6 +4,7 @@ import collections
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipework import PipeWarning, attach
+from pipework import PipeWarning, Plan, attach
 from pipework.attached import to_sequential
 from pipework.model.parts.cut import Cuttable
 from tests.model.parts.harness import assert_exact, assert_same, attached, loss_in, plain_step
@@ -20,10 +21,12 @@ from tests.model.parts.models import (
     WIDTH,
     Block,
     Changing,
+    EncoderDecoder,
     Frozen,
     Lists,
     Plain,
     ResNet,
+    UNet,
     Vision,
     batch_of,
     loss_of,
@@ -61,6 +64,50 @@ def test_one_unit_for_each_worker(kind: type[nn.Module], checkpoint: str) -> Non
     count = groups(kind)
     chunks = 4 if kind is Changing else 3  # its parts copy the inputs, to memory that begins elsewhere
     check(kind, [1] * count, chunks=chunks, devices=["cpu"] * count, checkpoint=checkpoint)
+
+
+FEW = {"iterations": 8, "timeout": 0}
+
+
+@pytest.mark.parametrize("kind", [UNet, Vision, EncoderDecoder], ids=lambda kind: kind.__name__)
+def test_a_plan_of_the_units(kind: type[nn.Module]) -> None:
+    assert_exact(kind(), batch_of(kind), chunks=2, schedule="auto", plan=FEW)
+
+
+def test_a_plan_is_saved_and_decides_again(tmp_path: Path) -> None:
+    model, batch = ResNet(), batch_of(ResNet)
+    other = copy.deepcopy(model)
+    pipe = attach(model, batch, schedule="auto", devices=["cpu", "cpu"], memory="1GiB", plan=FEW)
+    assert pipe.plan is not None
+    assert len(pipe.plan.layers) == groups(ResNet)
+    assert {worker.limit for worker in pipe.plan.workers} == {2.0**29}
+    pipe.plan.save(tmp_path / "plan.json")
+    again = attach(other, batch, plan=Plan.load(tmp_path / "plan.json"))
+    assert again.schedule().orders == pipe.schedule().orders
+    for each in (model, other):
+        loss_in(each(**batch)).backward()
+    for one, same in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.grad, same.grad)
+
+
+PLANNED_WRONGLY: dict[str, tuple[dict[str, Any], str]] = {
+    "memory": ({"memory": 3}, "memory= is for schedule='auto'"),
+    "balance": ({"schedule": "auto", "balance": [3, 3]}, "balance= is given beside schedule='auto'"),
+    "no plan": ({"plan": 4}, "wanted a Plan"),
+    "no options": ({"schedule": "auto", "plan": {"second": 1}}, "plan has 'second'"),
+    "another model": ({"plan": "of another model"}, "the plan is for"),
+}
+
+
+@pytest.mark.parametrize("wrong", PLANNED_WRONGLY)
+def test_plans_that_are_refused(wrong: str) -> None:
+    options, message = PLANNED_WRONGLY[wrong]
+    if options.get("plan") == "of another model":
+        options = {"plan": attach(Vision(), batch_of(Vision), schedule="auto", devices=["cpu"], plan=FEW).plan}
+    model = ResNet()
+    with pytest.raises((TypeError, ValueError), match=message):
+        attach(model, batch_of(ResNet), **options)
+    assert "forward" not in vars(model)
 
 
 @pytest.mark.parametrize("balance", [[1, 5], [2, 4], [5, 1], [2, 2, 2], [1] * 6])

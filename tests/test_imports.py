@@ -83,7 +83,7 @@ MAY_IMPORT = {
     "attached_forward": {"model.parts", "model.parts.execution", "runtime", "values"},
     "attached": {
         "assignment", "attached_forward", "backend", "balance", "integrations", "model", "model.parts",
-        "model.parts.analysis", "model.parts.execution", "pipe", "pipe_warning", "values",
+        "model.parts.analysis", "model.parts.execution", "pipe", "pipe_warning", "profiling", "schedule", "values",
     },
     "saving": {"__init__", "model", "values"},  # what it needs of a pipe are its partitions
     "pipe_warning": set(),

@@ -40,7 +40,7 @@ def checked_plan(plan: object) -> Plan:
     return plan
 
 
-def arguments_of(
+def planned_arguments(
     plan: Plan,
     module: nn.Sequential,
     devices: Sequence[Device] | None,

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
+    from pipework.distributed.mesh import Mesh
     from pipework.model.with_device import Device
 
 AUTO: Final = "auto"
@@ -54,8 +56,6 @@ class FirstMiniBatch:
         memory: float | str | Mapping[str, float | str] | None,
         plan: Plan | Mapping[str, Any] | None,
         given: Mapping[str, tuple[Any, Any]],
-        *,
-        on_ranks: bool,
     ) -> FirstMiniBatch:
         """Checks a pipe's arguments.
 
@@ -66,19 +66,11 @@ class FirstMiniBatch:
             memory: see `Pipe`.
             plan: the options of `pipework.plan`.
             given: further arguments of the pipe, each with its default.
-            on_ranks: whether workers are processes.
 
         Raises:
             TypeError: `module` is no `nn.Sequential`, or `plan` no mapping.
             ValueError: an argument is given that the plan will decide, or layers have no data.
         """
-        if on_ranks:
-            raise ValueError(
-                "schedule='auto' is for workers that are threads: an optimizer is made before the first mini-batch, "
-                "and a process must know by then which layers are its own. Plan on all processes first: "
-                "plan = pipework.plan(model, x, target=y, loss_fn=f, mesh=mesh); pipe = Pipe(model, plan=plan, "
-                "loss_fn=f, mesh=mesh)"
-            )
         if not isinstance(module, nn.Sequential):
             raise not_sequential(module)
         if isinstance(plan, Plan):
@@ -97,25 +89,25 @@ class FirstMiniBatch:
             )
         return cls(module, loss_fn, devices, memory, given["chunks"][0], dict(plan or {}))
 
-    def plan(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any], target: Any, *, training: bool) -> Plan:
+    def plan(
+        self,
+        inputs: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        target: Any,
+        *,
+        mesh: Mesh | DeviceMesh | None = None,
+    ) -> Plan:
         """Makes the plan.
 
         Args:
             inputs: of the first layer.
             keywords: likewise.
             target: of the loss.
-            training: whether this is a training step.
+            mesh: see `Pipe`.
 
         Raises:
-            RuntimeError: it is none.
             ValueError: there is no target, or no plan fits.
         """
-        if not training:
-            raise RuntimeError(
-                "this pipe has no plan yet: schedule='auto' makes one from the first training mini-batch, and this "
-                "call is an evaluation. Train a step first, or plan before: Pipe(model, plan=pipework.plan(model, x, "
-                "target=y, loss_fn=f), loss_fn=f)"
-            )
         if target is None:
             raise ValueError(
                 "schedule='auto' plans a step with its loss: call the pipe with a target, pipe(x, target=y)"
@@ -133,5 +125,12 @@ class FirstMiniBatch:
             devices=self.devices,
             memory=self.memory,
             keywords=keywords,
+            mesh=mesh,
             **{**({} if self.chunks == 1 else {"chunks": self.chunks}), **self.options},
         )
+
+
+def refuse_memory(memory: object) -> None:
+    """Raises a ValueError for a limit of memory without schedule='auto'."""
+    if memory is not None:
+        raise ValueError("memory= is for schedule='auto'; with another schedule nothing is chosen that it limits")
