@@ -73,7 +73,8 @@ def profile(
 
     Raises:
         TypeError: `module` is no `nn.Sequential`, or there is no tensor in the sample.
-        ValueError: the sample cannot be split, a number of rows is out of range, or the module has no layer.
+        ValueError: one of target and loss function is missing, the sample cannot be split, a number of rows is out of
+            range, or the module has no layer.
 
     Example:
         >>> layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))

@@ -16,6 +16,7 @@ from pipework.planning.request import make_request
 from pipework.profiling.measure import profile
 from pipework.profiling.micro_batches import SampleBatch
 from pipework.profiling.verify import measured_plan, with_limits
+from pipework.schedule import fill_drain, schedule_spec
 from pipework.schedule.draw.units import memory_text
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def plan(
     Args:
         model: the layers, or a profile of them.
         sample: the inputs of a mini-batch; a tuple is spread into positional arguments.
-        target: of the loss.
+        target: of the loss. None: only for schedules=['gpipe'], after whose forwards the loss may be computed outside.
         loss_fn: as for `Pipe`.
         devices: one for each worker. None: all accelerators, else CPU workers; with a profile they must be given.
         memory: the bytes that each device may hold, or texts such as "24GiB"; one for all, or by device. None: what
@@ -97,6 +98,11 @@ def plan(
         raise TypeError("plan got no sample: give the inputs of a mini-batch, plan(model, x, target=y, loss_fn=f)")
     if not isinstance(model, nn.Sequential):
         raise not_sequential(model)
+    if target is None and not _loss_may_be_outside(schedules):
+        raise ValueError(
+            "plan got no target: its schedules compute the loss inside of the pipe, so give target=y, loss_fn=f; for a "
+            "loss outside, schedules=['gpipe']"
+        )
     machine = Machine.here()
     places = default_devices(len(model), False, machine) if devices is None else checked_devices(devices, machine)
     found = profile(
@@ -106,6 +112,11 @@ def plan(
     request = make_request(found, [str(each) for each in places], memory, **options)
     whole = SampleBatch.of(model, sample, keywords, target, loss_fn)
     return _measured_and_fitting(request, model, whole, seconds, iterations, timeout, report)
+
+
+def _loss_may_be_outside(schedules: Sequence[str] | None) -> bool:
+    """Whether all outputs are there before the first backward in every schedule that may be chosen."""
+    return bool(schedules) and all(schedule_spec(name).generator is fill_drain for name in schedules or ())
 
 
 def _measured_and_fitting(

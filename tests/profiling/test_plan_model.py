@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipework import Pipe, plan
+from pipework import Pipe, plan, profile
 from pipework.testing import draw_key, reference_step
 from tests.profiling.test_measure import X, Y, layers
 
@@ -59,6 +59,44 @@ def test_a_sample_is_needed() -> None:
         plan(layers())
     with pytest.raises(TypeError, match="Sequential"):
         plan(nn.Linear(2, 2), X)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", [plan, profile])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"target": Y}, r"got target= and no loss_fn=, and the last layer \(Linear\) does not take a target"),
+        ({"loss_fn": F.mse_loss}, "got loss_fn= and no target=: give both"),
+    ],
+)
+def test_target_and_loss_function_go_together(call: Any, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(
+            layers(),
+            X,
+            devices=["cpu", "cpu"],
+            timeout=0,
+            **given,
+            **({"schedules": ["gpipe"]} if call is plan else {}),
+        )
+
+
+def test_a_last_layer_may_compute_the_loss() -> None:
+    class Loss(nn.Module):
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(x, target)
+
+    module = layers().append(Loss())
+    found = plan(module, X, **{**OPTIONS, "loss_fn": None})
+    Pipe(module, plan=found)(X, target=Y).backward()
+
+
+def test_without_a_target_the_loss_is_outside() -> None:
+    options = {**OPTIONS, "target": None, "loss_fn": None}
+    with pytest.raises(ValueError, match=r"plan got no target: .* for a loss outside, schedules=\['gpipe'\]"):
+        plan(layers(), X, **options, schedules=["gpipe", "1f1b"])
+    module = layers()
+    Pipe(module, plan=plan(module, X, **options, schedules=["gpipe"]))(X).sum().backward()
 
 
 def test_a_plan_for_a_larger_batch_is_not_measured_as_a_whole() -> None:
