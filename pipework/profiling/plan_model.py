@@ -137,9 +137,11 @@ def _measured_and_fitting(
         measured = with_limits(measured_plan(plan, model, batch, timeout, report), limits)
         if all(worker.fits for worker in measured.workers):
             return measured
-        over = max(worker.total / worker.limit for worker in measured.workers)
-        report(f"measured as a whole, a worker needs {over:.3g} times its limit: planned again with less")
-        request = replace(request, limits=tuple(limit / over for limit in request.limits))
+        # What does not fit was planned to be smaller: so much that this plan, and those like it, are excluded.
+        pairs = zip(measured.workers, plan.workers, strict=True)
+        over = max(now.total / before.total for now, before in pairs if not now.fits)
+        report(f"measured as a whole, a worker needs {over:.3g} times what its layers need: planned again with less")
+        request = replace(request, limits=tuple(limits[device] / over for device in request.devices))
     worst = max(range(len(measured.workers)), key=lambda i: measured.workers[i].total / measured.workers[i].limit)
     held = measured.workers[worst]
     raise ValueError(

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -5,7 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipework import Pipe, plan, profile
+from pipework import Pipe, Plan, plan, profile
+from pipework.planning.candidate import WorkerBytes
+from pipework.schedule.draw.units import time_text
 from pipework.testing import draw_key, reference_step
 from tests.profiling.test_measure import X, Y, layers
 
@@ -33,6 +36,10 @@ def test_what_a_plan_says_was_measured_for_its_stages() -> None:
     found = plan(module, X, **OPTIONS, progress=lines.append)
     assert any("micro-batches of" in line for line in lines)
     assert any(line.startswith(f"stage 1 of {found.schedule.stages}: forward") for line in lines)
+    # Schedules with a name were not measured so: the plan's own time by the profile is there to compare them with.
+    assert found.profile_seconds is not None
+    assert found.profile_seconds <= min(found.named.values())
+    assert f"; by the profile, this plan takes {time_text(found.profile_seconds, 's')}" in str(found)
     predicted = Pipe(module, plan=found, loss_fn=F.mse_loss).predict(X, target=Y, timeout=0, optimizer=2.0)
     fixed = [0.0] * found.schedule.workers
     for stage, worker in zip(predicted.stages, found.schedule.placement, strict=True):
@@ -52,6 +59,26 @@ def test_a_limit_is_met_by_what_was_measured() -> None:
     assert sum(worker.total for worker in tight.workers) <= limit
     with pytest.raises(ValueError, match=r"no plan fits|the largest limit|devices together may hold"):
         plan(module, x, **options, memory=limit / 4)
+
+
+def test_a_plan_whose_stages_need_more_than_their_layers_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan(layers(), X, **OPTIONS)
+    limit = 1.05 * max(each.total for each in made.workers)
+    limited = replace(made, workers=tuple(replace(each, limit=limit) for each in made.workers))
+    limits: list[float] = []
+
+    def planned(request: Any, *_: Any) -> Plan:
+        limits.append(request.limits[0])
+        return limited
+
+    def a_tenth_more(plan: Plan, *_: Any) -> Plan:
+        return replace(plan, workers=tuple(WorkerBytes(1.1 * each.total, 0, 0, limit) for each in plan.workers))
+
+    monkeypatch.setattr("pipework.profiling.plan_model.plan_request", planned)
+    monkeypatch.setattr("pipework.profiling.plan_model.measured_plan", a_tenth_more)
+    with pytest.raises(ValueError, match="no plan fits: after 3 attempts"):
+        plan(layers(), X, **OPTIONS, memory=2 * limit)  # two workers share the CPU's
+    assert limits == pytest.approx([limit, limit / 1.1, limit / 1.1])
 
 
 def test_a_sample_is_needed() -> None:
