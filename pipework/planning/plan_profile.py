@@ -8,6 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from pipework.planning.certificate import any_plan_bound, certify
+from pipework.planning.doubts import doubts
 from pipework.planning.limits import refuse_impossible
 from pipework.planning.plan import Plan
 from pipework.planning.request import make_request
@@ -90,4 +91,4 @@ def plan_request(
     simulation = simulate(found.schedule, found.costs)
     bound = any_plan_bound(request)
     certificate = certify(simulation, found.workers, found.choice.balance, bound, search.proven(found))
-    return Plan.of(found, certificate, search.named)
+    return Plan.of(found, certificate, search.named, doubts(found))

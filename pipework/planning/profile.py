@@ -125,8 +125,15 @@ class Profile:
             ...     "cpu", "cpu", 20)
             3.0
         """
-        link = self.links.get((sender, receiver)) or self.links.get((receiver, sender))
+        link = self._link(sender, receiver)
         return 0.0 if link is None else link.seconds(size)
+
+    def has_link(self, sender: str, receiver: str) -> bool:
+        """Whether it is known how fast values go between two kinds of device."""
+        return self._link(sender, receiver) is not None
+
+    def _link(self, sender: str, receiver: str) -> LinkSpeed | None:
+        return self.links.get((sender, receiver)) or self.links.get((receiver, sender))
 
     def at(self, rows: int) -> MicroBatchProfile:
         """Seconds and bytes for a micro-batch of some rows: measured, or on the line through the nearest two that were.
