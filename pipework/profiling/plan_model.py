@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipework.assignment.devices import Machine, checked_devices, default_devices
 from pipework.balance.checks import not_sequential
+from pipework.planning.limits import limits_that_fit
 from pipework.planning.plan_profile import plan_request
 from pipework.planning.profile import Profile
 from pipework.planning.request import make_request
@@ -144,7 +145,10 @@ def _measured_and_fitting(
         request = replace(request, limits=tuple(limits[device] / over for device in request.devices))
     worst = max(range(len(measured.workers)), key=lambda i: measured.workers[i].total / measured.workers[i].limit)
     held = measured.workers[worst]
+    given = replace(request, limits=tuple(limits[device] for device in request.devices))
     raise ValueError(
-        f"no plan fits: after {_TRIES} attempts, worker {worst} needs {memory_text(held.total, 'bytes')} and may hold "
-        f"{memory_text(held.limit, 'bytes')}: raise the limits, use more devices, or give a smaller mini-batch"
+        f"no plan fits: after {_TRIES} attempts, worker {worst} ({measured.devices[worst]}) needs "
+        f"{memory_text(held.total, 'bytes')} and may hold {memory_text(held.limit, 'bytes')}; the last plan fits with "
+        f"{limits_that_fit(given, measured.devices, measured.workers)}; raise the limits, use more devices, or give a "
+        "smaller mini-batch"
     )
