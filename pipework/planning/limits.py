@@ -1,43 +1,116 @@
-"""Refusals before a search: limits of memory that no plan can meet."""
+"""Limits of memory that are too small: what is missing, and which would do."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
+from pipework.planning.memory_size import memory_size
+from pipework.planning.search import Search, SearchBudget
 from pipework.schedule.draw.units import memory_text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipework.planning.candidate import Candidate, WorkerBytes
     from pipework.planning.request import PlanRequest
 
+_CANDIDATES, _SECONDS = 24, 5.0  # to find what needs little memory
 
-def refuse_impossible(request: PlanRequest) -> None:
+
+def refuse_impossible(request: PlanRequest, budget: SearchBudget) -> None:
     """Refuse limits that are too small for what every plan holds: all weights, and each layer on some device.
+
+    A short search finds limits that would do.
+
+    Args:
+        request: what is asked for.
+        budget: of the search for the plan.
 
     Raises:
         ValueError: more devices than layers, a layer is larger than any device, or all layers together are larger than
             all devices.
     """
-    layers = request.profile.layers
-    if len(request.devices) > len(layers):
+    layers, devices = request.profile.layers, len(request.devices)
+    if devices > len(layers):
         raise ValueError(
-            f"there are {len(request.devices)} devices and {len(layers)} layers: each worker needs a layer, so give at "
-            f"most {len(layers)} devices, or cut layers finer"
+            f"there are {devices} devices and {len(layers)} layers: each worker needs a layer, so give at most "
+            f"{len(layers)} devices, or cut layers finer"
         )
     sums = request.sums(max(request.chunks))
-    room = max(request.limits)
-    for number, (layer, fixed, held) in enumerate(zip(layers, sums.fixed, sums.layer_least_bytes(), strict=True)):
-        if fixed + held > room:
-            raise ValueError(
-                f"layer {number} ({layer.type} {layer.name!r}) needs {memory_text(fixed + held, 'bytes')} (weights, "
-                f"gradients and optimizer {memory_text(fixed, 'bytes')}, one micro-batch "
-                f"{memory_text(held, 'bytes')}), and the largest limit is {memory_text(room, 'bytes')}: cut the layer "
-                "finer, raise the limit, or make micro-batches smaller"
-            )
+    least, room = sums.layer_least_bytes(), max(request.limits)
+    number = max(range(len(layers)), key=lambda index: sums.fixed[index] + least[index])
+    layer, fixed, held = layers[number], sums.fixed[number], least[number]
     needed, there = sum(sums.fixed), sum(request.limits)
-    if there < inf and needed > there:
-        raise ValueError(
+    if fixed + held > room:
+        text = (
+            f"layer {number} ({layer.type} {layer.name!r}) needs {memory_text(fixed + held, 'bytes')} (weights, "
+            f"gradients and optimizer {memory_text(fixed, 'bytes')}, one micro-batch {memory_text(held, 'bytes')}), "
+            f"and the largest limit is {memory_text(room, 'bytes')}: cut the layer finer, raise the limit, or make "
+            "micro-batches smaller"
+        )
+    elif there < inf and needed > there:
+        text = (
             f"weights, gradients and optimizer need {memory_text(needed, 'bytes')}, and all devices together may hold "
             f"{memory_text(there, 'bytes')}: the smallest limit that could do is "
-            f"{memory_text(needed / len(request.devices), 'bytes')} for each of {len(request.devices)} devices"
+            f"{memory_text(needed / devices, 'bytes')} for each of {devices} devices"
         )
+    else:
+        return
+    scale = max((fixed + held) / room, needed / there)
+    larger = replace(request, limits=tuple(limit * scale for limit in request.limits))
+    _, found = search_for_memory(larger, budget)
+    devices_of = [request.devices[index] for index in found.choice.order]
+    raise ValueError(f"{text}; a plan was found that fits with {limits_that_fit(request, devices_of, found.workers)}")
+
+
+def search_for_memory(request: PlanRequest, budget: SearchBudget) -> tuple[Search, Candidate]:
+    """A short search for what needs little memory, with the smallest micro-batches; and the best that it found.
+
+    Args:
+        request: what is asked for.
+        budget: of the search for the plan, which this one does not exceed.
+    """
+    seconds = budget.seconds if budget.iterations < inf else min(_SECONDS, budget.seconds)
+    short = SearchBudget(seconds, min(_CANDIDATES, budget.iterations))
+    search = Search(replace(request, chunks=(max(request.chunks),)), short, lambda line: None)
+    return search, search.run()
+
+
+def no_plan_fits(found: Candidate) -> ValueError:
+    """The error of a search whose best candidate does not fit."""
+    worst = max(
+        range(found.choice.workers), key=lambda worker: found.workers[worker].total / found.workers[worker].limit
+    )
+    held = found.workers[worst]
+    devices = [found.request.devices[index] for index in found.choice.order]
+    return ValueError(
+        f"no plan fits: the best that was found needs {memory_text(held.total, 'bytes')} on worker {worst} "
+        f"({devices[worst]}), which may hold {memory_text(held.limit, 'bytes')} ({held.total / held.limit - 1:.2%} too "
+        f"much), and fits with {limits_that_fit(found.request, devices, found.workers)}; raise the limits, search "
+        "longer, use more devices, or make micro-batches smaller (more chunks)"
+    )
+
+
+def limits_that_fit(request: PlanRequest, devices: Sequence[str], workers: Sequence[WorkerBytes]) -> str:
+    """The given limits, raised to what workers need, in words that can be given as `memory=`.
+
+    Args:
+        request: what was asked for.
+        devices: of the workers.
+        workers: what they hold.
+    """
+    count = Counter(request.devices)
+    sharing = {name: count[name] if name in request.profile.devices else 1 for name in count}
+    given = {
+        name: limit * sharing[name] for name, limit in zip(request.devices, request.limits, strict=True) if limit < inf
+    }
+    needed = dict(given)
+    for name, held in zip(devices, workers, strict=True):
+        if name in needed:
+            needed[name] = max(needed[name], held.total * sharing[name])
+    if len(given) == len(count) and len(set(given.values())) == 1:
+        return f"a limit of {memory_size(max(needed.values()))}"
+    return f"the limits { ({name: memory_size(size) for name, size in needed.items()}) }"

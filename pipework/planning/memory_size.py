@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from types import MappingProxyType
 from typing import Final
@@ -41,3 +42,15 @@ def memory_bytes(amount: float | str, what: str = "memory") -> float:
     if not 0 < float(size) < float("inf"):
         raise ValueError(f"{what} is {amount!r}: wanted a finite amount above 0")
     return float(size)
+
+
+def memory_size(size: float) -> str:
+    """A text that :func:`memory_bytes` reads: at least as many bytes, in three digits or a few more.
+
+    Example:
+        >>> memory_size(1025), memory_size(20 * 2**20), memory_size(12)
+        ('1.01KiB', '20MiB', '12B')
+    """
+    names = [name for name in _UNITS if name == "B" or name.endswith("iB")]
+    unit = max((name for name in names if _UNITS[name] <= size), key=_UNITS.__getitem__, default="B")
+    return f"{math.ceil(100 * size / _UNITS[unit]) / 100:g}{unit}"

@@ -41,6 +41,8 @@ class Plan:
         named: the seconds of the best candidate of each schedule that has a name, and fits.
         estimated: whether times are not measured.
         notes: what there is to know beside that, a line each.
+        profile_seconds: the time of a step by the profile, which is what `named` are to be compared with, if the stages
+            were measured as a whole since; None: they were not.
     """
 
     devices: tuple[str, ...]
@@ -56,6 +58,7 @@ class Plan:
     named: Mapping[str, float]
     estimated: bool = False
     notes: tuple[str, ...] = ()
+    profile_seconds: float | None = None
 
     @classmethod
     def of(
@@ -123,6 +126,8 @@ class Plan:
             )  # fmt: skip
         bound = self.certificate
         rate = "estimated" if self.estimated else "predicted"
+        before = self.profile_seconds
+        own = "" if before is None else f"; by the profile, this plan takes {time_text(before, 's')}"
         return "\n".join(
             [
                 f"plan: {counted(sum(self.balance), 'layer')} on {counted(len(self.devices), 'worker')}, "
@@ -136,7 +141,7 @@ class Plan:
                 f"lower bound {time_text(bound.schedule_bound, 's')} for these stages (gap {self.gap:.1%}), "
                 f"{time_text(bound.any_bound, 's')} for any plan",
                 f"what binds: {bound.binding}",
-                *([f"best schedules with a name, by the profile: {self._best_named}"] if self.named else []),
+                *([f"best schedules with a name, by the profile: {self._best_named}{own}"] if self.named else []),
                 *self.notes,
             ]
         )

@@ -34,6 +34,7 @@ def text_of(plan: Plan) -> str:
         "optimizer": plan.optimizer,
         "estimated": plan.estimated,
         "notes": list(plan.notes),
+        "profile_seconds": plan.profile_seconds,
         "named": dict(plan.named),
         "certificate": asdict(plan.certificate),
         "workers": workers,

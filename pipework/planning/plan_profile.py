@@ -8,12 +8,12 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from pipework.planning.certificate import any_plan_bound, certify
-from pipework.planning.limits import refuse_impossible
+from pipework.planning.doubts import doubts
+from pipework.planning.limits import no_plan_fits, refuse_impossible, search_for_memory
 from pipework.planning.plan import Plan
 from pipework.planning.request import make_request
 from pipework.planning.search import Search, SearchBudget
 from pipework.schedule import simulate
-from pipework.schedule.draw.units import memory_text
 
 if TYPE_CHECKING:
     from pipework.planning.profile import Profile
@@ -72,22 +72,18 @@ def plan_request(
     for name, number in (("seconds", seconds), ("iterations", iterations)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int | float) or not number > 0):
             raise ValueError(f"{name} is {number!r}: wanted a number above 0, or None")
-    refuse_impossible(request)
     report = progress or logging.getLogger("pipework").info
     budget = SearchBudget(
         inf if iterations is not None or seconds is None else seconds, inf if iterations is None else iterations
     )
+    refuse_impossible(request, budget)
     search = Search(request, budget, report)
     found = search.run()
+    if not found.fits and len(request.chunks) > 1:  # the time may have been too short for the smallest micro-batches
+        search, found = min((search, found), search_for_memory(request, budget), key=lambda pair: pair[1].rank)
     if not found.fits:
-        worst = max(range(found.choice.workers), key=lambda i: found.workers[i].total / found.workers[i].limit)
-        held = found.workers[worst]
-        raise ValueError(
-            f"no plan fits: the best that was found needs {memory_text(held.total, 'bytes')} on worker {worst}, "
-            f"which may hold {memory_text(held.limit, 'bytes')} ({held.total / held.limit - 1:.2%} too much); raise "
-            "the limits by that, search longer, use more devices, or make micro-batches smaller (more chunks)"
-        )
+        raise no_plan_fits(found)
     simulation = simulate(found.schedule, found.costs)
     bound = any_plan_bound(request)
     certificate = certify(simulation, found.workers, found.choice.balance, bound, search.proven(found))
-    return Plan.of(found, certificate, search.named)
+    return Plan.of(found, certificate, search.named, doubts(found))

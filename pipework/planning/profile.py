@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from pipework.planning.layer_costs import (
     DeviceKind,
@@ -19,6 +20,11 @@ from pipework.planning.layer_costs import (
     SkipBytes,
 )
 from pipework.planning.profile_file import fields_of, text_of
+from pipework.planning.settings import plan_of_settings
+
+if TYPE_CHECKING:
+    from pipework.planning.plan import Plan
+    from pipework.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -125,8 +131,52 @@ class Profile:
             ...     "cpu", "cpu", 20)
             3.0
         """
-        link = self.links.get((sender, receiver)) or self.links.get((receiver, sender))
+        link = self._link(sender, receiver)
         return 0.0 if link is None else link.seconds(size)
+
+    def has_link(self, sender: str, receiver: str) -> bool:
+        """Whether it is known how fast values go between two kinds of device."""
+        return self._link(sender, receiver) is not None
+
+    def _link(self, sender: str, receiver: str) -> LinkSpeed | None:
+        return self.links.get((sender, receiver)) or self.links.get((receiver, sender))
+
+    def predict(
+        self,
+        devices: Sequence[str],
+        *,
+        balance: Sequence[int],
+        chunks: int,
+        schedule: str | Schedule = "gpipe",
+        checkpoint: str = "except_last",
+        memory: float | str | Mapping[str, float | str] | None = None,
+        batch: int | None = None,
+        optimizer: float = 2.0,
+    ) -> Plan:
+        """What a pipe with these settings costs by this profile, as the plan that they are.
+
+        Args:
+            devices: of each worker: devices of the profile, or kinds of device.
+            balance: the number of layers of each stage.
+            chunks: the number of micro-batches.
+            schedule: its name, or one of your own for as many workers, stages and micro-batches.
+            checkpoint: as for `Pipe`; a schedule of your own may say itself what is recomputed.
+            memory: as for :func:`pipework.plan`; a note of the plan says what does not fit.
+            batch: the rows of a mini-batch; None: the profile's.
+            optimizer: as for :func:`pipework.plan`.
+
+        Raises:
+            TypeError: an argument has a wrong type.
+            ValueError: an argument is out of range, or they do not go together.
+
+        Example:
+            >>> from pipework.planning.layer_costs import *
+            >>> layer, times = LayerInfo("0", "Linear", 8, 8, 0), DeviceKind(((LayerSeconds(1, 1, 1),) * 2,))
+            >>> profile = Profile(8, (2,), (layer,) * 2, ((LayerBytes(8, 8, 8, 8, 8, 0),) * 2,), {"cpu": times})
+            >>> profile.predict(["cpu", "cpu"], balance=[1, 1], chunks=4, checkpoint="never").seconds
+            15.0
+        """
+        return plan_of_settings(self, devices, balance, chunks, schedule, checkpoint, memory, batch, optimizer)
 
     def at(self, rows: int) -> MicroBatchProfile:
         """Seconds and bytes for a micro-batch of some rows: measured, or on the line through the nearest two that were.

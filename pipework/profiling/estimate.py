@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ from pipework.profiling.layers import alone, ignored, profile_of, seconds_of
 from pipework.values import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from pipework.planning.profile import Profile
     from pipework.prediction.stage_copy import Measured
@@ -30,7 +31,7 @@ def estimated(
     module: nn.Sequential,
     batch: SampleBatch,
     rows: tuple[int, ...],
-    rates: Mapping[str, Rates],
+    rates: Mapping[str, Rates] | Rates,
     report: Callable[[str], None],
 ) -> Profile:
     """The profile of a module on devices that are not here.
@@ -39,12 +40,14 @@ def estimated(
         module: the layers, on any device; they are run as copies on the meta device.
         batch: the mini-batch.
         rows: sizes of micro-batches.
-        rates: of each kind of device.
+        rates: of each kind of device, or of the only one.
         report: called with a line of text for each kind and size.
 
     Raises:
+        TypeError: it is something else than rates.
         ValueError: there are no rates.
     """
+    rates = _by_kind(rates)
     if not rates:
         raise ValueError("rates is empty: give each kind of device a name and Rates")
     meta = torch.device("meta")
@@ -77,6 +80,15 @@ def estimated(
     return profile_of(module, batch, rows, measured, kinds)
 
 
+def _by_kind(rates: Any) -> Mapping[str, Rates]:
+    found = {"device": rates} if isinstance(rates, Rates) else rates
+    if not isinstance(found, Mapping) or not all(isinstance(each, Rates) for each in found.values()):
+        raise TypeError(f"rates is {rates!r}: wanted Rates by the name of each kind, such as {{'gpu': Rates(...)}}")
+    if unnamed := [name for name in found if not isinstance(name, str)]:
+        raise TypeError(f"rates has the name {unnamed[0]!r}: wanted a text, such as 'gpu'")
+    return found
+
+
 @dataclass(frozen=True)
 class Rates:
     """How fast a kind of device is.
@@ -88,6 +100,7 @@ class Rates:
         launch: seconds that an operator takes at least.
 
     Raises:
+        TypeError: one of them is no number.
         ValueError: a number is not above 0.
 
     Example:
@@ -103,6 +116,8 @@ class Rates:
     def __post_init__(self) -> None:
         for name in ("operations", "bytes_per_second", "memory", "launch"):
             value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float | None):
+                raise TypeError(f"Rates: {name} is {value!r}: wanted a number")
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"Rates: {name} is {value!r}: wanted a finite number above 0")
 

@@ -43,7 +43,7 @@ def profile(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     devices: Sequence[Device] | None = None,
     rows: Sequence[int] | None = None,
-    rates: Mapping[str, Rates] | None = None,
+    rates: Mapping[str, Rates] | Rates | None = None,
     workers: int = 8,
     keywords: Mapping[str, Any] | None = None,
     timeout: float = 0.2,
@@ -63,9 +63,9 @@ def profile(
             threads that each of its workers gets. None: all accelerators, else CPU workers.
         rows: the sizes of micro-batches to measure; others lie on lines between them. None: up to four, from one
             micro-batch for each worker to 32.
-        rates: for devices that are not here: by a name of each kind, how fast it is. Times are then computed from the
-            operations and bytes of the layers, which may be on the meta device, and marked as estimated; links are to
-            be added with `dataclasses.replace`.
+        rates: for devices that are not here: by a name of each kind, how fast it is; `Rates` alone are those of one
+            kind, which is called "device". Times are then computed from the operations and bytes of the layers, which
+            may be on the meta device, and marked as estimated; links are to be added with `dataclasses.replace`.
         workers: with `rates`, about how many devices there will be, from which the sizes of micro-batches follow.
         keywords: keyword arguments of the first layer.
         timeout: seconds to measure each layer, for each size and kind of device.
@@ -73,7 +73,8 @@ def profile(
 
     Raises:
         TypeError: `module` is no `nn.Sequential`, or there is no tensor in the sample.
-        ValueError: the sample cannot be split, a number of rows is out of range, or the module has no layer.
+        ValueError: one of target and loss function is missing, the sample cannot be split, a number of rows is out of
+            range, or the module has no layer.
 
     Example:
         >>> layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))

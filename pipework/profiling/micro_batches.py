@@ -10,6 +10,7 @@ import torch
 from pipework.model import microbatch
 from pipework.model.loss.settings import LossSettings
 from pipework.model.sequential import tuple_rule
+from pipework.model.tuples import TupleRule
 from pipework.prediction.mini_batch_form import largest_micro_batch
 from pipework.prediction.stage_copy import Sample
 from pipework.runtime.stage.loss import InnerLoss
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import nn
-
-    from pipework.model.tuples import TupleRule
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,21 @@ class SampleBatch:
     def of(
         cls, module: nn.Sequential, sample: Any, keywords: Mapping[str, Any] | None, target: Any, loss_fn: Any
     ) -> SampleBatch:
-        """What the caller gave for a module; a tuple is spread into positional arguments."""
+        """What the caller gave for a module; a tuple is spread into positional arguments.
+
+        Raises:
+            TypeError: there is no tensor in the sample, or `loss_fn` is no function.
+            ValueError: one of target and loss function is missing, or the sample cannot be split.
+        """
+        if target is None and loss_fn is not None:
+            raise ValueError("got loss_fn= and no target=: give both, target=y, loss_fn=f, or none of them")
+        last = list(module)[-1]
+        if target is not None and loss_fn is None and TupleRule.BY_SIGNATURE.keeps_whole(last):
+            raise ValueError(
+                f"got target= and no loss_fn=, and the last layer ({type(last).__name__}) does not take a target: give "
+                "loss_fn=f, which computes the loss from output and target, or a last layer that takes the target "
+                "after its input and returns the loss"
+            )
         inputs = sample if isinstance(sample, tuple) else (sample,)
         return cls(inputs, dict(keywords or {}), target, LossSettings(loss_fn), tuple_rule(module))
 

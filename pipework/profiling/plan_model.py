@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipework.assignment.devices import Machine, checked_devices, default_devices
 from pipework.balance.checks import not_sequential
+from pipework.planning.limits import limits_that_fit
 from pipework.planning.plan_profile import plan_request
 from pipework.planning.profile import Profile
 from pipework.planning.request import make_request
@@ -18,6 +19,7 @@ from pipework.profiling.measure import micro_batch_sizes, profile
 from pipework.profiling.micro_batches import SampleBatch
 from pipework.profiling.on_ranks import plan_on_ranks
 from pipework.profiling.verify import measured_plan, with_limits
+from pipework.schedule import fill_drain, schedule_spec
 from pipework.schedule.draw.units import memory_text
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ def plan(
     Args:
         model: the layers, or a profile of them.
         sample: the inputs of a mini-batch; a tuple is spread into positional arguments.
-        target: of the loss.
+        target: of the loss. None: only for schedules=['gpipe'], after whose forwards the loss may be computed outside.
         loss_fn: as for `Pipe`.
         devices: one for each worker. None: all accelerators, else CPU workers; with a profile they must be given.
         memory: the bytes that each device may hold, or texts such as "24GiB"; one for all, or by device. None: what
@@ -111,6 +113,11 @@ def plan(
         raise TypeError("plan got no sample: give the inputs of a mini-batch, plan(model, x, target=y, loss_fn=f)")
     if not isinstance(model, nn.Sequential):
         raise not_sequential(model)
+    if target is None and not _loss_may_be_outside(schedules):
+        raise ValueError(
+            "plan got no target: its schedules compute the loss inside of the pipe, so give target=y, loss_fn=f; for a "
+            "loss outside, schedules=['gpipe']"
+        )
     measuring: dict[str, Any] = {
         "target": target, "loss_fn": loss_fn, "keywords": keywords, "timeout": timeout, "progress": report,
     }  # fmt: skip
@@ -127,6 +134,11 @@ def plan(
     request = make_request(found, [str(each) for each in places], memory, **options)
     whole = SampleBatch.of(model, sample, keywords, target, loss_fn)
     return _measured_and_fitting(request, model, whole, seconds, iterations, timeout, report)
+
+
+def _loss_may_be_outside(schedules: Sequence[str] | None) -> bool:
+    """Whether all outputs are there before the first backward in every schedule that may be chosen."""
+    return bool(schedules) and all(schedule_spec(name).generator is fill_drain for name in schedules or ())
 
 
 def _measured_and_fitting(
@@ -147,12 +159,17 @@ def _measured_and_fitting(
         measured = with_limits(measured_plan(plan, model, batch, timeout, report), limits)
         if all(worker.fits for worker in measured.workers):
             return measured
-        over = max(worker.total / worker.limit for worker in measured.workers)
-        report(f"measured as a whole, a worker needs {over:.3g} times its limit: planned again with less")
-        request = replace(request, limits=tuple(limit / over for limit in request.limits))
+        # What does not fit was planned to be smaller: so much that this plan, and those like it, are excluded.
+        pairs = zip(measured.workers, plan.workers, strict=True)
+        over = max(now.total / before.total for now, before in pairs if not now.fits)
+        report(f"measured as a whole, a worker needs {over:.3g} times what its layers need: planned again with less")
+        request = replace(request, limits=tuple(limits[device] / over for device in request.devices))
     worst = max(range(len(measured.workers)), key=lambda i: measured.workers[i].total / measured.workers[i].limit)
     held = measured.workers[worst]
+    given = replace(request, limits=tuple(limits[device] for device in request.devices))
     raise ValueError(
-        f"no plan fits: after {_TRIES} attempts, worker {worst} needs {memory_text(held.total, 'bytes')} and may hold "
-        f"{memory_text(held.limit, 'bytes')}: raise the limits, use more devices, or give a smaller mini-batch"
+        f"no plan fits: after {_TRIES} attempts, worker {worst} ({measured.devices[worst]}) needs "
+        f"{memory_text(held.total, 'bytes')} and may hold {memory_text(held.limit, 'bytes')}; the last plan fits with "
+        f"{limits_that_fit(given, measured.devices, measured.workers)}; raise the limits, use more devices, or give a "
+        "smaller mini-batch"
     )

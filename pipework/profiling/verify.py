@@ -70,7 +70,7 @@ def measured_plan(
     workers = _workers(plan, found)
     # The bound of all plans comes from the profile, in which other layers may have been measured too long.
     certificate = certify(again, workers, plan.balance, plan.certificate.any_bound)
-    return replace(plan, costs=costs, workers=workers, certificate=certificate)
+    return replace(plan, costs=costs, workers=workers, certificate=certificate, profile_seconds=plan.seconds)
 
 
 def with_limits(plan: Plan, limits: Mapping[str, float]) -> Plan:

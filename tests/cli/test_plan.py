@@ -83,6 +83,7 @@ def test_several_kinds_of_device(tmp_path, capsys):
         (("--devices", "device,cuda:0"), "no times for device 'cuda:0': it knows 'device'"),
         (("--workers", "7"), "there are 7 devices and 6 layers"),
         (("--workers", "2", "--memory", "500B"), "weights, gradients and optimizer need"),
+        (("--workers", "2", "--memory", "500B"), "; a plan was found that fits with a limit of 1.2"),
         (("--workers", "2", "--memory", "100B"), "layer 0 (Linear '0') needs"),
         (("--workers", "2", "--memory", "much"), "memory of device is 'much': wanted a number and a unit"),
         (("--workers", "2", "--memory", "gpu=1GiB"), "memory names 'gpu', which is none of the devices 'device'"),

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from pipework.planning.memory_size import memory_bytes
+from pipework.planning.memory_size import memory_bytes, memory_size
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,8 @@ def test_is_refused(text: Any) -> None:
 def test_other_types(value: Any) -> None:
     with pytest.raises(TypeError, match="wanted a number of bytes"):
         memory_bytes(value)
+
+
+@pytest.mark.parametrize("size", [1, 1.5, 999, 1023.5, 1025, 3543.01, 2**20 - 1, 80 * 2**30 + 1, 7 * 2**40, 3 * 2**50])
+def test_is_written_as_no_less(size: float) -> None:
+    assert size <= memory_bytes(memory_size(size)) <= 1.01 * size + 0.01

@@ -39,6 +39,15 @@ def test_is_saved_in_several_formats(plan: Plan, tmp_path: Path, ending: str) ->
         assert path.read_bytes()[:4] in (b"<svg", b"\x89PNG")
 
 
+def test_the_time_by_the_profile_is_kept(plan: Plan, tmp_path: Path) -> None:
+    assert plan.profile_seconds is None
+    assert "this plan takes" not in str(plan)
+    replace(plan, profile_seconds=2.0).save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded.profile_seconds == 2.0
+    assert str(loaded).splitlines()[-1].endswith("; by the profile, this plan takes 2 s")
+
+
 def test_other_endings_are_refused(plan: Plan, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"saved as .json, .csv, .svg or .png, not as '.txt'"):
         plan.save(tmp_path / "plan.txt")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipework import profile
+from pipework import plan, profile
 from pipework.profiling.estimate import Rates, Work, work_of
 from tests.profiling.test_measure import QUICK, layers
 
@@ -52,3 +52,28 @@ def test_views_move_nothing() -> None:
 def test_rates_are_positive(name: str) -> None:
     with pytest.raises(ValueError, match=f"Rates: {name} is 0: wanted a finite number above 0"):
         Rates(**{"operations": 1.0, "bytes_per_second": 1.0, name: 0})
+
+
+def test_rates_without_a_name_are_those_of_the_only_kind() -> None:
+    x = torch.zeros(16, 8)
+    found, named = (profile(layers(), x, rates=rates, rows=[4]) for rates in (RATES["fast"], {"device": RATES["fast"]}))
+    assert found == named
+    assert plan(found, devices=["device"] * 2, iterations=5).devices == ("device", "device")
+
+
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [
+        ([RATES["fast"]], r"rates is \[Rates.*: wanted Rates by the name of each kind, such as"),
+        ({"gpu": 1e12}, r"rates is \{'gpu': .*: wanted Rates by the name"),
+        ({0: RATES["fast"]}, "rates has the name 0: wanted a text, such as 'gpu'"),
+    ],
+)
+def test_other_rates_are_refused(rates: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        profile(layers(), torch.zeros(16, 8), rates=rates)
+
+
+def test_rates_are_numbers() -> None:
+    with pytest.raises(TypeError, match="Rates: memory is '80GiB': wanted a number"):
+        Rates(1e12, 1e12, memory="80GiB")  # type: ignore[arg-type]

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -5,7 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipework import Pipe, plan
+from pipework import Pipe, Plan, plan, profile
+from pipework.planning.candidate import WorkerBytes
+from pipework.schedule.draw.units import time_text
 from pipework.testing import draw_key, reference_step
 from tests.profiling.test_measure import X, Y, layers
 
@@ -33,6 +36,10 @@ def test_what_a_plan_says_was_measured_for_its_stages() -> None:
     found = plan(module, X, **OPTIONS, progress=lines.append)
     assert any("micro-batches of" in line for line in lines)
     assert any(line.startswith(f"stage 1 of {found.schedule.stages}: forward") for line in lines)
+    # Schedules with a name were not measured so: the plan's own time by the profile is there to compare them with.
+    assert found.profile_seconds is not None
+    assert found.profile_seconds <= min(found.named.values())
+    assert f"; by the profile, this plan takes {time_text(found.profile_seconds, 's')}" in str(found)
     predicted = Pipe(module, plan=found, loss_fn=F.mse_loss).predict(X, target=Y, timeout=0, optimizer=2.0)
     fixed = [0.0] * found.schedule.workers
     for stage, worker in zip(predicted.stages, found.schedule.placement, strict=True):
@@ -54,11 +61,69 @@ def test_a_limit_is_met_by_what_was_measured() -> None:
         plan(module, x, **options, memory=limit / 4)
 
 
+def test_a_plan_whose_stages_need_more_than_their_layers_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan(layers(), X, **OPTIONS)
+    limit = 1.05 * max(each.total for each in made.workers)
+    limited = replace(made, workers=tuple(replace(each, limit=limit) for each in made.workers))
+    limits: list[float] = []
+
+    def planned(request: Any, *_: Any) -> Plan:
+        limits.append(request.limits[0])
+        return limited
+
+    def a_tenth_more(plan: Plan, *_: Any) -> Plan:
+        return replace(plan, workers=tuple(WorkerBytes(1.1 * each.total, 0, 0, limit) for each in plan.workers))
+
+    monkeypatch.setattr("pipework.profiling.plan_model.plan_request", planned)
+    monkeypatch.setattr("pipework.profiling.plan_model.measured_plan", a_tenth_more)
+    with pytest.raises(ValueError, match=r"after 3 attempts, .* the last plan fits with a limit of [0-9.]+KiB;"):
+        plan(layers(), X, **OPTIONS, memory=2 * limit)  # two workers share the CPU's
+    assert limits == pytest.approx([limit, limit / 1.1, limit / 1.1])
+
+
 def test_a_sample_is_needed() -> None:
     with pytest.raises(TypeError, match="plan got no sample: give the inputs of a mini-batch"):
         plan(layers())
     with pytest.raises(TypeError, match="Sequential"):
         plan(nn.Linear(2, 2), X)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", [plan, profile])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"target": Y}, r"got target= and no loss_fn=, and the last layer \(Linear\) does not take a target"),
+        ({"loss_fn": F.mse_loss}, "got loss_fn= and no target=: give both"),
+    ],
+)
+def test_target_and_loss_function_go_together(call: Any, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(
+            layers(),
+            X,
+            devices=["cpu", "cpu"],
+            timeout=0,
+            **given,
+            **({"schedules": ["gpipe"]} if call is plan else {}),
+        )
+
+
+def test_a_last_layer_may_compute_the_loss() -> None:
+    class Loss(nn.Module):
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(x, target)
+
+    module = layers().append(Loss())
+    found = plan(module, X, **{**OPTIONS, "loss_fn": None})
+    Pipe(module, plan=found)(X, target=Y).backward()
+
+
+def test_without_a_target_the_loss_is_outside() -> None:
+    options = {**OPTIONS, "target": None, "loss_fn": None}
+    with pytest.raises(ValueError, match=r"plan got no target: .* for a loss outside, schedules=\['gpipe'\]"):
+        plan(layers(), X, **options, schedules=["gpipe", "1f1b"])
+    module = layers()
+    Pipe(module, plan=plan(module, X, **options, schedules=["gpipe"]))(X).sum().backward()
 
 
 def test_a_plan_for_a_larger_batch_is_not_measured_as_a_whole() -> None:

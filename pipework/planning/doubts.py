@@ -1,0 +1,33 @@
+"""What the times of a plan leave out, because the profile has no numbers for it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from pipework.planning.candidate import kinds_of
+
+if TYPE_CHECKING:
+    from pipework.planning.candidate import Candidate
+
+_LINKS = "measure links with pipework.profile on the devices, or give them with dataclasses.replace(profile, links=...)"
+
+
+def doubts(candidate: Candidate) -> list[str]:
+    """A line for each thing that is taken to cost nothing: messages without a link, and a loss without a target."""
+    profile, choice = candidate.request.profile, candidate.choice
+    kinds = kinds_of(candidate.request, choice.order, choice.placement)
+    hops = {
+        ends
+        for ends, (here, there) in zip(pairwise(kinds), pairwise(choice.placement), strict=True)
+        if here != there and not profile.has_link(*ends)
+    }
+    found = []
+    if hops and not profile.links:
+        found.append(f"messages between devices are taken to cost nothing: the profile has no links; {_LINKS}")
+    elif hops:
+        missing = " and ".join(sorted({f"between {min(ends)!r} and {max(ends)!r}" for ends in hops}))
+        found.append(f"messages {missing} are taken to cost nothing: the profile has no such link; {_LINKS}")
+    if not profile.loss_inside:
+        found.append("the loss is taken to cost nothing: the profile was made without target=")
+    return found

@@ -1,0 +1,53 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipework import Plan, Profile
+from pipework.planning.layer_costs import LinkSpeed
+from tests.planning.profiles import made
+from tests.planning.test_search import planned
+
+TWO_KINDS = made([1.0] * 4, speeds={"a": 1.0, "b": 1.0})
+NO_LINKS = "messages between devices are taken to cost nothing: the profile has no links; measure"
+NO_LOSS = "the loss is taken to cost nothing: the profile was made without target="
+
+
+def without(profile: Profile, *ends: tuple[str, str]) -> Profile:
+    return replace(profile, links={each: link for each, link in profile.links.items() if each not in ends})
+
+
+def notes(profile: Profile, *devices: str) -> tuple[str, ...]:
+    return planned(profile, devices, schedules=["1f1b"], iterations=10).notes
+
+
+def test_all_is_known() -> None:
+    assert notes(TWO_KINDS, "a", "b") == ()
+    one_way = replace(TWO_KINDS, links={("b", "a"): LinkSpeed(1e-3, 1e9)})
+    assert notes(one_way, "a", "b") == ()
+
+
+def test_no_links(tmp_path: Path) -> None:
+    plan = planned(replace(made([1.0] * 4), links={}), schedules=["1f1b"], iterations=10)
+    (note,) = plan.notes
+    assert note.startswith(NO_LINKS)
+    assert str(plan).splitlines()[-1] == note
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").notes == plan.notes
+
+
+def test_one_worker_sends_nothing() -> None:
+    assert notes(replace(made([1.0] * 4), links={}), "device") == ()
+
+
+@pytest.mark.parametrize(
+    ("devices", "links"), [(("a", "b"), "between 'a' and 'b'"), (("a", "a"), "between 'a' and 'a'")]
+)
+def test_the_link_that_is_missing_is_named(devices: tuple[str, str], links: str) -> None:
+    profile = without(TWO_KINDS, ("a", "b"), ("b", "a"), ("a", "a"))
+    (note,) = notes(profile, *devices)
+    assert note.startswith(f"messages {links} are taken to cost nothing: the profile has no such link; measure")
+
+
+def test_no_loss() -> None:
+    assert notes(replace(made([1.0] * 4), loss_inside=False), "device", "device") == (NO_LOSS,)
