@@ -17,6 +17,7 @@ Progress = Callable[[str], None]
 
 _UNITS: Final = 0.1
 """The solver's deterministic units in a second, roughly."""
+_ROUNDING: Final = 1e-9
 
 
 @dataclass
@@ -87,8 +88,8 @@ class Incumbent:
 
     @property
     def closed(self) -> bool:
-        """Whether no plan can be shorter."""
-        return self.makespan <= self.bound
+        """Whether no plan can be shorter, by more than sums of the same times in another order differ."""
+        return self.makespan <= self.bound * (1 + _ROUNDING)
 
     @property
     def found_by(self) -> str:

@@ -284,6 +284,7 @@ def _neighbours(best: Incumbent, budget: Budget, random: Random) -> None:
     problem = best.times.problem
     unit = problem.work() / len(problem.kinds)
     base = best.plan
+    lanes = range(len(problem.kinds) * problem.stages)
     tried = 0
     while budget.left > 0.0 and not best.closed:
         tried += 1
@@ -292,7 +293,7 @@ def _neighbours(best: Incumbent, budget: Budget, random: Random) -> None:
         amount = unit * random.choice((0.3, 1.0, 3.0))
         first = random.randrange(problem.micro_batches)
         some = range(first, min(problem.micro_batches, first + random.randrange(1, 1 + problem.micro_batches)))
-        for lane in random.sample(range(len(problem.kinds) * problem.stages), k=random.randrange(1, 4)):
+        for lane in random.sample(lanes, k=min(len(lanes), random.randrange(1, 4))):
             change = random.uniform(-amount, amount)
             for micro_batch in some:
                 keys[lane][micro_batch] += change

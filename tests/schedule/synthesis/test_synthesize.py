@@ -66,6 +66,18 @@ def test_never_slower_than_a_named_schedule_and_within_memory(
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("split", [True, False])
+def test_one_worker_has_nothing_to_search_for(split: bool, solver: bool) -> None:
+    lines: list[str] = []
+    costs = Costs(forward=0.1, backward=0.7)  # 0.1 + 0.7 + 0.1 + .. is not 3 * 0.8
+    for micro_batches in range(1, 8):
+        found = synthesize(
+            (0,), micro_batches, costs, split=split, iterations=10**9, solver=solver, progress=lines.append
+        )
+        assert found.makespan == pytest.approx(found.lower_bound)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
 def test_iterations_give_the_same_schedule_each_time(solver: bool) -> None:
     costs = COSTS["D"].placed(wave_placement(3, 2))
     one, other = (
