@@ -7,9 +7,10 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
+from pipework.planning.choices import orders, shapes
 from pipework.planning.memory_size import memory_size
 from pipework.planning.search import Search, SearchBudget
-from pipework.schedule.draw.units import memory_text
+from pipework.schedule.draw.units import counted, memory_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,14 +31,15 @@ def refuse_impossible(request: PlanRequest, budget: SearchBudget) -> None:
         budget: of the search for the plan.
 
     Raises:
-        ValueError: more devices than layers, a layer is larger than any device, or all layers together are larger than
-            all devices.
+        ValueError: no schedule that may be chosen goes with so many devices and layers, a layer is larger than any
+            device, or all layers together are larger than all devices.
     """
     layers, devices = request.profile.layers, len(request.devices)
-    if devices > len(layers):
+    if not any(shapes(len(order), len(layers), request.schedules) for order in orders(request)):
         raise ValueError(
-            f"there are {devices} devices and {len(layers)} layers: each worker needs a layer, so give at most "
-            f"{len(layers)} devices, or cut layers finer"
+            f"schedules {', '.join(map(repr, request.schedules or ()))} have several stages for each worker, and "
+            f"{counted(len(layers), 'layer')} are too few for {counted(devices, 'device')}: cut layers finer, give "
+            "fewer devices, or let other schedules be chosen"
         )
     sums = request.sums(max(request.chunks))
     least, room = sums.layer_least_bytes(), max(request.limits)

@@ -14,6 +14,7 @@ from pipework.planning.plan import Plan
 from pipework.planning.request import make_request
 from pipework.planning.search import Search, SearchBudget
 from pipework.schedule import simulate
+from pipework.schedule.argument_checks import positive_integers
 
 if TYPE_CHECKING:
     from pipework.planning.profile import Profile
@@ -69,13 +70,8 @@ def plan_request(
     progress: Callable[[str], None] | None,
 ) -> Plan:
     """Search for the fastest step of a checked request; see :func:`plan_profile`."""
-    for name, number in (("seconds", seconds), ("iterations", iterations)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int | float) or not number > 0):
-            raise ValueError(f"{name} is {number!r}: wanted a number above 0, or None")
+    budget = checked_budget(seconds, iterations)
     report = progress or logging.getLogger("pipework").info
-    budget = SearchBudget(
-        inf if iterations is not None or seconds is None else seconds, inf if iterations is None else iterations
-    )
     refuse_impossible(request, budget)
     search = Search(request, budget, report)
     found = search.run()
@@ -87,3 +83,20 @@ def plan_request(
     bound = any_plan_bound(request)
     certificate = certify(simulation, found.workers, found.choice.balance, bound, search.proven(found))
     return Plan.of(found, certificate, search.named, doubts(found))
+
+
+def checked_budget(seconds: float | None, iterations: int | None) -> SearchBudget:
+    """The budget of a search; iterations count, if they are given.
+
+    Raises:
+        TypeError: the number of iterations is no integer.
+        ValueError: a number is not above 0, or there is none.
+    """
+    if iterations is not None:
+        positive_integers(iterations=iterations)
+        return SearchBudget(iterations=iterations)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < inf:
+        raise ValueError(
+            f"seconds is {seconds!r}: wanted a number above 0 and not infinite, or iterations= in its place"
+        )
+    return SearchBudget(seconds)

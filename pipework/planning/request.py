@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipework.planning.memory_size import memory_bytes
 from pipework.planning.stages import StageSums
-from pipework.schedule import forward_only, schedule_spec
-from pipework.schedule.argument_checks import positive_integers
+from pipework.schedule import SCHEDULES, forward_only, schedule_spec
+from pipework.schedule.argument_checks import checked_tuple, positive_integers
 
 if TYPE_CHECKING:
     from pipework.planning.profile import Profile
@@ -83,52 +83,116 @@ def make_request(
         schedules: see :class:`PlanRequest`.
 
     Raises:
-        TypeError: a number has a wrong type, or devices or schedules is one text.
+        TypeError: a number has a wrong type, or devices or schedules is no list.
         ValueError: there are no devices, more devices than layers, a device or limit is unknown, or a number is out of
             range.
     """
-    for name, names, example in (("devices", devices, "cuda:0"), ("schedules", schedules, "1f1b")):
-        if isinstance(names, str):
-            raise TypeError(f"{name} is {names!r}, one text: wanted a list, such as [{example!r}]")
-    places = tuple(devices)
-    if not places:
-        raise ValueError("devices is empty: give one for each worker, such as ['cuda:0', 'cuda:1']")
+    places = checked_devices(devices)
+    kinds = [profile.kind_of(place) for place in places]
     rows = profile.batch if batch is None else batch
-    positive_integers(batch=rows)
-    if isinstance(optimizer, bool) or not isinstance(optimizer, int | float):
-        raise TypeError(f"optimizer is {optimizer!r}: wanted how many numbers it keeps for each parameter, such as 2")
-    if not 0 <= optimizer < inf:
-        raise ValueError(f"optimizer is {optimizer!r}: wanted a number of at least 0, such as 2 for Adam")
-    for place in places:
-        profile.kind_of(place)
-    for name in schedules or ():
-        if schedule_spec(name).generator is forward_only:
-            raise ValueError(f"schedule {name!r} has no backwards: choose among those that train")
-    if schedules is not None and not schedules:
-        raise ValueError("schedules is empty: name those that may be chosen, or give None for all")
-    limits = _limits(profile, places, memory)
+    check_options(len(places), len(profile.layers), rows, chunks, optimizer, {*places, *kinds}, memory)
     return PlanRequest(
         profile,
         places,
-        limits,
+        _limits(profile, places, memory),
         rows,
         _chunks(rows, len(places), chunks, profile.rows[0]),
         float(optimizer),
-        None if schedules is None else tuple(schedules),
+        checked_schedules(schedules),
     )
+
+
+def checked_devices(devices: Any) -> tuple[str, ...]:
+    """The names of devices. Raises an error if it is no list of them, or an empty one."""
+    places = tuple(map(str, _listed("devices", devices, "cuda:0")))
+    if not places:
+        raise ValueError("devices is empty: give one for each worker, such as ['cuda:0', 'cuda:1']")
+    return places
+
+
+def checked_schedules(schedules: Any) -> tuple[str, ...] | None:
+    """The names of schedules as `SCHEDULES` has them, such as "1f1b" for "1F1B"; None: all.
+
+    Raises:
+        TypeError: it is no list of names.
+        ValueError: there are none, or one is unknown or has no backwards.
+
+    Example:
+        >>> checked_schedules(["1F1B", "ScheduleZBVZeroBubble", "fill-drain"])
+        ('1f1b', 'zb-v', 'gpipe')
+    """
+    if schedules is None:
+        return None
+    names = _listed("schedules", schedules, "1f1b")
+    if not names:
+        raise ValueError("schedules is empty: name those that may be chosen, or give None for all")
+    found = []
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"schedules has {name!r}: wanted names, such as '1f1b'")
+        spec = schedule_spec(name)
+        if spec.generator is forward_only:
+            raise ValueError(f"schedule {name!r} has no backwards: choose among those that train")
+        found.append(next(known for known, each in SCHEDULES.items() if each == spec))
+    return tuple(dict.fromkeys(found))
+
+
+def check_options(
+    workers: int,
+    layers: int,
+    rows: int,
+    chunks: Any,
+    optimizer: Any,
+    names: Collection[str],
+    memory: Any,
+) -> None:
+    """Refuse what no profile makes right: users who plan a model should not wait for its measurement first.
+
+    Args:
+        workers: their number.
+        layers: their number.
+        rows: of a mini-batch.
+        chunks: see :func:`make_request`, like `optimizer` and `memory`.
+        optimizer: see there.
+        names: of the devices and of their kinds.
+        memory: see there.
+
+    Raises:
+        TypeError: a number has a wrong type.
+        ValueError: more workers than layers, a number is out of range, or a limit is for an unknown device.
+    """
+    if workers > layers:
+        raise ValueError(
+            f"there are {workers} devices and {layers} layers: each worker needs a layer, so give at most {layers} "
+            "devices, or cut layers finer"
+        )
+    positive_integers(batch=rows)
+    if chunks is not None:
+        _given_chunks(rows, chunks)
+    if isinstance(optimizer, bool) or not isinstance(optimizer, int | float):
+        got = repr(optimizer) if isinstance(optimizer, str) else f"of type {type(optimizer).__name__}"
+        raise TypeError(f"optimizer is {got}: wanted how many numbers it keeps for each parameter, such as 2 for Adam")
+    if not 0 <= optimizer < inf:
+        raise ValueError(f"optimizer is {optimizer!r}: wanted a number of at least 0, such as 2 for Adam")
+    sizes = memory if isinstance(memory, Mapping) else {None: memory}
+    for name, size in sizes.items():
+        if name is not None and name not in names:
+            known = ", ".join(map(repr, sorted(names)))
+            raise ValueError(f"memory names {name!r}, which is none of the devices {known}, nor a kind of them")
+        if size is not None:
+            memory_bytes(size, "memory" if name is None else f"memory of {name}")
+
+
+def _listed(name: str, given: Any, example: str) -> tuple[Any, ...]:
+    if isinstance(given, str):
+        raise TypeError(f"{name} is {given!r}, one text: wanted a list, such as [{given or example!r}]")
+    return checked_tuple(name, given, f"[{example!r}]")
 
 
 def _limits(
     profile: Profile, devices: Sequence[str], memory: float | str | Mapping[str, float | str] | None
 ) -> tuple[float, ...]:
     count = Counter(devices)
-    if isinstance(memory, Mapping):
-        known = {*devices, *map(profile.kind_of, devices)}
-        if unknown := [name for name in memory if name not in known]:
-            raise ValueError(
-                f"memory names {unknown[0]!r}, which is none of the devices {', '.join(map(repr, count))}, nor a kind "
-                "of them"
-            )
     found = []
     for device in devices:
         kind = profile.kind_of(device)
@@ -142,11 +206,15 @@ def _limits(
 
 def _chunks(rows: int, workers: int, chunks: int | Sequence[int] | None, least: int) -> tuple[int, ...]:
     """The numbers of micro-batches to try."""
-    if chunks is None:
-        counts = micro_batch_counts(rows, workers)
-        # Layers may refuse micro-batches that are smaller than those of the profile, which are the smallest that ran.
-        return tuple(count for count in counts if rows // count >= least) or (max(1, rows // least),)
-    given = (chunks,) if isinstance(chunks, int) else tuple(chunks)
+    if chunks is not None:
+        return _given_chunks(rows, chunks)
+    counts = micro_batch_counts(rows, workers)
+    # Layers may refuse micro-batches that are smaller than those of the profile, which are the smallest that ran.
+    return tuple(count for count in counts if rows // count >= least) or (max(1, rows // least),)
+
+
+def _given_chunks(rows: int, chunks: Any) -> tuple[int, ...]:
+    given = tuple(chunks) if isinstance(chunks, Iterable) and not isinstance(chunks, str) else (chunks,)
     if not given:
         raise ValueError("chunks is empty: give a number of micro-batches, several to choose from, or None")
     for each in given:

@@ -16,7 +16,7 @@ from pipework.planning.layer_costs import DeviceKind, LayerSeconds
 from pipework.prediction.meta_copy import meta_copy
 from pipework.prediction.predict import measure_stages
 from pipework.prediction.stage_copy import StageCopy
-from pipework.profiling.layers import alone, ignored, profile_of, seconds_of
+from pipework.profiling.layers import alone, ignored, profile_of
 from pipework.values import nested
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def estimated(
         batch: the mini-batch.
         rows: sizes of micro-batches.
         rates: of each kind of device, or of the only one.
-        report: called with a line of text for each kind and size.
+        report: called with a line of text for each size.
 
     Raises:
         TypeError: it is something else than rates.
@@ -56,27 +56,31 @@ def estimated(
     twins = batch
     if isinstance(loss, nn.Module):
         twins = replace(batch, loss=replace(batch.loss, function=meta_copy(loss, [loss])))
-    kinds: dict[str, DeviceKind] = {}
     measured: list[list[Measured]] = []
-    for kind, speed in rates.items():
-        found = []
-        for size in rows:
-            report(f"{kind}: {len(module)} layers, micro-batches of {size} rows, estimated")
-            with meta:  # also what layers make without saying where
-                found.append(
-                    measure_stages(
-                        alone(twin),
-                        [meta] * len(module),
-                        twins.micro_batch(size, meta),
-                        0.0,
-                        ignored,
-                        split=range(len(module)),
-                        stage_type=functools.partial(EstimatedStage, rates=speed),
-                    )[0]
-                )
-        measured = measured or found
-        seconds = tuple(tuple(LayerSeconds(*seconds_of(each)) for each in row) for row in found)
-        kinds[kind] = DeviceKind(seconds, memory=speed.memory, estimated=True)
+    works: list[list[_Works]] = []  # which are the same for all kinds
+    for size in rows:
+        report(f"{len(module)} layers, micro-batches of {size} rows, estimated for {', '.join(rates)}")
+        of_layers: list[_Works] = []
+        with meta:  # also what layers make without saying where
+            found, _ = measure_stages(
+                alone(twin),
+                [meta] * len(module),
+                twins.micro_batch(size, meta),
+                0.0,
+                ignored,
+                split=range(len(module)),
+                stage_type=functools.partial(CountedStage, works=of_layers),
+            )
+        measured.append(found)
+        works.append(of_layers)
+    kinds = {
+        kind: DeviceKind(
+            tuple(tuple(LayerSeconds(*(work.seconds(speed) for work in each)) for each in row) for row in works),
+            memory=speed.memory,
+            estimated=True,
+        )
+        for kind, speed in rates.items()
+    }
     return profile_of(module, batch, rows, measured, kinds)
 
 
@@ -155,12 +159,16 @@ def work_of(function: Callable[[], Any]) -> Work:
     return Work(counted.get_total_flops(), moved.bytes, moved.operators)
 
 
-class EstimatedStage(StageCopy):
-    """A stage whose times are computed; see `StageCopy`."""
+_Works = tuple[Work, Work, Work]
 
-    def __init__(self, *arguments: Any, rates: Rates, **options: Any) -> None:
+
+class CountedStage(StageCopy):
+    """A stage whose work is counted, and takes no time; see `StageCopy`."""
+
+    def __init__(self, *arguments: Any, works: list[_Works], **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._rates = rates
+        self._works, self._number = works, len(works)
+        works.append((Work(0, 0, 0),) * 3)
 
     def _time(self, given: Any) -> tuple[float, float, float]:
         outputs: list[Any] = []
@@ -168,7 +176,8 @@ class EstimatedStage(StageCopy):
         first = work_of(lambda: self._first_half(lambda: self._backward(outputs.pop())))
         second = work_of(self._second_half)
         self._end_pass()
-        return forward.seconds(self._rates), first.seconds(self._rates), second.seconds(self._rates)
+        self._works[self._number] = forward, first, second  # the last pass counts
+        return 0.0, 0.0, 0.0
 
 
 class _Bytes(torch_private.DispatchMode):  # type: ignore[misc]

@@ -6,6 +6,7 @@ import logging
 import statistics
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from pipework.assignment.devices import Machine, checked_devices, default_devices
 from pipework.balance.by_time import device_kind
-from pipework.balance.checks import not_sequential
+from pipework.balance.checks import check_initialised, not_sequential
 from pipework.planning.layer_costs import DeviceKind, LayerSeconds
 from pipework.planning.request import micro_batch_counts
 from pipework.prediction.predict import measure_stages
@@ -22,6 +23,8 @@ from pipework.profiling.layers import alone, ignored, profile_of, seconds_of
 from pipework.profiling.links import measure_links
 from pipework.profiling.micro_batches import SampleBatch
 from pipework.runtime.out_of_memory import is_out_of_memory
+from pipework.schedule.argument_checks import checked_tuple, positive_integers
+from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -84,9 +87,11 @@ def profile(
     """
     if not isinstance(module, nn.Sequential):
         raise not_sequential(module)
-    if not len(module):
-        raise ValueError("the module has no layers, so there is nothing to measure")
-    report = progress or logging.getLogger("pipework").info
+    check_initialised(module)
+    report = checked_report(progress)
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < inf:
+        raise ValueError(f"timeout is {timeout!r}: wanted a finite number of seconds, at least 0")
+    positive_integers(workers=workers)
     batch = SampleBatch.of(module, sample, keywords, target, loss_fn)
     if rates is not None:
         if devices is not None:
@@ -96,6 +101,7 @@ def profile(
     places = default_devices(len(module), False, machine) if devices is None else checked_devices(devices, machine)
     if not places:
         raise ValueError("devices is empty: give one for each worker")
+    _refuse_meta(module, batch)
     sizes = micro_batch_sizes(batch.rows, len(places), rows)
     by_kind = {device_kind(place): place for place in reversed(places)}
     cpu_workers = sum(place.type == "cpu" for place in places)
@@ -122,6 +128,26 @@ def profile(
     )
 
 
+def checked_report(progress: Any) -> Callable[[str], None]:
+    """What is called with lines of text; None: the logger "pipework" (INFO)."""
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress is {progress!r}: wanted a function that takes a line of text, such as print")
+    found: Callable[[str], None] = progress or logging.getLogger("pipework").info
+    return found
+
+
+def _refuse_meta(module: nn.Sequential, batch: SampleBatch) -> None:
+    """Raises a ValueError if there is nothing to compute with."""
+    given = nested.flatten((batch.inputs, batch.keywords, batch.target))[0]
+    held = [*module.parameters(), *module.buffers()]
+    for what, tensors in (("the sample", given), ("the model", held)):
+        if any(each.is_meta for each in tensors):
+            raise ValueError(
+                f"{what} is on the meta device, which computes nothing: give rates=Rates(...) to estimate times, or "
+                "real tensors to measure them"
+            )
+
+
 def micro_batch_sizes(batch: int, workers: int, rows: Sequence[int] | None) -> tuple[int, ...]:
     """The sizes of micro-batches to measure."""
     if rows is None:
@@ -129,7 +155,7 @@ def micro_batch_sizes(batch: int, workers: int, rows: Sequence[int] | None) -> t
         all_sizes = sorted({-(-batch // count) for count in counts})
         few = min(_SIZES, len(all_sizes))
         return tuple(sorted({all_sizes[round(i * (len(all_sizes) - 1) / max(1, few - 1))] for i in range(few)}))
-    for size in rows:
+    for size in checked_tuple("rows", rows, "[8, 32]"):
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= batch:
             raise ValueError(f"rows has {size!r}: wanted sizes of micro-batches from 1 to {batch}, the sample's rows")
     if not rows:

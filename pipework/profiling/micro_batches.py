@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,6 @@ from pipework.values import nested
 from pipework.values.tensor_form import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import nn
 
 
@@ -48,9 +47,12 @@ class SampleBatch:
         """What the caller gave for a module; a tuple is spread into positional arguments.
 
         Raises:
-            TypeError: there is no tensor in the sample, or `loss_fn` is no function.
-            ValueError: one of target and loss function is missing, or the sample cannot be split.
+            TypeError: there is no tensor in the sample or target, or another argument has a wrong type.
+            ValueError: the module has no layer, one of target and loss function is missing, or the sample cannot be
+                split, or has no rows.
         """
+        if not len(module):
+            raise ValueError("the module has no layers, so there is nothing to measure")
         if target is None and loss_fn is not None:
             raise ValueError("got loss_fn= and no target=: give both, target=y, loss_fn=f, or none of them")
         last = list(module)[-1]
@@ -60,8 +62,17 @@ class SampleBatch:
                 "loss_fn=f, which computes the loss from output and target, or a last layer that takes the target "
                 "after its input and returns the loss"
             )
+        if keywords is not None and not isinstance(keywords, Mapping):
+            raise TypeError(
+                f"keywords is {keywords!r}: wanted a mapping from names to values, such as {{'mask': mask}}"
+            )
+        if target is not None and not nested.flatten(target)[0]:
+            raise TypeError(f"target is {target!r}: wanted a tensor, or several")
         inputs = sample if isinstance(sample, tuple) else (sample,)
-        return cls(inputs, dict(keywords or {}), target, LossSettings(loss_fn), tuple_rule(module))
+        found = cls(inputs, dict(keywords or {}), target, LossSettings(loss_fn), tuple_rule(module))
+        if not found.rows:
+            raise ValueError("the sample has no rows: give the inputs of a mini-batch")
+        return found
 
     @property
     def rows(self) -> int:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from pipework.assignment.devices import Machine, checked_devices, default_devices
+from pipework.balance.by_time import device_kind
 from pipework.balance.checks import not_sequential
 from pipework.planning.limits import limits_that_fit
-from pipework.planning.plan_profile import plan_request
+from pipework.planning.plan_profile import checked_budget, plan_request
 from pipework.planning.profile import Profile
-from pipework.planning.request import make_request
-from pipework.profiling.measure import micro_batch_sizes, profile
+from pipework.planning.request import check_options, checked_schedules, make_request
+from pipework.profiling.measure import checked_report, micro_batch_sizes, profile
 from pipework.profiling.micro_batches import SampleBatch
 from pipework.profiling.on_ranks import plan_on_ranks
 from pipework.profiling.verify import measured_plan, with_limits
-from pipework.schedule import fill_drain, schedule_spec
 from pipework.schedule.draw.units import memory_text
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ def plan(
         >>> sum(found.balance), found.chunks
         (4, 4)
     """
-    report = progress or logging.getLogger("pipework").info
+    report = checked_report(progress)
+    checked_budget(seconds, iterations)
     options: dict[str, Any] = {"batch": batch, "chunks": chunks, "optimizer": optimizer, "schedules": schedules}
     if mesh is not None and (devices is not None or isinstance(model, Profile)):
         raise ValueError(
@@ -104,16 +105,24 @@ def plan(
             "is made once, saved, and loaded by all processes, pipework.Plan.load(path)"
         )
     if isinstance(model, Profile):
+        given = {"sample": sample, "target": target, "loss_fn": loss_fn, "keywords": keywords}
+        if unused := [name for name, value in given.items() if value is not None]:
+            raise ValueError(f"plan got a profile and {unused[0]}=, which only the measurement of a model needs")
         if devices is None:
-            raise ValueError("devices is missing: with a profile, name one device or kind of device for each worker")
-        return plan_request(
-            make_request(model, [str(each) for each in devices], memory, **options), seconds, iterations, report
-        )
+            kinds = ", ".join(map(repr, model.kinds))
+            raise ValueError(
+                f"devices is missing: with a profile, name one device or kind of device for each worker; kinds: {kinds}"
+            )
+        request = make_request(model, devices, memory, **options)  # type: ignore[arg-type]  # which takes their texts
+        return plan_request(request, seconds, iterations, report)
+    if isinstance(model, str | Path):
+        raise TypeError(f"model is {str(model)!r}: wanted layers or a profile, such as Profile.load({str(model)!r})")
     if sample is None:
         raise TypeError("plan got no sample: give the inputs of a mini-batch, plan(model, x, target=y, loss_fn=f)")
     if not isinstance(model, nn.Sequential):
         raise not_sequential(model)
-    if target is None and not _loss_may_be_outside(schedules):
+    names = checked_schedules(schedules)
+    if target is None and names != ("gpipe",):  # which alone has all outputs before the first backward
         raise ValueError(
             "plan got no target: its schedules compute the loss inside of the pipe, so give target=y, loss_fn=f; for a "
             "loss outside, schedules=['gpipe']"
@@ -130,15 +139,13 @@ def plan(
         return plan_on_ranks(mesh, measure, memory, options, seconds, iterations, report)
     machine = Machine.here()
     places = default_devices(len(model), False, machine) if devices is None else checked_devices(devices, machine)
+    whole = SampleBatch.of(model, sample, keywords, target, loss_fn)
+    known = {*map(str, places), *map(device_kind, places)}
+    rows = whole.rows if batch is None else batch
+    check_options(len(places), len(model), rows, chunks, optimizer, known, memory)
     found = profile(model, sample, devices=places, **measuring)
     request = make_request(found, [str(each) for each in places], memory, **options)
-    whole = SampleBatch.of(model, sample, keywords, target, loss_fn)
     return _measured_and_fitting(request, model, whole, seconds, iterations, timeout, report)
-
-
-def _loss_may_be_outside(schedules: Sequence[str] | None) -> bool:
-    """Whether all outputs are there before the first backward in every schedule that may be chosen."""
-    return bool(schedules) and all(schedule_spec(name).generator is fill_drain for name in schedules or ())
 
 
 def _measured_and_fitting(

@@ -85,7 +85,7 @@ def test_several_kinds_of_device(tmp_path, capsys):
         (("--workers", "2", "--memory", "500B"), "weights, gradients and optimizer need"),
         (("--workers", "2", "--memory", "500B"), "; a plan was found that fits with a limit of 1.2"),
         (("--workers", "2", "--memory", "100B"), "layer 0 (Linear '0') needs"),
-        (("--workers", "2", "--memory", "much"), "memory of device is 'much': wanted a number and a unit"),
+        (("--workers", "2", "--memory", "much"), "memory is 'much': wanted a number and a unit"),
         (("--workers", "2", "--memory", "gpu=1GiB"), "memory names 'gpu', which is none of the devices 'device'"),
         (("--workers", "2", "--schedules", "1f2b"), "no schedule is called '1f2b': did you mean '1f1b'?"),
         (("--workers", "2", "--chunks", "9"), "chunks is 9, and a mini-batch has 8 rows"),

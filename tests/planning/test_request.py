@@ -29,7 +29,7 @@ def test_limits_by_device_by_kind_and_for_all() -> None:
         ({"devices": []}, "devices is empty"),
         ({"devices": ["cuda:7"]}, "no times for device 'cuda:7'"),
         ({"memory": {"cuda:7": 5}}, "memory names 'cuda:7', which is none of the devices"),
-        ({"memory": "much"}, "memory of large is 'much'"),
+        ({"memory": "much"}, "memory is 'much'"),
         ({"batch": 0}, "batch"),
         ({"chunks": 65}, "chunks is 65, and a mini-batch has 64 rows"),
         ({"chunks": []}, "chunks is empty"),

@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_noted(tmp_path: Path) -> None:
         ({"schedule": "forward-only"}, ValueError, "'forward-only' has no backwards"),
         ({"schedule": build("1f1b", workers=3, chunks=8)}, ValueError, "is for 3 workers, and devices=, balance= and"),
         ({"schedule": build("1f1b", workers=2, chunks=4)}, ValueError, "is for 4 micro-batches, and devices="),
-        ({"memory": "24 Gb of it"}, ValueError, "memory of device is '24 Gb of it'"),
+        ({"memory": "24 Gb of it"}, ValueError, "memory is '24 Gb of it'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:

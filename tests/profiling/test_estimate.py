@@ -61,6 +61,22 @@ def test_rates_without_a_name_are_those_of_the_only_kind() -> None:
     assert plan(found, devices=["device"] * 2, iterations=5).devices == ("device", "device")
 
 
+def test_layers_run_once_for_all_kinds() -> None:
+    calls: list[int] = []
+
+    class Counts(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return x * 2
+
+    numbers = []
+    for rates in (RATES, {"fast": RATES["fast"]}):
+        calls.clear()
+        profile(nn.Sequential(nn.Linear(8, 8), Counts()), torch.zeros(16, 8), rates=rates, rows=[4])
+        numbers.append(len(calls))
+    assert numbers[0] == numbers[1] > 0
+
+
 @pytest.mark.parametrize(
     ("rates", "message"),
     [
