@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework import Mesh, Pipe
+from pipework import Mesh, Pipe, PipelineError
 
 Run = Callable[..., list[Any]]
 
@@ -114,7 +114,9 @@ def refused(mesh: Mesh, dtype: str) -> str:
     pipe = Pipe(nn.Sequential(frozen, nn.Linear(2, 2)), mesh=mesh, loss_fn=square)
     pipe(torch.ones(4, 2), target=torch.ones(4, 2)).backward()
     frozen.odd.requires_grad_()
-    with pytest.raises(TypeError, match=f"the parameter 0.odd, of torch.{dtype} and shape .3, 2., is trained"):
+    # Who comes later is told of the other one's error.
+    message = f"the parameter 0.odd, of torch.{dtype} and shape .3, 2., is trained"
+    with pytest.raises((TypeError, PipelineError), match=message):
         pipe(torch.ones(4, 2), target=torch.ones(4, 2))
     with pytest.raises(TypeError) as caught:
         Pipe(nn.Sequential(frozen), mesh=mesh, loss_fn=square)
@@ -123,7 +125,7 @@ def refused(mesh: Mesh, dtype: str) -> str:
 
 def test_a_gradient_that_cannot_be_averaged_is_no_lost_connection(start: Callable[..., Any]) -> None:
     for ended in start(2, refused, init={"dp": 2}, dtype="float8_e4m3fn").ended():
-        assert "averaged over replicas: keep it in float64" in ended.result, ended.errors
+        assert "averaged over replicas: keep it in float64" in (ended.result or ""), ended.errors
 
 
 def frozen_on_one(mesh: Mesh) -> str:
