@@ -44,11 +44,11 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--batch", type=shared.count, metavar="N", help="rows of a mini-batch (default: the profile's)")
     parser.add_argument("--chunks", type=shared.count, nargs="+", metavar="N", help="numbers of micro-batches to try")
     parser.add_argument(
-        "--optimizer", type=shared.limit, default=2.0, metavar="N",
+        "--optimizer", type=_number, default=2.0, metavar="N",
         help="numbers that the optimizer keeps for each parameter (default 2, as Adam)",
     )  # fmt: skip
     parser.add_argument("--schedules", metavar="A,B,...", help="choose among these schedules only")
-    parser.add_argument("--seconds", type=shared.limit, default=30.0, metavar="S", help="time to search (default 30)")
+    parser.add_argument("--seconds", type=_number, default=30.0, metavar="S", help="time to search (default 30)")
     parser.add_argument(
         "--iterations",
         type=shared.count,
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> Report:
         batch=arguments.batch,
         chunks=arguments.chunks,
         optimizer=arguments.optimizer,
-        schedules=None if arguments.schedules is None else arguments.schedules.split(","),
+        schedules=None if arguments.schedules is None else _parts(arguments.schedules),
         seconds=arguments.seconds,
         iterations=arguments.iterations,
         progress=_ignored if arguments.quiet else _tell,
@@ -109,14 +109,28 @@ def _devices(profile: Profile, arguments: argparse.Namespace) -> list[str]:
             )
         return [*profile.kinds] * int(arguments.workers)
     devices: list[str] = []
-    for each in arguments.devices.split(","):
-        count, star, name = each.strip().partition("*")
-        devices += [name.strip()] * int(count) if star and count.strip().isdigit() else [each.strip()]
+    for each in _parts(arguments.devices):
+        count, star, name = each.partition("*")
+        devices += [name.strip()] * int(count) if star and count.strip().isdigit() else [each]
     return devices
+
+
+def _parts(text: str) -> list[str]:
+    """What is between commas."""
+    return [each.strip() for each in text.split(",") if each.strip()]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)  # the planner knows what is out of range
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 def _memory(text: str | None) -> str | dict[str, float | str] | None:
     if text is None or "=" not in text:
         return text
-    pairs = [each.partition("=") for each in text.split(",")]
+    pairs = [each.partition("=") for each in _parts(text)]
+    if whole := [name for name, equals, _ in pairs if not equals]:
+        raise ValueError(f"--memory {text}: {whole[0]!r} has no name: wanted NAME=SIZE,NAME=SIZE, or one SIZE for all")
     return {name.strip(): size.strip() for name, _, size in pairs}

@@ -54,10 +54,11 @@ def refuse_impossible(request: PlanRequest, budget: SearchBudget) -> None:
             "micro-batches smaller"
         )
     elif there < inf and needed > there:
+        each = "device" if set(_sharing(request).values()) == {1} else "worker"
         text = (
             f"weights, gradients and optimizer need {memory_text(needed, 'bytes')}, and all devices together may hold "
             f"{memory_text(there, 'bytes')}: the smallest limit that could do is "
-            f"{memory_text(needed / devices, 'bytes')} for each of {devices} devices"
+            f"{memory_text(needed / devices, 'bytes')} for each of {counted(devices, each)}"
         )
     else:
         return
@@ -104,8 +105,7 @@ def limits_that_fit(request: PlanRequest, devices: Sequence[str], workers: Seque
         devices: of the workers.
         workers: what they hold.
     """
-    count = Counter(request.devices)
-    sharing = {name: count[name] if name in request.profile.devices else 1 for name in count}
+    sharing = _sharing(request)
     given = {
         name: limit * sharing[name] for name, limit in zip(request.devices, request.limits, strict=True) if limit < inf
     }
@@ -113,6 +113,14 @@ def limits_that_fit(request: PlanRequest, devices: Sequence[str], workers: Seque
     for name, held in zip(devices, workers, strict=True):
         if name in needed:
             needed[name] = max(needed[name], held.total * sharing[name])
-    if len(given) == len(count) and len(set(given.values())) == 1:
-        return f"a limit of {memory_size(max(needed.values()))}"
-    return f"the limits { ({name: memory_size(size) for name, size in needed.items()}) }"
+    several = [f"the {sharing[name]} workers on {name}" for name in needed if sharing[name] > 1]
+    shared = f", of which {' and '.join(several)} have equal shares" if several else ""
+    if len(given) == len(sharing) and len(set(given.values())) == 1:
+        return f"a limit of {memory_size(max(needed.values()))}{shared}"
+    return f"the limits { ({name: memory_size(size) for name, size in needed.items()}) }{shared}"
+
+
+def _sharing(request: PlanRequest) -> dict[str, int]:
+    """How many workers each device has; a kind stands for devices of their own."""
+    count = Counter(request.devices)
+    return {name: count[name] if name in request.profile.devices else 1 for name in count}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 from pipework.planning.candidate import WorkerBytes
 from pipework.planning.certificate import Certificate
+from pipework.planning.json_file import check_numbers
 from pipework.planning.layer_costs import LayerInfo
-from pipework.planning.plan_file import fields_of, text_of
+from pipework.planning.plan_file import read, text_of
 from pipework.schedule import Costs, Schedule, Simulation, Timeline, simulate, svg, to_csv, without_recompute
+from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.draw.aligned import aligned
 from pipework.schedule.draw.units import counted, memory_text, time_text
 from pipework.schedule.edges import recomputed
@@ -43,6 +45,10 @@ class Plan:
         notes: what there is to know beside that, a line each.
         profile_seconds: the time of a step by the profile, which is what `named` are to be compared with, if the stages
             were measured as a whole since; None: they were not.
+
+    Raises:
+        TypeError: an attribute has a wrong type.
+        ValueError: numbers of devices, stages, layers or micro-batches do not go together, or a number is out of range.
     """
 
     devices: tuple[str, ...]
@@ -59,6 +65,28 @@ class Plan:
     estimated: bool = False
     notes: tuple[str, ...] = ()
     profile_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        schedule = self.schedule
+        for what, found, wanted in (
+            ("devices", len(self.devices), schedule.workers),
+            ("workers", len(self.workers), schedule.workers),
+            ("parts of the balance", len(self.balance), schedule.stages),
+            ("micro-batches", self.chunks, schedule.micro_batches),
+            ("layers", len(self.layers), sum(self.balance)),
+        ):
+            if found != wanted:
+                raise ValueError(f"the plan has {found} {what}, and its other parts are for {wanted}")
+        positive_integers(**{f"balance[{stage}]": each for stage, each in enumerate(self.balance)})
+        positive_integers(batch=self.batch)
+        self.costs.spread(schedule.stages)  # refuses those of other stages
+        bound, own = self.certificate, self.profile_seconds
+        check_numbers("times of the plan", (bound.schedule_bound, bound.any_bound, *dict(self.named).values()))
+        check_numbers("times of the plan", () if own is None else (own,))
+        check_numbers("bytes of its workers", (each for held in self.workers for each in astuple(held)[:3]))
+        check_numbers("numbers of the optimizer", (self.optimizer,))
+        if not all(isinstance(each, str) for each in (*self.devices, *self.notes)):
+            raise TypeError("devices and notes of the plan: wanted texts")
 
     @classmethod
     def of(
@@ -187,7 +215,7 @@ class Plan:
             ValueError: the file is no plan.
             OSError: it cannot be read.
         """
-        return cls(**fields_of(Path(path).read_text(encoding="utf-8-sig"), str(path)))
+        return read(path, cls)
 
     def check_model(self, layers: Sequence[LayerInfo]) -> None:
         """Refuse another model than the planned one.

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pipework.planning.candidate import WorkerBytes
 from pipework.planning.certificate import Certificate
-from pipework.planning.json_file import read_json
+from pipework.planning.json_file import read_json, text_of_file
 from pipework.planning.layer_costs import LayerInfo
 from pipework.schedule import Costs, from_json, to_json
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from pipework.planning.plan import Plan
 
 _FORMAT: Final = "pipework plan 1"
@@ -45,17 +48,19 @@ def text_of(plan: Plan) -> str:
     return f'{{{head},\n "schedule": {to_json(plan.schedule)}}}\n'
 
 
-def fields_of(text: str, name: str) -> dict[str, Any]:
-    """The arguments of `Plan`, from what :func:`text_of` wrote.
+def read(path: str | Path, make: Callable[..., Plan]) -> Plan:
+    """Read what :func:`text_of` wrote.
 
     Args:
-        text: JSON.
-        name: of its file, for messages.
+        path: of the file.
+        make: makes it of its attributes.
 
     Raises:
         ValueError: it is not JSON, or not that of a plan.
+        OSError: it cannot be read.
     """
-    return read_json(text, name, "plan", _FORMAT, "plan.save(path)", _made)
+    text = text_of_file(path)
+    return read_json(text, str(path), "plan", _FORMAT, "plan.save(path)", lambda fields: make(**_made(fields)))
 
 
 def _made(fields: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from pipework.planning.json_file import check_numbers
 from pipework.planning.layer_costs import (
     DeviceKind,
     LayerBytes,
@@ -19,8 +19,9 @@ from pipework.planning.layer_costs import (
     MicroBatchProfile,
     SkipBytes,
 )
-from pipework.planning.profile_file import fields_of, text_of
+from pipework.planning.profile_file import read, text_of
 from pipework.planning.settings import plan_of_settings
+from pipework.schedule.argument_checks import positive_integers
 
 if TYPE_CHECKING:
     from pipework.planning.plan import Plan
@@ -43,7 +44,8 @@ class Profile:
         loss_inside: whether the loss was part of the last layer's measurement.
 
     Raises:
-        ValueError: lengths do not fit together, or a number is negative, infinite or NaN.
+        TypeError: a number of rows is no integer.
+        ValueError: lengths or names do not fit together, or a number is negative, infinite or NaN.
 
     Example:
         >>> from pipework.planning.layer_costs import *
@@ -70,7 +72,8 @@ class Profile:
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
         if not self.layers or not self.rows or not self.kinds:
             raise ValueError("a profile needs layers, numbers of rows and kinds of device, and one of them is empty")
-        if list(self.rows) != sorted(set(self.rows)) or self.rows[0] < 1:
+        positive_integers(batch=self.batch, **{f"rows[{i}]": each for i, each in enumerate(self.rows)})
+        if list(self.rows) != sorted(set(self.rows)):
             raise ValueError(f"rows is {list(self.rows)}: wanted ascending numbers of at least 1")
         tables = {"bytes": self.bytes} | {f"seconds of {name!r}": each.seconds for name, each in self.kinds.items()}
         for what, table in tables.items():
@@ -79,8 +82,24 @@ class Profile:
                     f"the {what} of the profile are not {len(self.rows)} rows x {len(self.layers)} layers, as the "
                     "profile's other parts are"
                 )
-            if not all(0 <= number < math.inf for row in table for layer in row for number in layer):
-                raise ValueError(f"the {what} of the profile have a number that is negative, infinite or NaN")
+            check_numbers(f"{what} of the profile", (number for row in table for layer in row for number in layer))
+        check_numbers("bytes of the layers", (size for layer in self.layers for size in layer[2:]))
+        for name, kind in self.kinds.items():
+            if len(kind.joined) != 3:
+                raise ValueError(f"{name!r} has joined={kind.joined}: wanted three numbers")
+            check_numbers(f"times of joined layers on {name!r}", kind.joined)
+            check_numbers(f"memory of {name!r}", () if kind.memory is None else (kind.memory,))
+        for ends, link in self.links.items():
+            check_numbers(f"numbers of the link {ends}", (link.latency,))
+            if isinstance(link.bytes_per_second, str) or not link.bytes_per_second > 0:
+                raise ValueError(f"the link {ends} has {link}: wanted bytes_per_second above 0")
+            if unknown := [end for end in ends if end not in self.kinds]:
+                known = ", ".join(map(repr, self.kinds))
+                raise ValueError(f"the profile has a link of {unknown[0]!r}, which is none of its kinds: {known}")
+        for skip in self.skips:
+            if not 0 <= skip.source < skip.target < len(self.layers) or len(skip.size) != len(self.rows):
+                raise ValueError(f"the profile has {skip}, which does not go with its layers and rows")
+            check_numbers("bytes of skip connections", skip.size)
         if unknown := [f"{device!r}: {kind!r}" for device, kind in self.devices.items() if kind not in self.kinds]:
             raise ValueError(f"the profile has devices of a kind that it does not know: {', '.join(unknown)}")
 
@@ -104,7 +123,7 @@ class Profile:
             ValueError: the file is no profile.
             OSError: it cannot be read.
         """
-        return cls(**fields_of(Path(path).read_text(encoding="utf-8-sig"), str(path)))
+        return read(path, cls)
 
     def kind_of(self, device: str) -> str:
         """The kind of a device, which may also be called by its kind.

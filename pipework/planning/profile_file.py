@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from pipework.planning.json_file import read_json
+from pipework.planning.json_file import read_json, text_of_file
 from pipework.planning.layer_costs import DeviceKind, LayerBytes, LayerInfo, LayerSeconds, LinkSpeed, SkipBytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from pipework.planning.profile import Profile
 
 _FORMAT: Final = "pipework profile 1"
@@ -43,17 +46,26 @@ def text_of(profile: Profile) -> str:
     return _text(fields, 0) + "\n"
 
 
-def fields_of(text: str, name: str) -> dict[str, Any]:
-    """The arguments of :class:`Profile`, from what :func:`text_of` wrote.
+def read(path: str | Path, make: Callable[..., Profile]) -> Profile:
+    """Read what :func:`text_of` wrote.
 
     Args:
-        text: JSON.
-        name: of its file, for messages.
+        path: of the file.
+        make: makes it of its attributes.
 
     Raises:
         ValueError: it is not JSON, or not that of a profile.
+        OSError: it cannot be read.
     """
-    return read_json(text, name, "profile", _FORMAT, "pipework.profile(model, sample).save(path)", _made)
+    text = text_of_file(path)
+    return read_json(
+        text,
+        str(path),
+        "profile",
+        _FORMAT,
+        "pipework.profile(model, sample).save(path)",
+        lambda fields: make(**_made(fields)),
+    )
 
 
 def _made(fields: dict[str, Any]) -> dict[str, Any]:

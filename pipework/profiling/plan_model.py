@@ -13,6 +13,7 @@ from pipework.assignment.devices import Machine, checked_devices, default_device
 from pipework.balance.by_time import device_kind
 from pipework.balance.checks import not_sequential
 from pipework.planning.limits import limits_that_fit
+from pipework.planning.plan import Plan
 from pipework.planning.plan_profile import checked_budget, plan_request
 from pipework.planning.profile import Profile
 from pipework.planning.request import check_options, checked_schedules, make_request
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from pipework.distributed.mesh import Mesh
     from pipework.model.with_device import Device
-    from pipework.planning.plan import Plan
+    from pipework.planning.candidate import WorkerBytes
     from pipework.planning.request import PlanRequest
 
 _TRIES = 3  # a plan is made again if its stages, measured as a whole, do not fit
@@ -159,24 +160,35 @@ def _measured_and_fitting(
 ) -> Plan:
     """A plan whose stages were measured, and fit: a stage does not need just the sum of what its layers need."""
     limits = dict(zip(request.devices, request.limits, strict=True))
+    given, tried = request, list[Plan]()
     for _ in range(_TRIES):
-        plan = plan_request(request, seconds, iterations, report)
+        try:
+            plan = plan_request(request, seconds, iterations, report)
+        except ValueError:
+            if not tried:
+                raise
+            break  # nothing fits what the last plan has shown to be left for layers
         if batch.rows != plan.batch:
             return plan  # for a mini-batch that is not here
         measured = with_limits(measured_plan(plan, model, batch, timeout, report), limits)
         if all(worker.fits for worker in measured.workers):
             return measured
+        tried.append(measured)
         # What does not fit was planned to be smaller: so much that this plan, and those like it, are excluded.
         pairs = zip(measured.workers, plan.workers, strict=True)
         over = max(now.total / before.total for now, before in pairs if not now.fits)
         report(f"measured as a whole, a worker needs {over:.3g} times what its layers need: planned again with less")
         request = replace(request, limits=tuple(limits[device] / over for device in request.devices))
-    worst = max(range(len(measured.workers)), key=lambda i: measured.workers[i].total / measured.workers[i].limit)
-    held = measured.workers[worst]
-    given = replace(request, limits=tuple(limits[device] for device in request.devices))
+    best = min(tried, key=lambda plan: max(map(_share, plan.workers)))
+    held = max(best.workers, key=_share)
+    worst = best.workers.index(held)
     raise ValueError(
-        f"no plan fits: after {_TRIES} attempts, worker {worst} ({measured.devices[worst]}) needs "
-        f"{memory_text(held.total, 'bytes')} and may hold {memory_text(held.limit, 'bytes')}; the last plan fits with "
-        f"{limits_that_fit(given, measured.devices, measured.workers)}; raise the limits, use more devices, or give a "
-        "smaller mini-batch"
+        f"no plan fits: in the best that was found, worker {worst} ({best.devices[worst]}) needs "
+        f"{memory_text(held.total, 'bytes')}, measured as a whole, and may hold {memory_text(held.limit, 'bytes')}; it "
+        f"fits with {limits_that_fit(given, best.devices, best.workers)}; raise the limits, use more devices, "
+        "or give a smaller mini-batch"
     )
+
+
+def _share(held: WorkerBytes) -> float:
+    return held.total / held.limit

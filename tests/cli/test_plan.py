@@ -86,6 +86,16 @@ def test_several_kinds_of_device(tmp_path, capsys):
         (("--workers", "2", "--memory", "500B"), "; a plan was found that fits with a limit of 1.2"),
         (("--workers", "2", "--memory", "100B"), "layer 0 (Linear '0') needs"),
         (("--workers", "2", "--memory", "much"), "memory is 'much': wanted a number and a unit"),
+        (
+            ("--workers", "2", "--memory", "device=1GiB,2GiB"),
+            "'2GiB' has no name: wanted NAME=SIZE,NAME=SIZE, or one SIZE",
+        ),
+        (("--workers", "2", "--memory", "device="), "memory of device is '': wanted a number and a unit"),
+        (("--workers", "2", "--optimizer", "-1"), "optimizer is -1.0: wanted a number of at least 0"),
+        (("--workers", "2", "--optimizer", "adam"), "argument --optimizer: 'adam' is not a number"),
+        (("--workers", "2", "--schedules", ","), "schedules is empty"),
+        (("--devices", "0*device"), "devices is empty"),
+        (("--devices", "x*device"), "no times for device 'x*device'"),
         (("--workers", "2", "--memory", "gpu=1GiB"), "memory names 'gpu', which is none of the devices 'device'"),
         (("--workers", "2", "--schedules", "1f2b"), "no schedule is called '1f2b': did you mean '1f1b'?"),
         (("--workers", "2", "--chunks", "9"), "chunks is 9, and a mini-batch has 8 rows"),
@@ -109,6 +119,18 @@ def test_mistakes_are_one_line_and_nothing_is_written(tmp_path, monkeypatch, cap
     assert set(tmp_path.iterdir()) == before
 
 
+def test_spaces_and_commas_too_many_are_left_out(capsys, profile):
+    words = ("--devices", "device, device,", "--schedules", "1F1B, gpipe", "--memory", "device=1MiB,")
+    assert run(profile, "--iterations", "5", "--quiet", *words) == 0
+    assert "6 layers on 2 workers" in capsys.readouterr().out
+
+
+def test_seconds_are_a_number(capsys, profile):
+    for text in ("nan", "-1", "0"):
+        assert run(profile, "--workers", "2", "--seconds", text) == 2
+        assert f"seconds is {float(text)}: wanted a number above 0" in capsys.readouterr().err
+
+
 def test_a_file_that_is_no_profile(tmp_path, capsys, profile):
     for name, text, said in (
         ("text.json", "layers", "text.json is not JSON"),
@@ -123,6 +145,9 @@ def test_a_file_that_is_no_profile(tmp_path, capsys, profile):
         (tmp_path / name).write_text(text)
         assert run(str(tmp_path / name), "--workers", "2") == 2
         assert said in capsys.readouterr().err
+    (tmp_path / "bytes.json").write_bytes(bytes(range(256)))
+    assert run(str(tmp_path / "bytes.json"), "--workers", "2") == 2
+    assert "bytes.json is not JSON: it holds no text" in capsys.readouterr().err
     assert run(str(tmp_path / "missing.json"), "--workers", "2") == 2
     assert "missing.json" in capsys.readouterr().err
 

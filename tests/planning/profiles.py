@@ -1,6 +1,9 @@
-"""Small profiles, made by hand."""
+"""Small profiles, made by hand, and files with an error."""
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from pipework.planning.layer_costs import DeviceKind, LayerBytes, LayerInfo, LayerSeconds, LinkSpeed
 from pipework.planning.profile import Profile
@@ -35,3 +38,14 @@ def made(
         },
         links={(one, other): LinkSpeed(transfer, 1e15) for one in kinds for other in kinds},
     )
+
+
+def damaged(what: Any, file: Path, path: Sequence[Any], value: Any) -> Path:
+    """A file of a profile or plan with another value in a place."""
+    what.save(file)
+    fields = place = json.loads(file.read_text())
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    file.write_text(json.dumps(fields))
+    return file

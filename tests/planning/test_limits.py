@@ -17,7 +17,7 @@ SHARED = replace(EQUAL, devices={"cpu": "device"})
 
 def named_limits(text: str) -> Any:
     """What a message says would do."""
-    found = re.search(r"fits with (?:a limit of ([^;]*)|the limits (\{[^}]*\}))", text)
+    found = re.search(r"fits with (?:a limit of ([^;,]*)|the limits (\{[^}]*\}))", text)
     assert found, text
     return found[1] or literal_eval(found[2])
 
@@ -65,3 +65,11 @@ def test_the_device_that_lacks_is_named() -> None:
         ValueError, match=r"needs 3.6\d KiB on worker 1 \(device\), which may hold 3.42 KiB \(\d.\d+% too"
     ):
         planned(HEAVY, memory=3500)
+
+
+def test_workers_of_one_device_share_its_limit() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"1.56 KiB for each of 2 workers; .* a limit of 3.\d+KiB, of which the 2 workers on cpu have equal",
+    ):
+        planned(SHARED, ["cpu", "cpu"], 2000)

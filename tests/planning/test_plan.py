@@ -7,7 +7,7 @@ import pytest
 from pipework import Plan
 from pipework.planning.layer_costs import LayerInfo
 from pipework.schedule import from_csv, without_recompute
-from tests.planning.profiles import made
+from tests.planning.profiles import damaged, made
 from tests.planning.test_search import planned
 
 
@@ -61,6 +61,47 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["devices"], [], "the plan has 0 devices, and its other parts are for 2"),
+        (["devices"], [0, 1], "devices and notes of the plan: wanted texts"),
+        (["balance"], [8], "1 parts of the balance, and its other parts are for 2"),
+        (["balance"], [4, 5], "8 layers, and its other parts are for 9"),
+        (["balance"], [8, 0], r"balance\[1\] is 0"),
+        (["chunks"], 3, "3 micro-batches, and its other parts are for 8"),
+        (["batch"], "8", "batch is '8', a str"),
+        (["layers"], [], "0 layers, and"),
+        (["layers", 0], [1], "LayerInfo.* missing"),
+        (["workers"], [], "0 workers, and"),
+        (["workers", 0, "fixed"], -1, "bytes of its workers have -1"),
+        (["certificate", "any_bound"], "x", "times of the plan have 'x'"),
+        (["costs", "forward"], [1, 2, 3], "Costs: forward has 3 numbers: wanted 2"),
+        (["costs", "forward"], [-1, 1], "forward of stage 0 is -1"),
+        (["named"], {"1f1b": None}, "times of the plan have None"),
+        (["notes"], [1], "devices and notes of the plan: wanted texts"),
+        (["optimizer"], "adam", "numbers of the optimizer have 'adam'"),
+        (["profile_seconds"], float("nan"), "times of the plan have nan"),
+        (["schedule"], {}, "not a schedule of pipework"),
+        (["more"], 1, "unexpected keyword argument 'more'"),
+    ],
+)
+def test_a_damaged_file_is_refused(plan: Plan, tmp_path: Path, path: list[Any], value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"plan.json is no plan: .*{message}"):
+        Plan.load(damaged(plan, tmp_path / "plan.json", path, value))
+
+
+def test_what_is_no_json_is_refused(plan: Plan, tmp_path: Path) -> None:
+    file = damaged(plan, tmp_path / "plan.json", ["batch"], 8)
+    half, raw, deep = (tmp_path / f"{name}.json" for name in ("half", "raw", "deep"))
+    half.write_text(file.read_text()[:400])
+    raw.write_bytes(bytes(range(256)))
+    deep.write_text("[" * 100_000)
+    for path, message in ((half, "half.json is not JSON"), (raw, "it holds no text"), (deep, "nested too deeply")):
+        with pytest.raises(ValueError, match=message):
+            Plan.load(path)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipework.planning.profile import Profile
-from tests.planning.profiles import made
+from tests.planning.profiles import damaged, made
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -36,3 +37,35 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "profile.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=f"is no whole profile: it has no '{name}'"):
         Profile.load(tmp_path / "profile.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["batch"], -1, "batch is -1"),
+        (["batch"], "16", "batch is '16', a str"),
+        (["rows"], [], "one of them is empty"),
+        (["rows"], ["a", "b"], r"rows\[0\] is 'a', a str"),
+        (["layers"], [], "one of them is empty"),
+        (["layers", 0], ["a"], "LayerInfo.* missing"),
+        (["layers", 0, 2], -5, "bytes of the layers have -5"),
+        (["bytes", 0, 0, 0], "x", "bytes of the profile have 'x'"),
+        (["bytes", 0, 0], [1], "LayerBytes.* missing"),
+        (["kinds"], {}, "one of them is empty"),
+        (["kinds", "device", "seconds", 0, 0, 0], -1, "seconds of 'device' of the profile have -1"),
+        (["kinds", "device", "seconds", 0, 0, 0], float("nan"), "seconds of 'device' of the profile have nan"),
+        (["kinds", "device", "seconds", 0, 0, 0], None, "seconds of 'device' of the profile have None"),
+        (["kinds", "device", "memory"], "24GiB", "memory of 'device' have '24GiB'"),
+        (["kinds", "device", "joined"], [], "'device' has joined=.*: wanted three numbers"),
+        (["devices"], {"cpu": "x"}, "devices of a kind that it does not know: 'cpu': 'x'"),
+        (["links"], [["a", "b", 1, 2]], "has a link of 'a', which is none of its kinds: 'device'"),
+        (["links"], [["device", "device", -1, 2]], "numbers of the link .* have -1"),
+        (["links"], [["device", "device", 1, 0]], "wanted bytes_per_second above 0"),
+        (["links"], [["device"]], "not enough values"),
+        (["skips"], [[0, 99, [1, 1]]], "which does not go with its layers and rows"),
+        (["skips"], [[0, 1, [1]]], "which does not go with its layers and rows"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, path: list[Any], value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"profile.json is no profile: .*{message}"):
+        Profile.load(damaged(made([1.0] * 4), tmp_path / "profile.json", path, value))

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch.nn import functional as F
 
 from pipework import Pipe, Plan, plan, profile
 from pipework.planning.candidate import WorkerBytes
+from pipework.planning.memory_size import memory_bytes
 from pipework.schedule.draw.units import time_text
 from pipework.testing import draw_key, reference_step
 from tests.profiling.test_measure import X, Y, layers
@@ -76,9 +78,35 @@ def test_a_plan_whose_stages_need_more_than_their_layers_is_not_made_again(monke
 
     monkeypatch.setattr("pipework.profiling.plan_model.plan_request", planned)
     monkeypatch.setattr("pipework.profiling.plan_model.measured_plan", a_tenth_more)
-    with pytest.raises(ValueError, match=r"after 3 attempts, .* the last plan fits with a limit of [0-9.]+KiB;"):
+    with pytest.raises(ValueError, match=r"worker 0 \(cpu\) needs .*, measured as a whole, .* it fits with a limit of"):
         plan(layers(), X, **OPTIONS, memory=2 * limit)  # two workers share the CPU's
     assert limits == pytest.approx([limit, limit / 1.1, limit / 1.1])
+
+
+def test_a_limit_between_what_layers_and_stages_need_is_answered_with_what_stages_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = plan(layers(), X, **OPTIONS)
+    limit = 1.01 * max(each.total for each in made.workers)
+    limited = replace(made, workers=tuple(replace(each, limit=limit) for each in made.workers))
+    plans = iter([limited])
+
+    def planned(*_: Any) -> Plan:
+        found = next(plans, None)
+        if found is None:
+            raise ValueError("no plan fits: limits that the user has not given")
+        return found
+
+    def twice(plan: Plan, *_: Any) -> Plan:
+        return replace(plan, workers=tuple(WorkerBytes(2 * each.total, 0, 0, limit) for each in plan.workers))
+
+    monkeypatch.setattr("pipework.profiling.plan_model.plan_request", planned)
+    monkeypatch.setattr("pipework.profiling.plan_model.measured_plan", twice)
+    with pytest.raises(ValueError, match="measured as a whole") as refused:
+        plan(layers(), X, **OPTIONS, memory=2 * limit)
+    found = re.search("fits with a limit of ([^,]*), of which the 2 workers on cpu", str(refused.value))
+    assert found
+    assert memory_bytes(found[1]) == pytest.approx(2 * 2 * limit / 1.01, rel=0.01)
 
 
 def test_a_sample_is_needed() -> None:
