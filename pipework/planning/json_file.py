@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
-_T = TypeVar("_T")
+Made = TypeVar("Made")
 
 
 def text_of_file(path: str | Path) -> str:
@@ -24,7 +24,9 @@ def text_of_file(path: str | Path) -> str:
         raise ValueError(f"{path} is not JSON: it holds no text") from None
 
 
-def read_json(text: str, name: str, what: str, form: str, written_by: str, make: Callable[[dict[str, Any]], _T]) -> _T:
+def read_json(
+    text: str, name: str, what: str, form: str, written_by: str, make: Callable[[dict[str, Any]], Made]
+) -> Made:
     """What was written.
 
     Args:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from pipework.planning.candidate import WorkerBytes
 from pipework.planning.certificate import Certificate
-from pipework.planning.json_file import check_numbers
+from pipework.planning.json_file import check_numbers, text_of_file
 from pipework.planning.layer_costs import LayerInfo
-from pipework.planning.plan_file import read, text_of
+from pipework.planning.plan_file import parse, text_of
 from pipework.schedule import Costs, Schedule, Simulation, Timeline, simulate, svg, to_csv, without_recompute
 from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.draw.aligned import aligned
@@ -215,7 +215,7 @@ class Plan:
             ValueError: the file is no plan.
             OSError: it cannot be read.
         """
-        return read(path, cls)
+        return parse(text_of_file(path), str(path), cls)
 
     def check_model(self, layers: Sequence[LayerInfo]) -> None:
         """Refuse another model than the planned one.

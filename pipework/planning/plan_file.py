@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pipework.planning.candidate import WorkerBytes
 from pipework.planning.certificate import Certificate
-from pipework.planning.json_file import read_json, text_of_file
+from pipework.planning.json_file import read_json
 from pipework.planning.layer_costs import LayerInfo
 from pipework.schedule import Costs, from_json, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from pipework.planning.plan import Plan
 
@@ -48,19 +47,18 @@ def text_of(plan: Plan) -> str:
     return f'{{{head},\n "schedule": {to_json(plan.schedule)}}}\n'
 
 
-def read(path: str | Path, make: Callable[..., Plan]) -> Plan:
+def parse(text: str, name: str, make: Callable[..., Plan]) -> Plan:
     """Read what :func:`text_of` wrote.
 
     Args:
-        path: of the file.
+        text: JSON.
+        name: of its file, for messages.
         make: makes it of its attributes.
 
     Raises:
         ValueError: it is not JSON, or not that of a plan.
-        OSError: it cannot be read.
     """
-    text = text_of_file(path)
-    return read_json(text, str(path), "plan", _FORMAT, "plan.save(path)", lambda fields: make(**_made(fields)))
+    return read_json(text, name, "plan", _FORMAT, "plan.save(path)", lambda fields: make(**_made(fields)))
 
 
 def _made(fields: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from pipework.planning.json_file import check_numbers
+from pipework.planning.json_file import check_numbers, text_of_file
 from pipework.planning.layer_costs import (
     DeviceKind,
     LayerBytes,
@@ -19,7 +19,7 @@ from pipework.planning.layer_costs import (
     MicroBatchProfile,
     SkipBytes,
 )
-from pipework.planning.profile_file import read, text_of
+from pipework.planning.profile_file import parse, text_of
 from pipework.planning.settings import plan_of_settings
 from pipework.schedule.argument_checks import positive_integers
 
@@ -123,7 +123,7 @@ class Profile:
             ValueError: the file is no profile.
             OSError: it cannot be read.
         """
-        return read(path, cls)
+        return parse(text_of_file(path), str(path), cls)
 
     def kind_of(self, device: str) -> str:
         """The kind of a device, which may also be called by its kind.

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from pipework.planning.json_file import read_json, text_of_file
+from pipework.planning.json_file import read_json
 from pipework.planning.layer_costs import DeviceKind, LayerBytes, LayerInfo, LayerSeconds, LinkSpeed, SkipBytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from pipework.planning.profile import Profile
 
@@ -46,21 +45,20 @@ def text_of(profile: Profile) -> str:
     return _text(fields, 0) + "\n"
 
 
-def read(path: str | Path, make: Callable[..., Profile]) -> Profile:
+def parse(text: str, name: str, make: Callable[..., Profile]) -> Profile:
     """Read what :func:`text_of` wrote.
 
     Args:
-        path: of the file.
+        text: JSON.
+        name: of its file, for messages.
         make: makes it of its attributes.
 
     Raises:
         ValueError: it is not JSON, or not that of a profile.
-        OSError: it cannot be read.
     """
-    text = text_of_file(path)
     return read_json(
         text,
-        str(path),
+        name,
         "profile",
         _FORMAT,
         "pipework.profile(model, sample).save(path)",

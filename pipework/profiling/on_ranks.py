@@ -71,7 +71,7 @@ def plan_on_ranks(
     measured = run_on_all_ranks(
         group, "measure the layers", lambda: measure(device, workers), profile_file.text_of
     ).shared
-    found = [Profile(**profile_file.fields_of(text, f"of rank {n}")) for n, text in enumerate(measured)]
+    found = [profile_file.parse(text, f"of rank {n}", Profile) for n, text in enumerate(measured)]
     whole = profile_of_ranks(found, group.everyone, workers, links)
 
     def planned() -> str:
@@ -82,7 +82,7 @@ def plan_on_ranks(
         return plan_file.text_of(plan_request(request, seconds, iterations, report))
 
     text = run_on_all_ranks(group, "make a plan", planned, str).shared[0]
-    return Plan(**plan_file.fields_of(text, "of rank 0"))
+    return plan_file.parse(text, "of rank 0", Plan)
 
 
 def profile_of_ranks(

@@ -315,7 +315,8 @@ def target_on_the_first(mesh: Mesh) -> str:
     pipe.train()
     pipe(x, target=y).backward()  # nothing is broken
     outside = Pipe(layers(), 2, mesh=mesh)
-    with pytest.raises(ValueError, match="a target was given on rank 0"):
+    # A rank that comes later finds that another has raised it and has ended.
+    with pytest.raises((ValueError, PipelineError), match=r"a target was given on rank 0|rank \d .* is gone"):
         outside(x, target=y if pipe.is_first else None, outputs="all")
     return told.pop()
 
