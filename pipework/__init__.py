@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from pipework.model.with_device import WithDevice
     from pipework.pipe import Pipe
     from pipework.pipe_warning import PipeWarning
-    from pipework.planning.layer_costs import LinkSpeed
     from pipework.planning.plan import Plan
-    from pipework.planning.profile import Profile
+    from pipework.planning.profiles.layer_costs import LinkSpeed
+    from pipework.planning.profiles.profile import Profile
     from pipework.profiling.estimate import Rates
     from pipework.profiling.measure import profile
     from pipework.profiling.plan_model import plan
@@ -88,9 +88,9 @@ def __getattr__(name: str) -> object:
         "pipework.model.with_device": ("WithDevice",),
         "pipework.pipe": ("Pipe",),
         "pipework.pipe_warning": ("PipeWarning",),
-        "pipework.planning.layer_costs": ("LinkSpeed",),
+        "pipework.planning.profiles.layer_costs": ("LinkSpeed",),
         "pipework.planning.plan": ("Plan",),
-        "pipework.planning.profile": ("Profile",),
+        "pipework.planning.profiles.profile": ("Profile",),
         "pipework.profiling.estimate": ("Rates",),
         "pipework.profiling.measure": ("profile",),
         "pipework.profiling.plan_model": ("plan",),

@@ -48,16 +48,26 @@ MAY_IMPORT = {
     "model.parts.execution": {"runtime.random", "values"},
     "model.loss": {"model", "runtime", "runtime.random", "runtime.stage", "values"},
     "balance": {"autograd", "model", "values"},
-    "planning": {"planning.cuts", "schedule", "schedule.analysis", "schedule.draw", "schedule.synthesis"},
+    "planning": {
+        "planning.cuts", "planning.profiles", "planning.search", "schedule", "schedule.analysis", "schedule.draw",
+        "schedule.synthesis",
+    },
     "planning.cuts": set(),
-    "assignment": {"balance", "model", "planning", "runtime", "runtime.random", "schedule", "schedule.draw"},
+    "planning.profiles": {"planning", "schedule"},
+    "planning.search": {
+        "planning", "planning.cuts", "planning.profiles", "schedule", "schedule.analysis", "schedule.draw",
+    },
+    "assignment": {
+        "balance", "model", "planning", "planning.profiles", "runtime", "runtime.random", "schedule", "schedule.draw",
+    },
     "prediction": {
         "autograd", "autograd.weight_split", "balance", "model", "runtime", "runtime.random", "runtime.skips",
         "runtime.stage", "schedule", "schedule.analysis", "schedule.draw", "summary", "values",
     },
     "profiling": {
-        "__init__", "assignment", "balance", "distributed", "model", "model.loss", "planning", "prediction", "runtime",
-        "runtime.stage", "saving", "schedule", "schedule.draw", "skip", "values",
+        "__init__", "assignment", "balance", "distributed", "model", "model.loss", "planning", "planning.profiles",
+        "planning.search", "prediction", "runtime", "runtime.stage", "saving", "schedule", "schedule.draw", "skip",
+        "values",
     },
     "skip": {"model", "runtime.skips"},
     "summary": {"schedule", "schedule.draw"},
@@ -89,7 +99,7 @@ MAY_IMPORT = {
     "pipe_warning": set(),
     "__init__": {
         "assignment", "attached", "balance", "distributed", "distributed.health", "integrations", "model", "pipe",
-        "pipe_warning", "planning", "profiling", "saving", "skip",
+        "pipe_warning", "planning", "planning.profiles", "profiling", "saving", "skip",
     },
 }  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from pipework.balance.checks import not_sequential
-from pipework.planning.layer_costs import LayerInfo
 from pipework.planning.plan import Plan
+from pipework.planning.profiles.layer_costs import LayerInfo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

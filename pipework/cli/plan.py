@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipework.cli import arguments as shared
 from pipework.cli.report import Report
 from pipework.planning.plan_profile import plan_profile
-from pipework.planning.profile import Profile
+from pipework.planning.profiles.profile import Profile
 
 if TYPE_CHECKING:
     from pipework.cli.draw import Commands

@@ -11,8 +11,8 @@ from pipework.schedule import lower_bounds
 from pipework.schedule.draw.units import counted
 
 if TYPE_CHECKING:
-    from pipework.planning.candidate import WorkerBytes
     from pipework.planning.request import PlanRequest
+    from pipework.planning.search.candidate import WorkerBytes
     from pipework.schedule import Simulation
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pipework.planning.candidate import kinds_of
+from pipework.planning.search.candidate import kinds_of
 
 if TYPE_CHECKING:
-    from pipework.planning.candidate import Candidate
+    from pipework.planning.search.candidate import Candidate
 
 _LINKS = "measure links with pipework.profile on the devices, or give them with dataclasses.replace(profile, links=...)"
 

@@ -10,11 +10,11 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipework.planning.candidate import WorkerBytes
 from pipework.planning.certificate import Certificate
 from pipework.planning.json_file import check_numbers, text_of_file
-from pipework.planning.layer_costs import LayerInfo
 from pipework.planning.plan_file import parse, text_of
+from pipework.planning.profiles.layer_costs import LayerInfo
+from pipework.planning.search.candidate import WorkerBytes
 from pipework.schedule import Costs, Schedule, Simulation, Timeline, simulate, svg, to_csv, without_recompute
 from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.draw.aligned import aligned
@@ -22,7 +22,7 @@ from pipework.schedule.draw.units import counted, memory_text, time_text
 from pipework.schedule.edges import recomputed
 
 if TYPE_CHECKING:
-    from pipework.planning.candidate import Candidate
+    from pipework.planning.search.candidate import Candidate
 
 
 @dataclass(frozen=True)

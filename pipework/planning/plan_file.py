@@ -7,10 +7,10 @@ from dataclasses import asdict
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
-from pipework.planning.candidate import WorkerBytes
 from pipework.planning.certificate import Certificate
 from pipework.planning.json_file import read_json
-from pipework.planning.layer_costs import LayerInfo
+from pipework.planning.profiles.layer_costs import LayerInfo
+from pipework.planning.search.candidate import WorkerBytes
 from pipework.schedule import Costs, from_json, to_json
 
 if TYPE_CHECKING:

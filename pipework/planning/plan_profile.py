@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from pipework.planning.certificate import any_plan_bound, certify
 from pipework.planning.doubts import doubts
-from pipework.planning.limits import no_plan_fits, refuse_impossible, search_for_memory
 from pipework.planning.plan import Plan
 from pipework.planning.request import make_request
-from pipework.planning.search import Search, SearchBudget
+from pipework.planning.search.limits import no_plan_fits, refuse_impossible, search_for_memory
+from pipework.planning.search.search import Search, SearchBudget
 from pipework.schedule import simulate
 from pipework.schedule.argument_checks import positive_integers
 
 if TYPE_CHECKING:
-    from pipework.planning.profile import Profile
+    from pipework.planning.profiles.profile import Profile
     from pipework.planning.request import PlanRequest
 
 

@@ -9,12 +9,12 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from pipework.planning.memory_size import memory_bytes
-from pipework.planning.stages import StageSums
+from pipework.planning.profiles.stages import StageSums
 from pipework.schedule import SCHEDULES, forward_only, schedule_spec
 from pipework.schedule.argument_checks import checked_tuple, positive_integers
 
 if TYPE_CHECKING:
-    from pipework.planning.profile import Profile
+    from pipework.planning.profiles.profile import Profile
 
 _MOST_COUNTS = 10  # of micro-batches
 

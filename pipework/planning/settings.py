@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipework.planning.candidate import Candidate, Choice, kinds_of
 from pipework.planning.certificate import any_plan_bound, certify
 from pipework.planning.doubts import doubts
 from pipework.planning.plan import Plan
 from pipework.planning.request import make_request
+from pipework.planning.search.candidate import Candidate, Choice, kinds_of
 from pipework.schedule import (
     Schedule,
     build,
@@ -25,7 +25,7 @@ from pipework.schedule.draw.units import counted, memory_text
 from pipework.schedule.edges import recomputed
 
 if TYPE_CHECKING:
-    from pipework.planning.profile import Profile
+    from pipework.planning.profiles.profile import Profile
 
 
 def plan_of_settings(

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipework import torch_private
-from pipework.planning.layer_costs import DeviceKind, LayerSeconds
+from pipework.planning.profiles.layer_costs import DeviceKind, LayerSeconds
 from pipework.prediction.meta_copy import meta_copy
 from pipework.prediction.predict import measure_stages
 from pipework.prediction.stage_copy import StageCopy
@@ -22,7 +22,7 @@ from pipework.values import nested
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from pipework.planning.profile import Profile
+    from pipework.planning.profiles.profile import Profile
     from pipework.prediction.stage_copy import Measured
     from pipework.profiling.micro_batches import SampleBatch
 

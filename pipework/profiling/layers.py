@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from pipework.assignment.from_plan import layer_infos
-from pipework.planning.layer_costs import DeviceKind, LayerBytes, SkipBytes
-from pipework.planning.profile import Profile
+from pipework.planning.profiles.layer_costs import DeviceKind, LayerBytes, SkipBytes
+from pipework.planning.profiles.profile import Profile
 from pipework.prediction.grouped import grouped
 from pipework.skip.layout import skip_edges
 

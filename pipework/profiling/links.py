@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipework.balance.sandbox import now
-from pipework.planning.layer_costs import LinkSpeed
+from pipework.planning.profiles.layer_costs import LinkSpeed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

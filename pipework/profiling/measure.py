@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipework.assignment.devices import Machine, checked_devices, default_devices
 from pipework.balance.by_time import device_kind
 from pipework.balance.checks import check_initialised, not_sequential
-from pipework.planning.layer_costs import DeviceKind, LayerSeconds
+from pipework.planning.profiles.layer_costs import DeviceKind, LayerSeconds
 from pipework.planning.request import micro_batch_counts
 from pipework.prediction.predict import measure_stages
 from pipework.profiling.estimate import estimated
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pipework.model.with_device import Device
-    from pipework.planning.profile import Profile
+    from pipework.planning.profiles.profile import Profile
     from pipework.prediction.stage_copy import Measured
     from pipework.profiling.estimate import Rates
 

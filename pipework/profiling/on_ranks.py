@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 import pipework
-from pipework.planning import plan_file, profile_file
-from pipework.planning.layer_costs import LinkSpeed
+from pipework.planning import plan_file
 from pipework.planning.plan import Plan
 from pipework.planning.plan_profile import plan_request
-from pipework.planning.profile import Profile
+from pipework.planning.profiles import profile_file
+from pipework.planning.profiles.layer_costs import LinkSpeed
+from pipework.planning.profiles.profile import Profile
 from pipework.planning.request import make_request
 from pipework.saving.collective import run_on_all_ranks
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from pipework.distributed.mesh import Mesh
-    from pipework.planning.layer_costs import DeviceKind
+    from pipework.planning.profiles.layer_costs import DeviceKind
 
 _SMALL, _LARGE = 2**10, 2**22  # numbers of 4 bytes
 _TIMES = 7

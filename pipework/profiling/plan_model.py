@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from pipework.assignment.devices import Machine, checked_devices, default_devices
 from pipework.balance.by_time import device_kind
 from pipework.balance.checks import not_sequential
-from pipework.planning.limits import limits_that_fit
 from pipework.planning.plan import Plan
 from pipework.planning.plan_profile import checked_budget, plan_request
-from pipework.planning.profile import Profile
+from pipework.planning.profiles.profile import Profile
 from pipework.planning.request import check_options, checked_schedules, make_request
+from pipework.planning.search.limits import limits_that_fit
 from pipework.profiling.measure import checked_report, micro_batch_sizes, profile
 from pipework.profiling.micro_batches import SampleBatch
 from pipework.profiling.on_ranks import plan_on_ranks
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from pipework.distributed.mesh import Mesh
     from pipework.model.with_device import Device
-    from pipework.planning.candidate import WorkerBytes
     from pipework.planning.request import PlanRequest
+    from pipework.planning.search.candidate import WorkerBytes
 
 _TRIES = 3  # a plan is made again if its stages, measured as a whole, do not fit
 

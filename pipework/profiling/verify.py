@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from pipework.planning.candidate import WorkerBytes
 from pipework.planning.certificate import certify
+from pipework.planning.search.candidate import WorkerBytes
 from pipework.prediction.grouped import grouped
 from pipework.prediction.optimizer_bytes import optimizer_bytes
 from pipework.prediction.predict import cpu_workers_of, measure_stages, predicted

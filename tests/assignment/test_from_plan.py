@@ -14,7 +14,7 @@ from pipework.assignment.from_plan import layer_infos
 from pipework.planning.plan_profile import plan_profile
 from pipework.schedule.edges import recomputed
 from tests.conftest import Way, distance
-from tests.planning.profiles import made
+from tests.planning.made_profiles import made
 
 WIDTH, ROWS = 8, 16
 INSIDE = Way("gpipe", inside=True)

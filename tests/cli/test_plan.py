@@ -7,7 +7,7 @@ import pytest
 
 from pipework.cli import main
 from pipework.planning.plan import Plan
-from tests.planning.profiles import made
+from tests.planning.made_profiles import made
 
 
 def run(*words):

@@ -3,12 +3,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.planning.test_search import planned
 
 from pipework import Plan
-from pipework.planning.layer_costs import LayerInfo
+from pipework.planning.profiles.layer_costs import LayerInfo
 from pipework.schedule import from_csv, without_recompute
-from tests.planning.profiles import damaged, made
-from tests.planning.test_search import planned
+from tests.planning.made_profiles import damaged, made
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pipework.planning.request import make_request, micro_batch_counts
-from tests.planning.profiles import made
+from tests.planning.made_profiles import made
 
 PROFILE = replace(made([1.0] * 8, batch=64, speeds={"large": 1.0, "small": 0.5}), devices={"one": "small"})
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import pytest
 
 from pipework import Profile
-from pipework.planning.layer_costs import LinkSpeed
+from pipework.planning.profiles.layer_costs import LinkSpeed
 from pipework.profiling.on_ranks import profile_of_ranks
-from tests.planning.profiles import made
+from tests.planning.made_profiles import made
 
 FAST, SLOW = LinkSpeed(1.0, 100.0), LinkSpeed(2.0, 10.0)
 

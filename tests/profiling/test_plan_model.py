@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipework import Pipe, Plan, plan, profile
-from pipework.planning.candidate import WorkerBytes
 from pipework.planning.memory_size import memory_bytes
+from pipework.planning.search.candidate import WorkerBytes
 from pipework.schedule.draw.units import time_text
 from pipework.testing import draw_key, reference_step
 from tests.profiling.test_measure import X, Y, layers

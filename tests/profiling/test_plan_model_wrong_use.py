@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipework import Rates, plan, profile
-from tests.planning.profiles import made
+from tests.planning.made_profiles import made
 
 X, Y = torch.zeros(16, 8), torch.zeros(16, 8)
 PROFILE = made([1.0] * 8)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import pipework
 from pipework import Mesh, Pipe
 from pipework.planning.plan_file import text_of
-from tests.planning.profiles import made
+from tests.planning.made_profiles import made
 
 
 def layers() -> nn.Sequential:

@@ -1,7 +1,7 @@
 import pytest
 
-from pipework.planning.stages import StageSums
-from tests.planning.profiles import made
+from pipework.planning.profiles.stages import StageSums
+from tests.planning.made_profiles import made
 
 KINDS = ["device"] * 2
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from pipework.planning.candidate import Candidate, Choice, evaluate, moved
-from pipework.planning.choices import Shape, orders, shapes
-from pipework.planning.fitting import Fitter
+from pipework.planning.search.candidate import Candidate, Choice, evaluate, moved
+from pipework.planning.search.choices import Shape, orders, shapes
+from pipework.planning.search.fitting import Fitter
 from pipework.schedule import synthesize, without_recompute
 from pipework.schedule.draw.units import counted, time_text
 

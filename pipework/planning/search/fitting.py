@@ -7,13 +7,13 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from pipework.planning.candidate import Candidate, Choice, evaluate, kinds_of
 from pipework.planning.cuts import CutProblem, Effort, best_cuts, nearest_cut
+from pipework.planning.search.candidate import Candidate, Choice, evaluate, kinds_of
 from pipework.schedule import Costs, build, simulate
 
 if TYPE_CHECKING:
-    from pipework.planning.choices import Shape
     from pipework.planning.request import PlanRequest
+    from pipework.planning.search.choices import Shape
 
 # Many cuts are made, and the best are improved by simulation: each may take some hundredths of a second.
 _EFFORT = Effort(fair=40_000, exact=40_000, moves=1_500, width=16)

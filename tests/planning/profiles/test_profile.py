@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from pipework.planning.layer_costs import LayerSeconds
-from pipework.planning.profile import Profile
-from tests.planning.profiles import made
+from pipework.planning.profiles.layer_costs import LayerSeconds
+from pipework.planning.profiles.profile import Profile
+from tests.planning.made_profiles import made
 
 
 def test_times_between_sizes_lie_on_a_line() -> None:

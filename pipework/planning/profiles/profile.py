@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from pipework.planning.json_file import check_numbers, text_of_file
-from pipework.planning.layer_costs import (
+from pipework.planning.profiles.layer_costs import (
     DeviceKind,
     LayerBytes,
     LayerInfo,
@@ -19,7 +19,7 @@ from pipework.planning.layer_costs import (
     MicroBatchProfile,
     SkipBytes,
 )
-from pipework.planning.profile_file import parse, text_of
+from pipework.planning.profiles.profile_file import parse, text_of
 from pipework.planning.settings import plan_of_settings
 from pipework.schedule.argument_checks import positive_integers
 
@@ -48,7 +48,7 @@ class Profile:
         ValueError: lengths or names do not fit together, or a number is negative, infinite or NaN.
 
     Example:
-        >>> from pipework.planning.layer_costs import *
+        >>> from pipework.planning.profiles.layer_costs import *
         >>> layer = LayerInfo("0", "Linear", weights=80, trained=80, buffers=0)
         >>> times = DeviceKind(seconds=((LayerSeconds(1, 1, 1),), (LayerSeconds(1.5, 2, 2),)))
         >>> sizes = ((LayerBytes(8, 8, 8, 8, 16, 0),), (LayerBytes(16, 16, 16, 16, 32, 0),))
@@ -143,7 +143,7 @@ class Profile:
         """The seconds of a message of some bytes between two kinds of device.
 
         Example:
-            >>> from pipework.planning.layer_costs import *
+            >>> from pipework.planning.profiles.layer_costs import *
             >>> layer, times = LayerInfo("0", "Linear", 8, 8, 0), DeviceKind(((LayerSeconds(1, 1, 1),),))
             >>> links = {("cpu", "cpu"): LinkSpeed(1.0, 10.0)}
             >>> Profile(1, (1,), (layer,), ((LayerBytes(8, 8, 8, 8, 8, 0),),), {"cpu": times}, {}, links).transfer(
@@ -189,7 +189,7 @@ class Profile:
             ValueError: an argument is out of range, or they do not go together.
 
         Example:
-            >>> from pipework.planning.layer_costs import *
+            >>> from pipework.planning.profiles.layer_costs import *
             >>> layer, times = LayerInfo("0", "Linear", 8, 8, 0), DeviceKind(((LayerSeconds(1, 1, 1),) * 2,))
             >>> profile = Profile(8, (2,), (layer,) * 2, ((LayerBytes(8, 8, 8, 8, 8, 0),) * 2,), {"cpu": times})
             >>> profile.predict(["cpu", "cpu"], balance=[1, 1], chunks=4, checkpoint="never").seconds

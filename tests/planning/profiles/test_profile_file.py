@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from pipework.planning.profile import Profile
-from tests.planning.profiles import damaged, made
+from pipework.planning.profiles.profile import Profile
+from tests.planning.made_profiles import damaged, made
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from pipework.planning.candidate import Candidate, Choice, evaluate
 from pipework.planning.plan import Plan
 from pipework.planning.plan_profile import plan_profile
 from pipework.planning.request import make_request
+from pipework.planning.search.candidate import Candidate, Choice, evaluate
 from pipework.schedule import SCHEDULES, validate
 from pipework.schedule.analysis.memory import SLACK
 from pipework.schedule.edges import recomputed
-from tests.planning.profiles import made
+from tests.planning.made_profiles import made
 
 UNEVEN = [1.0, 3.0, 1.0, 2.0, 1.0, 1.0, 4.0, 1.0]
 

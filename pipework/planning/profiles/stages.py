@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from pipework.schedule import Costs
 
 if TYPE_CHECKING:
-    from pipework.planning.layer_costs import LayerBytes
-    from pipework.planning.profile import Profile
+    from pipework.planning.profiles.layer_costs import LayerBytes
+    from pipework.planning.profiles.profile import Profile
 
 
 @dataclass(frozen=True)

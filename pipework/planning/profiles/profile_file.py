@@ -6,12 +6,12 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from pipework.planning.json_file import read_json
-from pipework.planning.layer_costs import DeviceKind, LayerBytes, LayerInfo, LayerSeconds, LinkSpeed, SkipBytes
+from pipework.planning.profiles.layer_costs import DeviceKind, LayerBytes, LayerInfo, LayerSeconds, LinkSpeed, SkipBytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pipework.planning.profile import Profile
+    from pipework.planning.profiles.profile import Profile
 
 _FORMAT: Final = "pipework profile 1"
 

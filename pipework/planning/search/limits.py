@@ -7,16 +7,16 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from pipework.planning.choices import orders, shapes
 from pipework.planning.memory_size import memory_size
-from pipework.planning.search import Search, SearchBudget
+from pipework.planning.search.choices import orders, shapes
+from pipework.planning.search.search import Search, SearchBudget
 from pipework.schedule.draw.units import counted, memory_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipework.planning.candidate import Candidate, WorkerBytes
     from pipework.planning.request import PlanRequest
+    from pipework.planning.search.candidate import Candidate, WorkerBytes
 
 _CANDIDATES, _SECONDS = 24, 5.0  # to find what needs little memory
 

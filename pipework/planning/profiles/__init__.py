@@ -1,0 +1,1 @@
+"""Profiles: the seconds and bytes of layers on kinds of devices, their files, and the costs of stages made of them."""
