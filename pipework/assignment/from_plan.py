@@ -35,7 +35,8 @@ def checked_plan(plan: object) -> Plan:
     """
     if not isinstance(plan, Plan):
         raise TypeError(
-            f"plan is {plan!r}: wanted a Plan, as pipework.plan(model, sample) returns it, or Plan.load(path)"
+            f"plan is of type {type(plan).__name__}: wanted a Plan, as pipework.plan(model, sample) or "
+            "pipework.plan(profile, devices=...) returns it, or Plan.load(path)"
         )
     return plan
 

@@ -2,11 +2,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.planning.test_search import planned
 
 from pipework import Plan, Profile
 from pipework.planning.profiles.layer_costs import LinkSpeed
 from tests.planning.made_profiles import made
+from tests.planning.search.test_search import planned
 
 TWO_KINDS = made([1.0] * 4, speeds={"a": 1.0, "b": 1.0})
 NO_LINKS = "messages between devices are taken to cost nothing: the profile has no links; measure"

@@ -3,12 +3,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.planning.test_search import planned
 
 from pipework import Plan
 from pipework.planning.profiles.layer_costs import LayerInfo
 from pipework.schedule import from_csv, without_recompute
 from tests.planning.made_profiles import damaged, made
+from tests.planning.search.test_search import planned
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.planning.test_search import UNEVEN, named, planned
 from torch import nn
 
 from pipework import Pipe, Plan
 from pipework.planning.request import make_request
 from pipework.schedule import build, spread_evenly, with_recompute_on_stages
 from tests.planning.made_profiles import made
+from tests.planning.search.test_search import UNEVEN, named, planned
 
 PROFILE = made(UNEVEN, kept=[40] * 8, transfer=0.01)
 TWO = ["device", "device"]

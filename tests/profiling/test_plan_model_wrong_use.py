@@ -135,7 +135,7 @@ def test_of_models_and_devices(
 
 
 def test_too_few_layers_for_a_schedule() -> None:
-    with pytest.raises(ValueError, match=r"schedules 'zb-v' have several stages .* 3 layers are too few for 2 devices"):
+    with pytest.raises(ValueError, match=r"schedules 'zb-v' have several .* 3 layers for 2 devices do not allow"):
         plan(made([1.0] * 3), devices=["device"] * 2, schedules=["zb-v"], iterations=5)
 
 

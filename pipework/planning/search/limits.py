@@ -37,8 +37,8 @@ def refuse_impossible(request: PlanRequest, budget: SearchBudget) -> None:
     layers, devices = request.profile.layers, len(request.devices)
     if not any(shapes(len(order), len(layers), request.schedules) for order in orders(request)):
         raise ValueError(
-            f"schedules {', '.join(map(repr, request.schedules or ()))} have several stages for each worker, and "
-            f"{counted(len(layers), 'layer')} are too few for {counted(devices, 'device')}: cut layers finer, give "
+            f"schedules {', '.join(map(repr, request.schedules or ()))} have several stages for each worker, which "
+            f"{counted(len(layers), 'layer')} for {counted(devices, 'device')} do not allow: cut layers finer, give "
             "fewer devices, or let other schedules be chosen"
         )
     sums = request.sums(max(request.chunks))
@@ -55,10 +55,11 @@ def refuse_impossible(request: PlanRequest, budget: SearchBudget) -> None:
         )
     elif there < inf and needed > there:
         each = "device" if set(_sharing(request).values()) == {1} else "worker"
+        share = f" for each of {devices} {each}s" if devices > 1 else ""
         text = (
             f"weights, gradients and optimizer need {memory_text(needed, 'bytes')}, and all devices together may hold "
             f"{memory_text(there, 'bytes')}: the smallest limit that could do is "
-            f"{memory_text(needed / devices, 'bytes')} for each of {counted(devices, each)}"
+            f"{memory_text(needed / devices, 'bytes')}{share}"
         )
     else:
         return
