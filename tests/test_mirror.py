@@ -25,6 +25,7 @@ OF_SEVERAL = {
     "compat/sync": {"ddp", "exactness", "gpu", "rpc", "skip"},
     "distributed/health": {"monitors_together"},
     "integrations": {"accelerate", "lightning"},
+    "planning": {"random_requests"},
     "saving": {
         "compiled",
         "crashes",
