@@ -490,15 +490,17 @@ class Pipe(Layers):
         return result
 
     @contextlib.contextmanager
-    def record(self, step: int | None = None) -> Iterator[Recording]:
+    def record(self, step: int | None = None, *, memory: bool = True) -> Iterator[Recording]:
         """Records what the workers do, and when, for every mini-batch inside the context.
 
         Recording also counts the memory that autograd keeps, which costs a few microseconds an operator: it is meant
-        for one mini-batch now and then. If workers are processes, all of them record, and each gets the whole picture.
+        for one mini-batch now and then, and with `memory=False` for exact times. If workers are processes, all of them
+        record, and each gets the whole picture.
 
         Args:
             step: the number of the first mini-batch inside, in the caller's own counting; pictures show it, and the
                 next ones follow. None: the recording counts its mini-batches from 0.
+            memory: whether bytes are counted; otherwise they are 0.
 
         Raises:
             ValueError: the number is negative, or not an integer.
@@ -511,7 +513,7 @@ class Pipe(Layers):
             >>> timeline.timeline().workers
             2
         """
-        executor, recording = self._executor, Recording(counts=step is None)
+        executor, recording = self._executor, Recording(counts=step is None, memory=memory)
         before = executor.recording, executor.recorded_step
         executor.recording, executor.recorded_step = recording, 0 if step is None else checked_step(step)
         try:

@@ -65,9 +65,9 @@ MAY_IMPORT = {
         "runtime.stage", "schedule", "schedule.analysis", "schedule.draw", "summary", "values",
     },
     "profiling": {
-        "__init__", "assignment", "balance", "distributed", "model", "model.loss", "planning", "planning.profiles",
-        "planning.search", "prediction", "runtime", "runtime.stage", "saving", "schedule", "schedule.draw", "skip",
-        "values",
+        "__init__", "assignment", "backend", "balance", "distributed", "executor", "model", "model.loss", "planning",
+        "planning.profiles", "planning.search", "prediction", "runtime", "runtime.stage", "saving", "schedule",
+        "schedule.draw", "skip", "timeline", "values",
     },
     "skip": {"model", "runtime.skips"},
     "summary": {"schedule", "schedule.draw"},

@@ -59,7 +59,7 @@ def plan(
 
     The layers are measured with :func:`pipework.profile`, unless `model` is a profile. Then cuts, numbers of
     micro-batches, schedules, recomputation and orders of unequal devices are searched; each is simulated with what was
-    measured. The stages of the plan are then measured as a whole, which is what it says.
+    measured. Steps of the plan are then run on copies of the layers, and it says what they take.
 
     Args:
         model: the layers, or a profile of them.
@@ -76,11 +76,11 @@ def plan(
         seconds: to search, after the measurement.
         iterations: candidates to try instead, which gives the same plan for the same profile.
         keywords: keyword arguments of the first layer.
-        timeout: seconds to measure each layer, and each stage of the plan.
+        timeout: seconds to measure each layer, and for each stage of the plan its steps.
         progress: called with a line of text for each step; None: lines are logged to "pipework" (INFO).
         mesh: what `pipework.init()` returned: each worker is a process. All of them call this with the same model and
             mini-batch; each measures its own device and the link to the next, and all get the same plan. In `memory`,
-            devices are "rank 0" and so on. Stages are not measured as a whole. None: workers are threads.
+            devices are "rank 0" and so on. Steps are not measured. None: workers are threads.
 
     Returns:
         The plan: `print` it, `save` it, or give it to `Pipe(model, plan=plan)`.

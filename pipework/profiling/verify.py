@@ -15,6 +15,7 @@ from pipework.prediction.grouped import grouped
 from pipework.prediction.optimizer_bytes import optimizer_bytes
 from pipework.prediction.predict import cpu_workers_of, measure_stages, predicted
 from pipework.profiling.layers import ignored
+from pipework.profiling.trial import recorded_costs
 from pipework.schedule import simulate
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pipework.prediction.predict import Prediction
     from pipework.prediction.stage_copy import Measured
     from pipework.profiling.micro_batches import SampleBatch
+    from pipework.schedule import Costs
 
 _ROUNDS = 3
 
@@ -43,17 +45,18 @@ def measured_plan(
     stages = grouped(list(module.named_children()), plan.balance)
     places = [torch.device(plan.devices[worker]) for worker in plan.schedule.placement]
     sample = batch.micro_batch(-(-plan.batch // plan.chunks))
+    recorded = recorded_costs(plan, module, batch, timeout * len(stages), report)
     rounds = [
         measure_stages(
             stages,
             places,
             sample,
-            timeout / _ROUNDS,
-            report if number == 0 else ignored,
+            timeout / _ROUNDS if recorded is None else None,
+            report if recorded is None and number == 0 else ignored,
             cpu_workers=cpu_workers_of(plan.schedule.placement, places),
             split=plan.schedule.split_stages,
         )[0]
-        for number in range(_ROUNDS)
+        for number in range(_ROUNDS if recorded is None else 1)
     ]
     measured = [_median(each) for each in zip(*rounds, strict=True)]
     found = predicted(
@@ -65,12 +68,27 @@ def measured_plan(
         batch.bytes_on(places[0], places[-1]),
         functools.partial(optimizer_bytes, plan.optimizer),
     )
-    costs = replace(found.costs, transfer=plan.costs.transfer)
+    costs = (
+        replace(found.costs, transfer=plan.costs.transfer) if recorded is None else _with_times(found.costs, recorded)
+    )
     again = simulate(plan.schedule, costs)
     workers = _workers(plan, found)
     # The bound of all plans comes from the profile, in which other layers may have been measured too long.
     certificate = certify(again, workers, plan.balance, plan.certificate.any_bound)
     return replace(plan, costs=costs, workers=workers, certificate=certificate, profile_seconds=plan.seconds)
+
+
+def _with_times(bytes_of: Costs, times: Costs) -> Costs:
+    """The bytes of some costs with the seconds of others."""
+    return replace(
+        bytes_of,
+        forward=times.forward,
+        backward=times.backward,
+        recompute=times.recompute,
+        input_gradient=times.input_gradient,
+        weight_gradient=times.weight_gradient,
+        transfer=times.transfer,
+    )
 
 
 def with_limits(plan: Plan, limits: Mapping[str, float]) -> Plan:

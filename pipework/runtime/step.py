@@ -40,7 +40,14 @@ if TYPE_CHECKING:
 
 
 class Recorder(Protocol):
-    """Receives the recorded actions of a step."""
+    """Receives the recorded actions of a step.
+
+    Attributes:
+        memory: whether bytes are counted, too.
+    """
+
+    @property
+    def memory(self) -> bool: ...  # noqa: D102
 
     def begin(self, step: int, schedule: Schedule, *, loss_outside: bool) -> None:
         """A mini-batch begins."""
@@ -138,7 +145,7 @@ class Step:
             ties = tied_gradients({number: run.aliases for number, run in self._runs.items()}, engine.link)
         for number, tied in ties.items():
             self._runs[number].tied = tied
-        if options.recorder is not None:
+        if options.recorder is not None and options.recorder.memory:
             for worker in engine.devices:
                 runs = self._runs_of(worker)
                 modules = [module for stage in runs for module in engine.stages[stage].modules]

@@ -31,6 +31,7 @@ class Recording:
         loss_outside: whether the loss is computed outside of the pipe, unless :meth:`begin` changes it.
         counts: whether the numbers only count what is recorded here: then titles have "mini-batch 1 of 3" instead of
             "step 0".
+        memory: whether the runtime counts bytes, too, which makes operators slower; otherwise they are 0.
 
     Example:
         >>> from pipework.schedule import Action, fill_drain
@@ -40,10 +41,13 @@ class Recording:
         (1.5, (0.5,))
     """
 
-    def __init__(self, schedule: Schedule | None = None, loss_outside: bool = True, *, counts: bool = False) -> None:
+    def __init__(
+        self, schedule: Schedule | None = None, loss_outside: bool = True, *, counts: bool = False, memory: bool = True
+    ) -> None:
         self.schedule = schedule
         self.loss_outside = loss_outside
         self._counts = counts
+        self.memory = memory
         self._steps: dict[int, _Step] = {}
 
     def __repr__(self) -> str:

@@ -177,3 +177,13 @@ def test_between_the_halves_nothing_is_alive_but_what_the_weights_need() -> None
     )  # fmt: skip
     pipe(torch.randn(6, 4), target=torch.zeros(6, 1)).backward()
     assert alive == [[], [False], [False, False]]
+
+
+def test_times_alone() -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), chunks=2, balance=[1, 1], devices=["cpu", "cpu"])
+    with pipe.record(memory=False) as recording:
+        pipe(torch.randn(4, 4)).sum().backward()
+    line = recording.timeline()
+    assert {each.action.kind for each in line.intervals} == {"F", "R", "B"}
+    assert line.makespan > 0
+    assert {(each.memory, each.held, each.sent) for each in line.intervals} == {(0, 0, 0)}

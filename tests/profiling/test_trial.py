@@ -1,0 +1,133 @@
+"""Steps of a plan on copies."""
+
+import threading
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipework import Rates, plan
+from pipework import profile as measured_profile
+from pipework.profiling.micro_batches import SampleBatch
+from pipework.profiling.trial import Trial, recorded_costs
+from pipework.schedule import with_recompute
+
+
+class Noting(nn.Module):
+    """Notes the threads that it runs on, also in copies."""
+
+    threads: ClassVar[set[int]] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.threads.add(threading.get_ident())
+        return F.dropout(x, 0.5)
+
+
+class Loss(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return F.mse_loss(output, target)
+
+
+def layers_of() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(3), Noting(), nn.Linear(4, 4))
+
+
+def planned(module: nn.Sequential, x: torch.Tensor):
+    rates = {"rated": Rates(1e9, 1e9)}
+    estimated = measured_profile(module, x, target=x, loss_fn=F.mse_loss, rates=rates, workers=2)
+    found = plan(estimated, devices=["rated"] * 2, schedules=["1f1b"], chunks=4, iterations=20)
+    return replace(found, devices=("cpu", "cpu"), balance=(2, 2))
+
+
+def batch_of(module: nn.Sequential, x: torch.Tensor, target: torch.Tensor | None, loss=None) -> SampleBatch:
+    return SampleBatch.of(module, x, None, target, loss)
+
+
+def test_a_trial_leaves_everything_as_it_is() -> None:
+    module, x, loss = layers_of(), torch.randn(8, 3, 4), Loss()
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    found = planned(module, x)
+    random = torch.get_rng_state()
+    Noting.threads.clear()
+    costs = recorded_costs(found, module, batch_of(module, x, x, loss), 0, print)
+    assert costs is not None
+    assert all(each > 0 for each in (*costs.forward, *costs.backward))
+    assert all(torch.equal(state[name], value) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert torch.equal(random, torch.get_rng_state())
+    assert loss.calls == 0
+    assert threading.get_ident() not in Noting.threads  # workers ran, as in the pipe
+
+
+def test_parameters_are_not_copied() -> None:
+    module, x = layers_of(), torch.randn(8, 3, 4)
+    trial = Trial(planned(module, x), module, batch_of(module, x, x, F.mse_loss))
+    used = {id(parameter) for part in trial._executor._partitions.values() for parameter in part.parameters()}
+    assert used == {id(parameter) for parameter in module.parameters()}
+
+
+def test_what_a_plan_recomputes_is_measured() -> None:
+    module, x = layers_of(), torch.randn(8, 3, 4)
+    found = planned(module, x)
+    found = replace(found, schedule=with_recompute(found.schedule, 4))
+    costs = recorded_costs(found, module, batch_of(module, x, x, F.mse_loss), 0, print)
+    assert costs is not None
+    assert costs.recompute is not None
+    assert min(costs.recompute) > 0
+    assert tuple(costs.recompute) != tuple(costs.forward)  # which is what is assumed without a measurement
+
+
+def test_layers_in_evaluation_mode_are_trained() -> None:
+    module, x = layers_of().eval(), torch.randn(8, 3, 4)
+    costs = recorded_costs(planned(module, x), module, batch_of(module, x, x, F.mse_loss), 0, print)
+    assert costs is not None
+    assert min(costs.backward) > 0
+    assert not any(layer.training for layer in module.modules())
+
+
+def test_without_a_target_there_is_no_trial() -> None:
+    module, x = layers_of(), torch.randn(8, 3, 4)
+    assert recorded_costs(planned(module, x), module, batch_of(module, x, None), 0, print) is None
+
+
+class Failing(nn.Module):
+    """Fails on the workers' threads, as if all that is left of the memory were enough for one stage."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            raise self.error
+        return x
+
+
+def test_too_little_memory_for_a_trial(recwarn: pytest.WarningsRecorder) -> None:
+    x, lines = torch.randn(8, 3, 4), list[str]()
+    error = torch.OutOfMemoryError("no memory")
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Failing(error), nn.Linear(4, 4))
+    found = plan(
+        module, x, target=x, loss_fn=F.mse_loss, devices=["cpu", "cpu"], iterations=4, timeout=0, progress=lines.append
+    )
+    assert sum("one after the other" in line for line in lines) == 1
+    assert sum(line.startswith("stage 1 of") for line in lines) == 1
+    assert found.seconds > 0
+    assert not recwarn.list
+
+
+def test_other_errors_are_raised() -> None:
+    x = torch.randn(8, 3, 4)
+    module = nn.Sequential(nn.Linear(4, 4), Failing(RuntimeError("something else")), nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="something else"):
+        plan(module, x, target=x, loss_fn=F.mse_loss, devices=["cpu", "cpu"], iterations=4, timeout=0)
