@@ -108,8 +108,12 @@ def _empty_copy(module: nn.Module) -> nn.Module:
 
 
 def identity(module: nn.Module) -> int:
-    """Tells modules apart by what they hold: a module and its twin in a part of a model have one dictionary."""
-    return id(vars(module))
+    """Tells modules apart by what they hold: a module and its twin in a part of a model have one dictionary.
+
+    Copies of both have the parameters' dictionary in common.
+    """
+    own = vars(module)
+    return id(own.get("_parameters", own))
 
 
 def shared_modules(stages: Sequence[Iterable[nn.Module]]) -> set[int]:
