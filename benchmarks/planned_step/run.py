@@ -1,8 +1,9 @@
 """Does a planned step take the time and the memory that the plan says, and is no schedule with a name faster?
 
 Five models on two CPU workers. A pipe of the plan takes turns with pipes of the four schedules that are the fastest in
-the simulation, each with the balance that was measured for it. The stages of the plan are measured again between the
-steps: over minutes, other work on a machine changes how fast it is, and then a prediction of earlier is not one of now.
+the simulation, each with the balance that was measured for it. Steps of the plan are recorded again between them, on
+copies as the planner does it: over minutes, other work on a machine changes how fast it is, and then a prediction of
+earlier is not one of now.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from benchmarks.harness import Verdict
 from benchmarks.planned_step.models import TASKS, Task
 from pipework import Pipe, Plan
 from pipework.profiling.micro_batches import SampleBatch
-from pipework.profiling.verify import measured_plan
+from pipework.profiling.trial import by_speed
+from pipework.schedule import simulate
 
 DEVICES = ("cpu", "cpu")
 NAMED = 4
@@ -32,7 +34,7 @@ class Result:
 
     Attributes:
         plan: what it says.
-        predicted: its step, each time that the stages were measured again.
+        predicted: its step, each time that its actions were measured again.
         seconds: of its steps.
         others: those of the best schedules with a name.
         held: the most that each worker's activations held, and what was predicted.
@@ -70,7 +72,9 @@ def measure(task: Task, rounds: int, search: float, timeout: float) -> Result:
     batch = SampleBatch.of(module, x, None, y, task.loss)
 
     def predict() -> None:
-        predicted.append(measured_plan(plan, module, batch, timeout / 4, lambda line: None).seconds)
+        ((_, costs),) = by_speed([plan], module, batch, timeout / 4, lambda line: None)
+        assert costs is not None
+        predicted.append(simulate(plan.schedule, costs).makespan)
 
     times = harness.alternate(candidates | {"prediction": harness.timed(predict)}, rounds)
     del times["prediction"]

@@ -70,6 +70,28 @@ def plan_request(
     progress: Callable[[str], None] | None,
 ) -> Plan:
     """Search for the fastest step of a checked request; see :func:`plan_profile`."""
+    return best_plans(request, seconds, iterations, progress)[0]
+
+
+def best_plans(
+    request: PlanRequest,
+    seconds: float | None,
+    iterations: int | None,
+    progress: Callable[[str], None] | None,
+    *,
+    named: int = 0,
+    within: float = inf,
+) -> list[Plan]:
+    """The best plan, and after it the best of other schedules with a name.
+
+    Args:
+        request: checked.
+        seconds: see :func:`plan_profile`, like `iterations` and `progress`.
+        iterations: see there.
+        progress: see there.
+        named: how many others at most.
+        within: they take at most so many times the best plan's seconds.
+    """
     budget = checked_budget(seconds, iterations)
     report = progress or logging.getLogger("pipework").info
     refuse_impossible(request, budget)
@@ -79,10 +101,16 @@ def plan_request(
         search, found = min((search, found), search_for_memory(request, budget), key=lambda pair: pair[1].rank)
     if not found.fits:
         raise no_plan_fits(found)
-    simulation = simulate(found.schedule, found.costs)
+    others = sorted(search.named.values(), key=lambda each: each.rank)
+    others = [each for each in others if each is not found and each.seconds <= within * found.seconds]
     bound = any_plan_bound(request)
-    certificate = certify(simulation, found.workers, found.choice.balance, bound, search.proven(found))
-    return Plan.of(found, certificate, search.named, doubts(found))
+    seconds_of = {name: each.seconds for name, each in search.named.items()}
+    plans = []
+    for each in (found, *others[:named]):
+        simulation = simulate(each.schedule, each.costs)
+        certificate = certify(simulation, each.workers, each.choice.balance, bound, search.proven(each))
+        plans.append(Plan.of(each, certificate, seconds_of, doubts(each)))
+    return plans
 
 
 def checked_budget(seconds: float | None, iterations: int | None) -> SearchBudget:

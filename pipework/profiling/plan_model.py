@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,14 @@ from pipework.assignment.devices import Machine, checked_devices, default_device
 from pipework.balance.by_time import device_kind
 from pipework.balance.checks import not_sequential
 from pipework.planning.plan import Plan
-from pipework.planning.plan_profile import checked_budget, plan_request
+from pipework.planning.plan_profile import best_plans, checked_budget, plan_request
 from pipework.planning.profiles.profile import Profile
 from pipework.planning.request import check_options, checked_schedules, make_request
 from pipework.planning.search.limits import limits_that_fit
 from pipework.profiling.measure import checked_report, micro_batch_sizes, profile
 from pipework.profiling.micro_batches import SampleBatch
 from pipework.profiling.on_ranks import plan_on_ranks
+from pipework.profiling.trial import by_speed
 from pipework.profiling.verify import measured_plan, with_limits
 from pipework.schedule.draw.units import memory_text
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from pipework.planning.request import PlanRequest
     from pipework.planning.search.candidate import WorkerBytes
 
+# Schedules with a name that are tried beside the best plan, if they are about as fast by the profile.
+_NAMED, _WITHIN = 3, 1.15
 _TRIES = 3  # a plan is made again if its stages, measured as a whole, do not fit
 
 
@@ -59,7 +63,7 @@ def plan(
 
     The layers are measured with :func:`pipework.profile`, unless `model` is a profile. Then cuts, numbers of
     micro-batches, schedules, recomputation and orders of unequal devices are searched; each is simulated with what was
-    measured. Steps of the plan are then run on copies of the layers, and it says what they take.
+    measured. Steps of the best plans are then run on copies of the layers, and the fastest is taken.
 
     Args:
         model: the layers, or a profile of them.
@@ -163,20 +167,22 @@ def _measured_and_fitting(
     given, tried = request, list[Plan]()
     for _ in range(_TRIES):
         try:
-            plan = plan_request(request, seconds, iterations, report)
+            plans = best_plans(request, seconds, iterations, report, named=_NAMED, within=_WITHIN)
         except ValueError:
             if not tried:
                 raise
             break  # nothing fits what the last plan has shown to be left for layers
-        if batch.rows != plan.batch:
-            return plan  # for a mini-batch that is not here
-        measured = with_limits(measured_plan(plan, model, batch, timeout, report), limits)
-        if all(worker.fits for worker in measured.workers):
-            return measured
-        tried.append(measured)
+        if batch.rows != plans[0].batch:
+            return plans[0]  # for a mini-batch that is not here
+        over = inf
+        for plan, costs in by_speed(plans, model, batch, timeout, report):
+            measured = with_limits(measured_plan(plan, costs, model, batch, timeout, report), limits)
+            if all(worker.fits for worker in measured.workers):
+                return measured
+            tried.append(measured)
+            pairs = zip(measured.workers, plan.workers, strict=True)
+            over = min(over, max(now.total / before.total for now, before in pairs if not now.fits))
         # What does not fit was planned to be smaller: so much that this plan, and those like it, are excluded.
-        pairs = zip(measured.workers, plan.workers, strict=True)
-        over = max(now.total / before.total for now, before in pairs if not now.fits)
         report(f"measured as a whole, a worker needs {over:.3g} times what its layers need: planned again with less")
         request = replace(request, limits=tuple(limits[device] / over for device in request.devices))
     best = min(tried, key=lambda plan: max(map(_share, plan.workers)))

@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import time
 from contextlib import ExitStack
+from operator import itemgetter
+from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,10 +22,11 @@ from pipework.executor import Executor
 from pipework.model.checkpoint import AS_SCHEDULED
 from pipework.model.loss.settings import LossSettings
 from pipework.runtime.out_of_memory import is_out_of_memory
+from pipework.schedule.draw.units import counted
 from pipework.timeline import Recording
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -31,7 +34,9 @@ if TYPE_CHECKING:
     from pipework.profiling.micro_batches import SampleBatch
     from pipework.schedule import Costs
 
-_LEAST_STEPS = 2  # that are recorded
+_TURNS = 2
+_LEAST_STEPS = 2  # of a turn, that are recorded
+_CLEARLY = 0.98  # of the first plan's seconds; less is noise
 
 
 class Trial:
@@ -68,6 +73,7 @@ class Trial:
     def step(self, recording: Recording | None = None) -> None:
         """Runs a step, and records the times of its actions."""
         self._executor.recording = recording
+        self._executor.recorded_step = 0 if recording is None else len(recording.steps)
         with ExitStack() as stack:
             for device in self._devices:
                 stack.enter_context(traceless(device))
@@ -82,37 +88,54 @@ class Trial:
             )
 
 
-def recorded_costs(
-    plan: Plan, module: nn.Sequential, batch: SampleBatch, seconds: float, report: Callable[[str], None]
-) -> Costs | None:
-    """What the actions of a plan take in its steps.
+def by_speed(
+    plans: Sequence[Plan], module: nn.Sequential, batch: SampleBatch, timeout: float, report: Callable[[str], None]
+) -> list[tuple[Plan, Costs | None]]:
+    """The plans with the fastest steps first, and what their actions take.
+
+    Plans take turns, so that what else runs on the machine slows all of them down.
 
     Args:
-        plan: for this machine.
-        module: its layers.
+        plans: for this machine; the first one is preferred if others are not clearly faster.
+        module: their layers.
         batch: the mini-batch.
-        seconds: for how long steps are recorded; there are some at least.
-        report: called with a line of text.
+        timeout: seconds to measure each stage; there are some steps of each plan at least.
+        report: called with a line of text for each plan.
 
     Returns:
-        The median times of the actions; None: steps cannot be tried, without a target or with too little memory.
+        Plans, and the median times of their actions. If there is no target, or too little memory, their steps cannot be
+        tried: then the first plan, and None.
     """
     if batch.target is None:
-        return None  # gradients of a loss outside would reach the layers' own parameters
-    recording = Recording(memory=False)
-    try:
-        trial = Trial(plan, module, batch)
-        trial.step()  # the first one allocates, and chooses kernels
-        end = time.perf_counter() + seconds
-        while len(recording.steps) < _LEAST_STEPS or time.perf_counter() < end:
-            trial.step(recording)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        report("no memory for steps of the plan beside the model: its stages are measured one after the other")
-        return None
-    report(f"{len(recording.steps)} steps of the plan: {recording.predicted().makespan:.3g} s each")
-    return recording.costs()
+        return [(plans[0], None)]  # gradients of a loss outside would reach the layers' own parameters
+    recordings = [Recording(memory=False) for _ in plans]
+    for _ in range(_TURNS):
+        for plan, recording in zip(plans, recordings, strict=True):
+            try:
+                _record(Trial(plan, module, batch), recording, timeout * len(plan.balance) / _TURNS)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if plan is plans[0]:
+                    report("no memory for steps of the plan beside the model: its stages are measured one by one")
+                    return [(plan, None)]
+    tried: list[tuple[float, Plan, Costs]] = []
+    for plan, recording in zip(plans, recordings, strict=True):
+        if not recording.steps:
+            continue
+        seconds = median(recording.timeline(step).makespan for step in recording.steps)
+        name = f"{plan.schedule.name}, {counted(plan.chunks, 'micro-batch')}"
+        report(f"{name}: {seconds:.3g} s, median of {len(recording.steps)} steps")
+        tried.append((seconds if tried else _CLEARLY * seconds, plan, recording.costs()))
+    return [(plan, costs) for _, plan, costs in sorted(tried, key=itemgetter(0))]
+
+
+def _record(trial: Trial, recording: Recording, seconds: float) -> None:
+    """Records steps for some seconds, and a few at least."""
+    trial.step()  # the first one allocates, and chooses kernels
+    end, wanted = time.perf_counter() + seconds, len(recording.steps) + _LEAST_STEPS
+    while len(recording.steps) < wanted or time.perf_counter() < end:
+        trial.step(recording)
 
 
 class _TrialExecutor(Executor):

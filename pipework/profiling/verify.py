@@ -15,7 +15,6 @@ from pipework.prediction.grouped import grouped
 from pipework.prediction.optimizer_bytes import optimizer_bytes
 from pipework.prediction.predict import cpu_workers_of, measure_stages, predicted
 from pipework.profiling.layers import ignored
-from pipework.profiling.trial import recorded_costs
 from pipework.schedule import simulate
 
 if TYPE_CHECKING:
@@ -31,12 +30,18 @@ _ROUNDS = 3
 
 
 def measured_plan(
-    plan: Plan, module: nn.Sequential, batch: SampleBatch, timeout: float, report: Callable[[str], None]
+    plan: Plan,
+    recorded: Costs | None,
+    module: nn.Sequential,
+    batch: SampleBatch,
+    timeout: float,
+    report: Callable[[str], None],
 ) -> Plan:
     """The plan with the measured times and bytes of its stages, each as a whole.
 
     Args:
         plan: for this machine.
+        recorded: the times of its actions in its steps; None: its stages are measured, one after the other.
         module: its layers.
         batch: the mini-batch.
         timeout: seconds to measure each stage.
@@ -45,7 +50,6 @@ def measured_plan(
     stages = grouped(list(module.named_children()), plan.balance)
     places = [torch.device(plan.devices[worker]) for worker in plan.schedule.placement]
     sample = batch.micro_batch(-(-plan.batch // plan.chunks))
-    recorded = recorded_costs(plan, module, batch, timeout * len(stages), report)
     rounds = [
         measure_stages(
             stages,

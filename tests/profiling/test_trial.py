@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipework import Rates, plan
+from pipework import Plan, Rates, plan
 from pipework import profile as measured_profile
 from pipework.profiling.micro_batches import SampleBatch
-from pipework.profiling.trial import Trial, recorded_costs
-from pipework.schedule import with_recompute
+from pipework.profiling.trial import Trial, by_speed
+from pipework.schedule import Costs, with_recompute
 
 
 class Noting(nn.Module):
@@ -49,6 +49,10 @@ def planned(module: nn.Sequential, x: torch.Tensor):
     return replace(found, devices=("cpu", "cpu"), balance=(2, 2))
 
 
+def costs_of(found: Plan, module: nn.Sequential, batch: SampleBatch) -> Costs | None:
+    return by_speed([found], module, batch, 0, print)[0][1]
+
+
 def batch_of(module: nn.Sequential, x: torch.Tensor, target: torch.Tensor | None, loss=None) -> SampleBatch:
     return SampleBatch.of(module, x, None, target, loss)
 
@@ -59,7 +63,7 @@ def test_a_trial_leaves_everything_as_it_is() -> None:
     found = planned(module, x)
     random = torch.get_rng_state()
     Noting.threads.clear()
-    costs = recorded_costs(found, module, batch_of(module, x, x, loss), 0, print)
+    costs = costs_of(found, module, batch_of(module, x, x, loss))
     assert costs is not None
     assert all(each > 0 for each in (*costs.forward, *costs.backward))
     assert all(torch.equal(state[name], value) for name, value in module.state_dict().items())
@@ -80,7 +84,7 @@ def test_what_a_plan_recomputes_is_measured() -> None:
     module, x = layers_of(), torch.randn(8, 3, 4)
     found = planned(module, x)
     found = replace(found, schedule=with_recompute(found.schedule, 4))
-    costs = recorded_costs(found, module, batch_of(module, x, x, F.mse_loss), 0, print)
+    costs = costs_of(found, module, batch_of(module, x, x, F.mse_loss))
     assert costs is not None
     assert costs.recompute is not None
     assert min(costs.recompute) > 0
@@ -89,7 +93,7 @@ def test_what_a_plan_recomputes_is_measured() -> None:
 
 def test_layers_in_evaluation_mode_are_trained() -> None:
     module, x = layers_of().eval(), torch.randn(8, 3, 4)
-    costs = recorded_costs(planned(module, x), module, batch_of(module, x, x, F.mse_loss), 0, print)
+    costs = costs_of(planned(module, x), module, batch_of(module, x, x, F.mse_loss))
     assert costs is not None
     assert min(costs.backward) > 0
     assert not any(layer.training for layer in module.modules())
@@ -97,7 +101,7 @@ def test_layers_in_evaluation_mode_are_trained() -> None:
 
 def test_without_a_target_there_is_no_trial() -> None:
     module, x = layers_of(), torch.randn(8, 3, 4)
-    assert recorded_costs(planned(module, x), module, batch_of(module, x, None), 0, print) is None
+    assert costs_of(planned(module, x), module, batch_of(module, x, None)) is None
 
 
 class Failing(nn.Module):
@@ -120,7 +124,7 @@ def test_too_little_memory_for_a_trial(recwarn: pytest.WarningsRecorder) -> None
     found = plan(
         module, x, target=x, loss_fn=F.mse_loss, devices=["cpu", "cpu"], iterations=4, timeout=0, progress=lines.append
     )
-    assert sum("one after the other" in line for line in lines) == 1
+    assert sum("one by one" in line for line in lines) == 1
     assert sum(line.startswith("stage 1 of") for line in lines) == 1
     assert found.seconds > 0
     assert not recwarn.list

@@ -53,7 +53,7 @@ class Search:
     """A search in three parts: schedules with names for all sizes and shapes; better cuts; schedules made for them.
 
     Attributes:
-        named: by name of a schedule, the seconds of the best candidate that fits.
+        named: by name of a schedule, the best candidate that fits.
     """
 
     def __init__(self, request: PlanRequest, budget: SearchBudget, progress: Callable[[str], None]) -> None:
@@ -64,7 +64,7 @@ class Search:
         self._winner: Candidate | None = None
         self._shapes: dict[tuple[int, ...], Shape] = {}
         self._proven: dict[Choice, float] = {}
-        self.named: dict[str, float] = {}
+        self.named: dict[str, Candidate] = {}
         self._best: dict[tuple[tuple[int, ...], tuple[int, ...], int], Candidate] = {}
 
     def run(self) -> Candidate:
@@ -112,7 +112,8 @@ class Search:
         self._budget.spend()
         choice = candidate.choice
         if choice.schedule is not None and candidate.fits:
-            self.named[choice.schedule] = min(candidate.seconds, self.named.get(choice.schedule, inf))
+            best = self.named.setdefault(choice.schedule, candidate)
+            self.named[choice.schedule] = min(best, candidate, key=lambda each: each.rank)
         key = choice.order, choice.placement, choice.chunks
         if key not in self._best or candidate.rank < self._best[key].rank:
             self._best[key] = candidate
