@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import pipework
 from pipework import MicroBatches, Pipe, PipeWarning, balance_by_size, balance_by_time, pop, skippable, stash
 from pipework.runtime.device import Link
 from pipework.schedule import SCHEDULES
@@ -272,6 +273,36 @@ def test_prediction() -> None:
     assert predicted.seconds > 0
     weights = [sum(p.numel() * p.element_size() for p in layers.parameters()) for layers in pipe.partitions]
     assert [stage.weights for stage in predicted.stages] == weights
+
+
+@pytest.mark.parametrize("kind", ["two", "two stages on one", "cpu to gpu"])
+@pytest.mark.parametrize("model_is", ["cpu", "there"])
+def test_a_plan(kind: str, model_is: str) -> None:
+    devices = devices_of(kind)
+    module, x, y = model(), torch.randn(64, WIDTH), torch.randint(10, (64,))
+    if model_is == "there":
+        module.to(devices[0])
+    before = {name: (each, each.device) for name, each in module.named_parameters()}
+    lines: list[str] = []
+    plan = pipework.plan(
+        module,
+        x,
+        target=y,
+        loss_fn=F.cross_entropy,
+        devices=devices,
+        memory="1GiB",
+        iterations=30,
+        timeout=0,
+        progress=lines.append,
+    )
+    assert any("median of" in line for line in lines), lines
+    for name, each in module.named_parameters():
+        assert each is before[name][0]
+        assert each.device == before[name][1]
+        assert each.grad is None
+    pipe = Pipe(module, plan=plan, loss_fn=F.cross_entropy)
+    pipe(x, target=y).backward()
+    assert all(each.grad is not None for each in pipe.parameters())
 
 
 def test_balances() -> None:
