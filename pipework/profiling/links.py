@@ -6,40 +6,48 @@ import queue
 import statistics
 import threading
 import time
-from itertools import combinations_with_replacement
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import torch
 
+from pipework.balance.by_time import device_kind
 from pipework.balance.sandbox import now
 from pipework.planning.profiles.layer_costs import LinkSpeed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Sequence
 
 _SMALL, _LARGE = 4096, 64 * 2**20
 _TIMES = 7
 _NO_COPY = 1e15  # bytes per second
 
 
-def measure_links(
-    places: Mapping[str, torch.device], report: Callable[[str], None]
-) -> dict[tuple[str, str], LinkSpeed]:
+def measure_links(places: Sequence[torch.device], report: Callable[[str], None]) -> dict[tuple[str, str], LinkSpeed]:
     """The links between kinds of device, in both directions alike.
 
+    Two devices of a kind stand for all of that kind. With a single one, that several workers share, nothing is copied.
+    What a copy to another device of its kind would take is unknown then.
+
     Args:
-        places: a device of each kind.
+        places: the device of each worker.
         report: called with a line for each link.
 
     Example:
-        >>> [ends for ends in measure_links({"cpu": torch.device("cpu")}, lambda line: None)]
+        >>> [ends for ends in measure_links([torch.device("cpu")] * 2, lambda line: None)]
         [('cpu', 'cpu')]
     """
-    found = {}
-    for (one, sender), (other, receiver) in combinations_with_replacement(places.items(), 2):
-        speed = _hand_over() if sender.type == receiver.type == "cpu" else _copy(sender, receiver)
-        found[one, other] = speed
-        report(f"{one} to {other}: {speed.latency:.2g} s and {speed.bytes_per_second:.2g} bytes a second")
+    found: dict[tuple[str, str], LinkSpeed] = {}
+    pairs = [*combinations(places, 2), *((place, place) for place in places if place.type == "cpu")]
+    # Two different devices before one that stands there twice.
+    for sender, receiver in sorted(pairs, key=lambda pair: pair[0] == pair[1]):
+        ends = device_kind(sender), device_kind(receiver)
+        if ends in found or ends[::-1] in found:
+            continue
+        speed = _hand_over() if sender == receiver or sender.type == receiver.type == "cpu" else _copy(sender, receiver)
+        found[ends] = speed
+        size = f"{speed.bytes_per_second:.2g} bytes a second" if speed.bytes_per_second < _NO_COPY else "nothing copied"
+        report(f"{ends[0]} to {ends[1]}: {speed.latency:.2g} s and {size}")
     return found
 
 
