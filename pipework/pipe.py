@@ -283,9 +283,14 @@ class Pipe(Layers):
                 "target=y, loss_fn=f), loss_fn=f)"
             )
         plan = first.plan(inputs, keywords, target)
-        hooks = {name: value for name, value in self.__dict__.items() if "_hooks" in name}
-        Pipe.__init__(self, first.module, plan=plan, **self._later)
-        self.__dict__.update(hooks)
+        before = dict(self.__dict__)
+        try:
+            Pipe.__init__(self, first.module, plan=plan, **self._later)
+        except BaseException:  # the next call begins with a plan again
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            raise
+        self.__dict__.update({name: value for name, value in before.items() if "_hooks" in name})
 
     _refused_attributes = Layers._refused_attributes | frozenset(signature(__init__).parameters) - {"self", "module"}
 

@@ -94,6 +94,22 @@ def test_copies_pickles_and_checkpoints_before_the_plan(tmp_path: Any) -> None:
     torch.testing.assert_close(list(pipe.parameters()), list(others[0].parameters()), rtol=0, atol=0)
 
 
+def test_a_failure_after_the_plan_leaves_a_pipe_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, (x, y) = auto(model()), batch()
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipework.pipe.split_layers", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            pipe(x, target=y)
+    with pytest.raises(RuntimeError, match="no plan yet"):
+        pipe.eval()(x)
+    pipe.train()(x, target=y).backward()
+    assert pipe.plan is not None
+
+
 NO_PLAN = {
     "chunks": lambda pipe: pipe.chunks,
     "balance": lambda pipe: pipe.balance,
