@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pipework.balance.checks import not_sequential
+from pipework.model.sequential import named_layers
 from pipework.planning.plan import Plan
 from pipework.planning.profiles.layer_costs import LayerInfo
 
@@ -100,7 +101,7 @@ def layer_infos(module: nn.Sequential) -> list[LayerInfo]:
         >>> layer_infos(nn.Sequential(nn.Linear(2, 2)))
         [LayerInfo(name='0', type='Linear', weights=24, trained=24, buffers=0)]
     """
-    return [_info(name, layer) for name, layer in module.named_children()]
+    return [_info(name, layer) for name, layer in named_layers(module)]
 
 
 def _info(name: str, layer: nn.Module) -> LayerInfo:

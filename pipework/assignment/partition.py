@@ -14,6 +14,7 @@ from pipework.balance.checks import check_initialised, checked_balance, not_sequ
 from pipework.balance.minimax import minimax_partition
 from pipework.model.materialize import materialize_partitions, move
 from pipework.model.release import refuse_released
+from pipework.model.sequential import named_layers
 from pipework.model.with_device import Device, WithDevice
 
 
@@ -125,7 +126,7 @@ def split_layers(
         >>> list(second.state_dict()), second[0] is module[2]
         (['2.weight', '2.bias'], True)
     """
-    children = [(name, layer) for name, layer in module._modules.items() if layer is not None]
+    children = named_layers(module)
     partitions = []
     start = 0
     for count in partitioning.balance:

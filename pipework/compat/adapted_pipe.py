@@ -13,6 +13,7 @@ from pipework.compat.backward_order import from_last_to_first
 from pipework.executor import Executor
 from pipework.model import microbatch
 from pipework.model.given import flattened
+from pipework.model.sequential import named_layers
 from pipework.model.tuples import TupleRule
 from pipework.pipe import Pipe
 from pipework.torch_private import pytree
@@ -33,7 +34,7 @@ class TupleKeeping(nn.Sequential):
 
 def sequence(kind: type[Kind], module: nn.Sequential) -> Kind:
     """A sequence of another class with the layers of a module."""
-    layers = kind(OrderedDict((name, layer) for name, layer in module._modules.items() if layer is not None))
+    layers = kind(OrderedDict(named_layers(module)))
     layers.training = module.training
     return layers
 

@@ -56,3 +56,14 @@ def tuple_rule(module: nn.Module) -> TupleRule:
     """
     rule: TupleRule = getattr(type(module), "_tuple_rule", TupleRule.BY_SIGNATURE)
     return rule
+
+
+def named_layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers with their names, also one that stands there twice, which `named_children` leaves out.
+
+    Example:
+        >>> layer = nn.ReLU()
+        >>> [name for name, _ in named_layers(nn.Sequential(layer, layer))]
+        ['0', '1']
+    """
+    return [(name, layer) for name, layer in module._modules.items() if layer is not None]

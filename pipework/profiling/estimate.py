@@ -120,28 +120,30 @@ class Rates:
     def __post_init__(self) -> None:
         for name in ("operations", "bytes_per_second", "memory", "launch"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float | None):
+            if value is None and name == "memory":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"Rates: {name} is {value!r}: wanted a number")
-            if value is not None and not 0 < value < float("inf"):
+            if not 0 < value < float("inf"):
                 raise ValueError(f"Rates: {name} is {value!r}: wanted a finite number above 0")
 
 
 class Work(NamedTuple):
-    """What some operators do."""
+    """What some operators do: of each, its floating-point operations, and the bytes that it reads and writes."""
 
-    operations: int
-    bytes: int
-    operators: int
+    operators: tuple[tuple[int, int], ...] = ()
 
     def seconds(self, rates: Rates) -> float:
-        """Operators either compute or move bytes as fast as the device can, and none is faster than its launch.
+        """Each operator either computes or moves bytes as fast as the device can, and none is faster than its launch.
 
         Example:
-            >>> Work(2000, 10, 1).seconds(Rates(operations=1000, bytes_per_second=10))
-            2.0
+            >>> Work(((2000, 10), (0, 30))).seconds(Rates(operations=1000, bytes_per_second=10))
+            5.0
         """
-        busy = max(self.operations / rates.operations, self.bytes / rates.bytes_per_second)
-        return max(busy, self.operators * rates.launch)
+        return sum(
+            max(operations / rates.operations, size / rates.bytes_per_second, rates.launch)
+            for operations, size in self.operators
+        )
 
 
 def work_of(function: Callable[[], Any]) -> Work:
@@ -151,12 +153,12 @@ def work_of(function: Callable[[], Any]) -> Work:
         >>> with torch.device("meta"):
         ...     x = torch.empty(4, 8)
         >>> work_of(lambda: x @ x.t())
-        Work(operations=256, bytes=320, operators=1)
+        Work(operators=((256, 320),))
     """
-    counted = FlopCounterMode(display=False)
-    with _Bytes() as moved, counted:
+    operations = FlopCounterMode(display=False)
+    with operations, _Operators(operations) as found:
         function()
-    return Work(counted.get_total_flops(), moved.bytes, moved.operators)
+    return Work(tuple(found.operators))
 
 
 _Works = tuple[Work, Work, Work]
@@ -168,7 +170,7 @@ class CountedStage(StageCopy):
     def __init__(self, *arguments: Any, works: list[_Works], **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._works, self._number = works, len(works)
-        works.append((Work(0, 0, 0),) * 3)
+        works.append((Work(),) * 3)
 
     def _time(self, given: Any) -> tuple[float, float, float]:
         outputs: list[Any] = []
@@ -180,22 +182,28 @@ class CountedStage(StageCopy):
         return 0.0, 0.0, 0.0
 
 
-class _Bytes(torch_private.DispatchMode):  # type: ignore[misc]
-    """Counts operators, and the bytes that they read and write."""
+class _Operators(torch_private.DispatchMode):  # type: ignore[misc]
+    """Counts what operators do.
 
-    def __init__(self) -> None:
+    Args:
+        operations: counts floating-point operations, below this mode.
+    """
+
+    def __init__(self, operations: FlopCounterMode) -> None:
         super().__init__()
-        self.bytes = self.operators = 0
+        self._operations = operations
+        self.operators: list[tuple[int, int]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs the operator."""
+        before = self._operations.get_total_flops()
         result = func(*args, **(kwargs or {}))
         given, made = (nested.flatten(each)[0] for each in ((args, kwargs or {}), result))
         if not _keys(made) <= _keys(given) or torch_private.changes_arguments(func):  # views move nothing
-            self.operators += 1
-            self.bytes += sum(each.nbytes for each in (*given, *made))
+            size = sum(each.nbytes for each in (*given, *made))
+            self.operators.append((self._operations.get_total_flops() - before, size))
         return result
 
 

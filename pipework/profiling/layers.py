@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from pipework.assignment.from_plan import layer_infos
+from pipework.model.sequential import named_layers
 from pipework.planning.profiles.layer_costs import DeviceKind, LayerBytes, SkipBytes
 from pipework.planning.profiles.profile import Profile
 from pipework.prediction.grouped import grouped
@@ -53,7 +54,7 @@ def alone(module: nn.Sequential) -> list[nn.Sequential]:
         >>> len(alone(nn.Sequential(nn.ReLU(), nn.ReLU())))
         2
     """
-    return grouped(list(module.named_children()), [1] * len(module))
+    return grouped(named_layers(module), [1] * len(module))
 
 
 def seconds_of(measured: Measured) -> tuple[float, float, float]:

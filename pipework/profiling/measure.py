@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pipework.assignment.devices import Machine, checked_devices, default_devices
 from pipework.balance.by_time import device_kind
 from pipework.balance.checks import check_initialised, not_sequential
+from pipework.model.sequential import named_layers
 from pipework.planning.profiles.layer_costs import DeviceKind, LayerSeconds
 from pipework.planning.request import micro_batch_counts
 from pipework.prediction.predict import measure_stages
@@ -124,7 +125,7 @@ def profile(
         kinds[kind] = DeviceKind(tuple(seconds for _, seconds in tables), joined, _memory(place))
     found = profile_of(module, batch, sizes, measured, kinds)
     return replace(
-        found, devices={str(place): device_kind(place) for place in places}, links=measure_links(by_kind, report)
+        found, devices={str(place): device_kind(place) for place in places}, links=measure_links(places, report)
     )
 
 
@@ -194,7 +195,7 @@ class _Measuring:
         """What two layers save if they are on one stage: all layers alone take longer than all in one stage."""
         if len(layers) == 1:
             return 0.0, 0.0, 0.0
-        whole = nn.Sequential(OrderedDict(self.module.named_children()))
+        whole = nn.Sequential(OrderedDict(named_layers(self.module)))
         try:
             rounds = [self._measured([whole], rows)[0] for _ in range(_ROUNDS)]
         except (RuntimeError, MemoryError) as error:

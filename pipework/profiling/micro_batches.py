@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from pipework.model import microbatch
 from pipework.model.loss.settings import LossSettings
@@ -17,9 +19,6 @@ from pipework.prediction.stage_copy import Sample
 from pipework.runtime.stage.loss import InnerLoss
 from pipework.values import nested
 from pipework.values.tensor_form import bytes_of
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,9 @@ class SampleBatch:
         if target is not None and not nested.flatten(target)[0]:
             raise TypeError(f"target is {target!r}: wanted a tensor, or several")
         inputs = sample if isinstance(sample, tuple) else (sample,)
-        found = cls(inputs, dict(keywords or {}), target, LossSettings(loss_fn), tuple_rule(module))
+        # Calls of a copy change nothing in a loss function that is a module.
+        loss = LossSettings(copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn)
+        found = cls(inputs, dict(keywords or {}), target, loss, tuple_rule(module))
         if not found.rows:
             raise ValueError("the sample has no rows: give the inputs of a mini-batch")
         return found
@@ -85,13 +86,17 @@ class SampleBatch:
         return [(place, sum(map(bytes_of, each))) for place, each in zip((first, last), given, strict=True)]
 
     def micro_batch(self, rows: int, device: torch.device | None = None) -> Sample:
-        """The largest micro-batch if each has about so many rows.
+        """The largest micro-batch of so many rows; the last one has what is left.
 
         Args:
-            rows: wanted.
+            rows: of a micro-batch.
             device: of the target; None: the CPU.
         """
-        parts = microbatch.split(self.inputs, self.keywords, -(-self.rows // rows))
+        whole = microbatch.split(self.inputs, self.keywords, 1)
+        full, left = divmod(sum(whole.rows), rows)
+        sizes = [rows] * full + [left] * (left > 0)
+        ((_, structure),) = whole.micro_batches
+        parts = microbatch.Split.of(whole.tensors, tuple([each and sizes for each in whole.sizes]), structure)
         largest = largest_micro_batch(parts)
         arguments, keywords = microbatch.arguments_of(parts.micro_batches[largest])
         sample = Sample(arguments, keywords, tuples=self.tuples)

@@ -20,7 +20,7 @@ from pipework.backend import LocalBackend
 from pipework.balance.sandbox import traceless
 from pipework.executor import Executor
 from pipework.model.checkpoint import AS_SCHEDULED
-from pipework.model.loss.settings import LossSettings
+from pipework.model.sequential import named_layers
 from pipework.runtime.out_of_memory import is_out_of_memory
 from pipework.schedule.draw.units import counted
 from pipework.timeline import Recording
@@ -63,7 +63,7 @@ class Trial:
             split_layers(layers, assignment.partitioning),
             range(len(plan.balance)),
             batch.tuples,
-            LossSettings(copy.deepcopy(batch.loss.function)),
+            batch.loss,
             chunks=plan.chunks,
             checkpoint=AS_SCHEDULED,
             check_finite=False,
@@ -153,7 +153,7 @@ def _copied(module: nn.Sequential, plan: Plan) -> nn.Sequential:
         for _ in range(count)
     ]
     kept, moved = dict[int, Any](), set[int]()
-    for layer, place in zip((each for each in module._modules.values() if each is not None), places, strict=True):
+    for (_, layer), place in zip(named_layers(module), places, strict=True):
         for parameter in layer.parameters():
             (kept.__setitem__(id(parameter), parameter) if parameter.device == place else moved.add(id(parameter)))
     return copy.deepcopy(module, {key: value for key, value in kept.items() if key not in moved})

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from pipework.model.sequential import named_layers
 from pipework.planning.certificate import certify
 from pipework.planning.search.candidate import WorkerBytes
 from pipework.prediction.grouped import grouped
@@ -47,7 +48,7 @@ def measured_plan(
         timeout: seconds to measure each stage.
         report: called with a line of text for each stage.
     """
-    stages = grouped(list(module.named_children()), plan.balance)
+    stages = grouped(named_layers(module), plan.balance)
     places = [torch.device(plan.devices[worker]) for worker in plan.schedule.placement]
     sample = batch.micro_batch(-(-plan.batch // plan.chunks))
     rounds = [
@@ -78,7 +79,7 @@ def measured_plan(
     again = simulate(plan.schedule, costs)
     workers = _workers(plan, found)
     # The bound of all plans comes from the profile, in which other layers may have been measured too long.
-    certificate = certify(again, workers, plan.balance, plan.certificate.any_bound)
+    certificate = certify(again, workers, plan.balance, min(plan.certificate.any_bound, again.makespan))
     return replace(plan, costs=costs, workers=workers, certificate=certificate, profile_seconds=plan.seconds)
 
 

@@ -65,6 +65,37 @@ def test_the_bytes_of_a_stage_follow_from_those_of_its_layers(balance: list[int]
         assert whole * 0.95 - 64 <= sums <= whole * 1.05
 
 
+def test_rows_are_those_that_were_asked_for() -> None:
+    found = measured(rows=[3, 9, 15, 16])
+    assert [row[0].input for row in found.bytes] == [4 * 8 * rows for rows in (3, 9, 15, 16)]
+
+
+def test_a_layer_that_stands_there_twice() -> None:
+    layer = nn.Linear(8, 8)
+    module = nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(8, 4))
+    assert [each.name for each in measured(module).layers] == ["0", "1", "2", "3"]
+    found = pipework.plan(module, X, target=Y, loss_fn=F.mse_loss, devices=["cpu", "cpu"], iterations=5, timeout=0)
+    Pipe(module, plan=found, loss_fn=F.mse_loss)(X, target=Y).backward()
+    assert layer.weight.grad is not None
+
+
+class Counting(nn.Module):
+    """A loss that counts its calls."""
+
+    calls = 0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return F.mse_loss(output, target)
+
+
+def test_a_loss_that_is_a_module_is_not_called() -> None:
+    loss = Counting()
+    measured(loss_fn=loss)
+    pipework.plan(layers(), X, target=Y, loss_fn=loss, devices=["cpu", "cpu"], iterations=5, timeout=0)
+    assert loss.calls == 0
+
+
 def test_skip_connections_are_named() -> None:
     @skippable(stash=["kept"])
     class Keep(nn.Module):
