@@ -21,7 +21,7 @@ class Certificate:
     """Lower bounds of a step, in seconds, and what binds.
 
     Attributes:
-        schedule_bound: no schedule of the plan's stages and micro-batches is faster, within the limits of memory.
+        schedule_bound: no schedule of the plan's stages, micro-batches and recomputation is faster, within the limits.
         any_bound: no plan is faster, whatever its cut, schedule and number of micro-batches among those asked for.
         binding: what keeps the step from being shorter, in words.
     """
@@ -60,9 +60,9 @@ def certify(
         ).makespan
         for limit in ([max(each) for each in zip(room, simulation.peak_memory, strict=True)], None)
     )
-    step = simulation.makespan  # rounding may put a bound above what is reached
     binding = _binding(simulation, workers, balance, memory=within > free * (1 + 1e-9))
-    return Certificate(min(max(within, proven), step), min(any_bound, step), binding)
+    step = simulation.makespan
+    return Certificate(_rounded(max(within, proven), step), _rounded(any_bound, step), binding)
 
 
 def any_plan_bound(request: PlanRequest) -> float:
@@ -74,21 +74,37 @@ def any_plan_bound(request: PlanRequest) -> float:
       fastest kind of device for each layer, so it takes m (t_1 + ... + t_n) / (r_1 + ... + r_p);
     * m times the longest layer, since a layer lies on one worker;
     * the forward and the input gradient of one micro-batch through all layers.
+
+    If the rows cannot be shared evenly, some micro-batches have a row less than others, and take less.
     """
     return min(_bound_with(request, chunks) for chunks in request.chunks)
 
 
+def _rounded(bound: float, step: float) -> float:
+    """Rounding may put a bound above what is reached."""
+    return step if step < bound < step * (1 + 1e-9) else bound
+
+
 def _bound_with(request: PlanRequest, chunks: int) -> float:
-    sums = request.sums(chunks)
-    by_kind = {kind: sums.layer_seconds(kind) for kind in request.kinds}
+    largest = request.sums(chunks)
+    larger = request.batch % chunks or chunks
+    # One row less takes less time, but a measurement may have found more, and a plan counts the largest micro-batch.
+    smaller = request.sums_of(largest.rows - 1) if larger < chunks else largest
+    by_kind = {
+        kind: [
+            larger * most + (chunks - larger) * min(least, most)
+            for least, most in zip(smaller.layer_seconds(kind), largest.layer_seconds(kind), strict=True)
+        ]
+        for kind in request.kinds
+    }
     fastest = [min(column) for column in zip(*by_kind.values(), strict=True)]
     speed = [
         max((best / own for best, own in zip(fastest, by_kind[kind], strict=True) if own), default=1.0)
         for kind in request.kinds
     ]
-    chains = {kind: sums.layer_chain_seconds(kind) for kind in request.kinds}
-    chain: float = sum(min(column) for column in zip(*chains.values(), strict=True))
-    return float(max(chunks * sum(fastest) / sum(speed), chunks * max(fastest), chain))
+    chains = [sums.layer_chain_seconds(kind) for kind in request.kinds for sums in (smaller, largest)]
+    chain: float = sum(map(min, zip(*chains, strict=True)))
+    return float(max(sum(fastest) / sum(speed), max(fastest), chain))
 
 
 def _binding(simulation: Simulation, workers: Sequence[WorkerBytes], balance: Sequence[int], *, memory: bool) -> str:
@@ -103,7 +119,7 @@ def _binding(simulation: Simulation, workers: Sequence[WorkerBytes], balance: Se
         return f"transfers, which delay the step by {exposed:.0%}; the longest is from stage {slowest} to {slowest + 1}"
     used = [each.total / each.limit for each in workers]
     again = sum(each.action.kind == "R" for each in simulation.timeline.by_worker[busiest])
-    if again:
+    if again and used[busiest] > 0:
         return (
             f"the memory of worker {busiest}, {used[busiest]:.0%} of which are used, although it recomputes "
             f"{counted(again, 'micro-batch')}"

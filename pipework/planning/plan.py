@@ -84,6 +84,9 @@ class Plan:
         check_numbers("times of the plan", (bound.schedule_bound, bound.any_bound, *dict(self.named).values()))
         check_numbers("times of the plan", () if own is None else (own,))
         check_numbers("bytes of its workers", (each for held in self.workers for each in astuple(held)[:3]))
+        for held in self.workers:
+            if not isinstance(held.limit, int | float) or not held.limit > 0:
+                raise ValueError(f"a worker of the plan has the limit {held.limit!r}: wanted bytes above 0")
         check_numbers("numbers of the optimizer", (self.optimizer,))
         if not all(isinstance(each, str) for each in (*self.devices, *self.notes)):
             raise TypeError("devices and notes of the plan: wanted texts")
@@ -159,7 +162,8 @@ class Plan:
         return "\n".join(
             [
                 f"plan: {counted(sum(self.balance), 'layer')} on {counted(len(self.devices), 'worker')}, "
-                f"{counted(self.chunks, 'micro-batch')} of {counted(-(-self.batch // self.chunks), 'row')}, "
+                f"{counted(self.chunks, 'micro-batch')} of {'up to ' if self.batch % self.chunks else ''}"
+                f"{counted(-(-self.batch // self.chunks), 'row')}, "
                 f"schedule {schedule.name!r}",
                 *(line.rstrip() for line in aligned(rows, left={1, 2})),
                 f"step {time_text(step, 's')} {rate}, bubble {self.simulation.bubble:.1%}; "
@@ -245,4 +249,10 @@ def _rate_text(rate: float) -> str:
 
 
 def _described(layer: LayerInfo) -> str:
-    return f"{layer.type} {layer.name!r} of {memory_text(layer.weights, 'bytes')}"
+    weights, buffers = (memory_text(size, "bytes") for size in (layer.weights, layer.buffers))
+    parts = [f"{layer.type} {layer.name!r} of {weights}"]
+    if layer.trained != layer.weights:
+        parts.append(f"{memory_text(layer.trained, 'bytes')} of them trained")
+    if layer.buffers:
+        parts.append(f"buffers of {buffers}")
+    return " with ".join(parts)

@@ -58,7 +58,9 @@ def plan_of_settings(
     choice = Choice(order, made.placement, chunks, cut, (0,) * len(cut), None, without_recompute(made))
     costs = request.sums(chunks).costs(cut, kinds_of(request, order, made.placement))
     candidate = Candidate(request, choice, costs, measure(made, costs))
-    certificate = certify(simulate(made, costs), candidate.workers, cut, any_plan_bound(request))
+    certificate = certify(
+        simulate(made, costs), candidate.workers, cut, any_plan_bound(replace(request, chunks=(chunks,)))
+    )
     notes = [
         f"this does not fit: worker {worker} needs {memory_text(held.total, 'bytes')} and may hold "
         f"{memory_text(held.limit, 'bytes')}"

@@ -77,6 +77,8 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
         (["layers", 0], [1], "LayerInfo.* missing"),
         (["workers"], [], "0 workers, and"),
         (["workers", 0, "fixed"], -1, "bytes of its workers have -1"),
+        (["workers", 0, "limit"], -1, "a worker of the plan has the limit -1: wanted bytes above 0"),
+        (["workers", 0, "limit"], "24GiB", "a worker of the plan has the limit '24GiB'"),
         (["certificate", "any_bound"], "x", "times of the plan have 'x'"),
         (["costs", "forward"], [1, 2, 3], "Costs: forward has 3 numbers: wanted 2"),
         (["costs", "forward"], [-1, 1], "forward of stage 0 is -1"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -91,8 +92,8 @@ class Profile:
             check_numbers(f"memory of {name!r}", () if kind.memory is None else (kind.memory,))
         for ends, link in self.links.items():
             check_numbers(f"numbers of the link {ends}", (link.latency,))
-            if isinstance(link.bytes_per_second, str) or not link.bytes_per_second > 0:
-                raise ValueError(f"the link {ends} has {link}: wanted bytes_per_second above 0")
+            if not isinstance(link.bytes_per_second, int | float) or not 0 < link.bytes_per_second < inf:
+                raise ValueError(f"the link {ends} has {link}: wanted a finite bytes_per_second above 0")
             if unknown := [end for end in ends if end not in self.kinds]:
                 known = ", ".join(map(repr, self.kinds))
                 raise ValueError(f"the profile has a link of {unknown[0]!r}, which is none of its kinds: {known}")
@@ -209,7 +210,12 @@ class Profile:
             name: tuple(LayerSeconds(*self._between(rows, column)) for column in zip(*kind.seconds, strict=True))
             for name, kind in self.kinds.items()
         }
-        sizes = tuple(LayerBytes(*map(round, self._between(rows, column))) for column in zip(*self.bytes, strict=True))
+        sizes = tuple(
+            LayerBytes(*map(round, self._between(rows, column)))._replace(
+                saves_input=column[self._near(rows)].saves_input
+            )
+            for column in zip(*self.bytes, strict=True)
+        )
         skips = tuple(round(self._between(rows, [(float(size),) for size in skip.size])[0]) for skip in self.skips)
         return MicroBatchProfile(rows, MappingProxyType(kinds), sizes, skips)
 
@@ -221,6 +227,15 @@ class Profile:
         low = high - 1
         share = (rows - self.rows[low]) / (self.rows[high] - self.rows[low])
         line = [below + share * (above - below) for below, above in zip(column[low], column[high], strict=True)]
-        # Below the smallest measured size a line could become negative, or far too small.
-        least = [number * rows / self.rows[0] for number in column[0]] if rows < self.rows[0] else [0.0] * len(line)
+        # Beyond the measured sizes a line could become negative, or far too small.
+        if rows < self.rows[0]:
+            least = [number * rows / self.rows[0] for number in column[0]]
+        elif rows > self.rows[-1]:
+            least = list(column[-1])
+        else:
+            return line
         return [max(pair) for pair in zip(line, least, strict=True)]
+
+    def _near(self, rows: int) -> int:
+        """The index of the measured size that is the next one, upwards if there is one."""
+        return min(bisect_left(self.rows, rows), len(self.rows) - 1)

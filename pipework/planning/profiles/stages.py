@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -32,6 +33,10 @@ class StageSums:
     @cached_property
     def _sizes(self) -> tuple[LayerBytes, ...]:
         return self.profile.at(self.rows).bytes
+
+    @cached_property
+    def _skips(self) -> tuple[int, ...]:
+        return self.profile.at(self.rows).skips
 
     @cached_property
     def _seconds(self) -> dict[str, list[list[float]]]:
@@ -105,6 +110,10 @@ class StageSums:
         inner = [
             self._kept[end - 1] - self._kept[begin] + sizes[end - 1].kept + sizes[begin].input for begin, end in spans
         ]
+        small = [sizes[begin].input for begin, _ in spans]
+        for _, popping, size in self.skips_between(balance):
+            inner[popping] += size
+            small[popping] += size
         return Costs(
             forward=forward,
             backward=[i + w for i, w in zip(inputs, weights, strict=True)],
@@ -115,10 +124,18 @@ class StageSums:
                 for (_, end), ends in zip(spans, pairwise(kinds), strict=False)
             ],
             activation=inner,
-            checkpoint_activation=[sizes[begin].input for begin, _ in spans],
+            checkpoint_activation=small,
             waiting=[self._waiting[end] - self._waiting[begin] for begin, end in spans],
             message=[sizes[end - 1].output for _, end in spans[:-1]],
         )
+
+    def skips_between(self, balance: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """For each skip connection from a stage to another one: the stages, and the bytes, which the latter holds."""
+        ends = list(accumulate(balance))
+        for skip, size in zip(self.profile.skips, self._skips, strict=True):
+            stashing, popping = bisect_right(ends, skip.source), bisect_right(ends, skip.target)
+            if stashing != popping:
+                yield stashing, popping, size
 
     def _own(self, kind: str, index: int) -> float:
         """What a stage's action takes beside its layers' time."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pipework.planning.request import PlanRequest
 
 _ORDERS = 24  # of unequal devices, at most
+_FEW = 8  # devices, of which a part may be enough
 _MOST_STAGES = 4  # of a worker
 
 
@@ -69,7 +70,9 @@ def orders(request: PlanRequest) -> list[tuple[int, ...]]:
     given = tuple(range(len(kinds)))
     if request.keeps_order:
         return [given]
-    speed = {kind: sum(map(sum, request.sums(request.chunks[0]).profile.at(1).seconds[kind])) for kind in set(kinds)}
+    # With larger micro-batches another kind of device may be the fastest; those in the middle decide.
+    sums = request.sums(request.chunks[len(request.chunks) // 2])
+    speed = {kind: sum(sums.layer_seconds(kind)) for kind in set(kinds)}
     found: dict[tuple[tuple[str, float], ...], tuple[int, ...]] = {}
 
     def take(order: Sequence[int]) -> None:
@@ -87,6 +90,18 @@ def orders(request: PlanRequest) -> list[tuple[int, ...]]:
         for order in islice(_distinct(fastest, [(kinds[i], limits[i]) for i in given]), _ORDERS):
             take(order)
     return list(found.values())
+
+
+def fewer(request: PlanRequest) -> list[tuple[int, ...]]:
+    """Half of a few equal devices, a quarter and so on: messages may cost more than they save."""
+    alike = {*zip(request.kinds, request.limits, strict=True)}
+    count, found = len(request.devices), list[tuple[int, ...]]()
+    if count > _FEW or len(alike) > 1 or request.keeps_order:
+        return found
+    while count > 1:
+        count = -(-count // 2)
+        found.append(tuple(range(count)))
+    return found
 
 
 def _distinct(indices: Sequence[int], alike: Sequence[object]) -> Iterator[tuple[int, ...]]:

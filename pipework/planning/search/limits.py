@@ -8,7 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from pipework.planning.memory_size import memory_size
-from pipework.planning.search.choices import orders, shapes
+from pipework.planning.search.choices import shapes
 from pipework.planning.search.search import Search, SearchBudget
 from pipework.schedule.draw.units import counted, memory_text
 
@@ -35,7 +35,7 @@ def refuse_impossible(request: PlanRequest, budget: SearchBudget) -> None:
             device, or all layers together are larger than all devices.
     """
     layers, devices = request.profile.layers, len(request.devices)
-    if not any(shapes(len(order), len(layers), request.schedules) for order in orders(request)):
+    if not shapes(devices, len(layers), request.schedules):
         raise ValueError(
             f"schedules {', '.join(map(repr, request.schedules or ()))} have several stages for each worker, which "
             f"{counted(len(layers), 'layer')} for {counted(devices, 'device')} do not allow: cut layers finer, give "

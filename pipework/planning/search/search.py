@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING
 
+from pipework.planning.certificate import any_plan_bound
 from pipework.planning.search.candidate import Candidate, Choice, evaluate, moved
-from pipework.planning.search.choices import Shape, orders, shapes
+from pipework.planning.search.choices import Shape, fewer, orders, shapes
 from pipework.planning.search.fitting import Fitter
 from pipework.schedule import synthesize, without_recompute
 from pipework.schedule.draw.units import counted, time_text
@@ -74,38 +75,45 @@ class Search:
             if self._winner is not None and used > (0.4 if self._winner.fits else 0.9):
                 break
             self._take(self._fitter.fitted(order, shape, chunks, name))
+        assert self._winner is not None
         for candidate in self._leaders()[:_BEST]:
-            if self._budget.share() > 0.6:
-                break
-            self._improve(candidate)
+            self._improve(candidate, 0.6)
+        for candidate in self._leaders():  # if nothing fits yet, one that fits is worth more than a made schedule
+            if not self._winner.fits:
+                self._improve(candidate, 1.0)
         leaders = self._leaders()[:_SYNTHESISED]
-        if self._request.schedules is None:
+        if self._request.schedules is None and not self._reached():
             for number, candidate in enumerate(leaders):
                 self._synthesise(candidate, len(leaders) - number)
-        assert self._winner is not None
         return self._winner
 
     def proven(self, candidate: Candidate) -> float:
         """The seconds below which a solver has proven that no schedule of a candidate's stages can be; 0: none has."""
         return self._proven.get(candidate.choice, 0.0)
 
+    def _reached(self) -> bool:
+        """Whether the winner is as fast as any plan can be; measured seconds are no round numbers."""
+        assert self._winner is not None
+        return self._winner.fits and self._winner.seconds <= any_plan_bound(self._request) * (1 + 1e-9)
+
     def _coarse(self) -> Iterator[tuple[tuple[int, ...], Shape, int, str]]:
         """All choices that have a name; promising ones first, in case that there is no time for all."""
         request = self._request
         layers, wanted = len(request.profile.layers), 4 * len(request.devices)
         counts = sorted(request.chunks, key=lambda count: abs(count - wanted))
-        choices = [
-            (order, shape, name)
-            for order in orders(request)
-            for shape in shapes(len(order), layers, request.schedules)
-            for name in shape.schedules
-        ]
-        self._shapes |= {shape.placement: shape for _, shape, _ in choices}
-        for promising in (True, False):
-            for chunks in counts:
-                for order, shape, name in choices:
-                    if promising == (name in _PROMISING and shape.stages_per_worker <= _FEW_STAGES):
-                        yield order, shape, chunks, name
+        for each in (orders(request), fewer(request)):
+            choices = [
+                (order, shape, name)
+                for order in each
+                for shape in shapes(len(order), layers, request.schedules)
+                for name in shape.schedules
+            ]
+            self._shapes |= {shape.placement: shape for _, shape, _ in choices}
+            for promising in (True, False):
+                for chunks in counts:
+                    for order, shape, name in choices:
+                        if promising == (name in _PROMISING and shape.stages_per_worker <= _FEW_STAGES):
+                            yield order, shape, chunks, name
 
     def _take(self, candidate: Candidate) -> None:
         """Remembers a candidate, and tells of it if it is the best of all."""
@@ -128,10 +136,17 @@ class Search:
     def _leaders(self) -> list[Candidate]:
         return sorted(self._best.values(), key=lambda each: each.rank)
 
-    def _improve(self, candidate: Candidate) -> None:
-        """Other good cuts; then one boundary after the other is moved by a layer, as long as that helps."""
+    def _improve(self, candidate: Candidate, until: float) -> None:
+        """Other good cuts; then one boundary after the other is moved by a layer, as long as that helps.
+
+        Args:
+            candidate: to be improved.
+            until: the share of the budget at which to stop.
+        """
+        if self._budget.share() > until:
+            return
         for choice in self._fitter.variants(candidate, self._shapes[candidate.choice.placement]):
-            if self._budget.share() > 0.6:
+            if self._budget.share() > until:
                 return
             other = evaluate(self._request, choice)
             self._take(other)
@@ -141,7 +156,7 @@ class Search:
             better = False
             for boundary in range(len(candidate.choice.balance) - 1):
                 for by in (1, -1):
-                    if self._budget.share() > 0.6:
+                    if self._budget.share() > until:
                         return
                     near = moved(candidate.choice, boundary, by)
                     if near is None:

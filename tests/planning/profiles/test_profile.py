@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipework.planning.profiles.layer_costs import LayerSeconds
+from pipework.planning.profiles.layer_costs import DeviceKind, LayerSeconds, LinkSpeed
 from pipework.planning.profiles.profile import Profile
 from tests.planning.made_profiles import made
 
@@ -61,3 +61,24 @@ def test_numbers_are_finite_and_not_negative(number: float) -> None:
 def test_copies_and_pickles() -> None:
     profile = made([1.0])
     assert pickle.loads(pickle.dumps(profile)) == profile == copy.deepcopy(profile)
+
+
+def test_whether_the_input_is_saved_is_no_number_to_interpolate() -> None:
+    profile = made([1.0], rows=(2, 4, 8))
+    table = tuple((row[0]._replace(saves_input=saves),) for row, saves in zip(profile.bytes, (0, 1, 1), strict=True))
+    saved = replace(profile, bytes=table)
+    assert [saved.at(rows).bytes[0].saves_input for rows in (1, 2, 3, 4, 6, 16)] == [0, 0, 1, 1, 1, 1]
+    single = replace(made([1.0], rows=(4,)), rows=(4,))
+    assert {single.at(rows).bytes[0].saves_input for rows in (1, 2, 4, 64)} == {1}
+
+
+def test_larger_micro_batches_take_no_less_than_the_largest_that_was_measured() -> None:
+    """The larger size was measured in a quiet moment: the line falls."""
+    kind = DeviceKind(((LayerSeconds(2.0, 2.0, 2.0),), (LayerSeconds(1.0, 1.0, 1.0),)))
+    profile = replace(made([1.0], rows=(4, 8)), kinds={"device": kind}, links={})
+    assert profile.at(100).seconds["device"][0] == (1.0, 1.0, 1.0)
+
+
+def test_links_have_a_finite_speed() -> None:
+    with pytest.raises(ValueError, match="wanted a finite bytes_per_second above 0"):
+        replace(made([1.0]), links={("device", "device"): LinkSpeed(0.0, float("inf"))})

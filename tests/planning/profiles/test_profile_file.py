@@ -60,7 +60,7 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
         (["devices"], {"cpu": "x"}, "devices of a kind that it does not know: 'cpu': 'x'"),
         (["links"], [["a", "b", 1, 2]], "has a link of 'a', which is none of its kinds: 'device'"),
         (["links"], [["device", "device", -1, 2]], "numbers of the link .* have -1"),
-        (["links"], [["device", "device", 1, 0]], "wanted bytes_per_second above 0"),
+        (["links"], [["device", "device", 1, 0]], "wanted a finite bytes_per_second above 0"),
         (["links"], [["device"]], "not enough values"),
         (["skips"], [[0, 99, [1, 1]]], "which does not go with its layers and rows"),
         (["skips"], [[0, 1, [1]]], "which does not go with its layers and rows"),

@@ -1,5 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
+from pipework.planning.profiles.layer_costs import SkipBytes
 from pipework.planning.profiles.stages import StageSums
 from tests.planning.made_profiles import made
 
@@ -36,3 +39,15 @@ def test_joined_layers_save_what_each_stage_needs_once() -> None:
 def test_stages_on_other_kinds_take_other_times() -> None:
     sums = StageSums(made([1.0, 1.0], rows=(1,), speeds={"a": 1.0, "b": 0.5}), 1, optimizer=0.0)
     assert sums.costs([1, 1], ["a", "b"]).forward == (1.0, 2.0)
+
+
+def test_a_skip_is_held_by_the_stage_that_pops_it() -> None:
+    profile = replace(made([1.0] * 4), skips=(SkipBytes(0, 2, (100, 800)),))
+    plain, skipping = (StageSums(each, 1, optimizer=0.0) for each in (made([1.0] * 4), profile))
+    for balance, popping in (([1, 3], 1), ([2, 1, 1], 1), ([2, 2], 1), ([3, 1], None)):
+        before, after = (each.costs(balance, ["device"] * len(balance)) for each in (plain, skipping))
+        more = [100.0 * (stage == popping) for stage in range(len(balance))]
+        assert [b + m for b, m in zip(before.activation, more, strict=True)] == list(after.activation)
+        assert [b + m for b, m in zip(before.checkpoint_activation, more, strict=True)] == list(
+            after.checkpoint_activation
+        )

@@ -1,5 +1,6 @@
 """The search as a whole, on profiles made by hand."""
 
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -7,8 +8,10 @@ import pytest
 
 from pipework.planning.plan import Plan
 from pipework.planning.plan_profile import plan_profile
+from pipework.planning.profiles.layer_costs import DeviceKind, LayerSeconds
 from pipework.planning.request import make_request
 from pipework.planning.search.candidate import Candidate, Choice, evaluate
+from pipework.planning.search.choices import orders
 from pipework.schedule import SCHEDULES, validate
 from pipework.schedule.analysis.memory import SLACK
 from pipework.schedule.edges import recomputed
@@ -123,3 +126,42 @@ def test_one_worker_has_no_bubble() -> None:
     plan = planned(devices=["device"])
     assert plan.simulation.bubble == 0
     assert plan.gap == 0
+
+
+def test_fewer_equal_devices_are_enough_if_messages_are_slow() -> None:
+    slow = planned(made([1.0] * 8, transfer=1000.0), ["device"] * 4, chunks=[4], iterations=200)
+    assert slow.devices == ("device",)
+    quick = planned(made([1.0] * 8), ["device"] * 4, chunks=[4], iterations=200)
+    assert len(quick.devices) == 4
+
+
+def test_unequal_devices_are_ordered_by_their_speed_with_the_planned_micro_batches() -> None:
+    """One kind is faster with one row only."""
+    kinds = {
+        "steady": DeviceKind(tuple(tuple(LayerSeconds(*[1.0] * 3) for _ in range(4)) for _ in range(2))),
+        "swings": DeviceKind(tuple(tuple(LayerSeconds(*[each] * 3) for _ in range(4)) for each in (0.5, 4.0))),
+    }
+    profile = replace(made([1.0] * 4), kinds=kinds, links={})
+    found = orders(make_request(profile, ["swings", "steady"], chunks=[1]))
+    assert found == [(0, 1), (1, 0), (1,)]
+
+
+def test_a_search_stops_at_the_bound() -> None:
+    """Times that were measured are no round numbers, and sums of them differ in the last bit."""
+    lines: list[str] = []
+    profile = made([0.123456789e-3] * 2, batch=64, rows=(1, 64))
+    plan = plan_profile(profile, ["device"], chunks=[7], iterations=10**6, progress=lines.append)
+    assert plan.gap < 1e-9
+
+
+def test_a_search_goes_on_until_something_fits() -> None:
+    limit = 1000.0
+    while True:  # the smallest limit for which a long search finds a plan
+        try:
+            plan = planned(made(UNEVEN, kept=[30] * 8), memory=limit, chunks=[4], iterations=2000)
+        except ValueError:
+            limit *= 1.02
+            continue
+        break
+    assert all(worker.fits for worker in plan.workers)
+    assert planned(made(UNEVEN, kept=[30] * 8), memory=limit, iterations=2000).seconds <= plan.seconds
