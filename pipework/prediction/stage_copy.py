@@ -165,9 +165,9 @@ class StageCopy:
         buffers = MutableBuffers(self._layers)
         before = buffers.snapshot()
         inputs = _inputs(given)
-        # Tensors that other stages have stashed are inputs, too; they are known only after they have been popped.
-        with meter.measuring(0, 0, inputs, tensors_of(self._target)):
+        with meter.measuring(0, 0, inputs, tensors_of(self._target)) as came:
             output = self._forward(given)
+            came(self._tracker.popped)  # what other stages have stashed is an input, too
         clones = sum(tensor.nbytes for tensor in buffers.learn(before).tensors)
         kept = clones + sum(tensor.nbytes for tensor in (*inputs, *self._tracker.popped))
         held = meter.read(0, 0)[1]

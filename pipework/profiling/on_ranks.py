@@ -7,6 +7,7 @@ are one kind of device, unless one of them is slower than the others.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +26,7 @@ from pipework.planning.request import make_request
 from pipework.saving.collective import run_on_all_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -74,6 +75,8 @@ def plan_on_ranks(
     ).shared
     found = [profile_file.parse(text, f"of rank {n}", Profile) for n, text in enumerate(measured)]
     whole = profile_of_ranks(found, group.everyone, workers, links)
+    if isinstance(memory, Mapping):
+        memory = memory_of_ranks(memory, found[:workers], group.everyone)
 
     def planned() -> str:
         if group.rank:
@@ -84,6 +87,21 @@ def plan_on_ranks(
 
     text = run_on_all_ranks(group, "make a plan", planned, str).shared[0]
     return plan_file.parse(text, "of rank 0", Plan)
+
+
+def memory_of_ranks(
+    memory: Mapping[str, float | str], profiles: Sequence[Profile], ranks: Sequence[int]
+) -> dict[str, float | str]:
+    """Limits by rank instead of by kind of device, since ranks with the same device may become kinds of their own.
+
+    Args:
+        memory: limits by rank, by kind of device, or by kind as the profile of all ranks calls it.
+        profiles: of each rank.
+        ranks: their numbers.
+    """
+    kinds = [next(iter(profile.kinds)) for profile in profiles]
+    by_kind = {f"rank {rank}": memory[kind] for rank, kind in zip(ranks, kinds, strict=False) if kind in memory}
+    return {**by_kind, **{name: size for name, size in memory.items() if name not in kinds}}
 
 
 def profile_of_ranks(

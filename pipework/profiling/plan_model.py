@@ -138,7 +138,9 @@ def plan(
     if mesh is not None:
 
         def measure(device: torch.device, workers: int) -> Profile:
-            sizes = micro_batch_sizes(SampleBatch.of(model, sample, keywords, target, loss_fn).rows, workers, None)
+            present = SampleBatch.of(model, sample, keywords, target, loss_fn).rows
+            check_options(workers, len(model), present if batch is None else batch, chunks, optimizer, (), None)
+            sizes = micro_batch_sizes(present, workers, None)
             return profile(model, sample, devices=[device], rows=sizes, **measuring)
 
         return plan_on_ranks(mesh, measure, memory, options, seconds, iterations, report)

@@ -60,6 +60,27 @@ every_schedule = pytest.mark.parametrize("schedule", [name for name in WAYS if n
 every_mode = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 
 
+@skippable(pop=["skip"])
+class Joined(nn.Module):
+    """Its graph saves neither of the tensors."""
+
+    def forward(self, x: torch.Tensor):
+        return torch.cat([x, (yield pop("skip"))], dim=1)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_a_popped_tensor_counts_also_if_no_graph_saves_it(schedule: str) -> None:
+    layers = nn.Sequential(nn.Linear(4, 8), Down(), nn.Linear(8, 8), nn.Tanh(), Joined(), nn.Linear(16, 3))
+    pipe = Pipe(
+        layers, 6, "never", balance=[2, 2, 2], devices=["cpu"] * 3, schedule=schedule, loss_fn=functional.cross_entropy
+    )
+    x, y = torch.randn(192, 4), torch.randint(3, (192,))
+    prediction = pipe.predict(x, target=y, timeout=0)
+    pipe(x, target=y)
+    timeline = recorded(pipe, x, y)
+    assert prediction.costs.activation == timeline.costs().activation
+
+
 @every_mode
 @every_schedule
 def test_activation_bytes_are_those_that_are_then_measured(schedule: str, checkpoint: str) -> None:

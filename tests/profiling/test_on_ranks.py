@@ -6,7 +6,7 @@ import pytest
 
 from pipework import Profile
 from pipework.planning.profiles.layer_costs import LinkSpeed
-from pipework.profiling.on_ranks import profile_of_ranks
+from pipework.profiling.on_ranks import memory_of_ranks, profile_of_ranks
 from tests.planning.made_profiles import made
 
 FAST, SLOW = LinkSpeed(1.0, 100.0), LinkSpeed(2.0, 10.0)
@@ -41,3 +41,10 @@ def test_devices_of_two_kinds_that_are_no_neighbours_have_a_link() -> None:
     found = profile_of_ranks(of_speeds(1, 1, 1, kinds={0: "a", 1: "b", 2: "c"}), [0, 1, 2], 3, [FAST, SLOW])
     assert found.transfer("a", "b", 0) == 1.0
     assert found.transfer("b", "c", 0) == found.transfer("c", "a", 0) == 2.0
+
+
+def test_limits_may_be_given_by_the_device_that_a_rank_has() -> None:
+    profiles = of_speeds(1.0, 0.5, 1.0, kinds={0: "cpu", 1: "cpu", 2: "H200"})
+    memory = {"cpu": "2GiB", "rank 5": "1GiB", "cpu of rank 4": 7}
+    found = memory_of_ranks(memory, profiles, [4, 5, 6])
+    assert found == {"rank 4": "2GiB", "rank 5": "1GiB", "cpu of rank 4": 7}

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipework import torch_private
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
 
@@ -36,8 +36,12 @@ class MemoryMeter:
     @contextlib.contextmanager
     def measuring(
         self, stage: int, micro_batch: int, inputs: Iterable[Tensor], target: Iterable[Tensor] = ()
-    ) -> Iterator[None]:
-        """Counts the inputs and what is saved inside as held for this micro-batch of the stage, until `released`."""
+    ) -> Iterator[Callable[[Iterable[Tensor]], None]]:
+        """Counts the inputs and what is saved inside as held for this micro-batch of the stage, until `released`.
+
+        Returns:
+            What is to be called with further inputs that only came inside.
+        """
         # The caller's micro-batches are slices of one storage; each holds its own rows.
         of_inputs = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in inputs}
         self._inputs[stage, micro_batch] = of_inputs
@@ -73,8 +77,14 @@ class MemoryMeter:
             return tensor
 
         unpack.may_be_called_twice = outer is None  # type: ignore[attr-defined]
+
+        def came(tensors: Iterable[Tensor]) -> None:
+            for tensor in tensors:
+                of_inputs[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+                sizes.setdefault(tensor.untyped_storage().data_ptr(), tensor.nbytes)
+
         with saved_tensors_hooks(pack, unpack):
-            yield
+            yield came
         self._hold(stage, micro_batch, sum(sizes.values()))
 
     def checkpointed(self, stage: int, micro_batch: int, kept: Iterable[Tensor]) -> None:
