@@ -1,6 +1,7 @@
 """Runs copies of layers one by one, so that a measurement changes nothing in the user's module."""
 
 import copy
+import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,8 +59,8 @@ def now(device: torch.device) -> float:
 
 @contextmanager
 def traceless(device: torch.device) -> Iterator[None]:
-    """Enables gradients, and restores the random states of the CPU and of ``device`` afterwards."""
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    """Enables gradients, and restores Python's random state and those of the CPU and of ``device`` afterwards."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]), _own_random():
         if device.type in ("cpu", "meta"):
             yield
             return
@@ -70,6 +71,15 @@ def traceless(device: torch.device) -> Iterator[None]:
             yield
         finally:
             generators.set_rng_state(state, *which)
+
+
+@contextmanager
+def _own_random() -> Iterator[None]:
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 @contextmanager

@@ -1,3 +1,4 @@
+import random
 from typing import Any
 
 import pytest
@@ -94,6 +95,29 @@ def test_a_loss_that_is_a_module_is_not_called() -> None:
     measured(loss_fn=loss)
     pipework.plan(layers(), X, target=Y, loss_fn=loss, devices=["cpu", "cpu"], iterations=5, timeout=0)
     assert loss.calls == 0
+
+
+class Drawing(nn.Module):
+    """Draws from Python's generator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * random.random()
+
+
+def test_pythons_random_state_stays_as_it_is() -> None:
+    state = random.getstate()
+    module = nn.Sequential(nn.Linear(8, 4), Drawing())
+    measured(module)
+    pipework.plan(module, X, target=Y, loss_fn=F.mse_loss, devices=["cpu", "cpu"], iterations=5, timeout=0)
+    assert random.getstate() == state
+
+
+def test_inference_mode_is_left_for_the_measurement() -> None:
+    with torch.inference_mode():
+        x = torch.randn(16, 8)
+        found = profile(layers(), x, target=torch.zeros(16, 4), loss_fn=F.mse_loss, rows=[4], **QUICK)
+        assert torch.is_inference_mode_enabled()
+    assert found.at(4).seconds["cpu"][0].weight_gradient > 0
 
 
 def test_skip_connections_are_named() -> None:
