@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import time
 from contextlib import ExitStack
+from math import inf
 from operator import itemgetter
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,7 +22,6 @@ from pipework.backend import LocalBackend
 from pipework.balance.sandbox import traceless
 from pipework.executor import Executor
 from pipework.model.checkpoint import AS_SCHEDULED
-from pipework.model.sequential import named_layers
 from pipework.runtime.out_of_memory import is_out_of_memory
 from pipework.schedule.draw.units import counted
 from pipework.timeline import Recording
@@ -42,8 +43,6 @@ _CLEARLY = 0.98  # of the first plan's seconds; less is noise
 class Trial:
     """A pipe that trains copies of layers as a plan says, without an optimizer.
 
-    Gradients stay inside of the step, so parameters that lie on the device of their stage are used as they are.
-
     Args:
         plan: for this machine.
         module: its layers, which stay as they are.
@@ -53,7 +52,8 @@ class Trial:
     def __init__(self, plan: Plan, module: nn.Sequential, batch: SampleBatch) -> None:
         self._batch = batch
         self._devices = {torch.device(device) for device in plan.devices}
-        layers = _copied(module, plan)
+        layers = copy.deepcopy(module)
+        layers.zero_grad(set_to_none=True)
         if not any(layer.training for layer in layers.modules()):
             layers.train()
         assignment = assign(layers, plan.schedule, plan.chunks, plan.balance, plan.devices)
@@ -107,7 +107,12 @@ def by_speed(
         tried: then the first plan, and None.
     """
     if batch.target is None:
-        return [(plans[0], None)]  # gradients of a loss outside would reach the layers' own parameters
+        return [(plans[0], None)]  # the caller computes the loss, and this does not know how
+    no_memory = "no memory for steps of the plan beside the model: its stages are measured one by one"
+    copied = sum(each.nbytes for each in (*module.parameters(), *module.buffers()) if each.device.type == "cpu")
+    if max(copied, *map(_cpu_bytes, plans)) > _cpu_bytes_left():  # the system ends a program that takes too much
+        report(no_memory)
+        return [(plans[0], None)]
     recordings = [Recording(memory=False) for _ in plans]
     for _ in range(_TURNS):
         for plan, recording in zip(plans, recordings, strict=True):
@@ -117,7 +122,7 @@ def by_speed(
                 if not is_out_of_memory(error):
                     raise
                 if plan is plans[0]:
-                    report("no memory for steps of the plan beside the model: its stages are measured one by one")
+                    report(no_memory)
                     return [(plan, None)]
     tried: list[tuple[float, Plan, Costs]] = []
     for plan, recording in zip(plans, recordings, strict=True):
@@ -145,15 +150,15 @@ class _TrialExecutor(Executor):
         """Nothing: the plan says it."""
 
 
-def _copied(module: nn.Sequential, plan: Plan) -> nn.Sequential:
-    """Layers with their own buffers, and with the parameters of the module that need not be moved."""
-    places = [
-        torch.device(plan.devices[worker])
-        for worker, count in zip(plan.schedule.placement, plan.balance, strict=True)
-        for _ in range(count)
-    ]
-    kept, moved = dict[int, Any](), set[int]()
-    for (_, layer), place in zip(named_layers(module), places, strict=True):
-        for parameter in layer.parameters():
-            (kept.__setitem__(id(parameter), parameter) if parameter.device == place else moved.add(id(parameter)))
-    return copy.deepcopy(module, {key: value for key, value in kept.items() if key not in moved})
+def _cpu_bytes(plan: Plan) -> float:
+    places = map(torch.device, plan.devices)
+    return sum(held.total for held, place in zip(plan.workers, places, strict=True) if place.type == "cpu")
+
+
+def _cpu_bytes_left() -> float:
+    """What the system says that programs can still get; infinity if it says nothing."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return inf
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), inf)

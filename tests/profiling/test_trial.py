@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from pipework import Plan, Rates, plan
 from pipework import profile as measured_profile
 from pipework.profiling.micro_batches import SampleBatch
-from pipework.profiling.trial import Trial, by_speed
+from pipework.profiling.trial import by_speed
 from pipework.schedule import Costs, with_recompute
 
 
@@ -73,11 +73,30 @@ def test_a_trial_leaves_everything_as_it_is() -> None:
     assert threading.get_ident() not in Noting.threads  # workers ran, as in the pipe
 
 
-def test_parameters_are_not_copied() -> None:
-    module, x = layers_of(), torch.randn(8, 3, 4)
-    trial = Trial(planned(module, x), module, batch_of(module, x, x, F.mse_loss))
-    used = {id(parameter) for part in trial._executor._partitions.values() for parameter in part.parameters()}
-    assert used == {id(parameter) for parameter in module.parameters()}
+class Halving(nn.Linear):
+    """Changes its parameter in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
+def test_layers_may_change_their_parameters() -> None:
+    module, x = nn.Sequential(nn.Linear(4, 4), Halving(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(8, 3, 4)
+    before = module[1].weight.detach().clone()
+    assert costs_of(planned(module, x), module, batch_of(module, x, x, F.mse_loss)) is not None
+    assert torch.equal(module[1].weight, before)
+
+
+def test_the_system_may_have_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, lines = layers_of(), torch.randn(8, 3, 4), list[str]()
+    found = planned(module, x)
+    monkeypatch.setattr(
+        "pipework.profiling.trial._cpu_bytes_left", lambda: sum(each.total for each in found.workers) - 1
+    )
+    assert by_speed([found], module, batch_of(module, x, x, F.mse_loss), 0, lines.append) == [(found, None)]
+    assert "no memory for steps of the plan" in lines[0]
 
 
 def test_what_a_plan_recomputes_is_measured() -> None:
