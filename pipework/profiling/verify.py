@@ -19,7 +19,7 @@ from pipework.profiling.layers import ignored
 from pipework.schedule import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from pipework.planning.plan import Plan
     from pipework.prediction.predict import Prediction
@@ -60,10 +60,18 @@ def measured_plan(
             report if recorded is None and number == 0 else ignored,
             cpu_workers=cpu_workers_of(plan.schedule.placement, places),
             split=plan.schedule.split_stages,
-        )[0]
+        )
         for number in range(_ROUNDS if recorded is None else 1)
     ]
-    measured = [_median(each) for each in zip(*rounds, strict=True)]
+    measured = [_median(each) for each in zip(*(found for found, _ in rounds), strict=True)]
+    notes = plan.notes
+    if recorded is not None:
+        measured = _timed(measured, recorded, plan.schedule.split_stages)
+    elif elsewhere := rounds[0][1]:
+        notes += (
+            f"stage {', '.join(map(str, elsewhere))} was measured on the CPU, because its device ran out of memory: "
+            "its times are the CPU's",
+        )
     found = predicted(
         stages,
         places,
@@ -80,7 +88,23 @@ def measured_plan(
     workers = _workers(plan, found)
     # The bound of all plans comes from the profile, in which other layers may have been measured too long.
     certificate = certify(again, workers, plan.balance, min(plan.certificate.any_bound, again.makespan))
-    return replace(plan, costs=costs, workers=workers, certificate=certificate, profile_seconds=plan.seconds)
+    return replace(
+        plan, notes=notes, costs=costs, workers=workers, certificate=certificate, profile_seconds=plan.seconds
+    )
+
+
+def _timed(measured: Sequence[Measured], recorded: Costs, split: Collection[int]) -> list[Measured]:
+    """The bytes that were measured, with the times of steps: what workers of one device hold at once follows them."""
+    seconds = recorded.spread(len(measured)).duration
+    return [
+        replace(
+            each,
+            forward=seconds["F"][stage],
+            first_half=seconds["I" if stage in split else "B"][stage],
+            second_half=seconds["W"][stage] if stage in split else 0.0,
+        )
+        for stage, each in enumerate(measured)
+    ]
 
 
 def _with_times(bytes_of: Costs, times: Costs) -> Costs:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from pipework import Pipe, Plan, plan, profile
 from pipework.planning.memory_size import memory_bytes
 from pipework.planning.search.candidate import WorkerBytes
+from pipework.prediction.predict import measure_stages
 from pipework.schedule.draw.units import time_text
 from pipework.testing import draw_key, reference_step
 from tests.profiling.test_measure import X, Y, layers
@@ -62,6 +63,17 @@ def test_the_plan_is_the_fastest_that_was_tried(monkeypatch: pytest.MonkeyPatch)
     assert found.profile_seconds == tried[1].seconds == found.named[tried[1].schedule.name]
     assert tried[0].seconds <= tried[1].seconds <= 1.15 * tried[0].seconds
     assert len({each.schedule.name for each in tried[1:]}) == len(tried) - 1
+
+
+def test_a_note_says_that_a_stage_was_measured_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_memory(*arguments: Any, **options: Any) -> Any:
+        return measure_stages(*arguments, **options)[0], (1,)
+
+    monkeypatch.setattr("pipework.profiling.verify.measure_stages", without_memory)
+    note = "stage 1 was measured on the CPU, because its device ran out of memory: its times are the CPU's"
+    assert note not in plan(layers(), X, **OPTIONS).notes  # its times are those of steps
+    monkeypatch.setattr("pipework.profiling.trial._cpu_bytes_left", lambda: 0)
+    assert note in plan(layers(), X, **OPTIONS).notes
 
 
 def test_a_limit_is_met_by_what_was_measured() -> None:
