@@ -118,7 +118,7 @@ def _binding(simulation: Simulation, workers: Sequence[WorkerBytes], balance: Se
         slowest = max(range(schedule.stages - 1), key=lambda stage: _transfer(simulation, stage))
         return f"transfers, which delay the step by {exposed:.0%}; the longest is from stage {slowest} to {slowest + 1}"
     used = [each.total / each.limit for each in workers]
-    again = sum(each.action.kind == "R" for each in simulation.timeline.by_worker[busiest])
+    again = sum(action.kind == "R" for action in schedule.orders[busiest])
     if again and used[busiest] > 0:
         return (
             f"the memory of worker {busiest}, {used[busiest]:.0%} of which are used, although it recomputes "
