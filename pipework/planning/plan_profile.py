@@ -11,10 +11,10 @@ from pipework.planning.certificate import any_plan_bound, certify
 from pipework.planning.doubts import doubts
 from pipework.planning.plan import Plan
 from pipework.planning.request import make_request
+from pipework.planning.search.budget import SearchBudget, checked_budget
 from pipework.planning.search.limits import no_plan_fits, refuse_impossible, search_for_memory
-from pipework.planning.search.search import Search, SearchBudget
+from pipework.planning.search.search import Search
 from pipework.schedule import simulate
-from pipework.schedule.argument_checks import positive_integers
 
 if TYPE_CHECKING:
     from pipework.planning.profiles.profile import Profile
@@ -60,24 +60,14 @@ def plan_profile(
     request = make_request(
         profile, devices, memory, batch=batch, chunks=chunks, optimizer=optimizer, schedules=schedules
     )
-    return plan_request(request, seconds, iterations, progress)
-
-
-def plan_request(
-    request: PlanRequest,
-    seconds: float | None,
-    iterations: int | None,
-    progress: Callable[[str], None] | None,
-) -> Plan:
-    """Search for the fastest step of a checked request; see :func:`plan_profile`."""
-    return best_plans(request, seconds, iterations, progress)[0]
+    budget = checked_budget(seconds, iterations)
+    return best_plans(request, budget, progress or logging.getLogger("pipework").info)[0]
 
 
 def best_plans(
     request: PlanRequest,
-    seconds: float | None,
-    iterations: int | None,
-    progress: Callable[[str], None] | None,
+    budget: SearchBudget,
+    report: Callable[[str], None],
     *,
     named: int = 0,
     within: float = inf,
@@ -86,14 +76,14 @@ def best_plans(
 
     Args:
         request: checked.
-        seconds: see :func:`plan_profile`, like `iterations` and `progress`.
-        iterations: see there.
-        progress: see there.
+        budget: of the search.
+        report: called with a line for each better plan.
         named: how many others at most.
         within: they take at most so many times the best plan's seconds.
+
+    Raises:
+        ValueError: no plan fits.
     """
-    budget = checked_budget(seconds, iterations)
-    report = progress or logging.getLogger("pipework").info
     refuse_impossible(request, budget)
     search = Search(request, budget, report)
     found = search.run()
@@ -111,20 +101,3 @@ def best_plans(
         certificate = certify(simulation, each.workers, each.choice.balance, bound, search.proven(each))
         plans.append(Plan.of(each, certificate, seconds_of, doubts(each)))
     return plans
-
-
-def checked_budget(seconds: float | None, iterations: int | None) -> SearchBudget:
-    """The budget of a search; iterations count, if they are given.
-
-    Raises:
-        TypeError: the number of iterations is no integer.
-        ValueError: a number is not above 0, or there is none.
-    """
-    if iterations is not None:
-        positive_integers(iterations=iterations)
-        return SearchBudget(iterations=iterations)
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < inf:
-        raise ValueError(
-            f"seconds is {seconds!r}: wanted a number above 0 and not infinite, or iterations= in its place"
-        )
-    return SearchBudget(seconds)

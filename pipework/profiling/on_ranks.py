@@ -18,7 +18,7 @@ from torch import nn
 import pipework
 from pipework.planning import plan_file
 from pipework.planning.plan import Plan
-from pipework.planning.plan_profile import plan_request
+from pipework.planning.plan_profile import best_plans
 from pipework.planning.profiles import profile_file
 from pipework.planning.profiles.layer_costs import LinkSpeed
 from pipework.planning.profiles.profile import Profile
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from pipework.distributed.mesh import Mesh
     from pipework.planning.profiles.layer_costs import DeviceKind
+    from pipework.planning.search.budget import SearchBudget
 
 _SMALL, _LARGE = 2**10, 2**22  # numbers of 4 bytes
 _TIMES = 7
@@ -43,8 +44,7 @@ def plan_on_ranks(
     measure: Callable[[torch.device, int], Profile],
     memory: float | str | Mapping[str, float | str] | None,
     options: Mapping[str, Any],
-    seconds: float | None,
-    iterations: int | None,
+    budget: SearchBudget,
     report: Callable[[str], None],
 ) -> Plan:
     """The plan that all ranks get; all of them call this.
@@ -54,8 +54,7 @@ def plan_on_ranks(
         measure: profiles the layers on a device, for so many workers.
         memory: see `plan`; a device is called "rank 0", or by its kind.
         options: of `make_request`.
-        seconds: see `plan`.
-        iterations: see `plan`.
+        budget: of the search.
         report: called with a line of text for each step.
 
     Raises:
@@ -83,7 +82,7 @@ def plan_on_ranks(
             return ""
         devices = [f"rank {rank}" for rank in group.everyone[:workers]]
         request = replace(make_request(whole, devices, memory, **options), keeps_order=True)
-        return plan_file.text_of(plan_request(request, seconds, iterations, report))
+        return plan_file.text_of(best_plans(request, budget.part(1.0), report)[0])
 
     text = run_on_all_ranks(group, "make a plan", planned, str).shared[0]
     return plan_file.parse(text, "of rank 0", Plan)

@@ -57,8 +57,8 @@ def test_the_plan_is_the_fastest_that_was_tried(monkeypatch: pytest.MonkeyPatch)
         tried.extend(plans)
         return [(each, None) for each in reversed(plans)]
 
-    monkeypatch.setattr("pipework.profiling.plan_model._WITHIN", float("inf"))
-    monkeypatch.setattr("pipework.profiling.plan_model.by_speed", last_first)
+    monkeypatch.setattr("pipework.profiling.plan_that_fits._WITHIN", float("inf"))
+    monkeypatch.setattr("pipework.profiling.plan_that_fits.by_speed", last_first)
     found = plan(layers(), X, **OPTIONS)
     assert len(tried) == 4
     assert found.schedule == tried[-1].schedule
@@ -104,8 +104,8 @@ def test_a_plan_whose_stages_need_more_than_their_layers_is_not_made_again(monke
     def a_tenth_more(plan: Plan, *_: Any) -> Plan:
         return replace(plan, workers=tuple(WorkerBytes(1.1 * each.total, 0, 0, limit) for each in plan.workers))
 
-    monkeypatch.setattr("pipework.profiling.plan_model.best_plans", planned)
-    monkeypatch.setattr("pipework.profiling.plan_model.measured_plan", a_tenth_more)
+    monkeypatch.setattr("pipework.profiling.plan_that_fits.best_plans", planned)
+    monkeypatch.setattr("pipework.profiling.plan_that_fits.measured_plan", a_tenth_more)
     with pytest.raises(ValueError, match=r"worker 0 \(cpu\) needs .*, measured as a whole, .* it fits with a limit of"):
         plan(layers(), X, **OPTIONS, memory=2 * limit)  # two workers share the CPU's
     assert limits == pytest.approx([limit, limit / 1.1, limit / 1.1])
@@ -128,8 +128,8 @@ def test_a_limit_between_what_layers_and_stages_need_is_answered_with_what_stage
     def twice(plan: Plan, *_: Any) -> Plan:
         return replace(plan, workers=tuple(WorkerBytes(2 * each.total, 0, 0, limit) for each in plan.workers))
 
-    monkeypatch.setattr("pipework.profiling.plan_model.best_plans", planned)
-    monkeypatch.setattr("pipework.profiling.plan_model.measured_plan", twice)
+    monkeypatch.setattr("pipework.profiling.plan_that_fits.best_plans", planned)
+    monkeypatch.setattr("pipework.profiling.plan_that_fits.measured_plan", twice)
     with pytest.raises(ValueError, match="measured as a whole") as refused:
         plan(layers(), X, **OPTIONS, memory=2 * limit)
     found = re.search("fits with a limit of ([^,]*), of which the 2 workers on cpu", str(refused.value))

@@ -13,19 +13,22 @@ from pipework.schedule import Costs, build, simulate
 
 if TYPE_CHECKING:
     from pipework.planning.request import PlanRequest
+    from pipework.planning.search.budget import SearchBudget
     from pipework.planning.search.choices import Shape
 
 # Many cuts are made, and the best are improved by simulation: each may take some hundredths of a second.
 _EFFORT = Effort(fair=40_000, exact=40_000, moves=1_500, width=16)
 _VARIANTS = 8
 _PARTS = 4  # recomputation grows by this part of a stage's micro-batches
+_SIXTEENTHS = 16  # and shrinks by these
+_ENOUGH = 0.4  # of the budget; then recomputation is left as it is
 
 
 class Fitter:
     """Finds cuts for a request; keeps what it knows of schedules."""
 
-    def __init__(self, request: PlanRequest) -> None:
-        self._request = request
+    def __init__(self, request: PlanRequest, budget: SearchBudget) -> None:
+        self._request, self._budget = request, budget
         self._in_flight: dict[tuple[str, tuple[int, ...], int], tuple[float, ...]] = {}
 
     def fitted(self, order: tuple[int, ...], shape: Shape, chunks: int, schedule: str) -> Candidate:
@@ -40,7 +43,7 @@ class Fitter:
         stages = len(shape.placement)
         parts = [0] * stages
         while True:
-            candidate = evaluate(self._request, self._cut(order, shape, chunks, schedule, parts))
+            candidate = self._evaluated(self._cut(order, shape, chunks, schedule, parts))
             over = [worker for worker, held in enumerate(candidate.workers) if not held.fits]
             more = [s for s in range(stages) if shape.placement[s] in over and parts[s] < _PARTS]
             if not more:
@@ -99,16 +102,32 @@ class Fitter:
         return self._in_flight[key]
 
     def _fewer(self, candidate: Candidate) -> Candidate:
-        """The same cut with as little recomputation as fits, found by halving for one stage after the other."""
+        """The same cut with as little recomputation as fits, found by halving, as long as the budget allows it.
+
+        All stages recompute the same part of what they did first; then each one is tried by itself.
+        """
+        whole = candidate.choice.recomputed
+        low, high = 0, _SIXTEENTHS
+        while any(whole) and low < high:
+            middle = (low + high) // 2
+            fewer = self._with(candidate, tuple(-(-count * middle // _SIXTEENTHS) for count in whole))
+            low, high = (low, middle) if fewer is not None else (middle + 1, high)
+            candidate = fewer or candidate
         for stage, most in enumerate(candidate.choice.recomputed):
             low, high = 0, most
-            while low < high:
+            while low < high and self._budget.share() < _ENOUGH:
                 middle = (low + high) // 2
                 recomputed = list(candidate.choice.recomputed)
                 recomputed[stage] = middle
-                fewer = evaluate(self._request, replace(candidate.choice, recomputed=tuple(recomputed)))
-                if fewer.fits and fewer.rank <= candidate.rank:
-                    high, candidate = middle, fewer
-                else:
-                    low = middle + 1
+                fewer = self._with(candidate, tuple(recomputed))
+                low, high = (low, middle) if fewer is not None else (middle + 1, high)
+                candidate = fewer or candidate
         return candidate
+
+    def _with(self, candidate: Candidate, recomputed: tuple[int, ...]) -> Candidate | None:
+        """The candidate with other numbers of recomputed micro-batches, if it fits and is no slower."""
+        other = self._evaluated(replace(candidate.choice, recomputed=recomputed))
+        return other if other.fits and other.rank <= candidate.rank else None
+
+    def _evaluated(self, choice: Choice) -> Candidate:
+        return self._budget.spend(lambda: evaluate(self._request, choice))

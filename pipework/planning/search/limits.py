@@ -8,8 +8,9 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from pipework.planning.memory_size import memory_size
+from pipework.planning.search.budget import SearchBudget
 from pipework.planning.search.choices import shapes
-from pipework.planning.search.search import Search, SearchBudget
+from pipework.planning.search.search import Search
 from pipework.schedule.draw.units import counted, memory_text
 
 if TYPE_CHECKING:

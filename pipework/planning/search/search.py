@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
 from pipework.planning.certificate import any_plan_bound
+from pipework.planning.search.budget import SearchBudget
 from pipework.planning.search.candidate import Candidate, Choice, evaluate, moved
 from pipework.planning.search.choices import Shape, fewer, orders, shapes
 from pipework.planning.search.fitting import Fitter
-from pipework.schedule import synthesize, without_recompute
+from pipework.schedule import spread_evenly, synthesize, without_recompute
 from pipework.schedule.draw.units import counted, time_text
 
 if TYPE_CHECKING:
@@ -25,29 +25,9 @@ _WINDOW, _LIST_SCHEDULES = 500, 20
 # What is often the best with whole backwards or halves, with much memory or little.
 _PROMISING = ("1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "interleaved-1f1b")
 _FEW_STAGES = 2
-
-
-@dataclass
-class SearchBudget:
-    """When to stop: after some seconds, or after a number of simulated candidates, which is the same in every run.
-
-    Attributes:
-        seconds: of the clock; infinity: no limit.
-        iterations: candidates; infinity: no limit.
-    """
-
-    seconds: float = inf
-    iterations: float = inf
-    used: int = 0
-    _start: float = field(default_factory=time.perf_counter)
-
-    def spend(self) -> None:
-        """One candidate more."""
-        self.used += 1
-
-    def share(self) -> float:
-        """How much is used, from 0 to 1 and more."""
-        return max((time.perf_counter() - self._start) / self.seconds, self.used / self.iterations)
+# Synthesis of so many operations leaves out schedules with a name, which the search has tried; it takes as long as some
+# candidates before it makes a first schedule.
+_LARGE, _FIRST_SCHEDULE = 500_000, 6
 
 
 class Search:
@@ -61,7 +41,7 @@ class Search:
         self._request = request
         self._budget = budget
         self._progress = progress
-        self._fitter = Fitter(request)
+        self._fitter = Fitter(request, budget)
         self._winner: Candidate | None = None
         self._shapes: dict[tuple[int, ...], Shape] = {}
         self._proven: dict[Choice, float] = {}
@@ -117,7 +97,6 @@ class Search:
 
     def _take(self, candidate: Candidate) -> None:
         """Remembers a candidate, and tells of it if it is the best of all."""
-        self._budget.spend()
         choice = candidate.choice
         if choice.schedule is not None and candidate.fits:
             best = self.named.setdefault(choice.schedule, candidate)
@@ -132,6 +111,9 @@ class Search:
         name = choice.schedule or "synthesised"
         size = f"{counted(choice.workers, 'worker')}, {counted(choice.chunks, 'micro-batch')}"
         self._progress(f"{text}: {name}, {size}, layers {list(choice.balance)}")
+
+    def _evaluated(self, choice: Choice) -> Candidate:
+        return self._budget.spend(lambda: evaluate(self._request, choice))
 
     def _leaders(self) -> list[Candidate]:
         return sorted(self._best.values(), key=lambda each: each.rank)
@@ -148,7 +130,7 @@ class Search:
         for choice in self._fitter.variants(candidate, self._shapes[candidate.choice.placement]):
             if self._budget.share() > until:
                 return
-            other = evaluate(self._request, choice)
+            other = self._evaluated(choice)
             self._take(other)
             candidate = min(candidate, other, key=lambda each: each.rank)
         better = True
@@ -161,38 +143,52 @@ class Search:
                     near = moved(candidate.choice, boundary, by)
                     if near is None:
                         continue
-                    other = evaluate(self._request, near)
+                    other = self._evaluated(near)
                     self._take(other)
                     if other.rank < candidate.rank:
                         candidate, better = other, True
 
     def _synthesise(self, candidate: Candidate, left: int) -> None:
-        """Makes a schedule for the stages of a candidate, within what memory is left beside their weights."""
-        share = (1 - self._budget.share()) / left
-        if share <= 0 or not candidate.fits:
-            return
+        """Makes schedules for the stages of a candidate, within what memory is left beside their weights.
+
+        They recompute what the candidate does; if that is anything, then also half of it, and nothing: a schedule that
+        is made for these stages may hold less than one with a name.
+        """
+        counts = [candidate.choice.recomputed]
+        if any(counts[0]):
+            counts += [tuple(count // 2 for count in counts[0]), (0,) * len(counts[0])]
+        for number, recomputed in enumerate(counts):
+            share = (1 - self._budget.share()) / (left - number / len(counts))
+            if share > 0 and candidate.fits and self._budget.allows(_FIRST_SCHEDULE):
+                self._synthesise_with(candidate, recomputed, share)
+
+    def _synthesise_with(self, candidate: Candidate, recomputed: tuple[int, ...], share: float) -> None:
         limits = [each.limit - each.fixed - each.temporary for each in candidate.workers]
         choice = candidate.choice
-        # A made schedule recomputes all micro-batches of a stage, or none.
-        again = tuple(choice.chunks if count else 0 for count in choice.recomputed)
         use_seconds = self._budget.seconds < inf
         steps = 0 if use_seconds else int(share * self._budget.iterations)
         windows = steps // _WINDOW
-        made = synthesize(
-            choice.placement,
-            choice.chunks,
-            candidate.costs,
-            memory_limit=None if min(limits) == inf else limits,
-            recomputed=again,
-            seconds=share * self._budget.seconds if use_seconds else None,
-            iterations=None if use_seconds else max(1, windows or steps // _LIST_SCHEDULES),
-            solver=None if use_seconds or windows else False,
-            seeds=[without_recompute(candidate.schedule)],
-        )
+        try:
+            made = synthesize(
+                choice.placement,
+                choice.chunks,
+                candidate.costs,
+                memory_limit=None if min(limits) == inf else limits,
+                recomputed=[spread_evenly(count, choice.chunks) for count in recomputed],
+                seconds=share * self._budget.seconds if use_seconds else None,
+                iterations=None if use_seconds else max(1, windows or steps // _LIST_SCHEDULES),
+                solver=None if use_seconds or windows else False,
+                seeds=[without_recompute(candidate.schedule)],
+                named=3 * len(choice.placement) * choice.chunks < _LARGE,
+            )
+        except ValueError:
+            if recomputed == choice.recomputed:
+                raise
+            return  # nothing fits with less recomputation
         self._budget.used += made.steps * (_WINDOW if windows else _LIST_SCHEDULES)
-        own = replace(choice, recomputed=again, schedule=None, orders=without_recompute(made.schedule))
-        found = evaluate(self._request, own)
+        own = replace(choice, recomputed=recomputed, schedule=None, orders=without_recompute(made.schedule))
+        found = self._evaluated(own)
         self._proven[own] = made.lower_bound
-        if again == choice.recomputed:
+        if recomputed == choice.recomputed:
             self._proven[choice] = made.lower_bound
         self._take(found)

@@ -6,12 +6,13 @@ If there is none, it runs a weight half; if there is none either, it waits.
 
 from __future__ import annotations
 
+from array import array
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from pipework.schedule.synthesis.problem import Orders, Problem
 
-Keys = list[list[float]]
+Keys = list["array[float]"]
 """For each lane, which is ``kind * stages + stage``, a key for each micro-batch, ascending."""
 
 
@@ -35,7 +36,7 @@ class Policy(NamedTuple):
 def pattern_keys(problem: Problem, offsets: list[float], period: float) -> Keys:
     """Keys of a pattern that repeats: ``offset of the lane + period * micro-batch``."""
     steps = [period * micro_batch for micro_batch in range(problem.micro_batches)]
-    return [[offset + step for step in steps] for offset in offsets]
+    return [array("d", (offset + step for step in steps)) for offset in offsets]
 
 
 def reserves(problem: Problem) -> list[float]:
@@ -66,7 +67,7 @@ def list_scheduled(problem: Problem, keys: Keys, policy: Policy = Policy()) -> t
     stages, m, split = problem.stages, problem.micro_batches, problem.split
     turns, patience, weights_first, planned_weights = policy
     last = stages - 1
-    placement, limits, repeats, leads = problem.placement, problem.limits, problem.repeats, problem.leads
+    placement, limits, again, leads = problem.placement, problem.limits, problem.again, problem.leads
     forward, gradient = problem.times[0], problem.times[1]
     weight = problem.times[2] if split else (0.0,) * stages
     active, waiting = problem.active, problem.waiting
@@ -112,7 +113,7 @@ def list_scheduled(problem: Problem, keys: Keys, policy: Policy = Policy()) -> t
                     top = key
                     blocked = False
                 if i < len(here):
-                    if room <= admits[i < repeats[s]][s] or alone[worker] == position[s]:
+                    if room <= admits[again[s][i]][s] or alone[worker] == position[s]:
                         if here[i] > time:
                             soon = here[i] if here[i] < soon else soon
                         elif key < best:
@@ -127,11 +128,11 @@ def list_scheduled(problem: Problem, keys: Keys, policy: Policy = Policy()) -> t
                     top = key
                     blocked = False
                 if i < len(here):
-                    arrival = here[i] - leads[s] if i < repeats[s] else here[i]
+                    arrival = here[i] - leads[s] if again[s][i] else here[i]
                     if arrival > time:
                         soon = arrival if arrival < soon else soon
                     elif key < best:
-                        more = active[s] - small[s] + raised[s] if i < repeats[s] else raised[s]
+                        more = active[s] - small[s] + raised[s] if again[s][i] else raised[s]
                         if more <= 0.0 or room + more <= limits[worker]:
                             best, choice = key, stages + s
         if choice >= 0 and turns and choice < stages and best > top:
@@ -140,9 +141,9 @@ def list_scheduled(problem: Problem, keys: Keys, policy: Policy = Policy()) -> t
             for s, _, of_gradient in lanes[worker]:
                 i = done[stages + s]
                 if i < m and of_gradient[i] < best and i < len(returned[s]):
-                    arrival = returned[s][i] - leads[s] if i < repeats[s] else returned[s][i]
+                    arrival = returned[s][i] - leads[s] if again[s][i] else returned[s][i]
                     if arrival <= time and (
-                        (raised[s] <= 0.0 and i >= repeats[s]) or room + active[s] + raised[s] <= limits[worker]
+                        (raised[s] <= 0.0 and not again[s][i]) or room + active[s] + raised[s] <= limits[worker]
                     ):
                         best, choice = of_gradient[i], stages + s
         if split and (choice < 0 or planned_weights or (weights_first and blocked)):
@@ -167,7 +168,7 @@ def list_scheduled(problem: Problem, keys: Keys, policy: Policy = Policy()) -> t
         if choice < stages:
             s = choice
             end = time + forward[s]
-            held[worker] = room + (small[s] if i < repeats[s] else active[s])
+            held[worker] = room + (small[s] if again[s][i] else active[s])
             alone[worker] += 1
             if s == last:
                 returned[s].append(end)
@@ -180,7 +181,7 @@ def list_scheduled(problem: Problem, keys: Keys, policy: Policy = Policy()) -> t
         elif choice < 2 * stages:
             s = choice - stages
             here = returned[s]
-            if i < repeats[s]:
+            if again[s][i]:
                 start = time + leads[s]
                 end = (here[i] if here[i] > start else start) + gradient[s]
                 room += active[s] - small[s]
@@ -197,7 +198,7 @@ def list_scheduled(problem: Problem, keys: Keys, policy: Policy = Policy()) -> t
                 other = placement[s - 1]
                 if other != worker and free[other] <= arrival:
                     heappush(events, (arrival, other))
-                    if i < repeats[s - 1] and leads[s - 1]:
+                    if again[s - 1][i] and leads[s - 1]:
                         heappush(events, (max(time, arrival - leads[s - 1]), other))
         else:
             s = choice - 2 * stages

@@ -7,7 +7,7 @@ of the gradient that it precedes. All operations of one kind and stage, a lane, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -32,7 +32,7 @@ class Problem:
         placement: the worker of each stage.
         micro_batches: number of micro-batches.
         split: whether there are weight operations; otherwise a gradient operation is a whole backward.
-        repeats: how many first micro-batches each stage recomputes.
+        again: for each stage, 1 for each micro-batch that it recomputes, else 0.
         times: for each kind its time on each stage.
         leads: time of a recomputation on each stage.
         hops: time from stage s to stage s + 1; zero on one worker.
@@ -45,7 +45,7 @@ class Problem:
     placement: tuple[int, ...]
     micro_batches: int
     split: bool
-    repeats: tuple[int, ...]
+    again: tuple[bytes, ...]
     times: tuple[tuple[float, ...], ...]
     leads: tuple[float, ...]
     hops: tuple[float, ...]
@@ -77,10 +77,9 @@ class Problem:
     @property
     def resting(self) -> tuple[float, ...]:
         """The most that a micro-batch holds on each stage between its forward and its backward."""
-        m = self.micro_batches
         return tuple(
-            small if repeat == m else max(small, active)
-            for small, active, repeat in zip(self.small, self.active, self.repeats, strict=True)
+            small if all(again) else max(small, active)
+            for small, active, again in zip(self.small, self.active, self.again, strict=True)
         )
 
     @property
@@ -105,7 +104,7 @@ class Problem:
         """The time that the busiest worker computes for one micro-batch."""
         total = [0.0] * self.workers
         for stage, worker in enumerate(self.placement):
-            lead = self.leads[stage] * self.repeats[stage] / self.micro_batches
+            lead = self.leads[stage] * sum(self.again[stage]) / self.micro_batches
             total[worker] += lead + sum(self.times[kind][stage] for kind in self.kinds)
         return max(total)
 
@@ -115,11 +114,20 @@ def problem_of(
     micro_batches: int,
     costs: StageCosts,
     limits: Sequence[float],
-    repeats: Sequence[int],
+    recomputed: Sequence[Collection[int]],
     *,
     split: bool,
 ) -> Problem:
-    """Make a problem of costs; see :class:`Problem`."""
+    """Make a problem of costs; see :class:`Problem`.
+
+    Args:
+        placement: see there, like `micro_batches`.
+        micro_batches: see there.
+        costs: of each stage.
+        limits: the most memory of each worker.
+        recomputed: for each stage, the micro-batches that it recomputes.
+        split: see there.
+    """
     duration = costs.duration
     hops = (
         0.0 if one == other else time
@@ -129,14 +137,16 @@ def problem_of(
         placement=tuple(placement),
         micro_batches=micro_batches,
         split=split,
-        repeats=tuple(repeats),
+        again=tuple(bytes(i in chosen for i in range(micro_batches)) for chosen in map(frozenset, recomputed)),
         times=(duration["F"], duration["I"], duration["W"]) if split else (duration["F"], duration["B"]),
         leads=duration["R"],
         hops=tuple(hops),
         active=costs.activation,
         small=tuple(
-            checkpoint if repeat else active
-            for checkpoint, active, repeat in zip(costs.checkpoint_activation, costs.activation, repeats, strict=True)
+            checkpoint if chosen else active
+            for checkpoint, active, chosen in zip(
+                costs.checkpoint_activation, costs.activation, recomputed, strict=True
+            )
         ),
         waiting=costs.waiting if split else costs.activation,
         limits=tuple(limit * SLACK for limit in limits),
@@ -152,12 +162,12 @@ def in_integers(problem: Problem) -> tuple[Problem, int, bool]:
 
     Example:
         >>> from pipework.schedule import Costs
-        >>> half = problem_of((0, 1), 2, Costs(forward=0.5).spread(2), (2, 2), (0, 0), split=True)
+        >>> half = problem_of((0, 1), 2, Costs(forward=0.5).spread(2), (2, 2), [(), ()], split=True)
         >>> in_integers(half)[1:]
         (2, True)
     """
     numbers = [*(time for kind in problem.times for time in kind), *problem.hops]
-    numbers += [lead for lead, repeat in zip(problem.leads, problem.repeats, strict=True) if repeat]
+    numbers += [lead for lead, again in zip(problem.leads, problem.again, strict=True) if any(again)]
     scale, exact = integer_scale(numbers, 2000)
 
     def whole(values: Iterable[float]) -> tuple[int, ...]:
@@ -223,7 +233,7 @@ def schedule_of(problem: Problem, orders: Orders, name: str = "synthesised") -> 
         actions: list[Action] = []
         for operation in order:
             kind, stage, micro_batch = problem.decoded(operation)
-            if kind == GRADIENT and micro_batch < problem.repeats[stage]:
+            if kind == GRADIENT and problem.again[stage][micro_batch]:
                 before = actions[-1] if actions else None
                 if before != Action("F", stage, micro_batch):
                     actions.append(Action("R", stage, micro_batch))
@@ -238,7 +248,7 @@ def least_room(problem: Problem) -> list[float]:
     Example:
         >>> from pipework.schedule import Costs
         >>> costs = Costs(activation=[1, 2, 3, 4]).spread(4)
-        >>> least_room(problem_of((0, 1, 1, 0), 1, costs, (9, 9), (0, 0, 0, 0), split=True))
+        >>> least_room(problem_of((0, 1, 1, 0), 1, costs, (9, 9), [()] * 4, split=True))
         [5.0, 5.0]
     """
     needed = []

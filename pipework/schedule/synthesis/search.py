@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from itertools import product
 from math import ceil, inf
@@ -105,11 +106,11 @@ def _patterns(best: Incumbent, seeds: list[Seed], budget: Budget, random: Random
             shortest, delays_of_best, policy = time, delays, chosen
 
 
-def _keys(problem: Problem, starts: list[float]) -> Keys:
+def _keys(problem: Problem, starts: array[float]) -> Keys:
     """Starts of operations as keys of lanes."""
     m = problem.micro_batches
     keys = [starts[lane * m : (lane + 1) * m] for lane in range(len(problem.kinds) * problem.stages)]
-    return [*keys, *([0.0] * m for _ in range(3 * problem.stages - len(keys)))]
+    return [*keys, *(array("d", bytes(8 * m)) for _ in range(3 * problem.stages - len(keys)))]
 
 
 def _whole(best: Incumbent, budget: Budget) -> None:

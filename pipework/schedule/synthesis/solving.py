@@ -93,7 +93,7 @@ class Amounts:
         forward, gradient, weight = ((kind * problem.stages + stage) * m + micro_batch for kind in range(3))
         active, small, waiting = self.active[stage], self.small[stage], self.waiting[stage]
         begin = (forward, 0)
-        if micro_batch < problem.repeats[stage]:
+        if problem.again[stage][micro_batch]:
             pieces = [(begin, (forward, 1), max(active, small)), ((forward, 1), (gradient, 0), small)]
             begin = (gradient, 0)
         else:
@@ -111,7 +111,7 @@ class Amounts:
     def between(self, stage: int, micro_batch: int, done: int) -> int:
         """What a micro-batch holds on a stage after an operation of the kind `done`."""
         if done == FORWARD:
-            return self.small[stage] if micro_batch < self.problem.repeats[stage] else self.active[stage]
+            return self.small[stage] if self.problem.again[stage][micro_batch] else self.active[stage]
         return self.waiting[stage] if done == GRADIENT and self.problem.split else 0
 
 

@@ -62,7 +62,8 @@ class _Pattern:
         self._model = cp_model.CpModel()
         stages = problem.stages
         self._lead = [
-            round(problem.leads[s]) if problem.repeats[s] * 2 >= problem.micro_batches else 0 for s in range(stages)
+            round(lead) if 2 * sum(again) >= problem.micro_batches else 0
+            for lead, again in zip(problem.leads, problem.again, strict=True)
         ]
         self._lanes = len(problem.kinds) * stages
         horizon = wanted.period * (2 * problem.workers + 4) * 2
@@ -129,14 +130,14 @@ class _Pattern:
     def _limit_memory(self) -> None:
         """At each moment when a piece of memory begins to be held, all pieces fit."""
         problem, model, amounts = self._problem, self._model, self._amounts
-        m = problem.micro_batches
         for worker, own in enumerate(problem.own()):
             limit = amounts.limits[worker]
             if limit is None:
                 continue
             pieces = []
             for stage in own:
-                example = 0 if self._lead[stage] else m - 1
+                # A micro-batch that the pattern recomputes, or not; if there is none, the lead is 0 and all are alike.
+                example = max(0, problem.again[stage].find(bool(self._lead[stage])))
                 for first, final, amount in amounts.pieces(stage, example):
                     if amount:
                         pieces.append((self._of(first), self._of(final), amount))

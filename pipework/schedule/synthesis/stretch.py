@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pipework.schedule.passes.recompute import spread_evenly
 from pipework.schedule.synthesis.problem import Orders, Problem
 from pipework.schedule.synthesis.solving import SolverEffort, amounts_of
 from pipework.schedule.synthesis.times import TimedOrders, Times
@@ -20,10 +21,11 @@ from pipework.schedule.synthesis.window import WindowCut, improved_between
 
 
 def fewer(problem: Problem, few: int) -> Problem:
-    """The problem with fewer micro-batches."""
+    """The problem with fewer micro-batches, of which as large a share is recomputed."""
     m = problem.micro_batches
-    repeats = tuple(few if repeat == m else min(few, repeat) for repeat in problem.repeats)
-    return replace(problem, micro_batches=few, repeats=repeats)
+    counts = [round(few * sum(again) / m) for again in problem.again]
+    shares = [frozenset[int]() if not count else spread_evenly(count, few) for count in counts]
+    return replace(problem, micro_batches=few, again=tuple(bytes(i in share for i in range(few)) for share in shares))
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def chain_of(short: Problem, plan: TimedOrders, cut: float, size: int) -> Chain 
     Example:
         >>> from pipework.schedule import Costs
         >>> from pipework.schedule.synthesis.problem import problem_of
-        >>> short = problem_of((0,), 2, Costs().spread(1), (1,), (0,), split=False)
+        >>> short = problem_of((0,), 2, Costs().spread(1), (1,), [()], split=False)
         >>> chain = chain_of(short, Times(short).plan([[0, 2, 1, 3]]), cut=3.0, size=1)
         >>> chain.before, chain.block, chain.orders(4)
         ([[(0, 0), (1, 0)]], [[(0, 1), (1, 1)]], [[0, 4, 1, 5, 2, 6, 3, 7]])

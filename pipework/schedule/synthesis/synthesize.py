@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
+from operator import itemgetter
 from types import MappingProxyType
 
 from pipework.schedule.analysis.bounds import lower_bounds
@@ -31,6 +32,7 @@ from pipework.schedule.synthesis.result import Synthesis
 from pipework.schedule.synthesis.search import Seed, searched
 
 _SECONDS = 10.0
+_MOST_ACTIONS = 4_000_000  # of all schedules to begin from; each action takes more than a hundred bytes
 
 
 def synthesize(
@@ -40,10 +42,11 @@ def synthesize(
     *,
     memory_limit: float | Sequence[float] | None = None,
     split: bool = True,
-    recomputed: Sequence[int] = (),
+    recomputed: Sequence[int | Collection[int]] = (),
     seconds: float | None = None,
     iterations: int | None = None,
     seeds: Iterable[Schedule] = (),
+    named: bool = True,
     solver: bool | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Synthesis:
@@ -60,13 +63,15 @@ def synthesize(
         memory_limit: the most memory that a worker's activations may hold, or a number for each worker, counted as in
             :func:`simulate`; None: no limit.
         split: whether backwards may be split into ``I`` and ``W``.
-        recomputed: how many first micro-batches each stage recomputes; a number for each stage. There is no
+        recomputed: for each stage, which micro-batches it recomputes, or how many of the first ones. There is no
             recomputation where the backward follows the forward at once, as in :func:`with_recompute`.
         seconds: how long to search; 10 if neither this nor `iterations` is given. Simulating named schedules of many
             operations may take longer.
         iterations: how many steps to search, a step being a window of the solver or 20 list schedules. The result is
             the same each time if `seconds` is None.
         seeds: more schedules to begin from; those that do not fit the limit or the problem are left out.
+        named: whether to begin with all schedules that have a name, too. Without, the result may be slower than one of
+            them; a few hundred workers with as many micro-batches take minutes to simulate them all.
         solver: whether to use OR-tools, which the extra ``pipework[plan]`` brings; None: if it is installed.
         progress: is called with a line of text for each better schedule.
 
@@ -87,24 +92,26 @@ def synthesize(
     use = _solver(solver)
     budget = _budget(seconds, iterations)
     more = [checked_schedule(schedule) for schedule in seeds]
-    named: dict[str, float] = {}
+    makespans: dict[str, float] = {}
     best: Simulation | None = None
     found_by = ""
     bound = task.bound
-    candidates: list[Schedule] = []
-    for schedule in task.candidates(more):
-        candidates.append(schedule)
+    candidates = _Fastest()
+    for schedule in task.candidates(more, named=named):
         simulation = task.simulated(schedule)
+        candidates.add(schedule, inf if simulation is None else simulation.makespan)
         if simulation is None:
             continue
-        named[schedule.name] = min(simulation.makespan, named.get(schedule.name, inf))
+        makespans[schedule.name] = min(simulation.makespan, makespans.get(schedule.name, inf))
         if best is None or simulation.makespan < best.makespan:
             best, found_by = simulation, f"named schedule {schedule.name!r}"
     problems = task.problems()
     for number, problem in enumerate(problems):
         whole, scale, exact = in_integers(problem)
         starts = [
-            Seed(schedule.name, orders) for schedule in candidates if (orders := orders_of(whole, schedule)) is not None
+            Seed(schedule.name, orders)
+            for schedule in candidates.schedules
+            if (orders := orders_of(whole, schedule)) is not None
         ]
         part = budget.part(1.0 / (len(problems) - number))
         goal = bound * scale * (1 - 1e-9) if exact else 0.0
@@ -114,7 +121,7 @@ def synthesize(
             simulation = task.simulated(schedule_of(problem, incumbent.plan.orders))
             if simulation is not None and (best is None or simulation.makespan < best.makespan * (1 - 1e-12)):
                 best, found_by = simulation, incumbent.found_by
-        if exact and len(problems) == 1 and not any(task.repeats):
+        if exact and len(problems) == 1 and not any(task.recomputed):
             bound = max(bound, incumbent.bound / scale)
     if best is None:
         raise ValueError("no schedule was found within memory_limit: raise it, or give a schedule in seeds")
@@ -124,11 +131,24 @@ def synthesize(
         replace(best, schedule=result),
         min(bound, best.makespan),
         found_by,
-        MappingProxyType(named),
+        MappingProxyType(makespans),
         budget.elapsed,
         use,
         budget.steps,
     )
+
+
+def _micro_batches(stage: int, recomputed: object, count: int) -> frozenset[int]:
+    """What a stage recomputes, given as a number of first micro-batches, or as their numbers."""
+    chosen = recomputed
+    if type(recomputed) is int and 0 <= recomputed <= count:
+        chosen = range(recomputed)
+    if not isinstance(chosen, Collection) or not all(type(each) is int and 0 <= each < count for each in chosen):
+        raise ValueError(
+            f"recomputed of stage {stage} is {recomputed!r}: wanted how many of the first micro-batches, an integer "
+            f"from 0 to {count}, or a collection of some of the micro-batches 0 to {count - 1}"
+        )
+    return frozenset(chosen)
 
 
 def _solver(wanted: bool | None) -> bool:
@@ -150,6 +170,30 @@ def _budget(seconds: float | None, iterations: int | None) -> Budget:
     return Budget(_SECONDS if seconds is None and iterations is None else seconds, iterations)
 
 
+class _Fastest:
+    """Schedules to begin from, in the order in which they came; of large ones the fastest, for they take gigabytes."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[float, Schedule]] = []
+        self._actions = 0
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        return [schedule for _, schedule in self._found]
+
+    def add(self, schedule: Schedule, makespan: float) -> None:
+        self._found.append((makespan, schedule))
+        self._actions += _actions(schedule)
+        while self._actions > _MOST_ACTIONS and len(self._found) > 1:
+            slowest = max(self._found, key=itemgetter(0))
+            self._found.remove(slowest)
+            self._actions -= _actions(slowest[1])
+
+
+def _actions(schedule: Schedule) -> int:
+    return sum(map(len, schedule.orders))
+
+
 class _Task:
     """The checked arguments."""
 
@@ -159,7 +203,7 @@ class _Task:
         micro_batches: int,
         costs: Costs | None,
         memory_limit: float | Sequence[float] | None,
-        recomputed: Sequence[int],
+        recomputed: Sequence[int | Collection[int]],
         *,
         split: bool,
     ) -> None:
@@ -171,7 +215,10 @@ class _Task:
         self.costs = replace(checked(costs), skip_transfer=0.0)
         stages = len(self.placement)
         self.spread: StageCosts = self.costs.spread(stages)
-        self.repeats: tuple[int, ...] = checked_tuple("recomputed", recomputed, "(0, 4)") or (0,) * stages
+        given = checked_tuple("recomputed", recomputed, "(0, 4)") or (0,) * stages
+        self.recomputed: tuple[frozenset[int], ...] = tuple(
+            _micro_batches(stage, each, micro_batches) for stage, each in enumerate(given)
+        )
         self.limits = each_limit(memory_limit, 1 + max(self.placement))
         self.bound = self._bound()
         self._check_room()
@@ -192,7 +239,7 @@ class _Task:
             replace(self.costs, recompute=again),
             memory_limit=self.limits,
             split=self.split,
-            recomputed=self.repeats,
+            recomputed=[len(each) for each in self.recomputed],
         )
         return bounds.makespan
 
@@ -221,17 +268,16 @@ class _Task:
         if not self.split or whole_is_shorter or waits_larger:
             kinds.append(False)
         return [
-            problem_of(self.placement, self.micro_batches, self.spread, self.limits, self.repeats, split=each)
+            problem_of(self.placement, self.micro_batches, self.spread, self.limits, self.recomputed, split=each)
             for each in kinds
         ]
 
-    def candidates(self, more: Iterable[Schedule]) -> Iterator[Schedule]:
+    def candidates(self, more: Iterable[Schedule], *, named: bool) -> Iterator[Schedule]:
         """Named and given schedules for this problem."""
-        operations = 3 * len(self.placement) * self.micro_batches
-        for schedule in named_schedules(
-            self.placement, self.micro_batches, self.costs, also_untimed=operations < 20_000
-        ):
-            yield self._recomputing(schedule)
+        untimed = 3 * len(self.placement) * self.micro_batches < 20_000
+        if named:
+            for schedule in named_schedules(self.placement, self.micro_batches, self.costs, also_untimed=untimed):
+                yield self._recomputing(schedule)
         for schedule in more:
             same = schedule.placement == self.placement and schedule.micro_batches == self.micro_batches
             if same and not schedule.inference and not schedule.communicates:
@@ -241,7 +287,7 @@ class _Task:
         """The schedule with the wanted recomputation; one that has some of its own stays."""
         if recomputed(schedule):
             return schedule
-        return with_recompute_on_stages(schedule, [range(count) for count in self.repeats])
+        return with_recompute_on_stages(schedule, self.recomputed)
 
     def simulated(self, schedule: Schedule) -> Simulation | None:
         """The simulation of a schedule; None if it does not fit, or splits what is to be whole."""

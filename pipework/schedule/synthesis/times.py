@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,23 +25,26 @@ class TimedOrders:
     """
 
     orders: Orders
-    starts: list[float]
-    ends: list[float]
-    sequence: list[int]
+    starts: array[float]
+    ends: array[float]
+    sequence: Sequence[int]
     makespan: float
 
 
 class Times:
-    """Computes times of orders for one problem."""
+    """Computes times of orders for one problem.
+
+    There may be millions of operations, so what each of them has is kept in arrays.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         m, stages = problem.micro_batches, problem.stages
         last = stages - 1
-        self.time: list[float] = []
-        self.lead: list[float] = []
-        self.before: list[int] = []  # the operation whose result an operation needs, -1: none
-        self.lag: list[float] = []  # and how long that takes to arrive
+        self.time = array("d")
+        self.lead = array("d")
+        self.before = array("q")  # the operation whose result an operation needs, -1: none
+        self.lag = array("d")  # and how long that takes to arrive
         for kind in problem.kinds:
             for stage in range(stages):
                 lane = kind * stages + stage
@@ -50,17 +55,17 @@ class Times:
                     before, lag = (last, 0.0) if stage == last else (lane + 1, problem.hops[stage])
                 elif kind == WEIGHT:
                     before = lane - stages
-                self.time += [problem.times[kind][stage]] * m
-                repeats = problem.repeats[stage] if kind == GRADIENT else 0
-                self.lead += [problem.leads[stage]] * repeats + [0.0] * (m - repeats)
-                self.before += range(before * m, before * m + m) if before >= 0 else [-1] * m
-                self.lag += [lag] * m
+                self.time.extend(itertools.repeat(problem.times[kind][stage], m))
+                again = problem.again[stage] if kind == GRADIENT else bytes(m)
+                self.lead.extend(problem.leads[stage] if each else 0.0 for each in again)
+                self.before.extend(range(before * m, before * m + m) if before >= 0 else itertools.repeat(-1, m))
+                self.lag.extend(itertools.repeat(lag, m))
 
     def plan(self, orders: Orders) -> TimedOrders | None:
         """The earliest times; None if the orders have a deadlock."""
         time, lead, before, lag = self.time, self.lead, self.before, self.lag
-        ends: list[float] = [-1.0] * len(time)
-        starts: list[float] = [0.0] * len(time)
+        ends = array("d", [-1.0]) * len(time)
+        starts = array("d", [0.0]) * len(time)
         sequence: list[int] = []
         reached = [0] * len(orders)
         clocks = [0.0] * len(orders)
@@ -96,12 +101,12 @@ class Times:
             return None
         return TimedOrders(orders, starts, ends, sequence, max(clocks))
 
-    def latest_starts(self, plan: TimedOrders, end: float) -> list[float]:
+    def latest_starts(self, plan: TimedOrders, end: float) -> array[float]:
         """The latest start of each operation with which all end by `end`; of its lead, if it has one."""
         time, lead, before, lag = self.time, self.lead, self.before, self.lag
-        latest = [end] * len(time)  # ends
-        starts = [0.0] * len(time)
-        previous = [-1] * len(time)
+        latest = array("d", [end]) * len(time)  # ends
+        starts = array("d", [0.0]) * len(time)
+        previous = array("q", [-1]) * len(time)
         for order in plan.orders:
             for one, other in itertools.pairwise(order):
                 previous[other] = one
@@ -118,17 +123,16 @@ class Times:
         return starts
 
     @cached_property
-    def changes(self) -> tuple[list[float], list[float]]:
+    def changes(self) -> tuple[array[float], array[float]]:
         """For each operation the memory above that before it while it runs, and after it."""
         problem = self.problem
-        peaks: list[float] = []
-        changes: list[float] = []
+        peaks, changes = array("d"), array("d")
         m = problem.micro_batches
         for kind in problem.kinds:
             for stage in range(problem.stages):
                 active, small, waiting = problem.active[stage], problem.small[stage], problem.waiting[stage]
                 for micro_batch in range(m):
-                    again = micro_batch < problem.repeats[stage]
+                    again = problem.again[stage][micro_batch]
                     if kind == FORWARD:
                         peaks.append(max(active, small) if again else active)
                         changes.append(small if again else active)

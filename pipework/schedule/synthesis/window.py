@@ -12,6 +12,7 @@ times are the latest ones, so that all slack is in the window. The solver makes 
 
 from __future__ import annotations
 
+from array import array
 from math import floor, isfinite
 from typing import Any, NamedTuple
 
@@ -78,12 +79,12 @@ def improved_between(
     return _Model(times, plan, latest, cut, amounts, compact=True).solved(effort)
 
 
-def size(times: Times, plan: TimedOrders, latest: list[float], window: Window) -> int:
+def size(times: Times, plan: TimedOrders, latest: array[float], window: Window) -> int:
     """The number of operations in a window."""
     return sum(map(len, _cut(plan, latest, window).inside))
 
 
-def _cut(plan: TimedOrders, latest: list[float], window: Window) -> WindowCut:
+def _cut(plan: TimedOrders, latest: array[float], window: Window) -> WindowCut:
     before: Orders = []
     inside: Orders = []
     after: Orders = []
@@ -102,7 +103,7 @@ class _Model:
     """The solver's model of a window."""
 
     def __init__(
-        self, times: Times, plan: TimedOrders, latest: list[float], cut: WindowCut, amounts: Amounts, *, compact: bool
+        self, times: Times, plan: TimedOrders, latest: array[float], cut: WindowCut, amounts: Amounts, *, compact: bool
     ) -> None:
         from ortools.sat.python import cp_model
 

@@ -29,11 +29,12 @@ def test_no_deadlock_and_within_memory_for_any_keys(seed: int) -> None:
         checkpoint_activation=each(0.25, 0.5),
         waiting=draws.choice([None, each(0.5, 1, 3)]),
     )
-    repeats = [draws.choice([0, 0, m, draws.randrange(m + 1)]) for _ in range(stages)]
+    counts = [draws.choice([0, 0, m, draws.randrange(m + 1)]) for _ in range(stages)]
+    again = [draws.sample(range(m), count) for count in counts]
     spread, split = costs.spread(stages), draws.random() < 0.7
-    free = problem_of(placement, m, spread, [0.0] * workers, repeats, split=split)
+    free = problem_of(placement, m, spread, [0.0] * workers, again, split=split)
     limits = [room * draws.choice([1.0, 1.0, 1.5, 2.0]) for room in least_room(free)]  # as small as possible, or more
-    problem = problem_of(placement, m, spread, limits, repeats, split=split)
+    problem = problem_of(placement, m, spread, limits, again, split=split)
     times = Times(problem)
     for _ in range(5):
         keys = pattern_keys(problem, offsets_of(problem, random_delays(problem, draws)), problem.work())
@@ -48,12 +49,12 @@ def test_no_deadlock_and_within_memory_for_any_keys(seed: int) -> None:
         assert timed is not None
         assert timed.makespan <= makespan + 1e-9
         found = simulate(schedule_of(problem, orders), costs, memory_limit=limits)
-        if not any(repeats):
+        if not any(again):
             assert found.makespan == pytest.approx(timed.makespan)
 
 
 def test_weight_halves_fill_gaps() -> None:
-    problem = problem_of((0, 1), 3, Costs().spread(2), (2, 2), (0, 0), split=True)
+    problem = problem_of((0, 1), 3, Costs().spread(2), (2, 2), [(), ()], split=True)
     made = list_scheduled(problem, pattern_keys(problem, [0, 1, 3, 2, 4, 3], 3.0), Policy())
     assert made is not None
     actions = [str(action) for action in schedule_of(problem, made[1]).orders[0]]
