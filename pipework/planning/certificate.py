@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipework.schedule import lower_bounds
@@ -47,7 +47,7 @@ def certify(
         any_bound: what no plan undercuts, see :func:`any_plan_bound`.
         proven: a bound of the schedule that a solver has proven, in seconds; the larger one counts.
     """
-    schedule, costs = simulation.schedule, simulation.costs
+    schedule, costs = simulation.schedule, replace(simulation.costs, skip_transfer=0.0)
     again = Counter(action.stage for order in schedule.orders for action in order if action.kind == "R")
     room = [each.limit - each.fixed - each.temporary for each in workers]
     within, free = (
@@ -115,8 +115,8 @@ def _binding(simulation: Simulation, workers: Sequence[WorkerBytes], balance: Se
     busiest = max(range(schedule.workers), key=lambda worker: simulation.busy[worker])
     share, exposed = simulation.busy[busiest] / step, simulation.exposed_communication / step
     if exposed > max(0.05, 1 - share - exposed):
-        slowest = max(range(schedule.stages - 1), key=lambda stage: _transfer(simulation, stage))
-        return f"transfers, which delay the step by {exposed:.0%}; the longest is from stage {slowest} to {slowest + 1}"
+        source, target = _longest_transfer(simulation)
+        return f"transfers, which delay the step by {exposed:.0%}; the longest is from stage {source} to {target}"
     used = [each.total / each.limit for each in workers]
     again = sum(action.kind == "R" for action in schedule.orders[busiest])
     if again and used[busiest] > 0:
@@ -133,8 +133,10 @@ def _binding(simulation: Simulation, workers: Sequence[WorkerBytes], balance: Se
     return f"the work of worker {busiest}, which is busy for {share:.0%} of the step"
 
 
-def _transfer(simulation: Simulation, stage: int) -> float:
-    placement = simulation.schedule.placement
-    if placement[stage] == placement[stage + 1]:
-        return 0.0
-    return simulation.costs.spread(len(placement)).transfer[stage]
+def _longest_transfer(simulation: Simulation) -> tuple[int, int]:
+    """The stages between which a message, or a skip connection, takes longest."""
+    placement, skips = simulation.schedule.placement, simulation.schedule.skips
+    spread = simulation.costs.spread(len(placement), len(skips))
+    hops = {(stage, stage + 1): time for stage, time in enumerate(spread.transfer)}
+    hops.update(zip(skips, spread.skip, strict=True))
+    return max(hops, key=lambda ends: hops[ends] if placement[ends[0]] != placement[ends[1]] else 0.0)

@@ -6,23 +6,22 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pipework.planning.search.candidate import kinds_of
-from pipework.schedule.draw.units import time_text
 
 if TYPE_CHECKING:
     from pipework.planning.search.candidate import Candidate
 
-_LITTLE = 0.01  # of a step
 _LINKS = "measure links with pipework.profile on the devices, or give them with dataclasses.replace(profile, links=...)"
 
 
 def doubts(candidate: Candidate) -> list[str]:
-    """A line for each thing that is taken to cost nothing: messages without a link, skips, a loss without a target."""
+    """A line for each thing that is taken to cost nothing: messages without a link, a loss without a target."""
     profile, choice = candidate.request.profile, candidate.choice
     kinds = kinds_of(candidate.request, choice.order, choice.placement)
+    ways = {*pairwise(range(len(kinds))), *candidate.request.sums(choice.chunks).skips_between(choice.balance)}
     hops = {
-        ends
-        for ends, (here, there) in zip(pairwise(kinds), pairwise(choice.placement), strict=True)
-        if here != there and not profile.has_link(*ends)
+        (kinds[here], kinds[there])
+        for here, there in ways
+        if choice.placement[here] != choice.placement[there] and not profile.has_link(kinds[here], kinds[there])
     }
     found = []
     if hops and not profile.links:
@@ -30,16 +29,6 @@ def doubts(candidate: Candidate) -> list[str]:
     elif hops:
         missing = " and ".join(sorted({f"between {min(ends)!r} and {max(ends)!r}" for ends in hops}))
         found.append(f"messages {missing} are taken to cost nothing: the profile has no such link; {_LINKS}")
-    late = sum(
-        profile.transfer(kinds[here], kinds[there], size)
-        for here, there, size in candidate.request.sums(choice.chunks).skips_between(choice.balance)
-        if choice.placement[here] != choice.placement[there]
-    )
-    if late * choice.chunks > _LITTLE * candidate.seconds:
-        found.append(
-            "skip connections between workers are taken to arrive in time; on their links, those of a micro-batch "
-            f"take {time_text(late, 's')}"
-        )
     if not profile.loss_inside:
         found.append("the loss is taken to cost nothing: the profile was made without target=")
     return found

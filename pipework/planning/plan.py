@@ -79,7 +79,7 @@ class Plan:
                 raise ValueError(f"the plan has {found} {what}, and its other parts are for {wanted}")
         positive_integers(**{f"balance[{stage}]": each for stage, each in enumerate(self.balance)})
         positive_integers(batch=self.batch)
-        self.costs.spread(schedule.stages)  # refuses those of other stages
+        self.costs.spread(schedule.stages, len(schedule.skips))  # refuses those of other stages
         bound, own = self.certificate, self.profile_seconds
         check_numbers("times of the plan", (bound.schedule_bound, bound.any_bound, *dict(self.named).values()))
         check_numbers("times of the plan", () if own is None else (own,))
@@ -190,8 +190,8 @@ class Plan:
         """Write it in the format of the file's ending.
 
         Args:
-            path: ``.json``, which :meth:`load` reads; ``.csv``, the schedule for PyTorch, without recomputation, which
-                that format does not have; ``.svg`` or ``.png``, a picture.
+            path: ``.json``, which :meth:`load` reads; ``.csv``, the schedule for PyTorch, without recomputation
+                and skip connections, which that format does not have; ``.svg`` or ``.png``, a picture.
 
         Raises:
             ValueError: the ending is another one.
@@ -206,7 +206,7 @@ class Plan:
         if path.suffix not in (".json", ".csv", ".svg"):
             raise ValueError(f"{path}: a plan is saved as .json, .csv, .svg or .png, not as {path.suffix!r}")
         if path.suffix == ".csv":
-            text = to_csv(without_recompute(self.schedule))
+            text = to_csv(replace(without_recompute(self.schedule), skips=()))
         else:
             text = text_of(self) if path.suffix == ".json" else self._repr_svg_()
         path.write_text(text, encoding="utf-8")

@@ -10,7 +10,7 @@ from pipework.planning.certificate import any_plan_bound, certify
 from pipework.planning.doubts import doubts
 from pipework.planning.plan import Plan
 from pipework.planning.request import make_request
-from pipework.planning.search.candidate import Candidate, Choice, kinds_of
+from pipework.planning.search.candidate import Candidate, Choice, kinds_of, with_the_skips
 from pipework.schedule import (
     Schedule,
     build,
@@ -54,7 +54,7 @@ def plan_of_settings(
     if sum(cut) != layers:
         raise ValueError(f"balance is {list(cut)}, which sums to {sum(cut)}, and the profile has {layers} layers")
     order = tuple(range(workers))
-    made = _schedule(schedule, workers, len(cut), chunks, checkpoint)
+    made = with_the_skips(request, cut, replace(_schedule(schedule, workers, len(cut), chunks, checkpoint), skips=()))
     choice = Choice(order, made.placement, chunks, cut, (0,) * len(cut), None, without_recompute(made))
     costs = request.sums(chunks).costs(cut, kinds_of(request, order, made.placement))
     candidate = Candidate(request, choice, costs, measure(made, costs))

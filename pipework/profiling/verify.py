@@ -81,9 +81,10 @@ def measured_plan(
         batch.bytes_on(places[0], places[-1]),
         functools.partial(optimizer_bytes, plan.optimizer),
     )
-    costs = (
-        replace(found.costs, transfer=plan.costs.transfer) if recorded is None else _with_times(found.costs, recorded)
-    )
+    if recorded is None:
+        costs = replace(found.costs, transfer=plan.costs.transfer, skip_transfer=plan.costs.skip_transfer)
+    else:
+        costs = _with_times(found.costs, recorded)
     again = simulate(plan.schedule, costs)
     workers = _workers(plan, found)
     # The bound of all plans comes from the profile, in which other layers may have been measured too long.

@@ -4,12 +4,13 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from pipework import Pipe, Plan, Profile, profile
+from pipework import Pipe, Plan, Profile, pop, profile, skippable, stash
 from pipework.assignment.from_plan import layer_infos
 from pipework.planning.plan_profile import plan_profile
 from pipework.schedule.edges import recomputed
@@ -72,6 +73,33 @@ def test_with_recomputation(measured: Profile, assert_trained_alike: Callable[..
     again = recomputed(plan.schedule)
     assert 0 < len(again) < plan.schedule.stages * plan.chunks
     trained_alike(plan, assert_trained_alike)
+
+
+@skippable(stash=["ahead"])
+class Stash(nn.Module):
+    def forward(self, x: Any) -> Any:
+        yield stash("ahead", x)
+        return x.sin()
+
+
+@skippable(pop=["ahead"])
+class Pop(nn.Module):
+    def forward(self, x: Any) -> Any:
+        ahead = yield pop("ahead")
+        return x + ahead
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_with_a_skip_connection_over_stages(checkpoint: str, assert_trained_alike: Callable[..., None]) -> None:
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Stash(), *layers()[:-2], Pop(), *layers()[-2:])
+    x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS)
+    measured = profile(plain, x, target=y, loss_fn=distance, rows=[4], timeout=0)
+    settings: dict[str, Any] = {"devices": ["cpu"] * 4, "balance": [2, 2, 2, 5], "chunks": 4}
+    plan = measured.predict(**settings, schedule="1f1b", checkpoint=checkpoint)
+    assert plan.schedule.skips == ((0, 3),)
+    pipe = Pipe(copy.deepcopy(plain), plan=plan, loss_fn=distance)
+    assert pipe.schedule().skips == plan.schedule.skips
+    assert_trained_alike(plain, pipe, [(x,)], way=INSIDE, evaluate=True)
 
 
 def test_saved_and_loaded(tmp_path: Path, measured: Profile, assert_trained_alike: Callable[..., None]) -> None:

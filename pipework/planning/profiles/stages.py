@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -14,6 +14,16 @@ from pipework.schedule import Costs
 if TYPE_CHECKING:
     from pipework.planning.profiles.layer_costs import LayerBytes
     from pipework.planning.profiles.profile import Profile
+
+
+def far_skips(skips: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those pairs of stages between which there are others: a schedule has these as its skips.
+
+    Example:
+        >>> far_skips([(0, 1), (0, 3)])
+        [(0, 3)]
+    """
+    return [(source, target) for source, target in skips if target > source + 1]
 
 
 @dataclass(frozen=True)
@@ -111,31 +121,36 @@ class StageSums:
             self._kept[end - 1] - self._kept[begin] + sizes[end - 1].kept + sizes[begin].input for begin, end in spans
         ]
         small = [sizes[begin].input for begin, _ in spans]
-        for _, popping, size in self.skips_between(balance):
+        sent = [sizes[end - 1].output for _, end in spans[:-1]]
+        skips = self.skips_between(balance)
+        for (stashing, popping), size in skips.items():
             inner[popping] += size
             small[popping] += size
+            if popping == stashing + 1:  # it goes with the value
+                sent[stashing] += size
+        far = far_skips(skips)
         return Costs(
             forward=forward,
             backward=[i + w for i, w in zip(inputs, weights, strict=True)],
             input_gradient=inputs,
             weight_gradient=weights,
-            transfer=[
-                self.profile.transfer(*ends, sizes[end - 1].output)
-                for (_, end), ends in zip(spans, pairwise(kinds), strict=False)
-            ],
+            transfer=[self.profile.transfer(*ends, size) for ends, size in zip(pairwise(kinds), sent, strict=True)],
+            skip_transfer=[self.profile.transfer(kinds[a], kinds[b], skips[a, b]) for a, b in far],
             activation=inner,
             checkpoint_activation=small,
             waiting=[self._waiting[end] - self._waiting[begin] for begin, end in spans],
             message=[sizes[end - 1].output for _, end in spans[:-1]],
         )
 
-    def skips_between(self, balance: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """For each skip connection from a stage to another one: the stages, and the bytes, which the latter holds."""
+    def skips_between(self, balance: Sequence[int]) -> dict[tuple[int, int], int]:
+        """The bytes that skip connections bring from a stage to another one, which holds them, in ascending order."""
         ends = list(accumulate(balance))
+        found: dict[tuple[int, int], int] = {}
         for skip, size in zip(self.profile.skips, self._skips, strict=True):
-            stashing, popping = bisect_right(ends, skip.source), bisect_right(ends, skip.target)
-            if stashing != popping:
-                yield stashing, popping, size
+            stages = bisect_right(ends, skip.source), bisect_right(ends, skip.target)
+            if stages[0] != stages[1]:
+                found[stages] = found.get(stages, 0) + size
+        return dict(sorted(found.items()))
 
     def _own(self, kind: str, index: int) -> float:
         """What a stage's action takes beside its layers' time."""

@@ -6,10 +6,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pipework.schedule import Costs, Measures, Schedule, build, measure, spread_evenly, with_recompute_on_stages
+from pipework.planning.profiles.stages import far_skips
+from pipework.schedule import (
+    Costs,
+    Measures,
+    Schedule,
+    build,
+    measure,
+    spread_evenly,
+    with_recompute_on_stages,
+    with_skips,
+)
 from pipework.schedule.analysis.memory import SLACK
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pipework.planning.request import PlanRequest
 
 
@@ -87,7 +99,7 @@ class Candidate:
     @property
     def schedule(self) -> Schedule:
         """The schedule, with recomputation; made anew each time, since a large one takes a gigabyte."""
-        return schedule_of(self.choice, self.costs)
+        return schedule_of(self.request, self.choice, self.costs)
 
     @property
     def seconds(self) -> float:
@@ -130,11 +142,11 @@ def evaluate(request: PlanRequest, choice: Choice) -> Candidate:
         ValueError: the schedule does not go with the numbers of workers and micro-batches.
     """
     costs = request.sums(choice.chunks).costs(choice.balance, kinds_of(request, choice.order, choice.placement))
-    return Candidate(request, choice, costs, measure(schedule_of(choice, costs), costs))
+    return Candidate(request, choice, costs, measure(schedule_of(request, choice, costs), costs))
 
 
-def schedule_of(choice: Choice, costs: Costs) -> Schedule:
-    """The schedule of a choice, with recomputation."""
+def schedule_of(request: PlanRequest, choice: Choice, costs: Costs) -> Schedule:
+    """The schedule of a choice, with recomputation and the skip connections of its cut."""
     plain = choice.orders
     if plain is None:
         assert choice.schedule is not None
@@ -146,7 +158,14 @@ def schedule_of(choice: Choice, costs: Costs) -> Schedule:
             stages_per_worker=stages_per_worker,
             costs=costs,
         )
-    return with_recompute_on_stages(plain, [spread_evenly(count, choice.chunks) for count in choice.recomputed])
+    made = with_recompute_on_stages(plain, [spread_evenly(count, choice.chunks) for count in choice.recomputed])
+    return with_the_skips(request, choice.balance, made)
+
+
+def with_the_skips(request: PlanRequest, balance: Sequence[int], schedule: Schedule) -> Schedule:
+    """The schedule with the skip connections between the stages of a cut."""
+    skips = far_skips(request.sums(schedule.micro_batches).skips_between(balance))
+    return with_skips(schedule, skips) if skips else schedule
 
 
 def moved(choice: Choice, boundary: int, by: int) -> Choice | None:

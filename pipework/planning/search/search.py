@@ -165,6 +165,7 @@ class Search:
     def _synthesise_with(self, candidate: Candidate, recomputed: tuple[int, ...], share: float) -> None:
         limits = [each.limit - each.fixed - each.temporary for each in candidate.workers]
         choice = candidate.choice
+        seed = replace(without_recompute(candidate.schedule), skips=())
         use_seconds = self._budget.seconds < inf
         steps = 0 if use_seconds else int(share * self._budget.iterations)
         windows = steps // _WINDOW
@@ -178,7 +179,7 @@ class Search:
                 seconds=share * self._budget.seconds if use_seconds else None,
                 iterations=None if use_seconds else max(1, windows or steps // _LIST_SCHEDULES),
                 solver=None if use_seconds or windows else False,
-                seeds=[without_recompute(candidate.schedule)],
+                seeds=[seed],
                 named=3 * len(choice.placement) * choice.chunks < _LARGE,
             )
         except ValueError:

@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipework
-from pipework import Mesh, Pipe, Plan, Rates
+from pipework import Mesh, Pipe, Plan, Rates, pop, skippable, stash
 from pipework.schedule.edges import recomputed
 from pipework.testing import draw_key, reference_step
 
 X, Y = torch.linspace(-1, 1, 16 * 8).reshape(16, 8), torch.zeros(16, 8)
+RATES = {"device": Rates(operations=1e9, bytes_per_second=1e9)}  # so that the plan is the same on all ranks
 
 
 def layers() -> nn.Sequential:
@@ -24,12 +25,41 @@ def layers() -> nn.Sequential:
     )
 
 
+@skippable(stash=["ahead"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("ahead", x)
+        return x.sin()
+
+
+@skippable(pop=["ahead"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        ahead = yield pop("ahead")
+        return x + ahead
+
+
+def with_a_skip() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), Stash(), *layers(), Pop(), nn.Linear(8, 8))
+
+
 def planned() -> Plan:
-    rates = {"device": Rates(operations=1e9, bytes_per_second=1e9)}  # so that the plan is the same on all ranks
-    profile = pipework.profile(layers(), X, target=Y, loss_fn=F.mse_loss, rates=rates, rows=[4])
+    profile = pipework.profile(layers(), X, target=Y, loss_fn=F.mse_loss, rates=RATES, rows=[4])
     options: dict[str, Any] = {"devices": ["device"] * 2, "chunks": 4, "schedules": ["1f1b"], "iterations": 30}
     free = pipework.plan(profile, **options)
     return pipework.plan(profile, **options, memory=max(held.total for held in free.workers) - 1000)
+
+
+def train_alike(pipe: Pipe, plain: nn.Module, chunks: int) -> None:
+    for seed in range(2):
+        torch.manual_seed(seed)
+        loss = pipe(X, target=Y)
+        loss.backward()
+        torch.manual_seed(seed)
+        expected = reference_step(plain, X, Y, F.mse_loss, chunks, draw_key())
+        assert torch.equal(loss, expected.loss)
+        for name, parameter in pipe.named_parameters():
+            assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
 
 
 def train(mesh: Mesh) -> None:
@@ -38,15 +68,13 @@ def train(mesh: Mesh) -> None:
     assert recomputed(plan.schedule)
     pipe = Pipe(module, plan=plan, mesh=mesh, loss_fn=F.mse_loss)
     assert pipe.schedule().orders == plan.schedule.orders
-    for seed in range(2):
-        torch.manual_seed(seed)
-        loss = pipe(X, target=Y)
-        loss.backward()
-        torch.manual_seed(seed)
-        expected = reference_step(plain, X, Y, F.mse_loss, plan.chunks, draw_key())
-        assert torch.equal(loss, expected.loss)
-        for name, parameter in pipe.named_parameters():
-            assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
+    train_alike(pipe, plain, plan.chunks)
+    skipping = with_a_skip()
+    measured = pipework.profile(skipping, X, target=Y, loss_fn=F.mse_loss, rates=RATES, rows=[4])
+    settings: dict[str, Any] = {"devices": ["device"] * 2, "balance": [2, 2, 2, 3], "chunks": 4}
+    over_stages = measured.predict(**settings, schedule="interleaved-1f1b", checkpoint="always")
+    assert over_stages.schedule.skips == ((0, 3),)
+    train_alike(Pipe(copy.deepcopy(skipping), plan=over_stages, mesh=mesh, loss_fn=F.mse_loss), skipping, 4)
     with pytest.raises(ValueError, match="devices is for workers that are threads"):
         Pipe(layers(), plan=plan, mesh=mesh, devices=["cpu", "cpu"], loss_fn=F.mse_loss)
 

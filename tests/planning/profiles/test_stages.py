@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipework.planning.profiles.layer_costs import SkipBytes
+from pipework.planning.profiles.layer_costs import LinkSpeed, SkipBytes
 from pipework.planning.profiles.stages import StageSums
 from tests.planning.made_profiles import made
 
@@ -39,6 +39,20 @@ def test_joined_layers_save_what_each_stage_needs_once() -> None:
 def test_stages_on_other_kinds_take_other_times() -> None:
     sums = StageSums(made([1.0, 1.0], rows=(1,), speeds={"a": 1.0, "b": 0.5}), 1, optimizer=0.0)
     assert sums.costs([1, 1], ["a", "b"]).forward == (1.0, 2.0)
+
+
+def test_skips_take_time_on_their_way() -> None:
+    skips = (SkipBytes(0, 1, (50, 50)), SkipBytes(0, 3, (100, 100)), SkipBytes(0, 3, (20, 20)), SkipBytes(2, 3, (7, 7)))
+    slow = replace(made([1.0] * 4), links={("device", "device"): LinkSpeed(0.5, 100.0)})
+    sums = StageSums(replace(slow, skips=skips), 1, optimizer=0.0)
+    plain = StageSums(slow, 1, optimizer=0.0).costs([1] * 4, ["device"] * 4).transfer
+    assert sums.skips_between([1] * 4) == {(0, 1): 50, (0, 3): 120, (2, 3): 7}
+    costs = sums.costs([1] * 4, ["device"] * 4)
+    assert costs.skip_transfer == (0.5 + 1.2,)
+    more = [after - before for before, after in zip(plain, costs.transfer, strict=True)]
+    assert more == pytest.approx([0.5, 0.0, 0.07])
+    assert sums.skips_between([3, 1]) == {(0, 1): 127}  # the pop of a layer's own stage is no transfer
+    assert sums.costs([3, 1], ["device"] * 2).skip_transfer == ()
 
 
 def test_a_skip_is_held_by_the_stage_that_pops_it() -> None:

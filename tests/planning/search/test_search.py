@@ -2,17 +2,18 @@
 
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipework.planning.plan import Plan
 from pipework.planning.plan_profile import plan_profile
-from pipework.planning.profiles.layer_costs import DeviceKind, LayerSeconds
+from pipework.planning.profiles.layer_costs import DeviceKind, LayerSeconds, LinkSpeed, SkipBytes
 from pipework.planning.request import make_request
 from pipework.planning.search.candidate import Candidate, Choice, evaluate
 from pipework.planning.search.choices import orders
-from pipework.schedule import SCHEDULES, validate
+from pipework.schedule import SCHEDULES, from_csv, validate
 from pipework.schedule.analysis.memory import SLACK
 from pipework.schedule.edges import recomputed
 from tests.planning.made_profiles import made
@@ -77,6 +78,26 @@ def test_a_small_device_comes_where_little_is_in_flight() -> None:
     plan = planned(profile, ["small", "large"], {"small": 2100}, chunks=8, schedules=["1f1b"])
     assert plan.devices == ("large", "small")
     assert not recomputed(plan.schedule)
+
+
+def test_skip_connections_are_waited_for(tmp_path: Path) -> None:
+    """The popped tensor takes longer than the stages between."""
+    slow = replace(made([1.0] * 4), links={("device", "device"): LinkSpeed(0.0, 10.0)})
+    profile = replace(slow, skips=(SkipBytes(0, 3, (200, 200)),))
+    settings: dict[str, Any] = {"devices": ["device"] * 4, "balance": [1] * 4, "chunks": 8, "schedule": "1f1b"}
+    with_skip, without = (each.predict(**settings, checkpoint="never") for each in (profile, slow))
+    assert with_skip.schedule.skips == ((0, 3),)
+    # Forward and gradient of one micro-batch wait for it, 20 seconds each, and not for two stages and three messages.
+    assert with_skip.seconds - without.seconds >= 2 * (20.0 - 2 - 3 * 0.2)
+    assert with_skip.certificate.schedule_bound <= with_skip.seconds
+    assert with_skip.certificate.binding.endswith("the longest is from stage 0 to 3")
+    plan = planned(profile, ["device"] * 4, chunks=8, iterations=200)
+    assert plan.seconds < with_skip.seconds  # another cut, or fewer devices
+    for each in (with_skip, plan):
+        each.save(tmp_path / "plan.json")
+        each.save(tmp_path / "plan.csv")
+        assert Plan.load(tmp_path / "plan.json").seconds == each.seconds
+        assert from_csv((tmp_path / "plan.csv").read_text()).skips == ()
 
 
 def test_a_slow_device_gets_less_or_nothing() -> None:
