@@ -16,6 +16,7 @@ from pipework.prediction.grouped import grouped
 from pipework.prediction.optimizer_bytes import optimizer_bytes
 from pipework.prediction.predict import cpu_workers_of, measure_stages, predicted
 from pipework.profiling.layers import ignored
+from pipework.profiling.step_times import with_times
 from pipework.schedule import simulate
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def measured_plan(
     if recorded is None:
         costs = replace(found.costs, transfer=plan.costs.transfer, skip_transfer=plan.costs.skip_transfer)
     else:
-        costs = _with_times(found.costs, recorded)
+        costs = with_times(found.costs, recorded)
     again = simulate(plan.schedule, costs)
     workers = _workers(plan, found)
     # The bound of all plans comes from the profile, in which other layers may have been measured too long.
@@ -106,19 +107,6 @@ def _timed(measured: Sequence[Measured], recorded: Costs, split: Collection[int]
         )
         for stage, each in enumerate(measured)
     ]
-
-
-def _with_times(bytes_of: Costs, times: Costs) -> Costs:
-    """The bytes of some costs with the seconds of others."""
-    return replace(
-        bytes_of,
-        forward=times.forward,
-        backward=times.backward,
-        recompute=times.recompute,
-        input_gradient=times.input_gradient,
-        weight_gradient=times.weight_gradient,
-        transfer=times.transfer,
-    )
 
 
 def with_limits(plan: Plan, limits: Mapping[str, float]) -> Plan:

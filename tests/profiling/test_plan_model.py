@@ -67,6 +67,11 @@ def test_the_plan_is_the_fastest_that_was_tried(monkeypatch: pytest.MonkeyPatch)
     assert len({each.schedule.name for each in tried[1:]}) == 3
 
 
+def test_a_search_of_some_seconds_tries_several_schedules() -> None:
+    options = {name: value for name, value in OPTIONS.items() if name != "iterations"}
+    assert len(plan(layers(), X, **options, seconds=0.5).named) > 1
+
+
 def test_a_note_says_that_a_stage_was_measured_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_memory(*arguments: Any, **options: Any) -> Any:
         return measure_stages(*arguments, **options)[0], (1,)

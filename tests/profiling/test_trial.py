@@ -13,7 +13,7 @@ from pipework import Plan, Rates, plan
 from pipework import profile as measured_profile
 from pipework.profiling.micro_batches import SampleBatch
 from pipework.profiling.trial import by_speed
-from pipework.schedule import Costs, with_recompute
+from pipework.schedule import Costs, simulate, with_recompute
 
 
 class Noting(nn.Module):
@@ -71,6 +71,14 @@ def test_a_trial_leaves_everything_as_it_is() -> None:
     assert torch.equal(random, torch.get_rng_state())
     assert loss.calls == 0
     assert threading.get_ident() not in Noting.threads  # workers ran, as in the pipe
+
+
+def test_the_simulated_step_takes_as_long_as_the_measured_ones() -> None:
+    module, x, lines = layers_of(), torch.randn(8, 3, 4), list[str]()
+    found = planned(module, x)
+    ((_, costs),) = by_speed([found], module, batch_of(module, x, x, F.mse_loss), 0, lines.append)
+    assert costs is not None
+    assert f": {simulate(found.schedule, costs).makespan:.3g} s, median of 4 steps" in lines[-1]
 
 
 class Halving(nn.Linear):

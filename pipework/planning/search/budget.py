@@ -53,7 +53,7 @@ class SearchBudget:
 
     def part(self, share: float) -> SearchBudget:
         """A budget of a share of this one, which begins now."""
-        return SearchBudget(share * self.seconds, max(1.0, share * self.iterations // 1))
+        return SearchBudget(share * self.seconds, max(1.0, share * self.iterations))
 
     @property
     def _each(self) -> float:
