@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipework.schedule import Costs
@@ -27,7 +27,7 @@ def times_scaled(costs: Costs, factor: float) -> Costs:
     return replace(costs, **{name: _scaled(getattr(costs, name), factor) for name in _TIMES})
 
 
-def _scaled(value: float | tuple[float, ...] | None, factor: float) -> float | tuple[float, ...] | None:
+def _scaled(value: float | tuple[float, ...] | None, factor: float) -> Any:
     if isinstance(value, tuple):
         return tuple(each * factor for each in value)
     return None if value is None else value * factor

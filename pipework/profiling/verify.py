@@ -20,13 +20,13 @@ from pipework.profiling.step_times import with_times
 from pipework.schedule import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pipework.planning.plan import Plan
     from pipework.prediction.predict import Prediction
     from pipework.prediction.stage_copy import Measured
     from pipework.profiling.micro_batches import SampleBatch
-    from pipework.schedule import Costs
+    from pipework.schedule import Costs, Schedule
 
 _ROUNDS = 3
 
@@ -67,7 +67,7 @@ def measured_plan(
     measured = [_median(each) for each in zip(*(found for found, _ in rounds), strict=True)]
     notes = plan.notes
     if recorded is not None:
-        measured = _timed(measured, recorded, plan.schedule.split_stages)
+        measured = _timed(measured, recorded, plan.schedule)
     elif elsewhere := rounds[0][1]:
         notes += (
             f"stage {', '.join(map(str, elsewhere))} was measured on the CPU, because its device ran out of memory: "
@@ -95,9 +95,9 @@ def measured_plan(
     )
 
 
-def _timed(measured: Sequence[Measured], recorded: Costs, split: Collection[int]) -> list[Measured]:
+def _timed(measured: Sequence[Measured], recorded: Costs, schedule: Schedule) -> list[Measured]:
     """The bytes that were measured, with the times of steps: what workers of one device hold at once follows them."""
-    seconds = recorded.spread(len(measured)).duration
+    seconds, split = recorded.spread(schedule.stages, len(schedule.skips)).duration, schedule.split_stages
     return [
         replace(
             each,

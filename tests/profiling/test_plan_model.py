@@ -1,4 +1,5 @@
 import re
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipework import Pipe, Plan, plan, profile
+from pipework import Pipe, Plan, plan, pop, profile, skippable, stash
 from pipework.planning.memory_size import memory_bytes
 from pipework.planning.search.candidate import WorkerBytes
 from pipework.prediction.predict import measure_stages
@@ -140,6 +141,33 @@ def test_a_limit_between_what_layers_and_stages_need_is_answered_with_what_stage
     found = re.search("fits with a limit of ([^,]*), of which the 2 workers on cpu", str(refused.value))
     assert found
     assert memory_bytes(found[1]) == pytest.approx(2 * 2 * limit / 1.01, rel=0.01)
+
+
+@skippable(stash=["ahead"])
+class Stash(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        time.sleep(0.002)  # so that several devices are faster than one
+        yield stash("ahead", x)
+        return super().forward(x)
+
+
+@skippable(pop=["ahead"])
+class Pop(nn.Module):
+    def forward(self, x: Any) -> Any:
+        time.sleep(0.002)
+        ahead = yield pop("ahead")
+        return x + ahead
+
+
+@pytest.mark.parametrize("bytes_left", [float("inf"), 0])
+def test_a_skip_connection_over_stages(monkeypatch: pytest.MonkeyPatch, bytes_left: float) -> None:
+    monkeypatch.setattr("pipework.profiling.trial._cpu_bytes_left", lambda: bytes_left)
+    module = nn.Sequential(Stash(*X.shape[-1:] * 2), nn.Tanh(), nn.ReLU(), Pop())
+    options = OPTIONS | {"target": X, "schedules": ["interleaved-1f1b"]}
+    found = plan(module, X, **options)
+    assert (found.balance, found.schedule.skips) == ((1, 1, 1, 1), ((0, 3),))
+    assert found.profile_seconds is not None
+    Pipe(module, plan=found, loss_fn=F.mse_loss)(X, target=X).backward()
 
 
 def test_a_sample_is_needed() -> None:
