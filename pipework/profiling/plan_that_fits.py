@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipework.profiling.micro_batches import SampleBatch
 
 # Schedules with a name that are tried beside the best plan, if they are about as fast by the profile.
-_NAMED, _WITHIN = 3, 1.15
+_NAMED, _WITHIN = 5, 1.15
 # Of the budget, for the first search and for those that follow if the stages that it found do not fit.
 _SHARES = 0.6, 0.25, 0.15
 

@@ -43,6 +43,7 @@ TINY = {
     "stream_operations": ["--stages", "2"],
     "partition": ["--quick", "--problems", "1", "--largest", "97"],
     "planning": ["--iterations", "10", "--only", "unet_unequal"],
+    "planning_scale": ["--sizes", "2x4", "--seconds", "0.2"],
     "planned_step": ["--quick", "--rounds", "1", "--only", "GRU"],
     "grain": ["--seconds", "0.01", "--milliseconds", "0.1", "1", "--micro-batches", "2"],
 }

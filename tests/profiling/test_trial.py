@@ -78,7 +78,7 @@ def test_the_simulated_step_takes_as_long_as_the_measured_ones() -> None:
     found = planned(module, x)
     ((_, costs),) = by_speed([found], module, batch_of(module, x, x, F.mse_loss), 0, lines.append)
     assert costs is not None
-    assert f": {simulate(found.schedule, costs).makespan:.3g} s, median of 4 steps" in lines[-1]
+    assert f": {simulate(found.schedule, costs).makespan:.3g} s, median of 8 steps" in lines[-1]
 
 
 class Halving(nn.Linear):

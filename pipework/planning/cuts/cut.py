@@ -36,7 +36,7 @@ def cut_at(problem: CutProblem, balance: Sequence[int]) -> Cut:
     """The cut with a given number of layers of each stage. Whether it respects the limits is not looked at.
 
     Raises:
-        ValueError: the numbers are not those of a balance for these layers, or glued layers are cut apart.
+        ValueError: the numbers are not those of a balance for these layers.
 
     Example:
         >>> cut_at(CutProblem((0, 1, 0), [[1, 2, 4, 8]] * 3, boundary=0.5), [1, 2, 1]).loads
@@ -48,9 +48,6 @@ def cut_at(problem: CutProblem, balance: Sequence[int]) -> Cut:
             f"to {problem.layers}"
         )
     ends = list(accumulate(balance, initial=0))
-    for end in ends[1:-1]:
-        if end - 1 in problem.glued:
-            raise ValueError(f"balance is {[*balance]}: a cut after layer {end - 1}, which is glued to the next one")
     each = [_of_worker(problem, ends, worker) for worker in range(problem.workers)]
     loads, memory = zip(*each, strict=True)
     return Cut(tuple(balance), loads, memory, problem)
@@ -88,12 +85,7 @@ def fits(cut: Cut) -> bool:
 def neighbours(cut: Cut) -> Iterator[Cut]:
     """All cuts in which one boundary is moved by one layer, and that are within the limits.
 
-    Where layers are glued, a boundary is moved to the next place where a cut may be.
-
     Example:
-        >>> problem = CutProblem((0, 1, 2), [[1, 1, 1, 1]] * 3, glued=[1])
-        >>> [near.balance for near in neighbours(cut_at(problem, [1, 2, 1]))]
-        []
         >>> [near.balance for near in neighbours(cut_at(CutProblem((0, 1), [[1, 1, 1]] * 2), [1, 2]))]
         [(2, 1)]
     """
@@ -108,17 +100,14 @@ def moved(cut: Cut) -> Iterator[Cut]:
         >>> [near.balance for near in moved(cut_at(problem, [1, 2]))]
         [(2, 1)]
     """
-    glued = {*cut.problem.glued}
     ends = list(accumulate(cut.balance, initial=0))
     for boundary in range(1, len(ends) - 1):
         for step in (-1, 1):
             end = ends[boundary] + step
-            while end - 1 in glued:
-                end += step
             if ends[boundary - 1] < end < ends[boundary + 1]:
                 balance = list(cut.balance)
-                balance[boundary - 1] += end - ends[boundary]
-                balance[boundary] -= end - ends[boundary]
+                balance[boundary - 1] += step
+                balance[boundary] -= step
                 loads, memory = list(cut.loads), list(cut.memory)
                 places = [*ends[:boundary], end, *ends[boundary + 1 :]]
                 for worker in {*cut.problem.placement[boundary - 1 : boundary + 1]}:

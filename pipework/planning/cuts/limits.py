@@ -74,19 +74,18 @@ def check_layers(problem: CutProblem) -> None:
         return
     ordered = tables_of(problem)
     limits = [problem.limits[worker] for worker in problem.placement]
-    for place, (start, end) in enumerate(zip(ordered.layer, ordered.layer[1:], strict=False)):
+    for layer in range(problem.layers):
         if any(
-            row[place + 1] - row[place] <= ordered.limits[worker]
+            row[layer + 1] - row[layer] <= ordered.limits[worker]
             for row, worker in zip(ordered.memory, problem.placement, strict=True)
         ):
             continue
-        needs = [math.fsum(row[start:end]) for row in problem.memory]
+        needs = [row[layer] for row in problem.memory]
         stage = min(range(problem.stages), key=lambda each: needs[each] / limits[each])
-        name = f"layer {start} is" if end == start + 1 else f"layers {start} to {end - 1}, which are glued, are"
         raise ValueError(
-            f"{name} too large for every worker: {needs[stage]:.15g} bytes are needed on stage {stage}, whose worker "
-            f"{problem.placement[stage]} has {limits[stage]:.15g}, and on the others it fits no better; cut it into "
-            "smaller layers, recompute, or have fewer micro-batches in flight"
+            f"layer {layer} is too large for every worker: {needs[stage]:.15g} bytes are needed on stage {stage}, "
+            f"whose worker {problem.placement[stage]} has {limits[stage]:.15g}, and on the others it fits no better; "
+            "cut it into smaller layers, recompute, or have fewer micro-batches in flight"
         )
 
 

@@ -25,18 +25,17 @@ class CutProblem:
         boundary: the seconds that each side needs for sending and receiving, which its load grows by: for each
             boundary, between stage s and s + 1, a number for each layer but the last, after which the cut may be; or
             one number for all. Between stages of one worker nothing is sent, and nothing is added.
-        glued: layers after which no cut may be: layer i stays on one stage with layer i + 1.
 
     Raises:
-        ValueError: the sequences do not fit together, a number is negative, infinite or NaN, or there are fewer places
-            to cut than the stages need.
+        ValueError: the sequences do not fit together, a number is negative, infinite or NaN, or there are fewer layers
+            than stages.
 
     Example:
         >>> CutProblem(placement=(0, 1), seconds=[[1, 2, 3]] * 2).layers
         3
         >>> CutProblem(placement=(0, 1), seconds=[[1], [1]])
         Traceback (most recent call last):
-        ValueError: 2 stages need at least 2 layers that may be cut apart, got 1
+        ValueError: 2 stages need at least 2 layers, got 1
     """
 
     placement: tuple[int, ...]
@@ -44,7 +43,6 @@ class CutProblem:
     memory: Sequence[Sequence[float]] = ()
     limits: Sequence[float] | None = None
     boundary: Sequence[Sequence[float]] | float = 0.0
-    glued: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         workers = set(self.placement)
@@ -63,15 +61,8 @@ class CutProblem:
             _check_rows("boundary", self.boundary, self.stages - 1, self.layers - 1, "boundary")
         else:
             _check_numbers("boundary", [self.boundary])
-        for layer in self.glued:
-            if not 0 <= layer < self.layers - 1:
-                raise ValueError(f"glued has {layer}: wanted layers from 0 to {self.layers - 2}, which have a next one")
-        apart = self.layers - len({*self.glued})
-        if apart < self.stages:
-            glued = f" ({self.layers} layers, some of them glued)" if self.glued else ""
-            raise ValueError(
-                f"{self.stages} stages need at least {self.stages} layers that may be cut apart, got {apart}{glued}"
-            )
+        if self.layers < self.stages:
+            raise ValueError(f"{self.stages} stages need at least {self.stages} layers, got {self.layers}")
 
     @property
     def stages(self) -> int:

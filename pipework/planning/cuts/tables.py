@@ -3,9 +3,8 @@
 Sums of floats depend on their order, so equal sums could compare as different, and an exact optimum could be missed.
 Each float is a fraction whose denominator is a power of two, so one unit makes all of them integers.
 
-A place is a number from 0 to `places`: 0 is before the first layer, `places` is after the last, and the others are
-those between layers that are not glued. A cut is a list of places here, the first 0 and the last `places`; stage s has
-the layers between place s and place s + 1 of the list.
+A place is the number of layers before it, from 0 to `places`. A cut is a list of places here, the first 0 and the last
+`places`; stage s has the layers between place s and place s + 1 of the list.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ class Tables:
 
     Attributes:
         problem: the problem.
-        layer: for each place, the number of layers before it.
         sums: for each stage, the seconds of the layers before each place.
         begins: the same, less what the boundary at that place adds if the stage begins there.
         ends: the same, with what the boundary adds if the stage ends there. The time of a stage from place i to place j
@@ -40,7 +38,6 @@ class Tables:
     """
 
     problem: CutProblem
-    layer: list[int]
     sums: list[list[int]]
     begins: list[list[int]]
     ends: list[list[int]]
@@ -53,7 +50,7 @@ class Tables:
     @property
     def places(self) -> int:
         """The number of the last place."""
-        return len(self.layer) - 1
+        return self.problem.layers
 
     def time(self, stage: int, cut: Sequence[int]) -> int:
         """The time of a stage."""
@@ -73,31 +70,29 @@ class Tables:
 
     def balance(self, cut: Sequence[int]) -> list[int]:
         """The number of layers of each stage."""
-        return [self.layer[after] - self.layer[before] for before, after in pairwise(cut)]
+        return [after - before for before, after in pairwise(cut)]
 
 
 def tables_of(problem: CutProblem) -> Tables:
     """The integers of a problem.
 
     Example:
-        >>> tables = tables_of(CutProblem((0, 1), [[0.5, 1, 2]] * 2, boundary=0.25, glued=[0]))
-        >>> tables.unit, tables.layer, tables.sums[0], tables.ends[0]
-        (4, [0, 2, 3], [0, 6, 14], [1, 7, 15])
+        >>> tables = tables_of(CutProblem((0, 1), [[0.5, 1, 2]] * 2, boundary=0.25))
+        >>> tables.unit, tables.sums[0], tables.ends[0]
+        (4, [0, 2, 6, 14], [1, 3, 7, 15])
     """
-    glued = {*problem.glued}
-    layer = [0, *(after for after in range(1, problem.layers) if after - 1 not in glued), problem.layers]
     rows = problem.boundary if isinstance(problem.boundary, Sequence) else [[problem.boundary]]
     unit = _unit([*_distinct(problem.seconds), *_distinct(rows)])
-    sums = _prefix_sums(problem.seconds, unit, layer)
+    sums = _prefix_sums(problem.seconds, unit)
     begins, ends = sums[:], sums[:]
     added: list[int] | None = [0] * problem.workers
     for boundary, sides in enumerate(pairwise(problem.placement)):
         if sides[0] == sides[1]:
             continue
         if isinstance(problem.boundary, Sequence):
-            crossing = [_integer(problem.boundary[boundary][after - 1], unit) for after in layer[1:-1]]
+            crossing = [_integer(each, unit) for each in problem.boundary[boundary]]
         else:
-            crossing = [_integer(problem.boundary, unit)] * (len(layer) - 2)
+            crossing = [_integer(problem.boundary, unit)] * (problem.layers - 1)
         if added is not None and len({*crossing}) == 1:
             for worker in sides:
                 added[worker] += crossing[0]
@@ -109,12 +104,12 @@ def tables_of(problem: CutProblem) -> Tables:
             ends[boundary] = [total + more for total, more in zip(sums[boundary], around, strict=True)]
             begins[boundary + 1] = [total - more for total, more in zip(sums[boundary + 1], around, strict=True)]
     byte = _unit(_distinct(problem.memory))
-    memory = _prefix_sums(problem.memory, byte, layer) or [[0] * len(layer)] * problem.stages
+    memory = _prefix_sums(problem.memory, byte) or [[0] * (problem.layers + 1)] * problem.stages
     every = sum(row[-1] for row in memory)  # as good as infinite
     limits = [every] * problem.workers
     if problem.limits is not None:
         limits = [min(every, _most(limit, byte)) if limit < math.inf else every for limit in problem.limits]
-    return Tables(problem, layer, sums, begins, ends, memory, limits, added, unit, byte)
+    return Tables(problem, sums, begins, ends, memory, limits, added, unit, byte)
 
 
 def least_added(tables: Tables) -> list[int]:
@@ -168,7 +163,7 @@ def _integer(value: float, unit: int) -> int:
     return numerator * (unit // denominator)
 
 
-def _prefix_sums(rows: Sequence[Sequence[float]], unit: int, layer: Sequence[int]) -> list[list[int]]:
+def _prefix_sums(rows: Sequence[Sequence[float]], unit: int) -> list[list[int]]:
     """For each row, its sums before each place. Equal rows share a list."""
     made: dict[tuple[float, ...], list[int]] = {}
     found: dict[int, list[int]] = {}
@@ -176,7 +171,6 @@ def _prefix_sums(rows: Sequence[Sequence[float]], unit: int, layer: Sequence[int
         if id(row) not in found:
             key = tuple(row)
             if key not in made:
-                every = list(accumulate((_integer(value, unit) for value in row), initial=0))
-                made[key] = [every[place] for place in layer]
+                made[key] = list(accumulate((_integer(value, unit) for value in row), initial=0))
             found[id(row)] = made[key]
     return [found[id(row)] for row in rows]

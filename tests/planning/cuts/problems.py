@@ -18,8 +18,7 @@ PLACEMENTS = {
 
 def every_cut(problem: CutProblem) -> list[Cut]:
     """All cuts within the limits."""
-    inner = [place for place in range(1, problem.layers) if place - 1 not in problem.glued]
-    ends = [(0, *chosen, problem.layers) for chosen in combinations(inner, problem.stages - 1)]
+    ends = [(0, *chosen, problem.layers) for chosen in combinations(range(1, problem.layers), problem.stages - 1)]
     cuts = (cut_at(problem, [after - before for before, after in pairwise(each)]) for each in ends)
     return [cut for cut in cuts if fits(cut)]
 
@@ -52,7 +51,6 @@ def problems(draw: st.DrawFn, kind: str) -> CutProblem:
         row = st.lists(numbers, min_size=length, max_size=length)
         return draw(st.one_of(row.map(lambda one: [one] * count), st.lists(row, min_size=count, max_size=count)))
 
-    glued = draw(st.lists(st.integers(0, layers - 2), max_size=layers - stages, unique=True)) if layers > 1 else []
     limited = draw(st.booleans())
     memory = rows(stages, layers) if limited else []
     even = sum(map(sum, memory)) / stages / workers
@@ -65,5 +63,4 @@ def problems(draw: st.DrawFn, kind: str) -> CutProblem:
         memory,
         limits,
         rows(stages - 1, layers - 1) if boundary is None else boundary,
-        glued,
     )

@@ -27,11 +27,6 @@ def test_the_balance_is_checked(balance: list[int]) -> None:
         cut_at(CutProblem((0, 1, 2), [[1] * 4] * 3), balance)
 
 
-def test_glued_layers_are_not_cut_apart() -> None:
-    with pytest.raises(ValueError, match="a cut after layer 1, which is glued to the next one"):
-        cut_at(CutProblem((0, 1), [[1] * 4] * 2, glued=[1]), [2, 2])
-
-
 @given(st.one_of(problems("linear"), problems("v"), problems("other")))
 @settings(max_examples=40, deadline=None)
 def test_neighbours_are_all_cuts_with_one_boundary_moved(problem: CutProblem) -> None:
@@ -44,7 +39,4 @@ def test_neighbours_are_all_cuts_with_one_boundary_moved(problem: CutProblem) ->
     for cut in cuts[:3]:
         found = list(neighbours(cut))
         assert all(each in cuts for each in found)
-        if not problem.glued:
-            assert {each.balance for each in found} == {
-                each.balance for each in cuts if near(cut.balance, each.balance)
-            }
+        assert {each.balance for each in found} == {each.balance for each in cuts if near(cut.balance, each.balance)}

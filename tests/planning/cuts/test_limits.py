@@ -50,7 +50,4 @@ def test_a_layer_that_is_too_large_is_named() -> None:
     problem = CutProblem((0, 1), [[1, 1, 1]] * 2, [[1, 6, 1], [1, 5, 1]], limits=[5, 4.5])
     with pytest.raises(ValueError, match=r"layer 1 is too large for every worker: 5 bytes .* on stage 1, .* 4\.5"):
         best_cut(problem)
-    glued = CutProblem((0, 1), [[1, 1, 1]] * 2, [[1, 3, 3]] * 2, limits=[5, 5], glued=[1])
-    with pytest.raises(ValueError, match="layers 1 to 2, which are glued, are too large"):
-        best_cut(glued)
     check_layers(dataclasses.replace(problem, limits=[6, 1]))

@@ -21,11 +21,7 @@ TWO = [[1, 1, 1]] * 2
         ({"memory": TWO, "limits": [1, 0]}, "limits of worker 1 is 0: wanted a positive number"),
         ({"boundary": TWO[:1]}, "boundary of boundary 0 has 3 numbers: wanted 2"),
         ({"boundary": -0.5}, "boundary: number 0 is -0.5"),
-        ({"glued": [2]}, "glued has 2: wanted layers from 0 to 1"),
-        (
-            {"glued": [0, 1]},
-            "2 stages need at least 2 layers that may be cut apart, got 1 \\(3 layers, some .* glued\\)",
-        ),
+        ({"placement": (0, 1, 2, 3), "seconds": TWO * 2}, "4 stages need at least 4 layers, got 3"),
     ],
 )
 def test_wrong_problems_are_refused(arguments: dict[str, object], message: str) -> None:
