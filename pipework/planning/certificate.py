@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipework.schedule import lower_bounds
-from pipework.schedule.draw.units import counted
 
 if TYPE_CHECKING:
     from pipework.planning.request import PlanRequest
@@ -47,7 +46,7 @@ def certify(
         any_bound: what no plan undercuts, see :func:`any_plan_bound`.
         proven: a bound of the schedule that a solver has proven, in seconds; the larger one counts.
     """
-    schedule, costs = simulation.schedule, replace(simulation.costs, skip_transfer=0.0)
+    schedule, costs = simulation.schedule, simulation.costs
     again = Counter(action.stage for order in schedule.orders for action in order if action.kind == "R")
     room = [each.limit - each.fixed - each.temporary for each in workers]
     within, free = (
@@ -122,7 +121,7 @@ def _binding(simulation: Simulation, workers: Sequence[WorkerBytes], balance: Se
     if again and used[busiest] > 0:
         return (
             f"the memory of worker {busiest}, {used[busiest]:.0%} of which are used, although it recomputes "
-            f"{counted(again, 'micro-batch')}"
+            f"{again} of its {sum(action.kind == 'F' for action in schedule.orders[busiest])} forwards"
         )
     if memory or (max(used) > 0.95 and share < 0.9):
         return f"the memory of worker {used.index(max(used))}, of which {max(used):.0%} are used"

@@ -50,7 +50,7 @@ def read_json(
     try:
         fields = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{name} is not JSON: {error}") from None
+        raise ValueError(f"{name} is not JSON: {error}; wanted a {what}, as {written_by} writes it") from None
     except RecursionError:
         raise ValueError(f"{name} is no {what}: it is nested too deeply") from None
     found = f"its format is {fields.get('format')!r}" if isinstance(fields, dict) else "it is no object"

@@ -70,11 +70,13 @@ def plan(
         chunks: the number of micro-batches, or several to choose from; None: the planner's choice.
         optimizer: how many numbers it keeps for each trained parameter: 2 for Adam, 0 for plain SGD.
         schedules: names that may be chosen; None: all, and schedules that are made for this model.
-        seconds: to search, after the measurement. If `memory` is limited, a part of them is kept for plans whose stages
-            turn out to need more than their layers.
+        seconds: to search. Measuring layers before, and trying steps after it, take their time beside that. Where
+            memory is limited, given or known, a part is kept for plans whose stages turn out to need more than their
+            layers.
         iterations: candidates to try instead, which gives the same plan for the same profile.
         keywords: keyword arguments of the first layer.
-        timeout: seconds to measure each layer, and for each stage of the plan its steps; None: 0.2. Not with a profile.
+        timeout: seconds to measure each layer with each number of rows, and to try steps, for each stage of a plan, but
+            some steps at least; None: 0.2. Not with a profile.
         progress: called with a line of text for each step; None: lines are logged to "pipework" (INFO).
         mesh: what `pipework.init()` returned: each worker is a process. All of them call this with the same model and
             mini-batch; each measures its own device and the link to the next, and all get the same plan. In `memory`,

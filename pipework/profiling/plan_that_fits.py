@@ -53,7 +53,8 @@ def plan_that_fits(
     limits = dict(zip(request.devices, request.limits, strict=True))
     given = request
     tried: list[Plan] = []
-    for share in (1.0,) if min(request.limits) == inf else _SHARES:
+    once = min(request.limits) == inf or batch.rows != request.batch
+    for share in (1.0,) if once else _SHARES:
         try:
             plans = best_plans(request, budget.part(share), report, named=_NAMED, within=_WITHIN)
         except ValueError:

@@ -128,20 +128,22 @@ def by_speed(
         report(no_memory)
         return [(plans[0], None)]
     steps = [_Steps(plan) for plan in plans]
+    report(f"steps of {counted(len(plans), 'plan')} are tried")
     for turn in range(_TURNS):
-        best = min((each.median for each in steps), default=inf)
+        best = min((each.median for each in steps if not each.failed), default=inf)
         for each in steps:
-            if turn >= _TURNS_OF_ALL and each.median > _CLOSE * best:
+            if each.failed or (turn >= _TURNS_OF_ALL and each.median > _CLOSE * best):
                 continue
             try:
                 each.add(Trial(each.plan, module, batch), timeout * len(each.plan.balance) / _TURNS)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                if each is steps[0]:
-                    report(no_memory)
-                    return [(each.plan, None)]
-    tried = [each for each in steps if each.seconds]
+                each.failed = True
+    tried = [each for each in steps if not each.failed]
+    if not tried:
+        report(no_memory)
+        return [(plans[0], None)]
     for each in tried:
         name = f"{each.plan.schedule.name}, {counted(each.plan.chunks, 'micro-batch')}"
         report(f"{name}: {each.median:.3g} s, median of {counted(len(each.seconds), 'step')}")
@@ -155,12 +157,14 @@ class _Steps:
     Attributes:
         plan: whose steps.
         seconds: how long each of them took, from its call to its end on all devices.
+        failed: whether there was too little memory for one of them.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._recording = Recording(memory=False)
         self.seconds: list[float] = []
+        self.failed = False
 
     @property
     def median(self) -> float:

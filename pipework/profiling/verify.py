@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pipework.schedule import Costs, Schedule
 
 _ROUNDS = 3
+_SLOWED = 1.25  # of the step by the profile; less is usual
 
 
 def measured_plan(
@@ -87,6 +88,11 @@ def measured_plan(
     else:
         costs = with_times(found.costs, recorded)
     again = simulate(plan.schedule, costs)
+    if again.makespan > _SLOWED * plan.seconds > 0:
+        notes += (
+            f"its step takes {again.makespan / plan.seconds:.2g} times what it would with layers as fast as alone: "
+            "workers slow each other down, for example if they share cores, memory or a link",
+        )
     workers = _workers(plan, found)
     # The bound of all plans comes from the profile, in which other layers may have been measured too long.
     certificate = certify(again, workers, plan.balance, min(plan.certificate.any_bound, again.makespan))

@@ -51,3 +51,15 @@ def test_the_link_that_is_missing_is_named(devices: tuple[str, str], links: str)
 
 def test_no_loss() -> None:
     assert notes(replace(made([1.0] * 4), loss_inside=False), "device", "device") == (NO_LOSS,)
+
+
+def test_micro_batches_far_from_those_that_were_measured() -> None:
+    def notes_of(batch: int) -> tuple[str, ...]:
+        return planned(few, ("device",), chunks=4, batch=batch, schedules=["gpipe"], iterations=4).notes
+
+    few = replace(made([1.0] * 4, batch=16, rows=(2, 4)))
+    assert notes_of(4) == notes_of(16) == notes_of(32) == ()
+    assert notes_of(36) == (
+        "micro-batches of 9 rows are taken to cost what a line through measurements says: the profile has those of "
+        "2 to 4 rows",
+    )

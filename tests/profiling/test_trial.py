@@ -1,8 +1,9 @@
 """Steps of a plan on copies."""
 
 import threading
+from collections import Counter
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from pipework import Plan, Rates, plan
 from pipework import profile as measured_profile
 from pipework.profiling.micro_batches import SampleBatch
-from pipework.profiling.trial import by_speed
+from pipework.profiling.trial import Trial, by_speed
 from pipework.schedule import Costs, simulate, with_recompute
 
 
@@ -162,3 +163,47 @@ def test_other_errors_are_raised() -> None:
     module = nn.Sequential(nn.Linear(4, 4), Failing(RuntimeError("something else")), nn.Linear(4, 4))
     with pytest.raises(RuntimeError, match="something else"):
         plan(module, x, target=x, loss_fn=F.mse_loss, devices=["cpu", "cpu"], iterations=4, timeout=0)
+
+
+def test_a_plan_that_runs_out_of_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, lines = layers_of(), torch.randn(8, 3, 4), list[str]()
+    first = planned(module, x)
+    second = replace(first, balance=(1, 3))
+    turns: Counter[tuple[int, ...]] = Counter()
+
+    class Small(Trial):
+        def __init__(self, plan: Plan, *rest: Any) -> None:
+            turns[plan.balance] += 1
+            if plan is first and turns[plan.balance] == 2:
+                raise torch.OutOfMemoryError("no memory")
+            super().__init__(plan, *rest)
+
+    monkeypatch.setattr("pipework.profiling.trial.Trial", Small)
+    ((found, costs),) = by_speed([first, second], module, batch_of(module, x, x, F.mse_loss), 0, lines.append)
+    assert found is second
+    assert costs is not None
+    assert turns == {(2, 2): 2, (1, 3): 4}
+    assert len([line for line in lines if "median of" in line]) == 1
+
+
+def test_slow_plans_have_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, lines = layers_of(), torch.randn(8, 3, 4), list[str]()
+    fast = planned(module, x)
+    slow = replace(fast, balance=(1, 3))
+
+    class Waiting(Trial):
+        def __init__(self, plan: Plan, *rest: Any) -> None:
+            super().__init__(plan, *rest)
+            self.seconds = 0.1 if plan is slow else 0.01
+
+        def timed_step(self, recording: Any) -> float:
+            super().timed_step(recording)
+            return self.seconds
+
+    monkeypatch.setattr("pipework.profiling.trial.Trial", Waiting)
+    found = by_speed([slow, fast], module, batch_of(module, x, x, F.mse_loss), 0, lines.append)
+    assert [plan for plan, _ in found] == [fast, slow]
+    assert lines[1:] == [
+        "1f1b, 4 micro-batches: 0.1 s, median of 4 steps",
+        "1f1b, 4 micro-batches: 0.01 s, median of 8 steps",
+    ]

@@ -179,7 +179,8 @@ class Profile:
             devices: of each worker: devices of the profile, or kinds of device.
             balance: the number of layers of each stage.
             chunks: the number of micro-batches.
-            schedule: its name, or one of your own for as many workers, stages and micro-batches.
+            schedule: its name, or one of your own for as many workers, stages and micro-batches. Skip connections are
+                those of the profile, whatever it has.
             checkpoint: as for `Pipe`; a schedule of your own may say itself what is recomputed.
             memory: as for :func:`pipework.plan`; a note of the plan says what does not fit.
             batch: the rows of a mini-batch; None: the profile's.

@@ -139,7 +139,7 @@ class StageSums:
             activation=inner,
             checkpoint_activation=small,
             waiting=[self._waiting[end] - self._waiting[begin] for begin, end in spans],
-            message=[sizes[end - 1].output for _, end in spans[:-1]],
+            message=sent,
         )
 
     def skips_between(self, balance: Sequence[int]) -> dict[tuple[int, int], int]:

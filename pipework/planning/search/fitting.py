@@ -102,9 +102,10 @@ class Fitter:
         return self._in_flight[key]
 
     def _fewer(self, candidate: Candidate) -> Candidate:
-        """The same cut with as little recomputation as fits, found by halving, as long as the budget allows it.
+        """The same cut with as little recomputation as fits, found by halving.
 
-        All stages recompute the same part of what they did first; then each one is tried by itself.
+        All stages recompute the same part of what they did first; then each one is tried by itself, as long as the
+        budget allows it.
         """
         whole = candidate.choice.recomputed
         low, high = 0, _SIXTEENTHS

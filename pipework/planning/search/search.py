@@ -14,6 +14,7 @@ from pipework.planning.search.choices import Shape, fewer, orders, shapes
 from pipework.planning.search.fitting import Fitter
 from pipework.schedule import spread_evenly, synthesize, without_recompute
 from pipework.schedule.draw.units import counted, time_text
+from pipework.schedule.synthesis.synthesize import NoScheduleFitsError
 
 if TYPE_CHECKING:
     from pipework.planning.request import PlanRequest
@@ -157,8 +158,9 @@ class Search:
         counts = [candidate.choice.recomputed]
         if any(counts[0]):
             counts += [tuple(count // 2 for count in counts[0]), (0,) * len(counts[0])]
+        counts = list(dict.fromkeys(counts))
         for number, recomputed in enumerate(counts):
-            share = (1 - self._budget.share()) / (left - number / len(counts))
+            share = (1 - self._budget.share()) / (left * len(counts) - number)
             if share > 0 and candidate.fits and self._budget.allows(_FIRST_SCHEDULE):
                 self._synthesise_with(candidate, recomputed, share)
 
@@ -182,10 +184,9 @@ class Search:
                 seeds=[seed],
                 named=3 * len(choice.placement) * choice.chunks < _LARGE,
             )
-        except ValueError:
-            if recomputed == choice.recomputed:
-                raise
-            return  # nothing fits with less recomputation
+        except NoScheduleFitsError:  # with less recomputation, or at the very edge of a limit
+            self._budget.used += steps
+            return
         self._budget.used += made.steps * (_WINDOW if windows else _LIST_SCHEDULES)
         own = replace(choice, recomputed=recomputed, schedule=None, orders=without_recompute(made.schedule))
         found = self._evaluated(own)

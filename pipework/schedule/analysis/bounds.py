@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor, inf, isfinite
 from typing import NamedTuple
 
@@ -93,7 +93,7 @@ def lower_bounds(
     positive_integers(micro_batches=micro_batches)
     placement = checked_tuple("placement", placement, "(0, 1)")
     check_placement(placement)
-    spread = checked(costs).spread(len(placement))
+    spread = replace(checked(costs), skip_transfer=0.0).spread(len(placement))  # skips are a schedule's
     repeats = _repeats(recomputed, len(placement), micro_batches, inference=inference)
     limits = each_limit(memory_limit, 1 + max(placement))
     of_worker: dict[int, list[int]] = {}

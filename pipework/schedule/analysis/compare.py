@@ -133,7 +133,7 @@ def compare(
         positive_integers(stages_per_worker=stages_per_worker)
     check_channel(channel)
     limits = each_limit(memory_limit, workers)
-    costs = checked(costs)
+    costs = replace(checked(costs), skip_transfer=0.0)  # named schedules have no skips
     fitting: dict[str, Simulation] = {}
     others: dict[str, str] = {}
     of_other_stages: dict[str, str] = {}

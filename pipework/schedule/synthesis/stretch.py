@@ -23,8 +23,7 @@ from pipework.schedule.synthesis.window import WindowCut, improved_between
 def fewer(problem: Problem, few: int) -> Problem:
     """The problem with fewer micro-batches, of which as large a share is recomputed."""
     m = problem.micro_batches
-    counts = [round(few * sum(again) / m) for again in problem.again]
-    shares = [frozenset[int]() if not count else spread_evenly(count, few) for count in counts]
+    shares = [spread_evenly(round(few * sum(again) / m), few) for again in problem.again]
     return replace(problem, micro_batches=few, again=tuple(bytes(i in share for i in range(few)) for share in shares))
 
 

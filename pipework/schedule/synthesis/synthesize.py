@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from math import inf
 from operator import itemgetter
@@ -35,6 +35,10 @@ _SECONDS = 10.0
 _MOST_ACTIONS = 4_000_000  # of all schedules to begin from; each action takes more than a hundred bytes
 
 
+class NoScheduleFitsError(ValueError):
+    """No schedule is within the limit of memory, or none was found."""
+
+
 def synthesize(
     placement: Sequence[int],
     micro_batches: int,
@@ -52,9 +56,10 @@ def synthesize(
 ) -> Synthesis:
     """Search for the fastest schedule for given costs, within a limit of memory.
 
-    The search begins with all named schedules of this placement that fit the limit, so the result is never slower than
-    any of them. Then it tries hop-delay patterns with list scheduling, steady states, and windows of the best schedule
-    that a solver schedules anew. It can be stopped at any time by its budget; more time finds more.
+    The search begins with all named schedules of this placement that fit the limit, unless `named` leaves them out, so
+    the result is never slower than any of them. Then it tries hop-delay patterns with list scheduling, steady states,
+    and windows of the best schedule that a solver schedules anew. It can be stopped at any time by its budget; more
+    time finds more.
 
     Args:
         placement: the worker of each stage.
@@ -96,7 +101,7 @@ def synthesize(
     best: Simulation | None = None
     found_by = ""
     bound = task.bound
-    candidates = _Fastest()
+    candidates = _ToBeginFrom()
     for schedule in task.candidates(more, named=named):
         simulation = task.simulated(schedule)
         candidates.add(schedule, inf if simulation is None else simulation.makespan)
@@ -124,7 +129,7 @@ def synthesize(
         if exact and len(problems) == 1 and not any(task.recomputed):
             bound = max(bound, incumbent.bound / scale)
     if best is None:
-        raise ValueError("no schedule was found within memory_limit: raise it, or give a schedule in seeds")
+        raise NoScheduleFitsError("no schedule was found within memory_limit: raise it, or give a schedule in seeds")
     result = replace(best.schedule, name="synthesised")
     return Synthesis(
         result,
@@ -166,12 +171,15 @@ def _budget(seconds: float | None, iterations: int | None) -> Budget:
         if isinstance(seconds, bool) or not isinstance(seconds, int | float):
             raise TypeError(f"seconds is {seconds!r}: wanted a number, or None")
         if not 0 < seconds < inf:
-            raise ValueError(f"seconds is {seconds!r}: wanted a positive number")
+            raise ValueError(f"seconds is {seconds!r}: wanted a positive number that is not infinite")
     return Budget(_SECONDS if seconds is None and iterations is None else seconds, iterations)
 
 
-class _Fastest:
-    """Schedules to begin from, in the order in which they came; of large ones the fastest, for they take gigabytes."""
+class _ToBeginFrom:
+    """Schedules to begin from, in the order in which they came; of large ones the fastest, for they take gigabytes.
+
+    Those that do not fit, whose makespan is infinite, are there, too: their order may help.
+    """
 
     def __init__(self) -> None:
         self._found: list[tuple[float, Schedule]] = []
@@ -215,7 +223,12 @@ class _Task:
         self.costs = replace(checked(costs), skip_transfer=0.0)
         stages = len(self.placement)
         self.spread: StageCosts = self.costs.spread(stages)
-        given = checked_tuple("recomputed", recomputed, "(0, 4)") or (0,) * stages
+        if isinstance(recomputed, Set | Mapping):
+            raise TypeError(f"recomputed is {recomputed!r}: wanted a sequence with an entry for each stage")
+        given = checked_tuple("recomputed", recomputed, "(0, 4), with an entry for each stage") or (0,) * stages
+        if len(given) != stages:
+            entries = "1 entry" if len(given) == 1 else f"{len(given)} entries"
+            raise ValueError(f"recomputed has {entries}: wanted {stages}, one for each stage")
         self.recomputed: tuple[frozenset[int], ...] = tuple(
             _micro_batches(stage, each, micro_batches) for stage, each in enumerate(given)
         )
@@ -224,7 +237,7 @@ class _Task:
         self._check_room()
 
     def _bound(self) -> float:
-        """The bound of all schedules; also refuses wrong numbers of recomputed micro-batches."""
+        """The bound of all schedules."""
         # A stage need not recompute what it waits for; then it does nothing else meanwhile, until the gradient is back.
         spread, stages = self.spread, len(self.placement)
         back = [0.0] * stages
@@ -249,7 +262,7 @@ class _Task:
         for worker, limit in enumerate(self.limits):
             needed = min(room[worker] for room in rooms)
             if needed > limit * SLACK:
-                raise ValueError(
+                raise NoScheduleFitsError(
                     f"memory_limit of worker {worker} is {limit:g}, but one micro-batch holds {needed:g} there, so no "
                     f"schedule exists: raise the limit to {needed:g}, or place fewer stages on the worker"
                 )

@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from random import Random
 
@@ -25,6 +26,9 @@ from pipework.schedule import (
 )
 from pipework.schedule.placement import loop_placement, wave_placement
 from pipework.schedule.synthesis import solving
+from pipework.schedule.synthesis.problem import problem_of
+from pipework.schedule.synthesis.stretch import fewer
+from pipework.schedule.synthesis.synthesize import _ToBeginFrom
 
 COSTS = {
     "A": Costs(),
@@ -236,6 +240,38 @@ def test_seeds_are_a_beginning() -> None:
     assert "1f1b" not in synthesize(wave_placement(2, 2), 6, costs, iterations=1, seeds=[other]).named
 
 
+def test_named_schedules_may_be_left_out() -> None:
+    placement, options = wave_placement(2, 2), {"iterations": 1, "solver": False}
+    seed = replace(build("zb-v", workers=2, chunks=6), name="mine")
+    assert set(synthesize(placement, 6, named=False, seeds=[seed], **options).named) == {"mine"}
+    alone = synthesize(placement, 6, named=False, **options)
+    assert not alone.named
+    assert validate(alone.schedule).ok
+
+
+def test_of_large_schedules_the_fastest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipework.schedule.synthesis.synthesize._MOST_ACTIONS", 40)  # each of them has 16
+    schedules = [build(name, workers=2, chunks=4) for name in ("1f1b", "eager-1f1b", "gpipe", "hanayo")]
+    kept = _ToBeginFrom()
+    for schedule, makespan in zip(schedules[:3], (3.0, inf, 2.0), strict=True):
+        kept.add(schedule, makespan)
+    assert kept.schedules == [schedules[0], schedules[2]]
+    kept.add(schedules[3], 1.0)  # has 32
+    assert kept.schedules == [schedules[3]]
+    kept = _ToBeginFrom()
+    monkeypatch.setattr("pipework.schedule.synthesis.synthesize._MOST_ACTIONS", 1)
+    kept.add(schedules[0], inf)
+    assert kept.schedules == [schedules[0]]  # one is kept, however large
+
+
+@pytest.mark.parametrize("again", [frozenset[int](), {0}, {1, 4, 6}, frozenset(range(8))])
+def test_fewer_micro_batches_recompute_as_large_a_share(again: frozenset[int]) -> None:
+    problem = problem_of((0, 1), 8, Costs().spread(2), (8, 8), [again, ()], split=True)
+    shorter = fewer(problem, 4)
+    assert (shorter.micro_batches, [len(each) for each in shorter.again]) == (4, [4, 4])
+    assert [sum(each) for each in shorter.again] == [round(len(again) / 2), 0]
+
+
 def test_saved_and_read(tmp_path: Path) -> None:
     schedule = synthesize((0, 1, 1, 0), 5, COSTS["D"].placed((0, 1, 1, 0)), memory_limit=2, iterations=5).schedule
     assert from_json(to_json(schedule)) == schedule
@@ -268,13 +304,14 @@ def test_without_or_tools(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"micro_batches": 0}, "micro_batches is 0: wanted an integer of at least 1"),
         ({"memory_limit": [1]}, "memory_limit has 1 number: wanted 2"),
         ({"memory_limit": 0.5}, "raise the limit to 1"),
-        ({"recomputed": [1]}, "recomputed has 1 number: wanted 2"),
+        ({"recomputed": [1]}, "recomputed has 1 entry: wanted 2, one for each stage"),
         ({"recomputed": [5, 5]}, "recomputed of stage 0 is 5"),
         ({"recomputed": [0, {3}]}, r"recomputed of stage 1 is \{3\}: .* some of the micro-batches 0 to 2"),
         ({"recomputed": [0, True]}, "recomputed of stage 1 is True"),
         ({"recomputed": [0, "01"]}, "recomputed of stage 1 is '01'"),
         ({"costs": Costs([1, 2, 3])}, "forward has 3 numbers: wanted 2"),
         ({"seconds": 0}, "seconds is 0: wanted a positive number"),
+        ({"seconds": float("inf")}, "seconds is inf: wanted a positive number that is not infinite"),
         ({"iterations": 0}, "iterations is 0: wanted an integer of at least 1"),
     ],
 )
@@ -287,6 +324,9 @@ def test_refuses(arguments: dict[str, object], message: str) -> None:
 def test_refuses_wrong_types() -> None:
     with pytest.raises(TypeError, match="schedule is '1f1b': wanted a Schedule"):
         synthesize((0, 1), 3, seeds=["1f1b"])  # type: ignore[list-item]
+    for recomputed in ({0, 1}, {0: 1, 1: 1}):
+        with pytest.raises(TypeError, match="wanted a sequence with an entry for each stage"):
+            synthesize((0, 1), 3, recomputed=recomputed)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="seconds is '1': wanted a number"):
         synthesize((0, 1), 3, seconds="1")  # type: ignore[arg-type]
 
