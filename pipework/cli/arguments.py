@@ -74,6 +74,11 @@ def count(text: str) -> int:
     return value
 
 
+def counts(text: str) -> list[int]:
+    """Read counts, separated by commas, for argparse."""
+    return [count(each) for each in text.split(",")]
+
+
 def costs(text: str) -> Costs:
     """Read costs, from pairs or from a file, for argparse."""
     try:

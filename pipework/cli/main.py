@@ -69,7 +69,10 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         if command is not None and command not in _COMMANDS:
             parser.error(unknown_name("command", command, _COMMANDS))
-        arguments = parser.parse_args(argv)
+        arguments, unknown = parser.parse_known_args(argv)
+        if unknown:
+            parser.prog += f" {command}" if command else ""  # whose help has its options
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     except SystemExit as stop:  # --help, --version or a mistake; the message is printed already
         return int(stop.code or 0)
     if arguments.command is None:

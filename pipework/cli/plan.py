@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,10 +40,13 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--memory",
         metavar="SIZE",
-        help="the most that a device may hold, such as 24GiB; NAME=SIZE,NAME=SIZE for different ones",
+        help="the most that a device may hold, such as 24GiB; NAME=SIZE,NAME=SIZE for different ones; workers on one "
+        "device share it evenly",
     )
     parser.add_argument("--batch", type=shared.count, metavar="N", help="rows of a mini-batch (default: the profile's)")
-    parser.add_argument("--chunks", type=shared.count, nargs="+", metavar="N", help="numbers of micro-batches to try")
+    parser.add_argument(
+        "--chunks", type=shared.counts, nargs="+", metavar="N,N,...", help="numbers of micro-batches to try"
+    )
     parser.add_argument(
         "--optimizer", type=_number, default=2.0, metavar="N",
         help="numbers that the optimizer keeps for each parameter (default 2, as Adam)",
@@ -81,7 +85,7 @@ def run(arguments: argparse.Namespace) -> Report:
         _devices(profile, arguments),
         _memory(arguments.memory),
         batch=arguments.batch,
-        chunks=arguments.chunks,
+        chunks=None if arguments.chunks is None else list(chain(*arguments.chunks)),
         optimizer=arguments.optimizer,
         schedules=None if arguments.schedules is None else _parts(arguments.schedules),
         seconds=arguments.seconds,

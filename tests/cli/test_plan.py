@@ -98,7 +98,9 @@ def test_several_kinds_of_device(tmp_path, capsys):
         (("--devices", "x*device"), "no times for device 'x*device'"),
         (("--workers", "2", "--memory", "gpu=1GiB"), "memory names 'gpu', which is none of the devices 'device'"),
         (("--workers", "2", "--schedules", "1f2b"), "no schedule is called '1f2b': did you mean '1f1b'?"),
-        (("--workers", "2", "--chunks", "9"), "chunks is 9, and a mini-batch has 8 rows"),
+        (("--workers", "2", "--bogus"), "unrecognized arguments: --bogus (see python -m pipework plan --help)"),
+        (("--workers", "2", "--chunks", "4,x"), "argument --chunks: 'x' is not a count"),
+        (("--workers", "2", "--chunks", "4,9"), "chunks is 9, and a mini-batch has 8 rows"),
         (
             ("--workers", "2", "-o", "plan.txt"),
             "-o plan.txt: a plan is written as .json, .csv, .svg, .png, not as '.txt'",
