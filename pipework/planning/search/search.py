@@ -12,9 +12,8 @@ from pipework.planning.search.budget import SearchBudget
 from pipework.planning.search.candidate import Candidate, Choice, evaluate, moved
 from pipework.planning.search.choices import Shape, fewer, orders, shapes
 from pipework.planning.search.fitting import Fitter
-from pipework.schedule import spread_evenly, synthesize, without_recompute
+from pipework.schedule import ScheduleError, spread_evenly, synthesize, without_recompute
 from pipework.schedule.draw.units import counted, time_text
-from pipework.schedule.synthesis.synthesize import NoScheduleFitsError
 
 if TYPE_CHECKING:
     from pipework.planning.request import PlanRequest
@@ -184,7 +183,7 @@ class Search:
                 seeds=[seed],
                 named=3 * len(choice.placement) * choice.chunks < _LARGE,
             )
-        except NoScheduleFitsError:  # with less recomputation, or at the very edge of a limit
+        except ScheduleError:  # with less recomputation, or at the very edge of a limit
             self._budget.used += steps
             return
         self._budget.used += made.steps * (_WINDOW if windows else _LIST_SCHEDULES)

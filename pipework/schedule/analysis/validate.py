@@ -19,7 +19,7 @@ from pipework.schedule.schedule import Schedule, checked_schedule
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be executed; the message names worker, action and reason."""
+    """A schedule that cannot be executed, or none that can; the message names worker, action or limit, and reason."""
 
     __module__ = "pipework.schedule"  # the public name, for tracebacks
 

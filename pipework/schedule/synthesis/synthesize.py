@@ -35,10 +35,6 @@ _SECONDS = 10.0
 _MOST_ACTIONS = 4_000_000  # of all schedules to begin from; each action takes more than a hundred bytes
 
 
-class NoScheduleFitsError(ValueError):
-    """No schedule is within the limit of memory, or none was found."""
-
-
 def synthesize(
     placement: Sequence[int],
     micro_batches: int,
@@ -82,8 +78,8 @@ def synthesize(
 
     Raises:
         TypeError: a number, schedule or the costs have a wrong type.
-        ValueError: a number is out of range, a sequence has another length, or a limit is too small for one
-            micro-batch.
+        ValueError: a number is out of range, or a sequence has another length.
+        ScheduleError: a limit is too small for one micro-batch, or no schedule within it was found.
         ModuleNotFoundError: `solver` is True, and OR-tools is not installed.
 
     Example:
@@ -129,7 +125,7 @@ def synthesize(
         if exact and len(problems) == 1 and not any(task.recomputed):
             bound = max(bound, incumbent.bound / scale)
     if best is None:
-        raise NoScheduleFitsError("no schedule was found within memory_limit: raise it, or give a schedule in seeds")
+        raise ScheduleError("no schedule was found within memory_limit: raise it, or give a schedule in seeds")
     result = replace(best.schedule, name="synthesised")
     return Synthesis(
         result,
@@ -262,7 +258,7 @@ class _Task:
         for worker, limit in enumerate(self.limits):
             needed = min(room[worker] for room in rooms)
             if needed > limit * SLACK:
-                raise NoScheduleFitsError(
+                raise ScheduleError(
                     f"memory_limit of worker {worker} is {limit:g}, but one micro-batch holds {needed:g} there, so no "
                     f"schedule exists: raise the limit to {needed:g}, or place fewer stages on the worker"
                 )

@@ -15,10 +15,9 @@ from pipework.planning.profiles.layer_costs import DeviceKind, LayerSeconds, Lin
 from pipework.planning.request import make_request
 from pipework.planning.search.candidate import Candidate, Choice, evaluate
 from pipework.planning.search.choices import orders
-from pipework.schedule import SCHEDULES, from_csv, validate
+from pipework.schedule import SCHEDULES, ScheduleError, from_csv, validate
 from pipework.schedule.analysis.memory import SLACK
 from pipework.schedule.edges import recomputed
-from pipework.schedule.synthesis.synthesize import NoScheduleFitsError
 from tests.planning.made_profiles import made
 
 UNEVEN = [1.0, 3.0, 1.0, 2.0, 1.0, 1.0, 4.0, 1.0]
@@ -197,7 +196,7 @@ def test_the_variants_of_a_candidate_share_its_seconds(monkeypatch: pytest.Monke
     def refusing(*_: Any, seconds: float, recomputed: Any, **__: Any) -> None:
         given.append((seconds, tuple(map(len, recomputed))))
         time.sleep(seconds / 2)
-        raise NoScheduleFitsError("memory_limit")
+        raise ScheduleError("memory_limit")
 
     monkeypatch.setattr("pipework.planning.search.search.synthesize", refusing)
     profile = made([1.0] * 8, kept=[1000] * 8)
