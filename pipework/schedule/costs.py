@@ -297,6 +297,19 @@ def checked(costs: Costs | None) -> Costs:
     return costs
 
 
+def checked_without_skips(costs: Costs | None) -> Costs:
+    """The costs for orders and bounds, which do not depend on skips: these are added to a finished schedule.
+
+    Raises:
+        TypeError: as :func:`checked`.
+
+    Example:
+        >>> checked_without_skips(Costs(skip_transfer=[1, 2])).skip_transfer
+        0.0
+    """
+    return replace(checked(costs), skip_transfer=0.0)
+
+
 def read_costs(path: Path) -> dict[str, Any]:
     """The names and values in a file of costs, which are not checked.
 

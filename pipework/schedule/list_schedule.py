@@ -5,14 +5,13 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from heapq import heappop, heappush
 from math import inf
 from typing import Literal, NamedTuple, get_args
 
 from pipework.schedule.action import NONE, Action, make_action
 from pipework.schedule.argument_checks import positive_integers
-from pipework.schedule.costs import Costs, StageCosts, checked
+from pipework.schedule.costs import Costs, StageCosts, checked_without_skips
 from pipework.schedule.phases import Orders
 
 Overtaking = Literal["none", "backwards", "all"]
@@ -76,7 +75,7 @@ def list_schedule(
     positive_integers(limit=limit)
     if overtaking not in get_args(Overtaking):
         raise ValueError(f"overtaking is {overtaking!r}: wanted one of {', '.join(map(repr, get_args(Overtaking)))}")
-    spread = replace(checked(costs), skip_transfer=0.0).spread(len(placement))  # orders do not depend on skips
+    spread = checked_without_skips(costs).spread(len(placement))
     workers = [_Worker(each, limit, overtaking) for each in priorities]
     _Execution(placement, workers, spread).finish()
     left = sum(map(len, priorities)) - sum(worker.started for worker in workers)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import floor, inf, isfinite
 from typing import NamedTuple
 
 from pipework.schedule.analysis.memory import SLACK, each_limit
 from pipework.schedule.argument_checks import check_placement, checked_tuple, positive_integers
-from pipework.schedule.costs import Costs, StageCosts, checked
+from pipework.schedule.costs import Costs, StageCosts, checked_without_skips
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def lower_bounds(
     positive_integers(micro_batches=micro_batches)
     placement = checked_tuple("placement", placement, "(0, 1)")
     check_placement(placement)
-    spread = replace(checked(costs), skip_transfer=0.0).spread(len(placement))  # skips are a schedule's
+    spread = checked_without_skips(costs).spread(len(placement))
     repeats = _repeats(recomputed, len(placement), micro_batches, inference=inference)
     limits = each_limit(memory_limit, 1 + max(placement))
     of_worker: dict[int, list[int]] = {}

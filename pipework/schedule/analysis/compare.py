@@ -12,7 +12,7 @@ from pipework.schedule.analysis.memory import each_limit
 from pipework.schedule.analysis.simulate import Simulation, simulate
 from pipework.schedule.analysis.validate import ValidationOptions
 from pipework.schedule.argument_checks import positive_integers
-from pipework.schedule.costs import Costs, checked
+from pipework.schedule.costs import Costs, checked_without_skips
 from pipework.schedule.draw.aligned import aligned
 from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build_for_shares
 
@@ -133,7 +133,7 @@ def compare(
         positive_integers(stages_per_worker=stages_per_worker)
     check_channel(channel)
     limits = each_limit(memory_limit, workers)
-    costs = replace(checked(costs), skip_transfer=0.0)  # named schedules have no skips
+    costs = checked_without_skips(costs)
     fitting: dict[str, Simulation] = {}
     others: dict[str, str] = {}
     of_other_stages: dict[str, str] = {}

@@ -13,7 +13,7 @@ from pipework.schedule.analysis.memory import SLACK, each_limit
 from pipework.schedule.analysis.simulate import Simulation, simulate
 from pipework.schedule.analysis.validate import ScheduleError
 from pipework.schedule.argument_checks import check_placement, checked_tuple, positive_integers
-from pipework.schedule.costs import Costs, StageCosts, checked
+from pipework.schedule.costs import Costs, StageCosts, checked_without_skips
 from pipework.schedule.edges import recomputed
 from pipework.schedule.passes.recompute import with_recompute_on_stages
 from pipework.schedule.schedule import Schedule, checked_schedule
@@ -215,8 +215,7 @@ class _Task:
         self.placement: tuple[int, ...] = checked_tuple("placement", placement, "(0, 1)")
         check_placement(self.placement)
         self.micro_batches, self.split = micro_batches, split
-        # Skips are added to the finished schedule; orders do not depend on them.
-        self.costs = replace(checked(costs), skip_transfer=0.0)
+        self.costs = checked_without_skips(costs)
         stages = len(self.placement)
         self.spread: StageCosts = self.costs.spread(stages)
         if isinstance(recomputed, Set | Mapping):
