@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from pipework import Pipe
@@ -22,7 +22,7 @@ from pipework.schedule import Action
 from pipework.testing import draw_key, reference_step
 
 if TYPE_CHECKING:
-    from pipework.runtime.transport import Address, Message, Send
+    from pipework.runtime.transport import Message, Receive, Send
 
 
 def test_one_process_has_everything() -> None:
@@ -56,14 +56,14 @@ class CountingEndpoint:
     def sender(self, kind: str, stage: int) -> Send:
         send = self._inner.sender(kind, stage)
 
-        def counted(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Any) -> None:
+        def counted(micro_batch: int, message: Message) -> None:
             self._sent.append((kind, stage))
-            send(micro_batch, tensors, structure)
+            send(micro_batch, message)
 
         return counted
 
-    def receive(self, address: Address) -> Message:
-        return self._inner.receive(address)  # type: ignore[no-any-return]
+    def receiver(self, kind: str, stage: int) -> Receive:
+        return self._inner.receiver(kind, stage)  # type: ignore[no-any-return]
 
     @property
     def handlers(self) -> Mapping[str, Callable[[Action], None]]:

@@ -140,8 +140,11 @@ def gradients(
         >>> gradient.stride(), leaf.grad
         ((0, 0), None)
     """
-    takers: dict[int, _Taker] = {}
     differentiable = [leaf for leaf in leaves if leaf.requires_grad]
+    if not differentiable:
+        differentiate(*arguments)
+        return (None,) * len(leaves)
+    takers: dict[int, _Taker] = {}
     for leaf in differentiable:
         torch_private.add_last_hook(leaf, functools.partial(_see, takers, leaf))
     try:

@@ -115,6 +115,8 @@ class PeerGroup:
         hear = weakref.WeakMethod(self._hear_of_failure)
         self.monitor.on_failure(lambda _: None if (method := hear()) is None else method())
 
+    are_others = True
+
     @property
     def reduces(self) -> bool:
         """Whether gradients are averaged over replicas."""

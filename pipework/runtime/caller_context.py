@@ -63,6 +63,14 @@ class CallerContext:
         return self.grad and not (self.inference or self.autocasts or self.saved_tensor_hooks or self.default_device)
 
     @property
+    def is_of_thread(self) -> bool:
+        """Whether layers may run on the calling thread itself.
+
+        There autocast would keep its casts from step to step, and what autograd saves would go through hooks twice.
+        """
+        return not (self.autocasts or self.saved_tensor_hooks or self.default_device)
+
+    @property
     def is_checkpointing(self) -> bool:
         """Whether `torch.utils.checkpoint` is around the caller, in its mode with hooks (`use_reentrant=False`).
 

@@ -9,7 +9,7 @@ settings of `caller_context` are always those around the forward. The modes in a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipework import torch_private
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch.overrides import TorchFunctionMode
 
-    from pipework.runtime.transport import Endpoint, Message
+    from pipework.runtime.transport import Endpoint, Message, Receive
     from pipework.torch_private import TorchDispatchMode
 
 
@@ -64,10 +64,15 @@ class TakingTurns:
         self.handlers = endpoint.handlers
         self.finish = endpoint.finish
 
-    def receive(self, address: Any) -> Message:
-        """See `Endpoint.receive`."""
-        self._turn.release()
-        try:
-            return self._endpoint.receive(address)
-        finally:
-            self._turn.acquire()
+    def receiver(self, kind: str, stage: int) -> Receive:
+        """See `Endpoint.receiver`."""
+        receive, turn = self._endpoint.receiver(kind, stage), self._turn
+
+        def taking_turns(micro_batch: int) -> Message:
+            turn.release()
+            try:
+                return receive(micro_batch)
+            finally:
+                turn.acquire()
+
+        return taking_turns

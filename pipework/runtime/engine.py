@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pipework.runtime.device import WorkerDevice, link
@@ -50,6 +51,11 @@ class Engine:
     workers: WorkerThreads
     lock: threading.Lock
     one_thread: bool
+
+    @cached_property
+    def is_on_cpu(self) -> bool:
+        """Whether no worker of this process is on an accelerator."""
+        return all(device.stream is None for device in self.devices.values())
 
     def link(self, source: int, destination: int) -> Link | None:
         """The link between the workers of two stages of this process; None: tensors are passed by reference.

@@ -34,6 +34,7 @@ class RunSpec(NamedTuple):
             None: all of them.
         differentiates: whether gradients are complete afterwards.
         scaler: looks for infinities in the gradients; None: there is no scaler.
+        one_thread: whether one thread of this process runs all its actions.
     """
 
     runs: Mapping[int, StageRun]
@@ -44,6 +45,7 @@ class RunSpec(NamedTuple):
     results_for_all: int | None
     differentiates: bool
     scaler: torch.amp.GradScaler | None
+    one_thread: bool
 
 
 class Peers(Protocol):
@@ -51,10 +53,15 @@ class Peers(Protocol):
 
     Attributes:
         starting: called before each action of this process's workers; None: nothing is to be called.
+        are_others: whether there are other processes, for which a worker may have to wait.
     """
 
     @property
     def starting(self) -> Callable[[Action], None] | None:
+        """See the class."""
+
+    @property
+    def are_others(self) -> bool:
         """See the class."""
 
     def calling(self, what: str) -> AbstractContextManager[None]:
@@ -81,6 +88,7 @@ class LocalPeers:
     """The `Peers` of a pipe that one process holds: there are no others."""
 
     starting = None
+    are_others = False
 
     def calling(self, what: str) -> AbstractContextManager[None]:
         """See `Peers.calling`."""
@@ -88,7 +96,7 @@ class LocalPeers:
 
     def transport(self, spec: RunSpec) -> Transport:
         """See `Peers.transport`."""
-        return LocalTransport(spec.placement, spec.links)
+        return LocalTransport(spec.placement, spec.links, one_thread=spec.one_thread)
 
     def during(self, failure: Failure) -> None:
         """See `Peers.during`."""

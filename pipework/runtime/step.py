@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from pipework.autograd.tied_gradients import tied_gradients
+from pipework.runtime import calling_thread
+from pipework.runtime.caller_context import CallerContext
 from pipework.runtime.caller_modes import Modes, TakingTurns
 from pipework.runtime.device import record_on
 from pipework.runtime.failure import Failure
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipework.autograd.batch_versions import BatchVersions
-    from pipework.runtime.caller_context import CallerContext
     from pipework.runtime.engine import Engine
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import Key
@@ -272,6 +273,7 @@ class Step:
         engine.workers.refuse_own_thread()
         micro_batches = self._program.schedule.micro_batches
         differentiates = orders is not self._program.forwards
+        one_thread = engine.one_thread or len(engine.devices) == 1
         spec = RunSpec(
             self._runs,
             engine.placement,
@@ -281,16 +283,19 @@ class Step:
             results_for_all,
             differentiates,
             self._options.scaler if differentiates else None,
+            one_thread,
         )
         transport = engine.peers.transport(spec)
         failure = Failure(transport.stop)
         engine.peers.during(failure)
         modes = Modes.capture()
+        here = one_thread and not modes and self._may_run_here(begins=begins)
         conditions = RunConditions(
             failure,
-            context=self._context if begins and not self._context.is_usual else None,
+            context=None if here or not begins or self._context.is_usual else self._context,
+            in_context=begins and not self._context.is_usual,
             modes=modes,
-            turn=threading.Lock() if modes and not engine.one_thread else None,
+            turn=threading.Lock() if modes and not one_thread else None,
             starting=engine.peers.starting,
         )
         jobs = self._jobs(orders, transport, conditions, retain_graph=retain_graph)
@@ -311,9 +316,12 @@ class Step:
                     if not engine.has(stage):
                         continue
                     send = transport.outside.sender(kind, stage)
-                    for micro_batch, (tensors, structure) in enumerate(messages):
-                        send(micro_batch, tensors, structure)
-                engine.workers.run(calls, lambda error: failure.report(error, None))
+                    for micro_batch, message in enumerate(messages):
+                        send(micro_batch, message)
+                if here:
+                    engine.workers.run_here(calls[0], lambda error: failure.report(error, None))
+                else:
+                    engine.workers.run(calls, lambda error: failure.report(error, None))
                 completed = not failure.happened
             finally:
                 # Also after a failure: what was launched before still reads inputs and parameters.
@@ -354,12 +362,23 @@ class Step:
         received = []
         accelerators = {device.device for device in engine.devices.values() if device.stream is not None}
         for kind, stage in awaited:
-            messages = [transport.outside.receive((kind, stage, micro_batch)) for micro_batch in range(micro_batches)]
+            messages = list(map(transport.outside.receiver(kind, stage), range(micro_batches)))
             tensors = [tensor for tensors, _ in messages for tensor in tensors]
             for place in accelerators:  # the caller's streams have waited above
                 record_on(torch.accelerator.current_stream(place), tensors)
             received.append(messages)
         return received
+
+    def _may_run_here(self, *, begins: bool) -> bool:
+        """Whether the calling thread may run the one worker of this process itself.
+
+        Args:
+            begins: see `_run`.
+        """
+        engine = self._engine
+        if not engine.is_on_cpu or engine.peers.are_others or not calling_thread.is_free():
+            return False
+        return (self._context if begins else CallerContext.capture(("cpu",))).is_of_thread
 
     def _jobs(
         self, orders: Orders, transport: Transport, conditions: RunConditions, *, retain_graph: bool

@@ -4,12 +4,16 @@ A message is addressed to the action that consumes it: the forward of stage 2 on
 `("F", 2, 5)`. The thread that called the pipe has the stage numbers -1 and `stages`: it sends the inputs to stage 0 and
 receives the outputs of the last stage. A transport knows no schedule, and the loop knows no queues. A transport between
 processes has the same interface.
+
+Everything that can be looked up before a run is looked up when stages connect: `sender` and `receiver` give functions
+for one kind of action and one stage, which take the number of the micro-batch.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pipework.runtime.failure import Stopped
 
@@ -17,16 +21,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any, TypeAlias
 
-    from torch import Tensor
-
     from pipework.runtime.device import Link
     from pipework.schedule import Action
 
     # Tensors, and mostly their structure (None: a single tensor).
     Message: TypeAlias = tuple[tuple[Any, ...], Any]
-    Inbox: TypeAlias = SimpleQueue[Any]
-    # send(micro_batch, tensors, structure)
-    Send: TypeAlias = Callable[[int, tuple[Tensor | None, ...], Any], None]
+    # send(micro_batch, message)
+    Send: TypeAlias = Callable[[int, Message], None]
+    # receive(micro_batch)
+    Receive: TypeAlias = Callable[[int], Message]
+    Inbox: TypeAlias = SimpleQueue[bool | None]
+    Boxes: TypeAlias = dict[tuple[str, int], dict[int, Any]]
 
 
 # Put into an inbox to wake a worker that waits for a value that will not come.
@@ -41,8 +46,11 @@ class Endpoint(Protocol):
     def sender(self, kind: str, stage: int) -> Send:
         """Returns a function that sends to the actions of that kind and stage. It never waits for the receiver."""
 
-    def receive(self, address: Address) -> Message:
-        """Waits for the value addressed to this action. Raises `Stopped` when another worker has failed."""
+    def receiver(self, kind: str, stage: int) -> Receive:
+        """Returns a function that waits for what is sent to an action of that kind and stage.
+
+        It raises `Stopped` when another worker has failed.
+        """
 
     @property
     def handlers(self) -> Mapping[str, Callable[[Action], None]]:
@@ -61,7 +69,7 @@ class Transport(Protocol):
 
     @property
     def outside(self) -> Endpoint:
-        """The endpoint of the thread that called the pipe."""
+        """The endpoint of the thread that called the pipe. It sends before the run, and receives after it."""
 
     def take_undelivered(self) -> list[tuple[Address, Any]]:
         """After a failure: takes out the messages that nobody will receive."""
@@ -73,77 +81,88 @@ class Transport(Protocol):
         """After the run: drops everything of the mini-batch."""
 
 
-class LocalEndpoint:
-    """An endpoint within one process: messages are handed over by reference through one queue per worker.
+class _UnderWay(NamedTuple):
+    """A message whose tensors are copied to another device.
 
-    Args:
-        inbox: the queue of this worker.
-        inboxes: for each stage the queue of its worker, and last the queue of the calling thread.
-        links: for each stage the link that copies to its device; None: tensors are passed by reference.
+    Attributes:
+        message: with the copies.
+        arrive: makes the receiver's stream wait for them.
     """
 
-    __slots__ = ("_inboxes", "_links", "_pending", "inbox")
+    message: Message
+    arrive: Callable[[], None]
 
-    def __init__(self, inbox: Inbox, inboxes: Sequence[Inbox], links: Sequence[Link | None]) -> None:
+
+class LocalEndpoint:
+    """An endpoint within one process: messages are handed over by reference.
+
+    A message lies in the box of its kind of action and stage, where its receiver takes it out. If that is another
+    worker, which may be waiting, a token in the worker's inbox wakes it.
+
+    Args:
+        boxes: of all stages and of the outside.
+        inbox: of this worker; None: its messages lie there before it asks for them.
+        inboxes: for each stage that of its worker; None as above.
+        links: for each stage the link that copies to its device; None: tensors are passed by reference.
+        is_linked: whether anything is copied to this worker.
+    """
+
+    __slots__ = ("_boxes", "_inboxes", "_is_linked", "_links", "inbox")
+
+    def __init__(
+        self,
+        boxes: Boxes,
+        inbox: Inbox | None,
+        inboxes: Sequence[Inbox | None],
+        links: Sequence[Link | None],
+        *,
+        is_linked: bool,
+    ) -> None:
         self.inbox = inbox
+        self._boxes = boxes
         self._inboxes = inboxes
         self._links = links
-        self._pending: dict[Address, tuple[Message, Callable[[], None] | None]] = {}
+        self._is_linked = is_linked
 
     def sender(self, kind: str, stage: int) -> Send:
         """See `Endpoint.sender`; a copy to another device starts at once and overlaps with computation."""
-        outside = len(self._inboxes) - 1
-        place = stage if 0 <= stage < outside else outside
-        put, link = self._inboxes[place].put, self._links[place]
-
-        def send(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Any) -> None:
-            put(((kind, stage, micro_batch), (tensors, structure), None))
-
-        if place < outside and self._inboxes[place] is self.inbox:
-            # To another stage of the same worker, which looks among the early messages first.
-            pending = self._pending
-
-            def keep(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Any) -> None:
-                pending[kind, stage, micro_batch] = ((tensors, structure), None)
-
-            return keep
+        box = self._boxes[kind, stage]
+        within = 0 <= stage < len(self._inboxes)
+        inbox = self._inboxes[stage] if within else None
+        link = self._links[stage] if within else None
+        wake = None if inbox is None or inbox is self.inbox else inbox.put
         if link is None:
-            return send
+            return box.__setitem__ if wake is None else _waking(box, wake)
 
-        def send_through_link(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Any) -> None:
+        def send(micro_batch: int, message: Message) -> None:
+            tensors, structure = message
             copies, event = link.depart(tensors)
-            put(((kind, stage, micro_batch), (copies, structure), lambda: link.arrive(copies, event)))
+            box[micro_batch] = _UnderWay((copies, structure), lambda: link.arrive(copies, event))
+            if wake is not None:
+                wake(True)
 
-        return send_through_link
+        return send
 
-    def receive(self, address: Address) -> Message:
-        """See `Endpoint.receive`. Messages to later actions are kept."""
-        pending = self._pending
-        early = pending.pop(address, None)
-        if early is not None:
-            message, arrive = early
-        else:
-            while True:
-                letter = self.inbox.get()
-                if letter is WAKE_UP:
-                    raise Stopped
-                key, message, arrive = letter
-                if key == address:
-                    break
-                pending[key] = (message, arrive)
-        if arrive is not None:
-            arrive()
-        return message
+    def receiver(self, kind: str, stage: int) -> Receive:
+        """See `Endpoint.receiver`. Messages to other actions stay in their boxes."""
+        take = self._boxes[kind, stage].pop
+        inbox, is_linked = self.inbox, self._is_linked
+        if inbox is None and not is_linked:
+            return take
 
-    def take_undelivered(self) -> list[tuple[Address, Any]]:
-        """See `Transport.take_undelivered`: those to this worker."""
-        taken: list[tuple[Address, Any]] = [(address, message) for address, (message, _) in self._pending.items()]
-        self._pending.clear()
-        while not self.inbox.empty():
-            letter = self.inbox.get()
-            if letter is not WAKE_UP:
-                taken.append((letter[0], letter[1]))
-        return taken
+        def receive(micro_batch: int) -> Message:
+            if inbox is None:
+                message = take(micro_batch)
+            else:
+                while (message := take(micro_batch, None)) is None:
+                    if inbox.get() is WAKE_UP:
+                        raise Stopped
+            if is_linked and type(message) is _UnderWay:
+                message.arrive()
+                return message.message
+            return message  # type: ignore[no-any-return]
+
+        return receive
 
     @property
     def handlers(self) -> Mapping[str, Callable[[Action], None]]:
@@ -154,42 +173,65 @@ class LocalEndpoint:
         """See `Endpoint.finish`: there is nothing to wait for."""
 
 
+def _waking(box: dict[int, Message], wake: Callable[[bool], None]) -> Send:
+    def send(micro_batch: int, message: Message) -> None:
+        box[micro_batch] = message
+        wake(True)
+
+    return send
+
+
 class LocalTransport:
     """The endpoints of one run in one process, connected.
 
     A new one is made for each run, so that no message of an earlier run is received. Endpoints refer only to queues and
-    not to each other: a reference cycle would keep a failed run's tensors alive.
+    boxes, and not to each other: a reference cycle would keep a failed run's tensors alive.
 
     Args:
         placement: the worker of each stage.
         links: by pair of workers, the link between their devices (None or missing: tensors are passed by reference);
             `(w, w)` has the link from the caller to worker w.
+        one_thread: one thread runs all actions of this process, in an order in which each message is sent before it is
+            received.
     """
 
-    def __init__(self, placement: tuple[int, ...], links: Mapping[tuple[int, int], Link | None]) -> None:
-        self._inboxes: list[Inbox] = [SimpleQueue() for _ in range(max(placement, default=-1) + 1)]
-        self.outside_inbox: Inbox = SimpleQueue()
-        inboxes = [*(self._inboxes[worker] for worker in placement), self.outside_inbox]
+    def __init__(
+        self, placement: tuple[int, ...], links: Mapping[tuple[int, int], Link | None], *, one_thread: bool = False
+    ) -> None:
+        workers = range(max(placement, default=-1) + 1)
+        self._boxes: Boxes = defaultdict(dict)
+        self._inboxes: list[Inbox | None] = [None if one_thread else SimpleQueue() for _ in workers]
+        inboxes = [self._inboxes[worker] for worker in placement]
+        linked = {target for (_, target), link in links.items() if link is not None}
         self.outside = LocalEndpoint(
-            self.outside_inbox, inboxes, [*(links.get((worker, worker)) for worker in placement), None]
-        )
+            self._boxes, None, [None] * len(placement), [links.get((worker, worker)) for worker in placement],
+            is_linked=False,
+        )  # fmt: skip
         self.endpoints = {
             number: LocalEndpoint(
+                self._boxes,
                 inbox,
                 inboxes,
-                [*(links.get((number, worker)) if worker != number else None for worker in placement), None],
+                [links.get((number, worker)) if worker != number else None for worker in placement],
+                is_linked=number in linked,
             )
             for number, inbox in enumerate(self._inboxes)
         }
 
     def take_undelivered(self) -> list[tuple[Address, Any]]:
         """See `Transport.take_undelivered`."""
-        return [each for end in (*self.endpoints.values(), self.outside) for each in end.take_undelivered()]
+        taken: list[tuple[Address, Any]] = []
+        for (kind, stage), box in self._boxes.items():
+            for micro_batch, message in box.items():
+                taken.append(((kind, stage, micro_batch), message.message if type(message) is _UnderWay else message))
+            box.clear()
+        return taken
 
     def stop(self) -> None:
         """See `Transport.stop`."""
         for inbox in self._inboxes:
-            inbox.put(WAKE_UP)
+            if inbox is not None:
+                inbox.put(WAKE_UP)
 
     def close(self) -> None:
         """See `Transport.close`: there is nothing to drop."""

@@ -31,7 +31,8 @@ class RunConditions:
 
     Attributes:
         failure: keeps the first exception.
-        context: the caller's settings for the layers; None: the default ones, or the run begins after the forward.
+        context: the caller's settings, which workers enter; None: none are to be entered.
+        in_context: whether the caller's settings, if they are not the usual ones, are in force during the whole run.
         modes: the caller's modes.
         turn: held by the one worker that computes, if there are modes; None: workers compute at the same time.
         starting: called before each action; None: not needed.
@@ -39,6 +40,7 @@ class RunConditions:
 
     failure: Failure
     context: CallerContext | None
+    in_context: bool
     modes: Modes
     turn: threading.Lock | None
     starting: Callable[[Action], None] | None = None
@@ -117,7 +119,7 @@ class WorkerRun:
                 stream=self._stream,
                 started=None if self._marks is None else self._mark_start,
                 retain_graph=retain_graph,
-                context_entered=self._conditions.context is not None,
+                context_entered=self._conditions.in_context,
             )
 
     def __call__(self) -> None:

@@ -1,7 +1,7 @@
 """Capturing modes, and workers that take turns."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
@@ -56,11 +56,14 @@ def test_a_worker_that_waits_lets_others_compute() -> None:
 
         def finish(self) -> None: ...
 
-        def receive(self, address: tuple[str, int, int]) -> str:
-            assert not turn.locked()
-            return "message"
+        def receiver(self, kind: str, stage: int) -> Callable[[int], str]:
+            def receive(micro_batch: int) -> str:
+                assert not turn.locked()
+                return "message"
+
+            return receive
 
     endpoint = TakingTurns(Endpoint(), turn)
     with turn:
-        assert endpoint.receive(("F", 0, 0)) == "message"
+        assert endpoint.receiver("F", 0)(0) == "message"
         assert turn.locked()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipework.distributed.transport.channel import Channel
     from pipework.runtime.peers import RunSpec
     from pipework.runtime.skips.skip import Skip
-    from pipework.runtime.transport import Address, Endpoint, Message, Send
+    from pipework.runtime.transport import Address, Endpoint, Message, Receive, Send
     from pipework.schedule import Action
 
 
@@ -32,7 +32,8 @@ class RankTransport:
     """The endpoints of this rank."""
 
     def __init__(self, worker: int, spec: RunSpec, connections: Connections, peer_group: PeerGroup) -> None:
-        local = LocalTransport(spec.placement, spec.links)  # for messages between stages of this rank
+        # For messages between stages of this rank, all of which run on one thread.
+        local = LocalTransport(spec.placement, spec.links, one_thread=True)
         self.outside: Endpoint = local.outside
         self.endpoints = {worker: RankEndpoint(worker, local, spec, connections.channels, peer_group)}
         self._stop = local.stop
@@ -65,8 +66,8 @@ class RankEndpoint:
         self, worker: int, local: LocalTransport, spec: RunSpec, channels: Mapping[int, Channel], peer_group: PeerGroup
     ) -> None:
         self._worker = worker
+        self._local = local
         self._own = local.endpoints[worker]
-        self._outputs = local.outside_inbox
         self._spec = spec
         self._channels = channels
         self._peer_group = peer_group
@@ -85,22 +86,28 @@ class RankEndpoint:
             return self._own.sender(kind, stage)
         outbox = self._outbox
 
-        def keep(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Any) -> None:
-            outbox[kind, stage, micro_batch] = tensors, structure
+        def keep(micro_batch: int, message: Message) -> None:
+            outbox[kind, stage, micro_batch] = message
 
         return keep
 
-    def receive(self, address: Address) -> Message:
-        """See `Endpoint.receive`."""
-        channel = self._posted.pop(address, None)
-        if channel is None:
-            for each, waiting in self._unposted.items():
-                self._post_known(each, waiting)
-            channel = self._posted.pop(address, None)
+    def receiver(self, kind: str, stage: int) -> Receive:
+        """See `Endpoint.receiver`."""
+        posted, progress, receive_own = self._posted, self._peer_group.monitor.progress, self._own.receiver(kind, stage)
+
+        def receive(micro_batch: int) -> Message:
+            address = kind, stage, micro_batch
+            channel = posted.pop(address, None)
             if channel is None:
-                return self._own.receive(address)
-        with self._peer_group.monitor.progress.waits():
-            return channel.take(address)
+                for each, waiting in self._unposted.items():
+                    self._post_known(each, waiting)
+                channel = posted.pop(address, None)
+                if channel is None:
+                    return receive_own(micro_batch)
+            with progress.waits():
+                return channel.take(address)
+
+        return receive
 
     @property
     def handlers(self) -> Mapping[str, Callable[[Action], None]]:
@@ -130,7 +137,7 @@ class RankEndpoint:
         """See `Transport.take_undelivered`; with what waits for its SEND action, addressed to another rank."""
         outbox = list(self._outbox.items())
         self._outbox.clear()
-        return [*self._own.take_undelivered(), *outbox]
+        return [*self._local.take_undelivered(), *outbox]
 
     def close(self) -> None:
         """After the run: releases the stages, and after a failure the messages that were not sent."""
@@ -177,9 +184,9 @@ class RankEndpoint:
         return self._ways[way]
 
     def _sender_of_results(self, send: Send) -> Send:
-        def send_and_keep(micro_batch: int, tensors: tuple[Tensor | None, ...], structure: Any) -> None:
-            send(micro_batch, tensors, structure)
-            self._results.append((micro_batch, tensors, structure))
+        def send_and_keep(micro_batch: int, message: Message) -> None:
+            send(micro_batch, message)
+            self._results.append((micro_batch, *message))
 
         return send_and_keep
 
@@ -206,16 +213,16 @@ class RankEndpoint:
             channel.post(address)
             return channel.take(address)
 
+        hand_out = self._own.sender("F", self._stages)
         losses, flags = received(("results", self._stages, 0))
         self._peer_group.stopping |= bool(flags & 2)
         if self._spec.results_for_all is None:
             for micro_batch in range(self._spec.micro_batches):
-                message = received(("output", self._stages, micro_batch))
-                self._outputs.put((("F", self._stages, micro_batch), message, None))
+                hand_out(micro_batch, received(("output", self._stages, micro_batch)))
             return
         for micro_batch, loss in enumerate(losses[0].unbind()):
             loss = loss.detach().requires_grad_(bool(flags & 1))
-            self._outputs.put((("F", self._stages, micro_batch), ((loss,), None), None))
+            hand_out(micro_batch, ((loss,), None))
 
 
 def names_of_messages(kind: str, source: int, target: int, skips: Sequence[Skip]) -> list[str]:

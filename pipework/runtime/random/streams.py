@@ -122,41 +122,38 @@ class RandomStream:
         guard: entered around what draws on an accelerator; None: the worker is on the CPU.
     """
 
-    __slots__ = ("_generator", "_layer", "_micro_batch", "_seed_device", "_seeded", "guard", "key")
+    __slots__ = ("_generator", "_place", "_seed_device", "_seeded", "guard", "key")
 
     def __init__(self, key: Key, guard: GeneratorGuard | None = None) -> None:
         self.guard = guard
         self.key = key
-        self._layer = -1
-        self._micro_batch = -1
-        self._seeded = False
+        self._place = -1, -1
+        self._seeded: tuple[int, int] | None = None  # the very place for which the generator was seeded
         self._generator: torch.Generator | None = None
         self._seed_device = None if guard is None else guard.seed
 
     def enter(self, layer: int, micro_batch: int) -> None:
         """Starts the stream of this layer and micro-batch."""
-        self._layer = layer
-        self._micro_batch = micro_batch
-        self._seeded = False
+        self._place = layer, micro_batch
         if self._seed_device is not None:
             # An accelerator's fused kernels take no generator, so its default generator is seeded.
             self._seed_device(self.seed())
 
     def enter_inside(self, number: int) -> None:
         """Starts the stream of a module inside of a layer; see `streams_inside`."""
-        self.enter(_INSIDE + number, self._micro_batch)
+        self.enter(_INSIDE + number, self._place[1])
 
     def seed(self) -> int:
         """The 64-bit seed of the present (key, layer, micro-batch)."""
-        return mix(self.key.value(), self._layer, self._micro_batch)
+        return mix(self.key.value(), *self._place)
 
     def generator(self) -> torch.Generator:
         """The generator to draw the next CPU numbers from."""
         if self._generator is None:
             self._generator = torch.Generator("cpu")
-        if not self._seeded:
+        if self._seeded is not self._place:
             self._generator.manual_seed(self.seed())
-            self._seeded = True
+            self._seeded = self._place
         return self._generator
 
 

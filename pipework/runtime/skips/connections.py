@@ -50,6 +50,7 @@ class SkipPorts:
 
     def __init__(self, stage: int, skips: Sequence[Skip]) -> None:
         self._stage = stage
+        self._skips = len(skips)
         numbered = list(enumerate(skips))
         self._incoming = [(n, skip) for n, skip in numbered if stage in skip.later]
         self._outgoing = [(n, skip) for n, skip in numbered if stage == skip.source and skip.later]
@@ -65,7 +66,8 @@ class SkipPorts:
 
     def connect(self, endpoint: Endpoint) -> None:
         """Prepares for one run of the worker."""
-        self._receive = endpoint.receive
+        self._receivers = [endpoint.receiver(f"F skip {n}", self._stage) for n, _ in self._incoming]
+        self._gradient_receivers = [endpoint.receiver(f"B skip {n}", self._stage) for n in range(self._skips)]
 
         def senders(n: int, skip: Skip) -> list[Send]:
             to = [each for each in skip.later if skip.value_from(each) == self._stage]
@@ -88,8 +90,8 @@ class SkipPorts:
         """Waits for the tensors that the stage pops, hands them on, and appends them to its inputs."""
         skips: list[Tensor] = []
         present, behind = [], []
-        for (n, _), senders in zip(self._incoming, self._senders_on, strict=True):
-            tensors, is_behind = self._receive((f"F skip {n}", self._stage, micro_batch))
+        for (n, _), receive, senders in zip(self._incoming, self._receivers, self._senders_on, strict=True):
+            tensors, is_behind = receive(micro_batch)
             _hand_on(senders, micro_batch, tensors)
             skips += tensors
             present.append(bool(tensors))
@@ -202,7 +204,7 @@ class SkipPorts:
         return tuple([None if n is None else self._gradient(n, micro_batch) for n in self._awaited[micro_batch]])
 
     def _gradient(self, n: int, micro_batch: int) -> Tensor | None:
-        (gradient,), _ = self._receive((f"B skip {n}", self._stage, micro_batch))
+        (gradient,), _ = self._gradient_receivers[n](micro_batch)
         return gradient  # type: ignore[no-any-return]
 
     def send_gradients(self, micro_batch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -214,7 +216,7 @@ class SkipPorts:
         for (n, _), send, is_tensor in zip(self._incoming, self._gradient_senders, present, strict=True):
             gradient = next(remaining) if is_tensor else None
             if is_tensor and n not in with_value:
-                (self._senders_behind[n] if n in behind else send)(micro_batch, (gradient,), None)
+                (self._senders_behind[n] if n in behind else send)(micro_batch, ((gradient,), None))
         return gradients[:own]
 
     def tracker(self, aliases: Sequence[Tensor], present: tuple[bool, ...]) -> StageTracker:
@@ -237,7 +239,7 @@ def _hand_on(senders: Sequence[Send], micro_batch: int, tensors: Sequence[Tensor
         is_behind: whether the first stage that pops hands the gradient to `Skip.behind`.
     """
     for send in senders:
-        send(micro_batch, tuple(map(boundary.cut, tensors)), 1 if is_behind else None)
+        send(micro_batch, (tuple(map(boundary.cut, tensors)), 1 if is_behind else None))
         is_behind = False
 
 

@@ -27,6 +27,7 @@ class InPlaceChanges:
 
     Attributes:
         found: None before the first micro-batch, which is treated as if they did.
+        refuses: memory of this micro-batch's inputs that a later stage must not change in place, either.
     """
 
     def __init__(self, stage: Stage, own_leaves: frozenset[int], batch: BatchVersions | None) -> None:
@@ -34,7 +35,7 @@ class InPlaceChanges:
         self._own_leaves = own_leaves
         self._batch = batch
         self.found: bool | None = None
-        self._refusing: Set[object] = frozenset()  # memory that a later stage must not change in place, either
+        self.refuses: Set[object] = frozenset()
         self._passed_on: Set[int] = frozenset()  # the inputs whose memory outputs have, too
 
     def aliases(self, leaves: Sequence[Tensor], *, recomputed: bool) -> tuple[Tensor, ...]:
@@ -47,7 +48,7 @@ class InPlaceChanges:
         refusing = [n in self._own_leaves or boundary.is_unchangeable(leaf) for n, leaf in enumerate(leaves)]
         pairs = list(zip(leaves, refusing, strict=True))
         aliases = tuple([leaf if refuses else boundary.enter(leaf) for leaf, refuses in pairs])
-        self._refusing = {_memory(leaf) for leaf, refuses in pairs if refuses}
+        self.refuses = {_memory(leaf) for leaf, refuses in pairs if refuses}
         if self._batch is not None and not recomputed:
             for leaf, alias in zip(leaves, aliases, strict=True):
                 if alias.grad_fn is not None:
@@ -63,11 +64,10 @@ class InPlaceChanges:
 
     def mark(self, outputs: Sequence[Tensor]) -> None:
         """Marks the outputs that have memory of the caller's leaves, for the stages behind."""
-        if self._refusing:
-            for output in outputs:
-                if output.requires_grad and _memory(output) in self._refusing:
-                    boundary.mark_unchangeable(output)
-            self._refusing = frozenset()
+        for output in outputs:
+            if output.requires_grad and _memory(output) in self.refuses:
+                boundary.mark_unchangeable(output)
+        self.refuses = frozenset()
 
     def inputs_of_first_pass(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What the first pass of a checkpointed micro-batch runs on: the recomputation needs the input as it is now.

@@ -40,6 +40,8 @@ from pipework.runtime.stage.returned import layer_text, note_returned
 from pipework.runtime.stage.untrainable import refuse_untrainable
 from pipework.values import nested
 
+_cut = boundary.cut
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Set
 
@@ -106,8 +108,12 @@ class StageRun:
         self._parameter_versions = self.aliases.versions
         self.meter: MemoryMeter | None = None
         self.tied: TiedGradients | None = None
+        # Where the backward of an output starts. The next stage or the loss keeps an output's memory in any case: then
+        # the output itself, which is cheaper than its edge.
+        self._root = _itself if stage.shares_output or loss is not None else _edge
         ports = SkipPorts(stage.index, stage.skips)
         self._ports, self._passes = ports, ports.may_be_passed
+        self._has_skips = bool(stage.skips)
         self._skips = ports if ports.touched else None
         self._entered: tuple[Root, ...] = ()  # the popped tensors to whose gradients later stages add first
         self._stashed = stage.stashed
@@ -130,19 +136,23 @@ class StageRun:
             retain_graph: whether the B actions leave their graphs for another run.
             context_entered: whether the caller's settings for the layers are in force during the whole run.
         """
-        self._receive = endpoint.receive
+        self._receive_input = endpoint.receiver("F", self._index)
+        self._receive_gradient = endpoint.receiver("B", self._index)
+        self._receive_target = endpoint.receiver("target", self._index)
         self._context_entered = context_entered
         self._send_output = endpoint.sender("F", self._index + 1)
         self._send_gradient = endpoint.sender("B", self._index - 1) if self._sends_gradients else None
         self._enter_stream = None if stream is None else stream.enter
-        guard = None if stream is None else stream.guard
-        self._guard = contextlib.nullcontext() if guard is None else guard
+        self._guard = None if stream is None else stream.guard
         if self._skips is not None or self._passes:
             self._ports.connect(endpoint)
-        self._watched = not (self.meter is None and guard is None and self._skips is None)
+        self._watched = not (self.meter is None and self._guard is None and self._skips is None)
         self._started = started
         self._retain_graph = retain_graph
-        self._autocast_off = context_entered and bool(self._context.autocasts)
+        self._run_backward = torch_private.run_backward
+        if context_entered and self._context.autocasts:
+            self._run_backward = functools.partial(_without_autocast, self._context)
+        self._has_end = self._weight_store is not None or self.meter is not None
 
     def disconnect(self) -> None:
         """After a run: drops the `started` callback, which refers to this object."""
@@ -152,8 +162,43 @@ class StageRun:
 
     def forward(self, action: Action) -> None:
         """F: computes the stage's output for one micro-batch and sends it on."""
-        micro_batch = action.micro_batch
-        leaves, structure = self._receive(action[:3])
+        micro_batch, loss = action[2], self._loss
+        leaves, structure = self._receive_input(micro_batch)
+        arrived: list[Arrived] = []
+        if self._has_skips:
+            leaves, structure, arrived = self._receive_skips(micro_batch, leaves, structure)
+        if loss is not None:
+            loss.receive(micro_batch, self._receive_target(micro_batch))
+        if self._started is not None:
+            self._started()
+        if micro_batch in self._checkpointed:
+            outputs, structure = self._first_pass(leaves, structure, micro_batch, arrived)
+        else:
+            outputs, structure = self._compute(leaves, structure, micro_batch)
+            if self._grad:
+                self._keep_graph(micro_batch, leaves, outputs)
+            if loss is not None:
+                del loss.targets[micro_batch]
+        if self._check_finite:
+            refuse_non_finite(outputs, f"an output of stage {self._index}")
+        if arrived:
+            self._stashed.refuse_overwritten(arrived)
+        # What is sent has no graph, and this frame must not keep the graph either.
+        outputs = tuple(map(_cut, outputs))
+        if self._in_place.refuses:
+            self._in_place.mark(outputs)
+        if loss is not None and not loss.seeds:
+            loss.begin(outputs)
+        if self.meter is not None:
+            self.meter.sending(outputs)
+        if self._has_skips:
+            outputs, structure = self._send_skips(micro_batch, outputs, structure, arrived)
+        self._send_output(micro_batch, (outputs, structure))
+
+    def _receive_skips(
+        self, micro_batch: int, leaves: tuple[Tensor, ...], structure: Around
+    ) -> tuple[tuple[Tensor, ...], Around, list[Arrived]]:
+        """The inputs with what the stage pops, and those of them that were stashed by earlier stages."""
         arrived: list[Arrived] = []
         if isinstance(structure, Stashed):
             if structure.same:
@@ -163,40 +208,22 @@ class StageRun:
             leaves, structure = self._skips.receive(micro_batch, leaves, structure)
             own, popped = structure.own, self._skips.popped(structure.present)
             arrived += self._stashed.popped(own, leaves[own:], popped)
-        if self._loss is not None:
-            self._loss.receive(micro_batch, self._receive(("target", self._index, micro_batch)))
-        if self._started is not None:
-            self._started()
-        if micro_batch in self._checkpointed:
-            outputs, structure = self._first_pass(leaves, structure, micro_batch, arrived)
-        else:
-            outputs, structure = self._compute(leaves, structure, micro_batch)
-            if self._grad:
-                self._keep_graph(micro_batch, leaves, outputs)
-        if self._check_finite:
-            refuse_non_finite(outputs, f"an output of stage {self._index}")
-        if arrived:
-            self._stashed.refuse_overwritten(arrived)
-        # What is sent has no graph, and this frame must not keep the graph either.
-        outputs = tuple(map(boundary.cut, outputs))
-        self._in_place.mark(outputs)
-        if self._loss is not None:
-            if micro_batch not in self._checkpointed:
-                del self._loss.targets[micro_batch]
-            self._loss.begin(outputs[0])
-        if self.meter is not None:
-            self.meter.sending(outputs)
+        return leaves, structure, arrived
+
+    def _send_skips(
+        self, micro_batch: int, outputs: tuple[Tensor, ...], structure: Around, arrived: list[Arrived]
+    ) -> tuple[tuple[Tensor, ...], Around]:
+        """Sends what the stage stashes. Returns the value, and its structure with marks for stashed tensors."""
         if self._skips is not None:
             structure, own, present, same = bundle = structure
             self._skips.send(micro_batch, outputs[own:], bundle)
             outputs, own_stashed = outputs[:own], self._skips.stashed(outputs[own:], present)
-            structure = self._stashed.around(structure, outputs, arrived, own_stashed, same)
-        else:
-            if self._passes:
-                self._ports.await_gradients(micro_batch)
-            if arrived:
-                structure = self._stashed.around(structure, outputs, arrived, ())
-        self._send_output(micro_batch, outputs, structure)
+            return outputs, self._stashed.around(structure, outputs, arrived, own_stashed, same)
+        if self._passes:
+            self._ports.await_gradients(micro_batch)
+        if arrived:
+            structure = self._stashed.around(structure, outputs, arrived, ())
+        return outputs, structure
 
     def recompute(self, action: Action) -> None:
         """R: computes a checkpointed micro-batch again and keeps the graph. Needs no gradient: it may run early."""
@@ -231,7 +258,8 @@ class StageRun:
         """B: differentiates one micro-batch, adds to the parameters' gradients, sends the input's gradient."""
         try:
             self._differentiate(action)
-            self._end_backward(action.micro_batch)
+            if self._has_end:
+                self._end_backward(action[2])
         except RuntimeError as error:
             self._explain(error)
             raise
@@ -277,29 +305,26 @@ class StageRun:
 
     def _differentiate(self, action: Action) -> None:
         """Runs autograd for one micro-batch, and sends the input's gradient."""
-        micro_batch = action.micro_batch
-        gradients = self._received_gradients(action)
+        micro_batch, graphs = action[2], self._graphs
+        gradients = self._receive_gradient(micro_batch)[0] if self._loss is None else self._loss.seeds
         if self._skips is not None or self._passes:
             gradients += self._ports.receive_gradients(micro_batch)
         if self._started is not None:
             self._started()
-        leaves, roots = self._graphs[micro_batch] if self._retain_graph else self._graphs.pop(micro_batch)
+        leaves, roots = graphs[micro_batch] if self._retain_graph else graphs.pop(micro_batch)
         starts, seeds = _differentiable(roots, gradients)
         if self.tied is not None:
             begun = self.tied.begun(micro_batch)
             starts += tuple([alias for alias, _ in begun])
             seeds += tuple([gradient for _, gradient in begun])
-        of_leaves: tuple[Tensor | None, ...] = (None,) * len(leaves)
-        if starts:
+        of_leaves: tuple[Tensor | None, ...]
+        if not starts:
+            of_leaves = (None,) * len(leaves)
+        elif self._guard is None:
+            of_leaves = self._gradients(leaves, starts, seeds, micro_batch)
+        else:
             with self._guard:
-                if self._enter_stream is not None:
-                    # A backward may draw random numbers, from a stream of its own.
-                    self._enter_stream(-1 - self._index, micro_batch)
-                if self._weight_store is not None:
-                    run = functools.partial(self._run_backward, starts, seeds)
-                    of_leaves = boundary.gradients(leaves, self._weight_store.differentiate, micro_batch, run)
-                else:
-                    of_leaves = boundary.gradients(leaves, self._run_backward, starts, seeds)
+                of_leaves = self._gradients(leaves, starts, seeds, micro_batch)
         if self._check_finite:
             refuse_non_finite(of_leaves, f"the gradient of an input of stage {self._index}")
             self._check_parameters()
@@ -308,22 +333,22 @@ class StageRun:
         if self._skips is not None:
             of_leaves = self._skips.send_gradients(micro_batch, of_leaves)
         if self._send_gradient is not None:
-            self._send_gradient(micro_batch, of_leaves, None)
+            self._send_gradient(micro_batch, (of_leaves, None))
 
-    def _run_backward(self, starts: tuple[Tensor | GradientEdge, ...], seeds: tuple[Tensor, ...]) -> None:
-        if self._autocast_off:  # as PyTorch advises for a backward
-            with self._context.without_autocast():
-                torch_private.run_backward(starts, seeds, self._retain_graph)
-        else:
-            torch_private.run_backward(starts, seeds, self._retain_graph)
-
-    def _received_gradients(self, action: Action) -> tuple[Tensor | None, ...]:
-        """The gradients of the stage's outputs; with a loss inside, the gradient of the loss is its scale."""
-        if self._loss is None:
-            gradients, _ = self._receive(("B", self._index, action.micro_batch))
-            return gradients
-        _, roots = self._graphs[action.micro_batch]
-        return self._loss.seed, *[None] * (len(roots) - 1)
+    def _gradients(
+        self,
+        leaves: tuple[Tensor, ...],
+        starts: tuple[Tensor | GradientEdge, ...],
+        seeds: tuple[Tensor, ...],
+        micro_batch: int,
+    ) -> tuple[Tensor | None, ...]:
+        if self._enter_stream is not None:
+            # A backward may draw random numbers, from a stream of its own.
+            self._enter_stream(-1 - self._index, micro_batch)
+        if self._weight_store is None:
+            return boundary.gradients(leaves, self._run_backward, starts, seeds, self._retain_graph)
+        run = functools.partial(self._run_backward, starts, seeds, self._retain_graph)
+        return boundary.gradients(leaves, self._weight_store.differentiate, micro_batch, run)
 
     def awaits(self, name: str, micro_batch: int) -> bool | None:
         """Whether a message of this name will come; see `SkipPorts.awaits`."""
@@ -404,20 +429,24 @@ class StageRun:
         self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
     ) -> tuple[tuple[Tensor, ...], Around]:
         """Runs the layers on one micro-batch."""
-        if self._weight_store is None:
-            return self._compute_whole(leaves, structure, micro_batch)
-        self._weight_store.begin(micro_batch)
-        result = self._compute_whole(leaves, structure, micro_batch)
-        self._weight_store.end()
+        store = self._weight_store
+        if store is not None:
+            store.begin(micro_batch)
+        if self._watched:
+            result = self._compute_watched(leaves, structure, micro_batch)
+        else:
+            aliases = leaves if self._in_place.found is False and not self._passes else self._enter(leaves, micro_batch)
+            result = self._run_layers(leaves, aliases, structure, micro_batch)
+        if store is not None:
+            store.end()
         return result
 
-    def _compute_whole(
+    def _compute_watched(
         self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
     ) -> tuple[tuple[Tensor, ...], Around]:
-        if not self._watched:
-            return self._run_layers(leaves, self._enter(leaves, micro_batch), structure, micro_batch)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._guard)
+            if self._guard is not None:
+                stack.enter_context(self._guard)
             if self.meter is not None:
                 target = () if self._loss is None else self._loss.tensors(micro_batch)
                 stack.enter_context(self.meter.measuring(self._index, micro_batch, leaves, target))
@@ -456,8 +485,9 @@ class StageRun:
         self, leaves: tuple[Tensor, ...], aliases: tuple[Tensor, ...], structure: Around, micro_batch: int
     ) -> tuple[tuple[Tensor, ...], Around]:
         value = aliases[0] if structure is None else nested.unflatten(aliases, structure)
-        if self._loss is not None and not self._loss.trains:
-            self._loss.trains = any(leaf.requires_grad for leaf in leaves)
+        loss = self._loss
+        if loss is not None and not loss.trains:
+            loss.trains = any(leaf.requires_grad for leaf in leaves)
         enter_stream = self._enter_stream
         # The structure in stage 0 has positional and keyword arguments; None, a single tensor, is the usual case.
         has_arguments = structure is not None and self._index == 0
@@ -486,13 +516,15 @@ class StageRun:
                 raise
         if aliases is not leaves:
             self._in_place.see(leaves, aliases)
-        if self._loss is None:
+        if loss is None:
+            if type(value) is Tensor:  # the usual case
+                return (value,), None
             try:
                 return nested.flatten(value)
             except TypeError as error:
                 add_note(error, f"returned by {self._stage.before(self._layers[-1].number + 1)}")
                 raise
-        return self._loss.outputs(value, micro_batch, enter_stream, grad=self._grad)
+        return loss.outputs(value, micro_batch, enter_stream, grad=self._grad)
 
     def _keep_graph(self, micro_batch: int, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         """Keeps the leaves and the roots of the graph for B, but not the outputs' memory."""
@@ -500,8 +532,7 @@ class StageRun:
             self._inspect(leaves, outputs)
         if self._stray is not None:
             self._stray.watch(leaves)
-        roots = tuple(map(_itself if self._stage.shares_output else _edge, outputs))
-        self._graphs[micro_batch] = leaves, roots + self._entered
+        self._graphs[micro_batch] = leaves, (*map(self._root, outputs), *self._entered)
 
     def _inspect(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         if not any(output.requires_grad for output in outputs):
@@ -529,6 +560,14 @@ def _differentiable(
     pairs = zip(roots, gradients, strict=True)
     present = [(root, gradient) for root, gradient in pairs if root is not None and gradient is not None]
     return tuple([root for root, _ in present]), tuple([gradient for _, gradient in present])
+
+
+def _without_autocast(
+    context: CallerContext, starts: tuple[Tensor | GradientEdge, ...], seeds: tuple[Tensor, ...], retain_graph: bool
+) -> None:
+    """As PyTorch advises for a backward."""
+    with context.without_autocast():
+        torch_private.run_backward(starts, seeds, retain_graph)
 
 
 def _itself(output: Tensor) -> Root:

@@ -101,7 +101,7 @@ def connected(places: tuple[int, ...], destinations: tuple[int, ...]) -> tuple[l
 
     class Counting:
         def __init__(self, endpoint: Any) -> None:
-            self.receive = endpoint.receive
+            self.receiver = endpoint.receiver
             self._endpoint = endpoint
 
         def sender(self, kind: str, stage: int) -> Any:

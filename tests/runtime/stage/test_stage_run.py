@@ -34,17 +34,17 @@ class Driven:
         self.run.connect(self.transport.endpoints[MIDDLE], stream=None)
 
     def forward(self, x: Tensor, micro_batch: int = 0) -> Tensor:
-        self.transport.endpoints[0].sender("F", MIDDLE)(micro_batch, (x,), None)
+        self.transport.endpoints[0].sender("F", MIDDLE)(micro_batch, ((x,), None))
         with self.run.aliases.standing_in():
             self.run.forward(Action("F", MIDDLE, micro_batch))
-        ((output,), _) = self.transport.endpoints[2].receive(("F", MIDDLE + 1, micro_batch))
+        ((output,), _) = self.transport.endpoints[2].receiver("F", MIDDLE + 1)(micro_batch)
         return output
 
     def send_gradient(self, gradient: Tensor, micro_batch: int = 0) -> None:
-        self.transport.endpoints[2].sender("B", MIDDLE)(micro_batch, (gradient,), None)
+        self.transport.endpoints[2].sender("B", MIDDLE)(micro_batch, ((gradient,), None))
 
     def received_gradient(self, micro_batch: int = 0) -> Tensor:
-        ((gradient,), _) = self.transport.endpoints[0].receive(("B", MIDDLE - 1, micro_batch))
+        ((gradient,), _) = self.transport.endpoints[0].receiver("B", MIDDLE - 1)(micro_batch)
         return gradient
 
 
