@@ -110,6 +110,7 @@ class Executor:
         self._one_thread = one_thread
         self.recording: Recording | None = None
         self.recorded_step = 0
+        self._device_types = sorted({"cpu", *(device.type for device in assignment.devices)})
         self.skips = self._skips_between(partitions)
         self._programs: dict[tuple[int, str, bool], Program] = {}
         self._keywords: frozenset[str] = frozenset()  # that were given to the present first layer
@@ -151,7 +152,7 @@ class Executor:
         if self._engine is None:
             doubts += doubts_about_hooks(self._partitions.values())
         engine = self.engine_in_use()
-        context = CallerContext.capture({"cpu", *(device.type for device in self._assignment.devices)})
+        context = CallerContext.capture(self._device_types)
         if context.is_checkpointing:
             self._refuse_checkpoint_around([] if split is None else split.tensors)
         if self._backend.is_whole:  # of several processes each knows its own layers only, but all know the pipe's flag
@@ -206,11 +207,14 @@ class Executor:
         )
         self.recorded_step += 1
         returned: list[Message] = []
+        collecting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         watching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._deferred:
+            collecting = self._mini_batch_of_batch_norms()
         if "inputs" in looks:
             watching = self._rows_watched(split.rows, inputs, keyword_inputs, doubts)
         try:
-            with self._mini_batch_of_batch_norms(), watching:
+            with collecting, watching:
                 if inside:
                     results, returned = step.run(split.micro_batches, targets or [])
                 else:
@@ -465,9 +469,6 @@ class Executor:
     @contextlib.contextmanager
     def _mini_batch_of_batch_norms(self) -> Iterator[None]:
         """Deferred batch norms collect what passes inside, and commit it unless that fails."""
-        if not self._deferred:
-            yield
-            return
         with self._deferring:  # another thread's mini-batch must not begin in between
             for batch_norm in self._deferred:
                 batch_norm.begin_mini_batch()

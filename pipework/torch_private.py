@@ -528,6 +528,15 @@ _KNOWS_MODES: Final = all(
 _DeviceContext: Any = _find(torch, "utils._device.DeviceContext")
 
 
+_function_modes_here: Callable[[], int] = _find(torch, "_C._len_torch_function_stack", lambda: 1)
+_dispatch_modes_here: Callable[[], int] = _find(torch, "_C._len_torch_dispatch_stack", lambda: 1)
+
+
+def any_modes() -> bool:
+    """Whether the calling thread is in any mode; a default device is one. Fallback: True, and they are looked at."""
+    return bool(_function_modes_here() or _dispatch_modes_here())
+
+
 def function_modes() -> list[TorchFunctionMode]:
     """The calling thread's modes, outermost first, but not a default device. Fallback: none, so workers have none."""
     if not _KNOWS_MODES:

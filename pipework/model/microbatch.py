@@ -5,8 +5,8 @@ Tensors are split along dimension 0. Every micro-batch gets all other values as 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import operator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from pipework.model.given import MicroBatches, flattened, is_dense, refuse_gradi
 from pipework.model.moving import moved
 from pipework.values import nested
 
+_without_graph = operator.attrgetter("data")
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -22,8 +24,7 @@ if TYPE_CHECKING:
     from pipework.values.nested import Structure
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """A mini-batch, split into micro-batches.
 
     Attributes:
@@ -32,13 +33,19 @@ class Split:
         micro_batches: for each micro-batch the input of stage 0: a leaf for each of `tensors`, and the structure around
             them.
         rows: of each micro-batch.
+        slices: for each of `tensors` its parts; none if every micro-batch gets all of it.
     """
 
     tensors: tuple[Tensor, ...]
     sizes: tuple[Sequence[int] | None, ...]
     micro_batches: list[Message]
     rows: Sequence[int]
-    is_given = False
+    slices: Sequence[Sequence[Tensor]]
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the caller has made the micro-batches."""
+        return False
 
     @classmethod
     def of(
@@ -60,23 +67,18 @@ class Split:
         if device is not None:
             tensors = tuple([moved(tensor, device) for tensor in tensors])
         pieces = [_leaves(tensor, each, len(rows)) for tensor, each in zip(tensors, sizes, strict=True)]
-        return cls(tensors, sizes, [(leaves, structure) for leaves in zip(*pieces, strict=True)], rows)
+        slices = [() if each is None else parts for each, parts in zip(sizes, pieces, strict=True)]
+        return cls(tensors, sizes, [(leaves, structure) for leaves in zip(*pieces, strict=True)], rows, slices)
 
     @classmethod
     def elsewhere(cls, rows: int, micro_batches: int) -> Split:
         """A mini-batch whose tensors another process has."""
-        return cls((), (), [], _sizes(rows, micro_batches))
+        return cls((), (), [], _sizes(rows, micro_batches), [])
 
     @property
     def own_leaves(self) -> frozenset[int]:
         """The positions of the caller's own leaves that require a gradient."""
         return frozenset([n for n, tensor in enumerate(self.tensors) if tensor.is_leaf and tensor.requires_grad])
-
-    @property
-    def slices(self) -> list[tuple[Tensor, ...]]:
-        """For each tensor its parts; none if every micro-batch gets all of it."""
-        columns = zip(*(leaves for leaves, _ in self.micro_batches), strict=True)
-        return [() if sizes is None else column for sizes, column in zip(self.sizes, columns, strict=True)]
 
     @property
     def splits(self) -> InputSplits:
@@ -197,8 +199,7 @@ def arguments_of(message: Message) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return arguments, keywords
 
 
-@dataclass(frozen=True)
-class Joined:
+class Joined(NamedTuple):
     """The outputs of all micro-batches, joined to the outputs of the mini-batch.
 
     Attributes:
@@ -248,8 +249,7 @@ def join(outputs: Sequence[Message], rows: Sequence[int]) -> Joined:
     )
 
 
-@dataclass(frozen=True)
-class OutputSplits:
+class OutputSplits(NamedTuple):
     """The sizes of the parts of joined outputs; cuts the gradients of the whole into those of the micro-batches.
 
     Attributes:
@@ -273,8 +273,7 @@ class OutputSplits:
         return list(zip(*columns, strict=True))
 
 
-@dataclass(frozen=True)
-class InputSplits:
+class InputSplits(NamedTuple):
     """The sizes of the parts of split inputs; joins the gradients of the micro-batches to those of the whole tensors.
 
     Attributes:
@@ -343,7 +342,9 @@ def _leaves(tensor: Tensor, sizes: Sequence[int] | None, count: int) -> Sequence
     pieces = whole.split_with_sizes(sizes)
     if whole.is_inference():  # has no version counter
         return pieces
-    return [piece.data.requires_grad_(tensor.requires_grad) for piece in pieces]
+    if tensor.requires_grad:
+        return [piece.data.requires_grad_() for piece in pieces]
+    return list(map(_without_graph, pieces))
 
 
 def _joined_gradient(shape: torch.Size, sizes: Sequence[int] | None, column: Sequence[Tensor | None]) -> Tensor | None:

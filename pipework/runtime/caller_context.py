@@ -7,8 +7,7 @@ them a layer would compute something else on a worker than on the caller's threa
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Autocast:
+class Autocast(NamedTuple):
     """One device type's autocast state."""
 
     device_type: str
@@ -30,8 +28,7 @@ class Autocast:
     cache_enabled: bool
 
 
-@dataclass(frozen=True)
-class CallerContext:
+class CallerContext(NamedTuple):
     """The thread-local settings of the thread that called the pipe, taken by `capture`."""
 
     grad: bool
@@ -42,19 +39,22 @@ class CallerContext:
 
     @classmethod
     def capture(cls, device_types: Iterable[str]) -> CallerContext:
-        """Reads the current thread's settings; autocast for the given device types."""
-        default_device = torch.get_default_device()
+        """Reads the current thread's settings; autocast for the given device types, each given once."""
+        # A default device other than the CPU is a mode. PyTorch makes a tensor to find it.
+        default_device = torch.get_default_device() if torch_private.any_modes() else None
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocasts=tuple(
-                Autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled())
-                for device_type in sorted(set(device_types) - {"meta"})  # which PyTorch's autocast refuses
-                if torch.is_autocast_enabled(device_type)
+                [
+                    Autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled())
+                    for device_type in device_types
+                    if device_type != "meta" and torch.is_autocast_enabled(device_type)  # which refuses "meta"
+                ]
             ),
             saved_tensor_hooks=torch_private.saved_tensor_hooks(),
             # The CPU is the default of a new thread; entering it costs every operator a microsecond.
-            default_device=None if default_device.type == "cpu" else default_device,
+            default_device=None if default_device is None or default_device.type == "cpu" else default_device,
         )
 
     @property

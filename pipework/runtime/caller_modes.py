@@ -8,8 +8,7 @@ settings of `caller_context` are always those around the forward. The modes in a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipework import torch_private
 
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from pipework.torch_private import TorchDispatchMode
 
 
-@dataclass(frozen=True)
-class Modes:
+class Modes(NamedTuple):
     """The modes of the thread that called `capture`, outermost first.
 
     Attributes:
@@ -38,6 +36,8 @@ class Modes:
     @classmethod
     def capture(cls) -> Modes:
         """Reads the current thread's modes. A default device, which is a mode too, belongs to `CallerContext`."""
+        if not torch_private.any_modes():  # the usual case
+            return cls((), ())
         return cls(tuple(torch_private.function_modes()), tuple(torch_private.dispatch_modes()))
 
     def __bool__(self) -> bool:

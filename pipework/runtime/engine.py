@@ -53,9 +53,9 @@ class Engine:
     one_thread: bool
 
     @cached_property
-    def is_on_cpu(self) -> bool:
-        """Whether no worker of this process is on an accelerator."""
-        return all(device.stream is None for device in self.devices.values())
+    def accelerators(self) -> Sequence[WorkerDevice]:
+        """The devices of those workers of this process that are not on the CPU."""
+        return [device for device in self.devices.values() if device.stream is not None]
 
     def link(self, source: int, destination: int) -> Link | None:
         """The link between the workers of two stages of this process; None: tensors are passed by reference.

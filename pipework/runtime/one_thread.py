@@ -7,13 +7,13 @@ Workers keep their devices, their streams and their random numbers.
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 from pipework.runtime.loop import run_actions
 from pipework.runtime.random import kernels
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Sequence
 
     from pipework.runtime.worker import RunConditions, WorkerRun
@@ -37,17 +37,19 @@ class OneThreadRun:
 
     def __call__(self) -> None:
         """Executes the actions; the failure keeps an exception."""
-        conditions, workers = self._conditions, list(dict.fromkeys(self._workers))
+        self._conditions.run(self._execute)
+
+    def _execute(self, stack: contextlib.ExitStack) -> None:
+        failure, workers = self._conditions.failure, list(dict.fromkeys(self._workers))
         handlers = {place: handler for worker in workers for place, handler in worker.handlers.items()}
         finished = None if workers[0].finished is None else self._finished
-        with conditions.entered(), contextlib.ExitStack() as stack:
+        for worker in workers:
+            worker.enter(stack)
+        stack.enter_context(kernels.drawing_from(None))
+        run_actions(self._order, handlers, failure, finished, self._starting)
+        if not failure.happened:
             for worker in workers:
-                stack.enter_context(worker.entered())
-            stack.enter_context(kernels.drawing_from(None))
-            run_actions(self._order, handlers, conditions.failure, finished, self._starting)
-            if not conditions.failure.happened:
-                for worker in workers:
-                    worker.finish()
+                worker.finish()
 
     def _starting(self, action: Action) -> None:
         worker = self._workers[action.stage]

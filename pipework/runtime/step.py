@@ -116,7 +116,7 @@ class Step:
         self._context = context
         # Autograd runs a backward of outputs on an accelerator on a thread of its own, where the caller's variables are
         # not set. Those of the call are kept until then, and only there: one may hold the loss, and so this step.
-        late = loss is None and any(device.stream is not None for device in engine.devices.values())
+        late = loss is None and bool(engine.accelerators)
         self._variables = contextvars.copy_context() if late else None
         self._thread = threading.get_ident()
         self._key = key
@@ -307,10 +307,11 @@ class Step:
         elsewhere = self._variables if threading.get_ident() != self._thread else None
         variables = contextvars.copy_context() if elsewhere is None else elsewhere
         calls = [functools.partial(variables.copy().run, job) for job in launched]
+        accelerators = engine.accelerators
         completed = False
         with engine.lock:
             try:
-                for device in engine.devices.values():
+                for device in accelerators:
                     device.wait_for_caller()
                 for kind, stage, messages in sent:
                     if not engine.has(stage):
@@ -325,11 +326,12 @@ class Step:
                 completed = not failure.happened
             finally:
                 # Also after a failure: what was launched before still reads inputs and parameters.
-                for device in engine.devices.values():
+                for device in accelerators:
                     device.hand_over(())
-                for way in engine.links.values():
-                    if way is not None:
-                        way.hand_over(received=completed)
+                if accelerators:
+                    for way in engine.links.values():
+                        if way is not None:
+                            way.hand_over(received=completed)
             for each in engine.stages.values():
                 each.hand_back()
         for job in jobs.values():
@@ -360,11 +362,10 @@ class Step:
             intervals = [interval for job in jobs.values() for interval in job.recorded()]
             recorder.add(self._options.number, engine.peers.all_intervals(intervals))
         received = []
-        accelerators = {device.device for device in engine.devices.values() if device.stream is not None}
         for kind, stage in awaited:
             messages = list(map(transport.outside.receiver(kind, stage), range(micro_batches)))
-            tensors = [tensor for tensors, _ in messages for tensor in tensors]
-            for place in accelerators:  # the caller's streams have waited above
+            for place in {device.device for device in accelerators}:  # the caller's streams have waited above
+                tensors = [tensor for tensors, _ in messages for tensor in tensors]
                 record_on(torch.accelerator.current_stream(place), tensors)
             received.append(messages)
         return received
@@ -376,7 +377,7 @@ class Step:
             begins: see `_run`.
         """
         engine = self._engine
-        if not engine.is_on_cpu or engine.peers.are_others or not calling_thread.is_free():
+        if engine.accelerators or engine.peers.are_others or not calling_thread.is_free():
             return False
         return (self._context if begins else CallerContext.capture(("cpu",))).is_of_thread
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipework.runtime.failure import Stopped
 from pipework.runtime.loop import run_actions
@@ -13,7 +12,7 @@ from pipework.schedule import KINDS, Interval
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pipework.runtime.caller_context import CallerContext
     from pipework.runtime.caller_modes import Modes
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
     from pipework.schedule import Action
 
 
-@dataclass(frozen=True)
-class RunConditions:
+class RunConditions(NamedTuple):
     """Conditions that all workers of a run share.
 
     Attributes:
@@ -45,9 +43,12 @@ class RunConditions:
     turn: threading.Lock | None
     starting: Callable[[Action], None] | None = None
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Inside, this thread has the caller's modes and settings; the failure keeps an exception."""
+    def run(self, execute: Callable[[contextlib.ExitStack], None]) -> None:
+        """Executes something on this thread in the caller's modes and settings. The failure keeps an exception.
+
+        Args:
+            execute: is given the stack of what is to be left at the end.
+        """
         try:
             with contextlib.ExitStack() as stack:
                 if self.turn is not None:
@@ -56,7 +57,7 @@ class RunConditions:
                     stack.enter_context(self.context.entered())
                 if self.modes:
                     stack.enter_context(self.modes.entered())
-                yield
+                execute(stack)
         except Stopped:
             pass
         except BaseException as error:  # entering or leaving a context
@@ -124,22 +125,23 @@ class WorkerRun:
 
     def __call__(self) -> None:
         """Executes the actions; the failure keeps an exception."""
-        conditions = self._conditions
-        with conditions.entered(), self.entered(), kernels.drawing_from(self._stream):
-            run_actions(self._order, self.handlers, conditions.failure, self.finished, conditions.starting)
-            if not conditions.failure.happened:
-                self.finish()
+        self._conditions.run(self._execute)
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Inside, the actions may be executed by this thread."""
-        with contextlib.ExitStack() as stack:
-            # On the worker's thread, where no Ctrl-C can come between putting an alias in and taking it out.
-            for run in self._runs:
-                stack.enter_context(run.aliases.standing_in())
-            if self._marks is not None:
-                self._clock = self._device.clock()
-            yield
+    def _execute(self, stack: contextlib.ExitStack) -> None:
+        failure = self._conditions.failure
+        self.enter(stack)
+        stack.enter_context(kernels.drawing_from(self._stream))
+        run_actions(self._order, self.handlers, failure, self.finished, self._conditions.starting)
+        if not failure.happened:
+            self.finish()
+
+    def enter(self, stack: contextlib.ExitStack) -> None:
+        """From now on, until the stack is left, this thread may execute the actions."""
+        # On the worker's thread, where no Ctrl-C can come between putting an alias in and taking it out.
+        for run in self._runs:
+            stack.enter_context(run.aliases.standing_in())
+        if self._marks is not None:
+            self._clock = self._device.clock()
 
     def take_thread(self) -> None:
         """What this thread launches next is this worker's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 
 import torch
@@ -201,8 +202,13 @@ class LossSettings:
 
     def _counted(self, targets: Sequence[Message]) -> list[float] | Tensor | None:
         """What the targets count in the mean of a loss of PyTorch's; None: it is another function."""
-        counted = CountedTargets.of(self.function)
+        counted = CountedTargets.of(self.function) if self._is_of_pytorch else None  # its weights may have changed
         return None if counted is None else counted.amounts([nested.unflatten(*target) for target in targets])
+
+    @cached_property
+    def _is_of_pytorch(self) -> bool:
+        """Whether the function is one of those that leave out targets; see `CountedTargets`."""
+        return CountedTargets.of(self.function) is not None
 
     def doubt(self, targets: Sequence[Message], rows: Sequence[int]) -> str | None:
         """What to warn of: targets are padded, and the mean does not leave them out. Told once.
@@ -211,9 +217,9 @@ class LossSettings:
             targets: of the micro-batches.
             rows: of the micro-batches.
         """
-        by_rows = self.reduction == "mean" and self.weight is None and CountedTargets.of(self.function) is None
-        alike = len({len(tensors) for tensors, _ in targets}) == 1
-        if not (by_rows and alike and self._looks):
+        if not self._looks or self.reduction != "mean" or self.weight is not None or self._is_of_pytorch:
+            return None
+        if len({len(tensors) for tensors, _ in targets}) != 1:
             return None
         self._looks.pop()
         ignored = ignored_by(self.function)

@@ -25,7 +25,7 @@ import torch
 from pipework import torch_private
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -91,14 +91,22 @@ def _install_state_access() -> None:
             setattr(module, function.__name__, function)
 
 
-@contextlib.contextmanager
-def drawing_from(stream: RandomStream | None) -> Iterator[None]:
-    """Inside, this thread draws its CPU random numbers from the stream."""
-    before, thread_stream.stream = thread_stream.stream, stream
-    try:
-        yield
-    finally:
-        thread_stream.stream = before
+def drawing_from(stream: RandomStream | None) -> contextlib.AbstractContextManager[None]:
+    """A context in which this thread draws its CPU random numbers from the stream."""
+    return _Drawing(stream)
+
+
+class _Drawing:
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: RandomStream | None) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before, thread_stream.stream = thread_stream.stream, self._stream
+
+    def __exit__(self, *error: object) -> None:
+        thread_stream.stream = self._before
 
 
 def _with_thread_stream(operator: str, position: int, keyword_only: bool) -> Callable[..., Any]:

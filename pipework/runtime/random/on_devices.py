@@ -139,15 +139,13 @@ class GeneratorGuard:
                 self._generator.set_state(own)
 
 
-@contextlib.contextmanager
-def generator_given_up() -> Iterator[None]:
-    """For a call that waits for other workers: they may need the generator that this thread holds.
+def generator_given_up() -> contextlib.AbstractContextManager[None]:
+    """A context for a call that waits for other workers: they may need the generator that this thread holds.
 
     A layer that calls another pipe does so while it holds the generator of its device.
     """
     stream = kernels.thread_stream.stream
-    with contextlib.nullcontext() if stream is None or stream.guard is None else stream.guard.given_up():
-        yield
+    return contextlib.nullcontext() if stream is None or stream.guard is None else stream.guard.given_up()
 
 
 @contextlib.contextmanager

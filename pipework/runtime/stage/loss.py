@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pipework.values.nested import Structure
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: made for each step, and a frozen one takes twice as long
 class InnerLoss:
     """Computes a micro-batch's part of the mini-batch's loss from its output.
 
@@ -61,6 +61,8 @@ class InnerLoss:
         """The scale, rounded to the dtype of the loss."""
         if isinstance(self.scale, Tensor):
             return self.scale.to(dtype)
+        if self.scale == 1.0:
+            return 1.0
         return torch.full((), self.scale, dtype=dtype, device="cpu").item()
 
     def part(self, value: Any, micro_batch: int) -> Tensor:
@@ -141,7 +143,8 @@ def total(parts: Sequence[Tensor]) -> Tensor:
     """The mini-batch's loss: its parts, added in the order of the micro-batches."""
     loss, *others = parts
     loss = loss.detach()
-    with torch.no_grad():  # cheaper than detaching each part
-        for part in others:
-            loss = loss + part
+    if others:
+        with torch.no_grad():  # cheaper than detaching each part
+            for part in others:
+                loss = loss + part
     return loss

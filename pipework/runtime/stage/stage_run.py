@@ -111,10 +111,10 @@ class StageRun:
         # Where the backward of an output starts. The next stage or the loss keeps an output's memory in any case: then
         # the output itself, which is cheaper than its edge.
         self._root = _itself if stage.shares_output or loss is not None else _edge
-        ports = SkipPorts(stage.index, stage.skips)
-        self._ports, self._passes = ports, ports.may_be_passed
-        self._has_skips = bool(stage.skips)
-        self._skips = ports if ports.touched else None
+        self._ports = ports = SkipPorts(stage.index, stage.skips) if stage.skips else None
+        self._passes = ports if ports is not None and ports.may_be_passed else None
+        self._skips = ports if ports is not None and ports.touched else None
+        self._gets_gradients = self._skips or self._passes  # of skips that others pop
         self._entered: tuple[Root, ...] = ()  # the popped tensors to whose gradients later stages add first
         self._stashed = stage.stashed
 
@@ -144,8 +144,8 @@ class StageRun:
         self._send_gradient = endpoint.sender("B", self._index - 1) if self._sends_gradients else None
         self._enter_stream = None if stream is None else stream.enter
         self._guard = None if stream is None else stream.guard
-        if self._skips is not None or self._passes:
-            self._ports.connect(endpoint)
+        if self._gets_gradients is not None:
+            self._gets_gradients.connect(endpoint)
         self._watched = not (self.meter is None and self._guard is None and self._skips is None)
         self._started = started
         self._retain_graph = retain_graph
@@ -165,8 +165,8 @@ class StageRun:
         micro_batch, loss = action[2], self._loss
         leaves, structure = self._receive_input(micro_batch)
         arrived: list[Arrived] = []
-        if self._has_skips:
-            leaves, structure, arrived = self._receive_skips(micro_batch, leaves, structure)
+        if self._ports is not None:
+            leaves, structure, arrived = self._receive_skips(self._ports, micro_batch, leaves, structure)
         if loss is not None:
             loss.receive(micro_batch, self._receive_target(micro_batch))
         if self._started is not None:
@@ -191,18 +191,18 @@ class StageRun:
             loss.begin(outputs)
         if self.meter is not None:
             self.meter.sending(outputs)
-        if self._has_skips:
+        if self._ports is not None:
             outputs, structure = self._send_skips(micro_batch, outputs, structure, arrived)
         self._send_output(micro_batch, (outputs, structure))
 
     def _receive_skips(
-        self, micro_batch: int, leaves: tuple[Tensor, ...], structure: Around
+        self, ports: SkipPorts, micro_batch: int, leaves: tuple[Tensor, ...], structure: Around
     ) -> tuple[tuple[Tensor, ...], Around, list[Arrived]]:
         """The inputs with what the stage pops, and those of them that were stashed by earlier stages."""
         arrived: list[Arrived] = []
         if isinstance(structure, Stashed):
             if structure.same:
-                self._ports.note_same(micro_batch, structure.same)
+                ports.note_same(micro_batch, structure.same)
             arrived, structure = arrived_tensors(leaves, structure), structure.structure
         if self._skips is not None:
             leaves, structure = self._skips.receive(micro_batch, leaves, structure)
@@ -219,8 +219,8 @@ class StageRun:
             self._skips.send(micro_batch, outputs[own:], bundle)
             outputs, own_stashed = outputs[:own], self._skips.stashed(outputs[own:], present)
             return outputs, self._stashed.around(structure, outputs, arrived, own_stashed, same)
-        if self._passes:
-            self._ports.await_gradients(micro_batch)
+        if self._passes is not None:
+            self._passes.await_gradients(micro_batch)
         if arrived:
             structure = self._stashed.around(structure, outputs, arrived, ())
         return outputs, structure
@@ -307,8 +307,8 @@ class StageRun:
         """Runs autograd for one micro-batch, and sends the input's gradient."""
         micro_batch, graphs = action[2], self._graphs
         gradients = self._receive_gradient(micro_batch)[0] if self._loss is None else self._loss.seeds
-        if self._skips is not None or self._passes:
-            gradients += self._ports.receive_gradients(micro_batch)
+        if self._gets_gradients is not None:
+            gradients += self._gets_gradients.receive_gradients(micro_batch)
         if self._started is not None:
             self._started()
         leaves, roots = graphs[micro_batch] if self._retain_graph else graphs.pop(micro_batch)
@@ -352,7 +352,7 @@ class StageRun:
 
     def awaits(self, name: str, micro_batch: int) -> bool | None:
         """Whether a message of this name will come; see `SkipPorts.awaits`."""
-        return self._ports.awaits(name, micro_batch)
+        return True if self._ports is None else self._ports.awaits(name, micro_batch)
 
     def held(self) -> dict[int, tuple[tuple[Tensor, ...], list[Any], list[Tensor]]]:
         """By micro-batch in flight: its inputs, where its graph begins if there is one, and what waits for its W."""
@@ -435,7 +435,9 @@ class StageRun:
         if self._watched:
             result = self._compute_watched(leaves, structure, micro_batch)
         else:
-            aliases = leaves if self._in_place.found is False and not self._passes else self._enter(leaves, micro_batch)
+            aliases = (
+                leaves if self._in_place.found is False and self._passes is None else self._enter(leaves, micro_batch)
+            )
             result = self._run_layers(leaves, aliases, structure, micro_batch)
         if store is not None:
             store.end()
@@ -477,8 +479,8 @@ class StageRun:
         if self._in_place.found is not False:
             aliases = self._in_place.aliases(leaves, recomputed=micro_batch in self._checkpointed)
         self._entered = ()
-        if self._passes:
-            self._entered = tuple([_edge(aliases[number]) for number, _ in self._ports.passed(micro_batch)])
+        if self._passes is not None:
+            self._entered = tuple([_edge(aliases[number]) for number, _ in self._passes.passed(micro_batch)])
         return aliases
 
     def _run_layers(
