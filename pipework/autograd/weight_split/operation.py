@@ -13,6 +13,8 @@ from pipework import torch_private
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_version, _is_grad_enabled = torch_private.version, torch.is_grad_enabled
+
 
 class DeferrableAlias(torch_private.TracedAsParameter):
     """A parameter's alias whose gradient can be deferred; the part of it that operators read.
@@ -83,12 +85,12 @@ class Operation:
         """After `run`: the hook will append the operation to this queue, with the output's gradient."""
         self._queue = queue
         self._unpack: Callable[[Any], Tensor] | None = None
-        hooks = torch_private.saved_tensor_hooks()
         kept = self.kept
         if kept.requires_grad:  # its graph would keep the stage's input and its gradient alive until W
             kept = self.kept = kept.detach()
+        hooks = torch_private.saved_tensor_hooks()
         if hooks is None:
-            self._version = -1 if kept.is_inference() else torch_private.version(kept)
+            self._version = -1 if kept.is_inference() else _version(kept)
         else:  # the user's, which may move what is kept, or the memory meter's
             self.kept, self._unpack = hooks[0](kept), hooks[1]
 
@@ -97,14 +99,14 @@ class Operation:
         gradient, kept = gradients[0], self.kept
         if gradient is None:
             return
-        if torch.is_grad_enabled():
+        if _is_grad_enabled():
             raise RuntimeError(
                 f"a layer differentiates a gradient (create_graph=True) that goes through {self.name}, which it did "
                 "not do for the first micro-batch; use a schedule without I and W, such as '1f1b'"
             )
         if self._unpack is not None:
             kept = self._unpack(kept)
-        elif self._version >= 0 and (version := torch_private.version(kept)) != self._version:
+        elif self._version >= 0 and (version := _version(kept)) != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: the "
                 f"input of {self.name}, of shape {tuple(kept.shape)}, is at version {version}; expected version "
@@ -134,13 +136,18 @@ class OperationWithBias(Operation):
         """Whether the bias is one of the parameters."""
         return len(self.parameters) == 2
 
-    def computed(self) -> list[Any]:
+    def computed(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The input, the weight and the bias as the operator reads them. Sets `kept` to that input."""
-        result = computed_with(self.kept, self._weight, self._bias)
-        self.kept = result[0]
+        bias = self._bias
+        if torch_private.any_autocast():
+            self.kept, weight, bias = map(_cast, (self.kept, self._weight, bias))
+        else:
+            weight = self._weight.plain
+            if len(self.parameters) == 2:
+                bias = bias.plain  # type: ignore[union-attr]
         if isinstance(self._bias, DeferrableAlias) and not self.bias_is_deferred:
-            result[2] = self._bias  # with a graph
-        return result
+            bias = self._bias  # with a graph
+        return self.kept, weight, bias
 
 
 def computed_with(*tensors: Any) -> list[Any]:

@@ -54,11 +54,12 @@ class _Linear(OperationWithBias):
 
     def run(self) -> Tensor:
         kept, weight, bias = self.computed()
-        # PyTorch adds the bias to the rows of a matrix, or after the product.
-        self._at_once = kept.dim() == 2 or (bias is not None and kept.is_contiguous())
         self._shape = None
+        is_matrix = kept.dim() == 2
+        # PyTorch adds the bias to the rows of a matrix, or after the product.
+        self._at_once = is_matrix or (bias is not None and kept.is_contiguous())
         if self._at_once:
-            if kept.dim() > 2:  # the operator returns a view of what it computes
+            if not is_matrix:  # the operator returns a view of what it computes
                 self._shape = (*kept.shape[:-1], weight.shape[0])
                 kept = _rows(kept)
             return F.linear(kept, weight, bias)

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     Queue = list[tuple[Operation | "_Computed", Tensor, Tensor]]  # operation, stored input, gradient of its output
 
 _without_subclass = torch_private.without_torch_function
-_is_grad_enabled = torch.is_grad_enabled
+_is_grad_enabled, _in_transform = torch.is_grad_enabled, torch_private.in_transform
+_is_compiling = torch.compiler.is_dynamo_compiling
 _HOOKING: Final = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
@@ -65,12 +66,12 @@ class WeightGradientAlias(DeferrableAlias):
     ) -> Any:
         """Called by PyTorch for every operator with such an alias among its arguments."""
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling():  # compiled code calls no __torch_function__
+        if _is_compiling():  # compiled code calls no __torch_function__
             with _without_subclass():
                 return func(*args, **kwargs)
         operator = OPERATORS.get(func)
         # Transforms of torch.func handle each operator themselves.
-        if operator is not None and _is_grad_enabled() and not torch_private.in_transform():
+        if operator is not None and _is_grad_enabled() and not _in_transform():
             with _without_subclass():
                 operation = operator(*args, **kwargs) or with_detached_graph(func, args, kwargs)
                 if operation is not None:
@@ -158,8 +159,9 @@ class WeightGradientStore:
                 self._note_whole(alias, lasting=True)
         output = operation.run()
         operation.wait_in(self._queue)
-        if output.requires_grad:
-            _hook_gradient(output, operation)
+        node = output.grad_fn
+        if node is not None:
+            node.register_prehook(operation)
         else:
             output = _Anchor.apply(output, operation.parameters[0], operation)  # type: ignore[no-untyped-call]
         return operation.shaped(output)
