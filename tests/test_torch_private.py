@@ -28,6 +28,8 @@ WITH_FALLBACK = (
     "torch.ops.aten._unsafe_view",
     "torch._C.DisableTorchFunctionSubclass",
     "torch._C._are_functorch_transforms_active",
+    "torch._C._len_torch_dispatch_stack",
+    "torch._C._len_torch_function_stack",
     "torch._C._is_any_autocast_enabled",
     "torch.Tensor._make_subclass",
     "torch.Tensor._backward_hooks",

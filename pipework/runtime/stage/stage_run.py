@@ -153,6 +153,18 @@ class StageRun:
         if context_entered and self._context.autocasts:
             self._run_backward = functools.partial(_without_autocast, self._context)
         self._has_end = self._weight_store is not None or self.meter is not None
+        self._has_extras = (
+            not self._grad
+            or self._watched
+            or self._check_finite
+            or started is not None
+            or retain_graph
+            or self._ports is not None
+            or self._weight_store is not None
+            or self._stray is not None
+            or self.tied is not None
+        )
+        self._is_plain = False
 
     def disconnect(self) -> None:
         """After a run: drops the `started` callback, which refers to this object."""
@@ -164,11 +176,18 @@ class StageRun:
         """F: computes the stage's output for one micro-batch and sends it on."""
         micro_batch, loss = action[2], self._loss
         leaves, structure = self._receive_input(micro_batch)
+        if loss is not None:
+            loss.receive(micro_batch, self._receive_target(micro_batch))
+        if self._is_plain and micro_batch not in self._checkpointed:
+            outputs, structure = self._run_layers(leaves, leaves, structure, micro_batch)
+            self._graphs[micro_batch] = leaves, tuple(map(self._root, outputs))
+            if loss is not None:
+                del loss.targets[micro_batch]
+            self._send_output(micro_batch, (tuple(map(_cut, outputs)), structure))
+            return
         arrived: list[Arrived] = []
         if self._ports is not None:
             leaves, structure, arrived = self._receive_skips(self._ports, micro_batch, leaves, structure)
-        if loss is not None:
-            loss.receive(micro_batch, self._receive_target(micro_batch))
         if self._started is not None:
             self._started()
         if micro_batch in self._checkpointed:
@@ -194,6 +213,8 @@ class StageRun:
         if self._ports is not None:
             outputs, structure = self._send_skips(micro_batch, outputs, structure, arrived)
         self._send_output(micro_batch, (outputs, structure))
+        # The first micro-batch has shown whether inputs are changed in place, and that no parameter is hidden.
+        self._is_plain = not self._has_extras and self._in_place.found is False and self._inspected
 
     def _receive_skips(
         self, ports: SkipPorts, micro_batch: int, leaves: tuple[Tensor, ...], structure: Around
@@ -307,6 +328,17 @@ class StageRun:
         """Runs autograd for one micro-batch, and sends the input's gradient."""
         micro_batch, graphs = action[2], self._graphs
         gradients = self._receive_gradient(micro_batch)[0] if self._loss is None else self._loss.seeds
+        if not self._has_extras:
+            leaves, roots = graphs.pop(micro_batch)
+            starts, seeds = _differentiable(roots, gradients)
+            if self._enter_stream is not None:
+                self._enter_stream(-1 - self._index, micro_batch)
+            of_leaves: tuple[Tensor | None, ...] = (None,) * len(leaves)
+            if starts:
+                of_leaves = boundary.gradients(leaves, self._run_backward, starts, seeds, False)
+            if self._send_gradient is not None:
+                self._send_gradient(micro_batch, (of_leaves, None))
+            return
         if self._gets_gradients is not None:
             gradients += self._gets_gradients.receive_gradients(micro_batch)
         if self._started is not None:
@@ -317,7 +349,6 @@ class StageRun:
             begun = self.tied.begun(micro_batch)
             starts += tuple([alias for alias, _ in begun])
             seeds += tuple([gradient for _, gradient in begun])
-        of_leaves: tuple[Tensor | None, ...]
         if not starts:
             of_leaves = (None,) * len(leaves)
         elif self._guard is None:
@@ -498,7 +529,9 @@ class StageRun:
             if enter_stream is not None:
                 enter_stream(number, micro_batch)
             try:
-                if has_arguments or number == takes_target:
+                if type(value) is Tensor and number != takes_target:  # the usual case
+                    value = module(value)
+                elif has_arguments or number == takes_target:
                     arguments, keywords = value if has_arguments else (_spread(value, takes_tuple_whole), {})
                     if number == takes_target:
                         arguments = (*arguments, self._loss.targets[micro_batch][1])  # type: ignore[union-attr]
