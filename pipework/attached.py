@@ -96,7 +96,7 @@ def attach(
     schedule: str | Schedule | ScheduleSpec = "1f1b",
     grad_scaler: torch.amp.GradScaler | None = None,
     check_finite: bool = False,
-    one_thread: bool = False,
+    one_thread: bool | None = None,
     deferred_batch_norm: bool = False,
     outputs: Literal["last", "all"] = "all",
     mesh: Mesh | DeviceMesh | None = None,

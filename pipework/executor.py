@@ -97,7 +97,7 @@ class Executor:
         chunks: int,
         checkpoint: str,
         check_finite: bool,
-        one_thread: bool,
+        one_thread: bool | None,
     ) -> None:
         self._assignment = assignment
         self._backend = backend

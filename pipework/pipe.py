@@ -93,8 +93,9 @@ class Pipe(Layers):
             that says where. On an accelerator the host waits for every result to see it.
         one_thread: one thread runs the actions of all workers of this process, in the order of the schedule, and not a
             thread for each worker. On accelerators the host then waits less for Python's lock, but a layer that waits
-            for its device (`.item()`, `.nonzero()`) holds up all of them. On the CPU the workers compute one after the
-            other, which helps to debug.
+            for its device (`.item()`, `.nonzero()`) holds up all of them. On the CPU it is the calling thread, and the
+            workers compute one after the other, which helps to debug. None: a thread for each worker; where all are on
+            the CPU and an action takes less than 0.1 ms, the calling thread alone if that was faster in some steps.
         mesh: what `pipework.init()` returned, or a `DeviceMesh`: each worker is a process, and this one holds the
             layers of its own stages only. Then the pipe is made and called by all processes alike. None: the workers
             are threads of this process.
@@ -139,7 +140,7 @@ class Pipe(Layers):
         loss_weight: Callable[[Any], Any] | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         check_finite: bool = False,
-        one_thread: bool = False,
+        one_thread: bool | None = None,
         mesh: Mesh | DeviceMesh | None = None,
         plan: Plan | Mapping[str, Any] | None = None,
         memory: float | str | Mapping[str, float | str] | None = None,
@@ -239,7 +240,7 @@ class Pipe(Layers):
             chunks=chunks,
             checkpoint=checkpoint,
             check_finite=bool(check_finite),
-            one_thread=bool(one_thread),
+            one_thread=None if one_thread is None else bool(one_thread),
         )
         settings = {
             "chunks": chunks,

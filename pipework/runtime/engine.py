@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from pipework.runtime.device import WorkerDevice, link
 from pipework.runtime.stage.execution_views import shared_modules
 from pipework.runtime.stage.returned import layer_text
 from pipework.runtime.stage.stage import Stage
+from pipework.runtime.thread_choice import ThreadChoice
 from pipework.runtime.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pipework.runtime.device import Link
     from pipework.runtime.peers import Peers
     from pipework.runtime.skips.skip import Skip
+    from pipework.schedule.phases import Orders
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Engine:
         peers: the processes that hold the pipe.
         links: see `LocalTransport`.
         workers: the threads.
-        one_thread: whether one thread runs all workers of this process.
+        one_thread: whether one thread runs all workers of this process; None: as is faster, see `ThreadChoice`.
         lock: held while the workers run, because a stage's slots can hold the leaves of one mini-batch only, and while
             a link is made.
     """
@@ -50,12 +52,20 @@ class Engine:
     links: dict[tuple[int, int], Link | None]
     workers: WorkerThreads
     lock: threading.Lock
-    one_thread: bool
+    one_thread: bool | None
+    _choices: dict[int, tuple[Orders, ThreadChoice]] = field(default_factory=dict)  # by the identity of the orders
 
     @cached_property
     def accelerators(self) -> Sequence[WorkerDevice]:
         """The devices of those workers of this process that are not on the CPU."""
         return [device for device in self.devices.values() if device.stream is not None]
+
+    def thread_choice(self, orders: Orders) -> ThreadChoice | None:
+        """The choice for these orders; None: it has been made by the user, or there is nothing to choose."""
+        if self.one_thread is not None or self.accelerators or len(self.devices) == 1:
+            return None
+        # The orders are kept, so that no others get their identity.
+        return self._choices.setdefault(id(orders), (orders, ThreadChoice(orders)))[1]
 
     def link(self, source: int, destination: int) -> Link | None:
         """The link between the workers of two stages of this process; None: tensors are passed by reference.
@@ -88,7 +98,7 @@ def make_engine(
     tuples: TupleRule,
     peers: Peers,
     loss: nn.Module | None = None,
-    one_thread: bool = False,
+    one_thread: bool | None = False,
 ) -> Engine:
     """Makes a stage of each partition, and a worker for each number in the placement.
 
@@ -129,7 +139,8 @@ def make_engine(
     ways = {(stage, stage) for stage in stages} | {(stage, stage + 1) for stage in stages if stage + 1 in stages}
     ways |= {(a, b) for skip in skips for a, b in skip.hops if a in stages and b in stages}
     pairs = {(placement[a], placement[b]) for a, b in ways} | {(placement[b], placement[a]) for a, b in ways}
-    one_thread = one_thread and len(workers) > 1  # of several processes each has one worker
+    if len(workers) == 1:  # of several processes each has one
+        one_thread = False
     return Engine(
         stages=stages,
         placement=placement,

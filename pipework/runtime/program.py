@@ -123,8 +123,14 @@ class Program:
         Args:
             orders: `whole`, `forwards` or `others`.
         """
-        wanted = {action for order in orders for action in order}
-        return tuple([action for action in self._launched if action in wanted])
+        if id(orders) not in self._launch_orders:
+            wanted = {action for order in orders for action in order}
+            self._launch_orders[id(orders)] = tuple([action for action in self._launched if action in wanted])
+        return self._launch_orders[id(orders)]
+
+    @cached_property
+    def _launch_orders(self) -> dict[int, tuple[Action, ...]]:
+        return {}  # by the identity of orders, which are kept with this object
 
     @cached_property
     def _launched(self) -> list[Action]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import threading
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import Key
     from pipework.runtime.stage.loss import InnerLoss
+    from pipework.runtime.thread_choice import ThreadChoice
     from pipework.runtime.transport import Message, Transport
     from pipework.schedule import Interval, Schedule
     from pipework.schedule.phases import Orders
@@ -273,7 +275,9 @@ class Step:
         engine.workers.refuse_own_thread()
         micro_batches = self._program.schedule.micro_batches
         differentiates = orders is not self._program.forwards
-        one_thread = engine.one_thread or len(engine.devices) == 1
+        modes = Modes.capture()
+        choice = None if modes or recorder is not None else engine.thread_choice(orders)
+        one_thread, here = self._threads(choice, modes, begins=begins)
         spec = RunSpec(
             self._runs,
             engine.placement,
@@ -288,8 +292,6 @@ class Step:
         transport = engine.peers.transport(spec)
         failure = Failure(transport.stop)
         engine.peers.during(failure)
-        modes = Modes.capture()
-        here = one_thread and not modes and self._may_run_here(begins=begins)
         conditions = RunConditions(
             failure,
             context=None if here or not begins or self._context.is_usual else self._context,
@@ -298,9 +300,11 @@ class Step:
             turn=threading.Lock() if modes and not one_thread else None,
             starting=engine.peers.starting,
         )
-        jobs = self._jobs(orders, transport, conditions, retain_graph=retain_graph)
+        # On the CPU, workers of one thread differ in nothing but what is recorded of them.
+        together = one_thread and recorder is None and not engine.accelerators
+        jobs = self._jobs(orders, transport, conditions, together=together, retain_graph=retain_graph)
         launched: Sequence[Callable[[], None]] = list(jobs.values())
-        if engine.one_thread:
+        if one_thread and len(jobs) > 1:
             workers = [jobs[worker] for worker in engine.placement]
             launched = [OneThreadRun(workers, self._program.launch_order(orders), conditions)]
         # A context can be entered once at a time only, and each worker needs the caller's variables: copies.
@@ -319,11 +323,14 @@ class Step:
                     send = transport.outside.sender(kind, stage)
                     for micro_batch, message in enumerate(messages):
                         send(micro_batch, message)
+                begun = time.perf_counter()
                 if here:
                     engine.workers.run_here(calls[0], lambda error: failure.report(error, None))
                 else:
                     engine.workers.run(calls, lambda error: failure.report(error, None))
                 completed = not failure.happened
+                if choice is not None and completed:
+                    choice.ran(time.perf_counter() - begun, one_thread=one_thread)
             finally:
                 # Also after a failure: what was launched before still reads inputs and parameters.
                 for device in accelerators:
@@ -370,25 +377,42 @@ class Step:
             received.append(messages)
         return received
 
-    def _may_run_here(self, *, begins: bool) -> bool:
-        """Whether the calling thread may run the one worker of this process itself.
+    def _threads(self, choice: ThreadChoice | None, modes: Modes, *, begins: bool) -> tuple[bool, bool]:
+        """Whether one thread runs all workers of this process, and whether that is the calling one.
 
         Args:
+            choice: from earlier runs; None: there is nothing to choose.
+            modes: of the caller.
             begins: see `_run`.
         """
         engine = self._engine
-        if engine.accelerators or engine.peers.are_others or not calling_thread.is_free():
-            return False
-        return (self._context if begins else CallerContext.capture(("cpu",))).is_of_thread
+        fixed = engine.one_thread or len(engine.devices) == 1
+        if not fixed and (choice is None or not choice.one_thread):
+            return False, False
+        if modes or engine.accelerators or engine.peers.are_others or not calling_thread.is_free():
+            return fixed, False
+        context = self._context if begins else CallerContext.capture(("cpu",))
+        return (True, True) if context.is_of_thread else (fixed, False)
 
     def _jobs(
-        self, orders: Orders, transport: Transport, conditions: RunConditions, *, retain_graph: bool
+        self,
+        orders: Orders,
+        transport: Transport,
+        conditions: RunConditions,
+        *,
+        together: bool,
+        retain_graph: bool,
     ) -> dict[int, WorkerRun]:
-        """The workers of this process by their numbers, ready to run."""
-        engine, jobs = self._engine, {}
+        """The workers of this process by their numbers, ready to run; together: all as one, under the first number."""
+        engine = self._engine
+        jobs: dict[int, WorkerRun] = {}
         recorded = self._options.recorder is not None
         for worker, device in engine.devices.items():
             runs, order, endpoint = self._runs_of(worker), orders[worker], transport.endpoints[worker]
+            if together and len(engine.devices) > 1:
+                if jobs:
+                    break
+                runs, order = self._runs, self._program.launch_order(orders)
             stream = None
             if any(run.draws for run in runs.values()):
                 # In evaluation nothing moves an accelerator's default generator, so that what its layers draw is
