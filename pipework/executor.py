@@ -188,6 +188,9 @@ class Executor:
         key = Key(facts.key)
         if training:
             key.value()
+        with self._engine_lock:  # before Step(), which waits for the mini-batches of other threads
+            number = self.recorded_step
+            self.recorded_step += 1
         step = Step(
             engine,
             program,
@@ -196,7 +199,7 @@ class Executor:
             StepOptions(
                 self._check_finite,
                 self.recording,
-                self.recorded_step,
+                number,
                 everywhere=everywhere,
                 scaler=self.loss.grad_scaler,
             ),
@@ -205,7 +208,6 @@ class Executor:
             input_gradients=any(tensor.requires_grad for tensor in split.tensors),
             versions=BatchVersions(split.tensors, split.slices),
         )
-        self.recorded_step += 1
         returned: list[Message] = []
         collecting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         watching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
