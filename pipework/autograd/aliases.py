@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from pipework.autograd.stray_gradients import StrayGradients
     from pipework.autograd.weight_split.store import WeightGradientStore
     from pipework.runtime.stage.stage import Layer
+
+# Of the process, since any two pipes may share a layer: held from the look at a stage's slots until they are taken.
+_taking_slots: Final = threading.Lock()
 
 
 class Aliases:
@@ -106,13 +109,14 @@ class Aliases:
         if self._stray is not None:
             self._stray.running = True
         try:
-            for slots, name, parameter, alias in self._slots:
-                present = slots.get(name)
-                if present is not parameter and present is not None:
-                    _refuse_foreign_alias(present)
-                alias.pipework_thread = thread  # type: ignore[attr-defined]
-                found.append(present)
-                slots[name] = alias
+            with _taking_slots:
+                for slots, name, parameter, alias in self._slots:
+                    present = slots.get(name)
+                    if present is not parameter and present is not None:
+                        _refuse_foreign_alias(present)
+                    alias.pipework_thread = thread  # type: ignore[attr-defined]
+                    found.append(present)
+                    slots[name] = alias
             yield
         finally:
             if self._stray is not None:
