@@ -341,8 +341,8 @@ class Step:
                             way.hand_over(received=completed)
             for each in engine.stages.values():
                 each.hand_back()
-        for job in jobs.values():
-            job.disconnect()
+            for job in jobs.values():
+                job.disconnect()
         if failure.happened and is_out_of_memory(failure.error):
             undelivered = transport.take_undelivered()
             note_memory(
