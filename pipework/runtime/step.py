@@ -146,17 +146,17 @@ class Step:
                 for stage in engine.stages.values()
             }
             ties = tied_gradients({number: run.aliases for number, run in self._runs.items()}, engine.link)
+            if options.recorder is not None and options.recorder.memory:
+                for worker in engine.devices:
+                    runs = self._runs_of(worker)
+                    modules = [module for stage in runs for module in engine.stages[stage].modules]
+                    meter = MemoryMeter(
+                        [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+                    )
+                    for run in runs.values():
+                        run.meter = meter
         for number, tied in ties.items():
             self._runs[number].tied = tied
-        if options.recorder is not None and options.recorder.memory:
-            for worker in engine.devices:
-                runs = self._runs_of(worker)
-                modules = [module for stage in runs for module in engine.stages[stage].modules]
-                meter = MemoryMeter(
-                    [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-                )
-                for run in runs.values():
-                    run.meter = meter
         if any(run.draws for run in self._runs.values()):
             kernels.install()  # layers on an accelerator may draw on the CPU, too
 
