@@ -281,7 +281,7 @@ class Step:
         spec = RunSpec(
             self._runs,
             engine.placement,
-            engine.links,
+            dict(engine.links),  # another thread's step may make one
             engine.skips,
             micro_batches,
             results_for_all,
