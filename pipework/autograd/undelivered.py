@@ -33,13 +33,15 @@ class UndeliveredLosses:
 
     def add(self, loss: LossInside) -> None:
         """A loss that is about to be returned."""
-        if self._losses is not None:
+        losses = self._losses  # a backward on another thread may settle the question at any moment
+        if losses is not None:
             loss.begun = self._settle
-            self._losses.append(weakref.ref(loss))
+            losses.append(weakref.ref(loss))
 
     def doubts(self) -> list[str]:
         """What there is to be warned of, once."""
-        if self._losses is None or sum(loss() is None for loss in self._losses) < FEW:
+        losses = self._losses
+        if losses is None or sum(loss() is None for loss in losses) < FEW:
             return []
         self._settle()
         return [

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -56,6 +57,19 @@ def test_where_nothing_is_trained_there_is_nothing_to_deliver(pipe: Pipe, how: s
     with torch.set_grad_enabled(how != "no_grad"):
         for _ in range(3 * FEW):
             pipe(X, target=Y)
+
+
+def test_a_backward_on_another_thread_may_settle_it_at_any_moment() -> None:
+    class Begun:
+        """A loss that is brought backward as soon as it can be."""
+
+        def __setattr__(self, name: str, begun: Callable[[], None]) -> None:
+            assert name == "begun"
+            begun()
+
+    losses = UndeliveredLosses()
+    losses.add(Begun())  # type: ignore[arg-type]
+    assert losses.doubts() == []
 
 
 def test_a_copy_begins_anew(pipe: Pipe) -> None:

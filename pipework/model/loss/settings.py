@@ -221,7 +221,7 @@ class LossSettings:
             return None
         if len({len(tensors) for tensors, _ in targets}) != 1:
             return None
-        self._looks.pop()
+        del self._looks[-1:]  # another thread may have taken the last one meanwhile
         ignored = ignored_by(self.function)
         columns = zip(*(tensors for tensors, _ in targets), strict=True)
         if not any(unequal_padding(column, rows, ignored) for column in columns):

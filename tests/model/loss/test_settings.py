@@ -512,6 +512,20 @@ def test_padding_is_looked_for_in_the_first_mini_batches(before: int) -> None:
         pipe(x, target=padded())
 
 
+def test_two_threads_may_look_for_padding_at_once() -> None:
+    class Taken(list[None]):
+        """What is left of the looks is taken by another thread as soon as it has been seen."""
+
+        def __bool__(self) -> bool:
+            self.clear()
+            return True
+
+    settings = LossSettings(own, "mean", None, None)
+    object.__setattr__(settings, "_looks", Taken([None]))
+    targets = [((padded()[rows],), None) for rows in (slice(4), slice(4, 8))]
+    assert settings.doubt(targets, [4, 4]) is not None
+
+
 def test_targets_with_other_numbers_of_tensors() -> None:
     pipe = Pipe(layers(), 2, loss_fn=own, balance=[2, 2], devices=["cpu"] * 2)
     parts, labels = [torch.randn(2, 4), torch.randn(3, 4)], [torch.tensor([1, 2]), torch.tensor([0, 1, 2])]
