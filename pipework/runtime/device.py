@@ -47,13 +47,19 @@ class WorkerDevice:
             self._waited = None
             self.stream.wait_stream(torch.accelerator.current_stream(self.device))
 
-    def hand_over(self, tensors: Sequence[Tensor | None]) -> None:
-        """Called by the thread that reads the worker's results: its stream may read them from now on."""
+    def hand_over(self, tensors: Sequence[Tensor | None], *, locked: bool = True) -> None:
+        """Called by the thread that reads the worker's results: its stream may read them from now on.
+
+        Args:
+            tensors: the results.
+            locked: whether the engine's lock is held. If it is not, another thread may have the worker launch more.
+        """
         if self.stream is not None:
-            current = torch.accelerator.current_stream(self.device)
-            if self._waited is None or current != self._waited:  # a stream compared with None is neither == nor !=
+            current, waited = torch.accelerator.current_stream(self.device), self._waited
+            if waited is None or current != waited:  # a stream compared with None is neither == nor !=
                 current.wait_stream(self.stream)
-                self._waited = current
+                if locked:  # a note that another thread has taken back meanwhile must not come back
+                    self._waited = current
             record_on(current, tensors)
 
     def generator_guard(self, *, moves: bool) -> GeneratorGuard | None:

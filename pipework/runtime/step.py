@@ -237,7 +237,7 @@ class Step:
         """
         aliases = self._runs[stage].aliases
         gradients = [alias.grad for alias in aliases.leaves] if keep else aliases.take_gradients()
-        self._engine.stages[stage].device.hand_over(gradients)
+        self._engine.stages[stage].device.hand_over(gradients, locked=False)
         return gradients
 
     def _runs_of(self, worker: int) -> dict[int, StageRun]:

@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import torch
 
 from pipework.runtime.device import Link, WorkerDevice, is_accelerator, link
@@ -16,6 +17,30 @@ def test_the_cpu_has_no_stream_and_no_generator_to_guard() -> None:
     assert device.generator_guard(moves=True) is None
     for step in (device.enter_thread, device.wait_for_caller, lambda: device.hand_over([torch.zeros(1), None])):
         step()  # nothing to synchronise
+
+
+def test_a_wait_is_not_noted_for_what_a_worker_launches_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, seen = 0, []
+
+    class Stream:
+        def wait_stream(self, worker: object) -> None:
+            nonlocal launched
+            seen.append(launched)
+            if launched == 1 and self is not device.stream:  # as another thread that has the lock may
+                launched = 2
+                device.wait_for_caller()
+
+    device = WorkerDevice(CPU)
+    device.stream, caller = Stream(), Stream()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: caller)
+    device.wait_for_caller()
+    launched = 1
+    device.hand_over([], locked=False)
+    device.hand_over([])
+    assert seen == [0, 1, 2, 2], "the caller's stream waits for the second launch, too"
+    device.hand_over([])
+    device.hand_over([], locked=False)
+    assert seen == [0, 1, 2, 2], "and once is enough"
 
 
 def test_the_clock_of_the_cpu_is_perf_counter() -> None:
