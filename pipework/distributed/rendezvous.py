@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from dataclasses import dataclass, field
@@ -115,7 +116,7 @@ class Rendezvous:
             done.set()
 
         thread = threading.Thread(target=job, name="pipework rendezvous", daemon=True)
-        thread.start()
+        contextvars.Context().run(thread.start)  # if it is abandoned, it keeps nothing of the caller's variables
         try:
             while not done.wait(_POLL):
                 self._raise_failure()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
 import threading
 import weakref
@@ -40,7 +41,8 @@ class WorkerThreads:
         self._share = 0
         self._caller: int | None = None  # the calling thread while it runs a job itself
         for thread in self._threads:
-            thread.start()
+            # A new thread may keep the caller's variables (`sys.flags.thread_inherit_context`), and all that they hold.
+            contextvars.Context().run(thread.start)
         weakref.finalize(self, _end, self._queues, self._threads)
 
     @property

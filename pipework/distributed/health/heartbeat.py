@@ -17,6 +17,7 @@ of this rank is stuck. A third one starts when another rank has failed, and ends
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import json
 import logging
 import os
@@ -124,7 +125,7 @@ class Heartbeat:
         """Publishes the first heartbeat at once, so that ranks that start later find it, and starts the threads."""
         self._publish_beat()
         for thread in self._threads:
-            thread.start()
+            _start(thread)
 
     def begin_call(self, what: str) -> None:
         """See `HealthMonitor.begin`."""
@@ -212,7 +213,7 @@ class Heartbeat:
                 target=self._end_if_still_in, args=(self.call.number, seconds), name="pipework end", daemon=True
             )
             self._threads.append(thread)
-            thread.start()
+            _start(thread)
 
     # ---- threads ------------------------------------------------------------------------------------------------
 
@@ -350,6 +351,11 @@ class Heartbeat:
             waited_for -= {rank for rank, beat in beats.items() if beat is not None and beat.left}
             waited_for -= {rank for rank in waited_for if self._client.read(f"acknowledged/{rank}") is not None}
             time.sleep(0.02)
+
+
+def _start(thread: threading.Thread) -> None:
+    """Starts a thread that does not keep what the caller's context variables hold."""
+    contextvars.Context().run(thread.start)
 
 
 def _last_exception() -> str:
