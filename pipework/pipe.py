@@ -273,25 +273,24 @@ class Pipe(Layers):
         self._backend, self._defers = LocalBackend(), False
         self.training = first.module.training
 
-    def _make_plan(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any], target: Any) -> None:
+    def _make_plan(
+        self, first: FirstMiniBatch, inputs: tuple[Any, ...], keywords: Mapping[str, Any], target: Any
+    ) -> None:
         """Plans the first training mini-batch, and begins anew with the plan."""
-        first = self._first
-        assert first is not None
-        if not (self.training and torch.is_grad_enabled()):
-            raise RuntimeError(
-                "this pipe has no plan yet: schedule='auto' makes one from the first training mini-batch, and this "
-                "call is an evaluation. Train a step first, or plan before: Pipe(model, plan=pipework.plan(model, x, "
-                "target=y, loss_fn=f), loss_fn=f)"
-            )
-        plan = first.plan(inputs, keywords, target)
-        before = dict(self.__dict__)
-        try:
-            Pipe.__init__(self, first.module, plan=plan, **self._later)
-        except BaseException:  # the next call begins with a plan again
-            self.__dict__.clear()
-            self.__dict__.update(before)
-            raise
-        self.__dict__.update({name: value for name, value in before.items() if "_hooks" in name})
+        with first.lock:
+            if self._first is None:  # another thread has made the plan meanwhile
+                return
+            if not (self.training and torch.is_grad_enabled()):
+                raise RuntimeError(
+                    "this pipe has no plan yet: schedule='auto' makes one from the first training mini-batch, and this "
+                    "call is an evaluation. Train a step first, or plan before: Pipe(model, plan=pipework.plan(model, "
+                    "x, target=y, loss_fn=f), loss_fn=f)"
+                )
+            made = Pipe.__new__(type(self))
+            Pipe.__init__(made, first.module, plan=first.plan(inputs, keywords, target), **self._later)
+            hooks = {name: value for name, value in self.__dict__.items() if "_hooks" in name}
+            # At once, and not before it is complete: another thread may call this pipe at any moment.
+            self.__dict__.update({**made.__dict__, **hooks})
 
     _refused_attributes = Layers._refused_attributes | frozenset(signature(__init__).parameters) - {"self", "module"}
 
@@ -464,8 +463,8 @@ class Pipe(Layers):
             ValueError: a tensor cannot be split, tensors have different numbers of rows or arguments different numbers
                 of micro-batches, rows cannot weigh the mean, the schedule needs a target, or the loss has dimensions.
         """
-        if self._first is not None:
-            self._make_plan(inputs, keyword_inputs, target)
+        if (first := self._first) is not None:
+            self._make_plan(first, inputs, keyword_inputs, target)
         if outputs not in ("last", "all"):
             raise ValueError(f"outputs is not one of 'last' or 'all': got {outputs!r}")
         if return_output and self._executor.loss.function is None and (target is not None or not self.is_last):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
@@ -38,6 +39,7 @@ class FirstMiniBatch:
         memory: see `pipework.plan`.
         chunks: the number of micro-batches, or 1: the planner's choice.
         options: of `pipework.plan`, beside these.
+        lock: held while a mini-batch makes the plan.
     """
 
     module: nn.Sequential
@@ -46,6 +48,11 @@ class FirstMiniBatch:
     memory: float | str | Mapping[str, float | str] | None
     chunks: int
     options: Mapping[str, Any]
+    lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a pipe has a lock of its own."""
+        return FirstMiniBatch, tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
     @classmethod
     def of(

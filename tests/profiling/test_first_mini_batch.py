@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipework import MicroBatches, Pipe, Plan, load_checkpoint, save_checkpoint
+from pipework.assignment.partition import split_layers
 
 FEW = {"iterations": 8, "timeout": 0}
 
@@ -108,6 +110,22 @@ def test_a_failure_after_the_plan_leaves_a_pipe_without_a_plan(monkeypatch: pyte
         pipe.eval()(x)
     pipe.train()(x, target=y).backward()
     assert pipe.plan is not None
+
+
+def test_a_thread_that_calls_while_another_one_plans_waits_for_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, (x, y), losses = auto(model()), batch(), []
+    second = threading.Thread(target=lambda: losses.append(pipe(x, target=y)), daemon=True)
+
+    def split(*arguments: Any) -> Any:
+        second.start()
+        second.join(0.2)
+        return split_layers(*arguments)
+
+    monkeypatch.setattr("pipework.pipe.split_layers", split)
+    losses.append(pipe(x, target=y))
+    second.join(20)
+    assert len(losses) == 2
+    assert torch.equal(*losses)
 
 
 NO_PLAN = {
