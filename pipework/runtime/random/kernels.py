@@ -63,8 +63,8 @@ def install() -> None:
                         with_keyset=True,
                         allow_override=True,
                     )
-            _library = library
             _install_state_access()
+            _library = library  # the last step: then no thread waits any more
 
 
 def _install_state_access() -> None:

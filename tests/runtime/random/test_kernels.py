@@ -1,4 +1,5 @@
 import os
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -101,6 +102,17 @@ def test_installing_changes_nothing_that_pytorch_draws(run_python: RunPython) ->
         "assert all(map(torch.equal, before, draws()))\n"
     )
     run_python(["-c", script], env={**os.environ, **ENVIRONMENT, "PYTHONWARNINGS": "error"}).check_returncode()
+
+
+def test_nobody_goes_on_before_everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    monkeypatch.setattr(torch.library, "Library", Mock())
+    monkeypatch.setattr(kernels.torch_private, "generator_arguments", dict)
+    monkeypatch.setattr(kernels, "_library", None)
+    monkeypatch.setattr(kernels, "_install_state_access", lambda: found.append(kernels._library))
+    kernels.install()
+    assert found == [None]
+    assert kernels._library is not None
 
 
 @pytest.mark.parametrize(("layer", "installs"), [("nn.ReLU()", False), ("nn.Dropout(0.1)", True)])
