@@ -214,7 +214,7 @@ class Executor:
         if self._deferred:
             collecting = self._mini_batch_of_batch_norms()
         if "inputs" in looks:
-            watching = self._rows_watched(split.rows, inputs, keyword_inputs, doubts)
+            watching = self._rows_watched(engine.lock, split.rows, inputs, keyword_inputs, doubts)
         try:
             with collecting, watching:
                 if inside:
@@ -485,12 +485,17 @@ class Executor:
 
     @contextlib.contextmanager
     def _rows_watched(
-        self, rows: Sequence[int], inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], doubts: list[str]
+        self,
+        lock: threading.Lock,
+        rows: Sequence[int],
+        inputs: tuple[Any, ...],
+        keyword_inputs: dict[str, Any],
+        doubts: list[str],
     ) -> Iterator[None]:
         """For the first mini-batch that is cut: looks for uses in which dimension 0 is not that of the rows."""
         if self._backend.is_first and len(inputs) + len(keyword_inputs) > 1:
             doubts += doubts_about_masks(inputs, keyword_inputs)
-        with watched(modules_with_batch_second(self._layers.named_children()), {*rows}) as found:
+        with watched(modules_with_batch_second(self._layers.named_children()), {*rows}, lock) as found:
             yield
         self._looks -= {"inputs"}
         doubts += found

@@ -14,6 +14,7 @@ from pipework.runtime.stage.returned import layer_text
 from pipework.values import nested
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
 IGNORE = "to ignore this, use warnings.filterwarnings('ignore', category=pipework.PipeWarning)"
@@ -62,12 +63,15 @@ def modules_with_batch_second(layers: Iterable[tuple[str, nn.Module]]) -> list[t
 
 
 @contextlib.contextmanager
-def watched(modules: Sequence[tuple[str, nn.Module]], sizes: Collection[int]) -> Iterator[list[str]]:
+def watched(
+    modules: Sequence[tuple[str, nn.Module]], sizes: Collection[int], lock: threading.Lock
+) -> Iterator[list[str]]:
     """A context in which it is noticed if these modules are given the rows of a micro-batch in dimension 0.
 
     Args:
         modules: from `modules_with_batch_second`. They have hooks inside of the context only.
         sizes: the rows of the micro-batches.
+        lock: held while any mini-batch runs the modules, so that hooks do not come and go in the middle of a call.
 
     Returns:
         A list that gets a text for each module for which this is so, or cannot be told.
@@ -80,23 +84,25 @@ def watched(modules: Sequence[tuple[str, nn.Module]], sizes: Collection[int]) ->
         if kind is not None:
             doubts.setdefault(what, (kind, shape))
 
-    handles = [
-        module.register_forward_pre_hook(
-            lambda module, args, kwargs, what=what: look(what, (*args, *kwargs.values())), with_kwargs=True
-        )
-        for what, module in modules
-    ]
+    with lock:
+        handles = [
+            module.register_forward_pre_hook(
+                lambda module, args, kwargs, what=what: look(what, (*args, *kwargs.values())), with_kwargs=True
+            )
+            for what, module in modules
+        ]
     found: list[str] = []
     try:
         yield found
         found += [
             f"{what} was made with batch_first=False and got an input of shape {shape}{_TEXTS[kind].format(shape[0])}"
             f"{IGNORE}"
-            for what, (kind, shape) in doubts.items()
+            for what, (kind, shape) in list(doubts.items())  # another thread's mini-batch may still add some
         ]
     finally:
-        for handle in handles:
-            handle.remove()
+        with lock:
+            for handle in handles:
+                handle.remove()
 
 
 def _doubt(shape: tuple[int, ...], sizes: Collection[int]) -> str | None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from pipework import MicroBatches, NoChunk, Pipe, PipeWarning
 from pipework.model.rows import modules_with_batch_second
@@ -117,6 +118,25 @@ def test_with_the_loss_inside() -> None:
         pipe(x, target=x)
     pipe[1].inner.batch_first = True
     pipe(x, target=x).backward()
+
+
+def test_hooks_come_and_go_while_no_thread_runs_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[bool] = []
+    remove = RemovableHandle.remove
+
+    class Noted(nn.LSTM):
+        def register_forward_pre_hook(self, *args: Any, **options: Any) -> RemovableHandle:
+            held.append(pipe._executor.engine_in_use().lock.locked())
+            return super().register_forward_pre_hook(*args, **options)
+
+    def removed(handle: RemovableHandle) -> None:
+        held.append(pipe._executor.engine_in_use().lock.locked())
+        remove(handle)
+
+    monkeypatch.setattr(RemovableHandle, "remove", removed)
+    pipe = pipe_of(Transposing(Noted(8, 8)))
+    pipe(torch.randn(12, 10, 8))
+    assert held == [True, True]
 
 
 def test_a_warning_that_is_an_error_comes_after_the_step() -> None:
