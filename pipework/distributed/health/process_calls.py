@@ -81,7 +81,8 @@ class ProcessCalls:
     def end(self) -> None:
         """The present call has ended."""
         if threading.current_thread() is threading.main_thread():
-            self.place = self.place._replace(pipe=0)
+            with self._lock:
+                self.place = self.place._replace(pipe=0)
 
     def _set(self, inside: int, number: int, begun: int) -> None:
         with self._lock:

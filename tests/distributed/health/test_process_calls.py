@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 import threading
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,25 @@ def test_a_pipe_that_another_thread_calls_is_left_out(begins: int) -> None:
     first.begin()
     assert calls.place == ProcessPlace(0, {2: 1})
     assert not calls.place.crosses(ProcessPlace(2, {1: 5, 2: 1}))
+
+
+def test_a_pipe_that_is_left_out_while_a_call_ends_stays_out() -> None:
+    calls = ProcessCalls()
+    first, second = calls.of_pipe(1), calls.of_pipe(2)
+    second.begin()
+    other = threading.Thread(target=first.begin)
+
+    class Slow(ProcessPlace):
+        def _replace(self, **changes: Any) -> ProcessPlace:
+            if threading.current_thread() is not other:
+                other.start()
+                other.join(0.1)
+            return super()._replace(**changes)
+
+    calls.place = Slow(*calls.place)
+    second.end()
+    other.join()
+    assert calls.place == ProcessPlace(0, {2: 1})
 
 
 def test_only_the_pipes_used_last_are_counted() -> None:
