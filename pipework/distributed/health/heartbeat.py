@@ -164,11 +164,8 @@ class Heartbeat:
 
     def publish(self, failure: PeerFailure) -> None:
         """Reports a failure to all ranks, and waits until it is written, but not for long: the program may end next."""
-        if self.own_report is None:
-            self.own_report = failure
-            self.wake()
-            if threading.current_thread() not in self._threads:
-                self.report_written.wait(STORE_WAIT)
+        if self._set_report(failure) and threading.current_thread() not in self._threads:
+            self.report_written.wait(STORE_WAIT)
 
     def set_failure(self, failure: PeerFailure) -> bool:
         """Notes a failure elsewhere; returns False if one was known before."""
@@ -188,9 +185,16 @@ class Heartbeat:
         if self.set_failure(failure):
             if not raised:
                 _LOG.error("%s. The next call of the pipe raises this", failure.text)
-            if self.own_report is None:
-                self.own_report = failure
-                self.wake()
+            self._set_report(failure)
+
+    def _set_report(self, failure: PeerFailure) -> bool:
+        """Has a failure published; returns False if there is a report already."""
+        with self._first_failure:
+            if self.own_report is not None:
+                return False
+            self.own_report = failure
+        self.wake()
+        return True
 
     def error(self) -> PipelineError:
         """The failure as an exception."""

@@ -102,6 +102,29 @@ def test_a_failure_that_was_overwritten_is_written_again() -> None:
     assert second.failure == first.own_report
 
 
+def test_of_two_threads_that_report_at_once_the_first_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[PeerFailure] = []
+
+    def look(_: Heartbeat) -> PeerFailure | None:
+        found = reports[-1] if reports else None
+        if not reports and threading.current_thread() is not second:
+            second.start()
+            second.join(0.1)
+        return found
+
+    def note(_: Heartbeat, failure: PeerFailure | None) -> None:
+        reports.extend([] if failure is None else [failure])
+
+    monkeypatch.setattr(Heartbeat, "own_report", property(look, note), raising=False)
+    (heartbeat,) = heartbeats(1)
+    heartbeat.report_written.set()  # nobody writes, so nobody is to wait
+    failures = [PeerFailure(0, "error", text) for text in ("rank 0 failed", "rank 0 is stuck")]
+    second = threading.Thread(target=heartbeat.publish, args=(failures[1],))
+    heartbeat.publish(failures[0])
+    second.join()
+    assert reports == failures[:1]
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_what_a_thread_finds_is_logged_if_no_call_raises_it(inside: bool, caplog: Any) -> None:
     (first, _) = heartbeats(2)
