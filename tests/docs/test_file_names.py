@@ -1,4 +1,4 @@
-"""The files and folders that design.md and CONTRIBUTING.md name are there."""
+"""The files and folders that design.md, threads.md and CONTRIBUTING.md name are there."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "pipework"
-PAGES = [ROOT / "docs" / "design.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [ROOT / "docs" / "design.md", ROOT / "docs" / "threads.md", ROOT / "CONTRIBUTING.md"]
 EXAMPLES = {"benchmarks/name/run.py"}
 NAMED = sorted({(page, name) for page in PAGES for name in re.findall(r"`([\w/]+(?:\.py|/))`", page.read_text())})
 
