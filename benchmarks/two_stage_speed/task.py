@@ -54,8 +54,16 @@ class Task:
     def _built(self, schedule: str) -> Schedule:
         return build(schedule, workers=WORKERS, chunks=self.chunks)
 
-    def ideal(self, schedule: str) -> float:
-        """The simulated step, as a share of the one-core time: equal stages, backwards twice as long as forwards."""
+    def ideal(self, schedule: str, costs: Costs | None = None) -> float:
+        """The simulated step.
+
+        Args:
+            schedule: its name.
+            costs: of equal stages, in seconds, as is the result. None: backwards take twice as long as forwards, their
+                halves as long, and the result is a share of the one-core time.
+        """
         order = self._built(schedule)
+        if costs is not None:
+            return simulate(order, costs).makespan
         costs = Costs(forward=1 / order.stages, backward=2 / order.stages)
         return simulate(order, costs).makespan / (3 * self.chunks)

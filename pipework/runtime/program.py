@@ -123,14 +123,16 @@ class Program:
         Args:
             orders: `whole`, `forwards` or `others`.
         """
-        if id(orders) not in self._launch_orders:
+        found = self._launch_orders.get(id(orders))
+        if found is None:
             wanted = {action for order in orders for action in order}
-            self._launch_orders[id(orders)] = tuple([action for action in self._launched if action in wanted])
-        return self._launch_orders[id(orders)]
+            found = orders, tuple([action for action in self._launched if action in wanted])
+            self._launch_orders[id(orders)] = found
+        return found[1]
 
     @cached_property
-    def _launch_orders(self) -> dict[int, tuple[Action, ...]]:
-        return {}  # by the identity of orders, which are kept with this object
+    def _launch_orders(self) -> dict[int, tuple[Orders, tuple[Action, ...]]]:
+        return {}  # by the identity of orders, which are kept, so that no others get it
 
     @cached_property
     def _launched(self) -> list[Action]:
