@@ -89,6 +89,11 @@ class MeasuredCosts:
             for schedule, worker in self._workers.items()
         }
 
+    def of_model(self, rounds: int) -> list[float]:
+        """The seconds of F, B, F where backwards are split, I and W of the whole model, for a micro-batch."""
+        whole, halves = self._workers[WHOLE_BACKWARDS], self._workers[HALVES]
+        return [*(whole.of(kind, rounds) for kind in "FB"), *(halves.of(kind, rounds) for kind in "FIW")]
+
     def of(self, schedule: str, rounds: int, *, fastest: bool = False) -> Costs:
         """For a schedule, whose stages have equal parts of the model."""
         stages = len(self._task.balance(schedule))

@@ -224,24 +224,10 @@ def report_measured(
     rounds: int,
 ) -> list[Verdict]:
     """The table of steps beside the ideals of measured costs; returns the verdicts."""
-    kinds = ("forward", "backward", "input_gradient", "weight_gradient")
     print("\nmilliseconds of F, B, I and W of the whole model and one micro-batch, medians\n")
     harness.print_table(
         ["", "F", "B", "F, split", "I", "W"],
-        [
-            [
-                name,
-                *(
-                    f"{1e3 * float(getattr(each.of(WHOLE_BACKWARDS, rounds), kind)) * WORKERS:.1f}"
-                    for kind in kinds[:2]
-                ),
-                *(
-                    f"{1e3 * len(task.balance(HALVES)) * float(getattr(each.of(HALVES, rounds), kind)):.1f}"
-                    for kind in ("forward", *kinds[2:])
-                ),
-            ]
-            for name, each in costs.items()
-        ],
+        [[name, *(f"{1e3 * value:.1f}" for value in each.of_model(rounds))] for name, each in costs.items()],
     )
     print("\nideal steps with these costs, in seconds, and measured ones to them: medians, and fastest runs\n")
     rows, verdicts = [], []
