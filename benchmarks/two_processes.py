@@ -196,6 +196,11 @@ class TwoProcesses:
             self._connections.append(here)
             self._processes.append(process)
 
+    @property
+    def pids(self) -> list[int]:
+        """The numbers of the processes."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
     def take(self, name: str, runs: int = 1) -> Taken:
         """Runs one part of each process.
 
