@@ -38,6 +38,7 @@ class DeferrableAlias(torch_private.TracedAsParameter):
     weight_store: Any
 
 
+Queue: TypeAlias = list[tuple[Any, Tensor, Tensor]]  # an operation, its stored input, the gradient of its output
 Parts: TypeAlias = Sequence[tuple[DeferrableAlias, Tensor]]
 
 
@@ -81,7 +82,7 @@ class Operation:
         """The parts of the parameters' gradients, from `kept` and the output's gradient."""
         raise NotImplementedError
 
-    def wait_in(self, queue: list[tuple[Any, Tensor, Tensor]]) -> None:
+    def wait_in(self, queue: Queue) -> None:
         """After `run`: the hook will append the operation to this queue, with the output's gradient."""
         self._queue = queue
         self._unpack: Callable[[Any], Tensor] | None = None

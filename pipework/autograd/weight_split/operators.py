@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import FunctionType, MappingProxyType
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, Self, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from pipework import torch_private
-from pipework.autograd.weight_split.operation import DeferrableAlias, Operation, OperationWithBias, Parts
+from pipework.autograd.weight_split.operation import DeferrableAlias, Operation, OperationWithBias, Parts, Queue
 
 
 def _rows(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -51,6 +51,27 @@ class _Linear(OperationWithBias):
         if not _is_factor(weight) or isinstance(input, DeferrableAlias) or input.dim() < 2:
             return None
         return cls(input, weight, bias) if _is_bias(bias, weight.sizes[0]) else None
+
+    @classmethod
+    def at_once(cls, input: Tensor, weight: DeferrableAlias, bias: DeferrableAlias, queue: Queue) -> Self | None:
+        """The operation on a matrix, as after `run` and `wait_in(queue)`; None: it needs these."""
+        if (
+            input.dim() != 2
+            or type(input) is not Tensor
+            or input.is_inference()
+            or not weight.is_factor
+            or bias.sizes != weight.sizes[:1]
+            or torch_private.any_autocast()
+            or torch_private.saved_tensor_hooks() is not None
+        ):
+            return None
+        self = cls.__new__(cls)
+        self._weight, self._bias, self.parameters = weight, bias, (weight, bias)
+        self._at_once, self._shape, self._unpack = True, None, None
+        self._queue = queue
+        self.kept = kept = input.detach() if input.requires_grad else input
+        self._version = torch_private.version(kept)
+        return self
 
     def run(self) -> Tensor:
         kept, weight, bias = self.computed()
@@ -245,6 +266,9 @@ class _Embedding(Operation):
         part = torch.ops.aten.embedding_dense_backward(gradient, kept, count, padding, scale_grad_by_freq)
         return ((self._weight, part),)
 
+
+linear_at_once: Final = _Linear.at_once
+"""The usual case of the most usual operator: F.linear of a matrix, with weight and bias, in half of the time."""
 
 EXPLICIT: Final[Mapping[Any, Callable[..., Operation | None]]] = MappingProxyType(
     {

@@ -27,20 +27,20 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from pipework import torch_private
 from pipework.autograd.weight_split.detached_graph import OPERATORS, with_detached_graph
-from pipework.autograd.weight_split.operation import DeferrableAlias, Operation, Parts
-from pipework.autograd.weight_split.operators import DECOMPOSED
+from pipework.autograd.weight_split.operation import DeferrableAlias, Operation, Parts, Queue
+from pipework.autograd.weight_split.operators import DECOMPOSED, linear_at_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    Queue = list[tuple[Operation | "_Computed", Tensor, Tensor]]  # operation, stored input, gradient of its output
-
 _without_subclass = torch_private.without_torch_function
 _is_grad_enabled, _in_transform = torch.is_grad_enabled, torch_private.in_transform
 _is_compiling = torch.compiler.is_dynamo_compiling
+_linear = F.linear
 _HOOKING: Final = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
@@ -73,6 +73,10 @@ class WeightGradientAlias(DeferrableAlias):
         # Transforms of torch.func handle each operator themselves.
         if operator is not None and _is_grad_enabled() and not _in_transform():
             with _without_subclass():
+                if func is _linear and len(args) == 3 and type(args[1]) is type(args[2]) is cls and not kwargs:
+                    output = args[1].weight_store.run_linear(*args)
+                    if output is not None:
+                        return output
                 operation = operator(*args, **kwargs) or with_detached_graph(func, args, kwargs)
                 if operation is not None:
                     return operation.parameters[0].weight_store.run(operation)
@@ -165,6 +169,19 @@ class WeightGradientStore:
         else:
             output = _Anchor.apply(output, operation.parameters[0], operation)  # type: ignore[no-untyped-call]
         return operation.shaped(output)
+
+    def run_linear(self, input: Tensor, weight: DeferrableAlias, bias: DeferrableAlias) -> Tensor | None:
+        """As `run`, for what is `linear_at_once`; None: it is another case."""
+        if not (weight.deferred and bias.deferred and weight.requires_grad and bias.requires_grad):
+            return None
+        operation = None if self._unknown_here else linear_at_once(input, weight, bias, self._queue)
+        if operation is None:
+            return None
+        output = _linear(input, weight.plain, bias.plain)
+        if output.grad_fn is None:
+            return _Anchor.apply(output, weight, operation)  # type: ignore[no-any-return, no-untyped-call]
+        output.grad_fn.register_prehook(operation)
+        return output
 
     def _run_whole(self, operation: Operation) -> Tensor:
         parameters = tuple([alias for alias in operation.parameters if alias.requires_grad])
