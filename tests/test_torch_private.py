@@ -38,6 +38,8 @@ WITH_FALLBACK = (
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch._C._TorchDispatchModeKey.FAKE",
     "torch._C._get_dispatch_mode",
+    "torch._C.DispatchKeySet",
+    "torch._C.DispatchKey",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
     "torch.utils._python_dispatch._push_mode",

@@ -95,35 +95,9 @@ class Aliases:
         """Differs after a parameter has been changed in place."""
         return list(map(torch_private.version, self.parameters))  # parameters and aliases share version counters
 
-    @contextlib.contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """Inside, the modules hold the aliases in place of their parameters.
-
-        Afterwards each module holds what it held before, also if that is no longer the parameter found at first.
-
-        Raises:
-            RuntimeError: another pipe is running one of the layers at the same time.
-        """
-        thread = threading.get_ident()
-        found: list[Tensor | None] = []
-        if self._stray is not None:
-            self._stray.running = True
-        try:
-            with _taking_slots:
-                for slots, name, parameter, alias in self._slots:
-                    present = slots.get(name)
-                    if present is not parameter and present is not None:
-                        _refuse_foreign_alias(present)
-                    alias.pipework_thread = thread  # type: ignore[attr-defined]
-                    found.append(present)
-                    slots[name] = alias
-            yield
-        finally:
-            if self._stray is not None:
-                self._stray.running = False
-            for (slots, name, _, alias), present in zip(self._slots, found, strict=False):
-                if slots.get(name) is alias:  # a layer that replaced its own parameter keeps what it put there
-                    slots[name] = present
+    def standing_in(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the modules hold these aliases; see `standing_in`."""
+        return standing_in([self])
 
     def named(self, layers: Iterable[Layer]) -> Iterator[tuple[str, Tensor]]:
         """The aliases with the names of their parameters in the un-partitioned module."""
@@ -143,6 +117,55 @@ class Aliases:
         for alias in self.leaves:
             alias.grad = None
         return gradients
+
+
+def standing_in(several: Iterable[Aliases]) -> contextlib.AbstractContextManager[None]:
+    """A context in which the modules of several stages hold their aliases in place of their parameters.
+
+    Afterwards each module holds what it held before, also if that is no longer the parameter found at first.
+
+    Args:
+        several: those of the stages.
+
+    Raises:
+        RuntimeError: another pipe is running one of the layers at the same time.
+    """
+    return _StandingIn(list(several))
+
+
+class _StandingIn:
+    __slots__ = ("_found", "_several")
+
+    def __init__(self, several: list[Aliases]) -> None:
+        self._several = several
+        self._found: list[Tensor | None] = []
+
+    def __enter__(self) -> None:
+        thread, found = threading.get_ident(), self._found
+        try:
+            with _taking_slots:
+                for aliases in self._several:
+                    if aliases._stray is not None:
+                        aliases._stray.running = True
+                    for slots, name, parameter, alias in aliases._slots:
+                        present = slots.get(name)
+                        if present is not parameter and present is not None:
+                            _refuse_foreign_alias(present)
+                        alias.pipework_thread = thread  # type: ignore[attr-defined]
+                        found.append(present)
+                        slots[name] = alias
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        found = iter(self._found)
+        for aliases in self._several:
+            if aliases._stray is not None:
+                aliases._stray.running = False
+            for (slots, name, _, alias), present in zip(aliases._slots, found, strict=False):
+                if slots.get(name) is alias:  # a layer that replaced its own parameter keeps what it put there
+                    slots[name] = present
 
 
 def _refuse_foreign_alias(found: Tensor) -> None:

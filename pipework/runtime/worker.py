@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pipework.autograd.aliases import standing_in
 from pipework.runtime.failure import Stopped
 from pipework.runtime.loop import run_actions
 from pipework.runtime.random import kernels
@@ -138,8 +139,7 @@ class WorkerRun:
     def enter(self, stack: contextlib.ExitStack) -> None:
         """From now on, until the stack is left, this thread may execute the actions."""
         # On the worker's thread, where no Ctrl-C can come between putting an alias in and taking it out.
-        for run in self._runs:
-            stack.enter_context(run.aliases.standing_in())
+        stack.enter_context(standing_in([run.aliases for run in self._runs]))
         if self._marks is not None:
             self._clock = self._device.clock()
 

@@ -76,7 +76,12 @@ def function_may_draw(function: Callable[..., object] | None) -> bool:
 
 def draw_key() -> int:
     """One 64-bit draw from the caller's default CPU generator."""
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+    drawn = torch.empty((), dtype=torch.int64, device="cpu")
+    if kernels.thread_stream.stream is None:  # else the caller is a layer of a pipe, and draws from its own stream
+        torch_private.random_on_cpu(drawn)
+    else:
+        drawn.random_()
+    return int(drawn)
 
 
 class Key:
