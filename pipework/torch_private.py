@@ -599,8 +599,8 @@ def _find_random_() -> Callable[[Tensor], Any]:
 
 
 random_on_cpu: Callable[[Tensor], Any] = _find_random_()
-"""`Tensor.random_` on the CPU by PyTorch's own kernel, also while another one stands in its place. Fallback: the method,
-some 10 microseconds slower then."""
+"""`Tensor.random_` on the CPU by PyTorch's own kernel, also while another one stands in its place. Fallback: the
+method, some 10 microseconds slower then."""
 
 
 # Norms of many gradients
