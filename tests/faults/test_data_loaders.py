@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,12 @@ class Rows(Dataset[Tensor]):
         if index == self.at:
             self.mishap()
         return self.rows[index]
+
+
+def loader_of(dataset: Any, batch_size: int, workers: int = 0, **options: Any) -> DataLoader[Any]:
+    """Its workers are forked, which is no longer what Python 3.14 does by itself."""
+    how = "fork" if workers else None
+    return DataLoader(dataset, batch_size, num_workers=workers, multiprocessing_context=how, **options)
 
 
 def broken() -> None:
@@ -94,7 +101,7 @@ def assert_epochs_alike(loader: DataLoader[Tensor]) -> tuple[list[Tensor], Excep
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.thorough)])  # these take long to end
 def test_a_row_that_cannot_be_read(workers: int) -> None:
-    outputs, error = assert_epochs_alike(DataLoader(Rows(broken, at=7), batch_size=3, num_workers=workers))
+    outputs, error = assert_epochs_alike(loader_of(Rows(broken, at=7), 3, workers))
     assert isinstance(error, LookupError)
     assert "row 7 cannot be read" in str(error)
     assert not hasattr(error, "__notes__"), "it did not arise in the pipe"
@@ -123,7 +130,7 @@ x = torch.randn(6, 4)
 pipe(x).sum().backward()
 expected = [parameter.grad for parameter in pipe.parameters()]
 pipe.zero_grad()
-loader = iter(DataLoader(torch.randn(1000, 4), batch_size=3, num_workers=1))
+loader = iter(DataLoader(torch.randn(1000, 4), batch_size=3, num_workers=1, multiprocessing_context="fork"))
 try:
     for step, batch in enumerate(loader):
         if step == 2:
@@ -156,16 +163,16 @@ def test_a_worker_process_that_is_killed(run_python: RunPython, place: str) -> N
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_short_last_batch_and_a_short_epoch(workers: int) -> None:
     """Ten rows in batches of four leave two, which make two micro-batches instead of three."""
-    outputs, error = assert_epochs_alike(DataLoader(Rows(), batch_size=4, num_workers=workers))
+    outputs, error = assert_epochs_alike(loader_of(Rows(), 4, workers))
     assert error is None
     assert [len(output) for output in outputs] == [4, 4, 2]
-    outputs, error = assert_epochs_alike(DataLoader(Rows(), batch_size=16, num_workers=workers))
+    outputs, error = assert_epochs_alike(loader_of(Rows(), 16, workers))
     assert [len(output) for output in outputs] == [10]
 
 
 def test_an_epoch_without_batches() -> None:
     pipe = used_pipe()
-    assert trained(pipe, DataLoader(Rows(), batch_size=16, drop_last=True, num_workers=1)) == ([], None)
+    assert trained(pipe, loader_of(Rows(), 16, workers=1, drop_last=True)) == ([], None)
     pipe(torch.randn(5, 4)).sum().backward()
 
 
@@ -179,7 +186,7 @@ def test_a_loader_whose_processes_run_the_pipe_themselves() -> None:
         with torch.no_grad():
             return x, pipe(x)
 
-    loader = DataLoader(rows, batch_size=4, num_workers=2, collate_fn=through_the_pipe)
+    loader = loader_of(rows, 4, workers=2, collate_fn=through_the_pipe)
     with torch.no_grad():
         for x, output in loader:
             assert torch.equal(pipe(x), output)
