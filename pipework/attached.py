@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -24,6 +23,7 @@ from pipework.pipe import Pipe, backend_for
 from pipework.pipe_warning import warn_caller
 from pipework.profiling.first_mini_batch import AUTO, FirstMiniBatch, refuse_memory
 from pipework.schedule.edges import recomputed
+from pipework.signatures import signature_of
 from pipework.values import nested
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def attach(
     _refuse_wrapped(model)
     refuse_own_forward(model)
     arguments, keywords = arguments_of(sample)
-    signature = inspect.signature(type(model).forward.__get__(model))
+    signature = signature_of(type(model).forward.__get__(model))
     names = by_name(signature, arguments, keywords)
     if target not in names:
         raise ValueError(

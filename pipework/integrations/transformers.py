@@ -19,6 +19,7 @@ except ImportError:  # versions in which models collect hidden states themselves
     output_capturing = None  # type: ignore[assignment]
 
 from pipework import torch_private
+from pipework.signatures import signature_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -220,7 +221,7 @@ class _RefusedCheckpointing:
 
 def _takes_use_cache(forward: Callable[..., Any]) -> bool:
     """Whether a forward takes `use_cache`; some pass on keyword arguments, and set this one themselves."""
-    parameters = inspect.signature(forward).parameters
+    parameters = signature_of(forward).parameters
     if "use_cache" in parameters:
         return True
     constants = inspect.unwrap(forward).__code__.co_consts

@@ -9,7 +9,6 @@ parent may fill a child's parameter again, as `nn.MultiheadAttention` does with 
 from __future__ import annotations
 
 import contextlib
-import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +19,7 @@ from pipework import torch_private
 from pipework.model.meta_memory import MetaMemory
 from pipework.model.moving import move_module
 from pipework.runtime.random.streams import draw_key, mix
+from pipework.signatures import signature_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -289,7 +289,7 @@ def _method_of(module: nn.Module) -> Callable[[], object] | None:
         found = getattr(module, name, None)
         if callable(found):
             with contextlib.suppress(TypeError, ValueError):
-                inspect.signature(found).bind()
+                signature_of(found).bind()
                 return found  # type: ignore[no-any-return]
     return None
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final
 
 from pipework import torch_private
 from pipework.runtime.stage.returned import layer_text
+from pipework.signatures import signature_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,7 +47,7 @@ def _may_take(layer: nn.Module, keyword: str) -> bool:
     if torch_private.may_have_forward_hooks(layer):  # which may change the arguments
         return True
     try:
-        parameters = inspect.signature(layer.forward).parameters
+        parameters = signature_of(layer.forward).parameters
     except (TypeError, ValueError):
         return True
     return keyword in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())

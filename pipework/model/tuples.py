@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from pipework import torch_private
+from pipework.signatures import signature_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,7 +51,7 @@ class TupleRule(Enum):
 def _takes_only_one(module: nn.Module, others: int) -> bool:
     module = torch_private.uncompiled(module)  # torch.compile wraps a module in one that takes anything
     try:
-        parameters = inspect.signature(module.forward).parameters.values()
+        parameters = signature_of(module.forward).parameters.values()
     except (TypeError, ValueError):
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

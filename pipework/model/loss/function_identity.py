@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import inspect
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from pipework import torch_private
+from pipework.signatures import signature_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,7 +49,7 @@ def function_identity(function: Any) -> list[Any] | None:
     if _is_of_torch(kind):
         return [kind.__qualname__, _plain(attributes, all_kinds=True)]
     with contextlib.suppress(ValueError, TypeError):  # a class in C may have no signature
-        arguments = inspect.signature(kind).parameters
+        arguments = signature_of(kind).parameters
         attributes = {name: value for name, value in attributes.items() if name in arguments}
     code = getattr(kind.forward if isinstance(function, nn.Module) else kind.__call__, "__code__", None)
     return [kind.__qualname__, _plain(attributes, all_kinds=False), *([] if code is None else [_digest(code)])]

@@ -24,6 +24,7 @@ from pipework.model.parts.execution import run as runs
 from pipework.model.parts.execution.part import Part
 from pipework.model.parts.execution.plan import END, PartPlan, Source, Trace, unit_of
 from pipework.model.parts.execution.skeleton import Skeleton
+from pipework.signatures import signature_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -155,7 +156,7 @@ class Cuttable:
         kind = type(self.model)
         arguments, keywords = arguments_of(sample)
         try:
-            inspect.signature(kind.forward).bind(self.model, *arguments, **keywords)
+            signature_of(kind.forward).bind(self.model, *arguments, **keywords)
         except TypeError as error:
             raise CannotCut(
                 f"the sample does not go with the forward of {kind.__name__}: {error}; a dict has keyword arguments, "
@@ -294,7 +295,7 @@ def _of_one(value: Any) -> Any:
 def _positional(model: nn.Module) -> tuple[str, ...]:
     """The names of the positional arguments of a module's forward."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple([each.name for each in inspect.signature(model.forward).parameters.values() if each.kind in kinds])
+    return tuple([each.name for each in signature_of(model.forward).parameters.values() if each.kind in kinds])
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
