@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
     model = language_model(options, len(corpus.words))
     found, stages = torch.accelerator.device_count(), options.stages
     if options.plain:
-        model.to(torch.accelerator.current_accelerator() or "cpu")
+        model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     else:
         # ---- These lines make it a pipeline; the rest is the same with the model itself ----
         devices = [stage * found // stages if found else "cpu" for stage in range(stages)] if stages else None
