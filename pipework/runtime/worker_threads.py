@@ -40,6 +40,9 @@ class WorkerThreads:
         ]
         self._share = 0
         self._caller: int | None = None  # the calling thread while it runs a job itself
+        # In a forked process PyTorch makes its intra-op threads anew when a thread sets their number. Where no lock of
+        # the interpreter keeps several threads from doing so at once, that ends the process.
+        torch.set_num_threads(torch.get_num_threads())
         for thread in self._threads:
             # A new thread may keep the caller's variables (`sys.flags.thread_inherit_context`), and all that they hold.
             contextvars.Context().run(thread.start)
