@@ -81,22 +81,32 @@ def install() -> None:
         atexit.register(hook.limit_exit)
 
 
-def end_after(seconds: float, code: int) -> None:
-    """Ends the process after some seconds, if it has not ended by itself. Takes no lock, for signal handlers."""
+def end_after(seconds: float, code: int) -> Callable[[], bool]:
+    """Ends the process after some seconds, if it has not ended by itself. Takes no lock, for signal handlers.
+
+    Returns:
+        A function that tells whether the thread that counts the seconds is running.
+    """
+    running: list[None] = []
 
     def expire() -> None:
+        running.append(None)
         time.sleep(seconds)
         os._exit(code)
 
     _thread.start_new_thread(expire, ())
+    return lambda: bool(running)
 
 
 def end_now(text: str, code: int) -> None:
     """Ends the process at once, because one of its threads does not end, and prints the stacks of all threads."""
-    end_after(1.0, code)  # in case that the standard error is blocked
+    timer_runs = end_after(1.0, code)  # in case that the standard error is blocked
     _LOG.critical("%s", text)
     with contextlib.suppress(Exception):
         logging.shutdown()  # writes what handlers still hold
+    end = time.monotonic() + 0.5
+    while not timer_runs() and time.monotonic() < end:  # at a thread that does not run yet Python 3.14 stops printing
+        time.sleep(0.001)
     with contextlib.suppress(Exception):
         faulthandler.dump_traceback()
     with contextlib.suppress(Exception):
