@@ -212,7 +212,7 @@ class Executor:
         collecting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         watching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._deferred:
-            collecting = self._mini_batch_of_batch_norms()
+            collecting = self._mini_batch_of_batch_norms(engine.lock)
         if "inputs" in looks:
             watching = self._rows_watched(engine.lock, split.rows, inputs, keyword_inputs, doubts)
         try:
@@ -469,7 +469,7 @@ class Executor:
             )
 
     @contextlib.contextmanager
-    def _mini_batch_of_batch_norms(self) -> Iterator[None]:
+    def _mini_batch_of_batch_norms(self, lock: threading.Lock) -> Iterator[None]:
         """Deferred batch norms collect what passes inside, and commit it unless that fails."""
         with self._deferring:  # another thread's mini-batch must not begin in between
             for batch_norm in self._deferred:
@@ -480,8 +480,9 @@ class Executor:
                 for batch_norm in self._deferred:
                     batch_norm.abandon()
                 raise
-            for batch_norm in self._deferred:
-                batch_norm.commit()
+            with lock:  # in a recomputation copies stand in for the running statistics
+                for batch_norm in self._deferred:
+                    batch_norm.commit()
 
     @contextlib.contextmanager
     def _rows_watched(

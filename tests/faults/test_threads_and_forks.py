@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipework import Pipe
+from pipework import DeferredBatchNorm, Pipe, is_recomputing
 from tests.programs import RunPython
 
 Result = tuple[torch.Tensor, ...]
@@ -115,6 +115,43 @@ def test_two_pipes_and_four_calling_threads(way: Any, checkpoint: str) -> None:
         assert all(a is b for a, b in zip(pipe.parameters(), own, strict=True))
 
 
+class Recomputes(nn.Module):
+    """Says that it recomputes, and waits until another thread has updated the statistics, or may not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.updated = threading.Event(), threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if is_recomputing():
+            self.begun.set()
+            self.updated.wait(0.5)
+        return x
+
+
+def test_statistics_are_not_updated_while_another_thread_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update would reach the copies that stand in for the buffers while a layer runs again."""
+    layer, commit = Recomputes(), DeferredBatchNorm.commit
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), layer, nn.Linear(4, 1))
+    pipe = Pipe(module, 2, "always", balance=[1, 3], devices=["cpu"] * 2, deferred_batch_norm=True)
+    loss = pipe(torch.randn(8, 4)).sum()
+
+    def later(batch_norm: DeferredBatchNorm) -> None:
+        layer.begun.wait(0.5)
+        commit(batch_norm)
+        layer.updated.set()
+
+    def backward() -> None:
+        in_call.wait(20)
+        loss.backward()
+
+    in_call = threading.Event()
+    monkeypatch.setattr(DeferredBatchNorm, "commit", lambda batch_norm: (in_call.set(), later(batch_norm)))
+    assert at_once(lambda: pipe(torch.randn(8, 4)), backward) == []
+    assert layer.begun.is_set()
+    assert pipe[1].num_batches_tracked == 2
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_backward_in_a_forked_child_is_refused(run_python: RunPython, checkpoint: str) -> None:
@@ -148,7 +185,7 @@ FORKS = """
 import multiprocessing, os, signal, sys, threading
 import torch
 from torch import nn
-from pipework import Pipe
+from pipework import DeferredBatchNorm, Pipe, is_recomputing
 
 class Forks(nn.Module):
     armed = False
