@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import gc
 import logging
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, get_args, get_type_hints
@@ -261,10 +264,23 @@ def current_attempt() -> int:
 
 
 def _hold_gil(seconds: float) -> None:
-    """Waits inside a C function that holds the interpreter's lock."""
+    """Waits inside a C function that holds the interpreter's lock.
+
+    A free-threaded Python has no such lock. There the other threads run until one needs all to pause, which this one
+    does not do: mostly the collector of garbage.
+    """
     poll = ctypes.PyDLL(None).poll  # unlike CDLL, it does not release the lock
     poll.argtypes = [ctypes.c_void_p, ctypes.c_ulong, ctypes.c_int]
+    ended = threading.Event()
+
+    def collect() -> None:
+        while not ended.is_set():
+            gc.collect()
+
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        threading.Thread(target=collect, daemon=True).start()
     poll(None, 0, int(seconds * 1000))
+    ended.set()
 
 
 class Faults:
