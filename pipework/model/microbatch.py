@@ -5,7 +5,6 @@ Tensors are split along dimension 0. Every micro-batch gets all other values as 
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,8 +13,6 @@ from torch import Tensor
 from pipework.model.given import MicroBatches, flattened, is_dense, refuse_gradient
 from pipework.model.moving import moved
 from pipework.values import nested
-
-_without_graph = operator.attrgetter("data")
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -339,12 +336,12 @@ def _leaves(tensor: Tensor, sizes: Sequence[int] | None, count: int) -> Sequence
     if sizes is None:
         pieces: Sequence[Tensor] = [whole] * count
         return [piece.detach().requires_grad_() for piece in pieces] if tensor.requires_grad else pieces
-    pieces = whole.split_with_sizes(sizes)
-    if whole.is_inference():  # has no version counter
-        return pieces
+    # "Unsafe" parts are views with version counters of their own; those of inference mode have none.
+    pieces = torch.unsafe_split_with_sizes(whole, sizes)
     if tensor.requires_grad:
-        return [piece.data.requires_grad_() for piece in pieces]
-    return list(map(_without_graph, pieces))
+        for piece in pieces:
+            piece.requires_grad_()
+    return pieces
 
 
 def _joined_gradient(shape: torch.Size, sizes: Sequence[int] | None, column: Sequence[Tensor | None]) -> Tensor | None:

@@ -109,11 +109,10 @@ class Key:
                 if stream is not None and stream.key is self:
                     # The worker is inside a layer. Without its stream, the draw comes from the caller's generator; with
                     # it, the draw would need this key. A pipe that a layer calls draws from the layer's stream.
-                    kernels.thread_stream.stream = None
-                try:
+                    with kernels.drawing_from(None):
+                        self._value = draw_key()
+                else:
                     self._value = draw_key()
-                finally:
-                    kernels.thread_stream.stream = stream
             return self._value
 
 
