@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from types import FrameType
 from typing import Any
@@ -124,6 +125,14 @@ def waits(case: Case, rounds: int) -> float:
     return median(found[WARM_UP:])
 
 
+def both_ways(found: Sequence[Case]) -> list[Case]:
+    """Of several workers, with a thread for each and with one for all: a pipe itself chooses what is faster."""
+    ways = [
+        [case] if case.workers == 1 else [replace(case, one_thread=each) for each in (False, True)] for case in found
+    ]
+    return [case for way in ways for case in way]
+
+
 def per_action(case: Case, name: str) -> tuple[Counts, Counts, Counter[str]]:
     """For each stage and micro-batch, and once a step; and the calls for each stage and micro-batch by name."""
     few, many = (count(case, micro_batches, name) for micro_batches in (FEW, MANY))
@@ -145,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     warnings.simplefilter("ignore", PipeWarning)  # the loss is a sum, and no mean over rows
     results, rows, verdicts = [], [], []
     with harness.on_this_machine() as machine:
-        for case in cases(arguments.schedules, arguments.workers, arguments.stages):
+        for case in both_ways(cases(arguments.schedules, arguments.workers, arguments.stages)):
             each, once, names = per_action(case, "pipe")
             plain, _, _ = per_action(case, "plain")
             waited = waits(case, arguments.rounds)

@@ -52,6 +52,7 @@ class Case:
     workers: int
     stages_per_worker: int = 1
     inside: bool = True
+    one_thread: bool | None = None
 
     @property
     def stages(self) -> int:
@@ -59,7 +60,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        return self.schedule if self.inside else f"{self.schedule}, loss outside"
+        way = {None: "", True: ", one thread", False: ", threads"}[self.one_thread]
+        return f"{self.schedule}{'' if self.inside else ', loss outside'}{way}"
 
     @property
     def target(self) -> float:
@@ -80,6 +82,7 @@ class Case:
             devices=["cpu"] * self.workers,
             schedule=self.schedule,
             loss_fn=loss_of if self.inside else None,
+            one_thread=self.one_thread,
         )
 
 
