@@ -121,6 +121,13 @@ def retains_graph() -> bool:
     return _retains_graph()
 
 
+accumulates_all: Callable[[], bool] = _find(
+    torch, "autograd.Variable._execution_engine.is_checkpoint_valid", lambda: True
+)
+"""Inside a node's backward: whether all gradients are accumulated, and not those of some inputs only returned. PyTorch
+asks it for reentrant checkpoints. Fallback: True."""
+
+
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """The calling thread's innermost `saved_tensors_hooks`. There is no public way to ask.
 
@@ -535,6 +542,14 @@ _dispatch_modes_here: Callable[[], int] = _find(torch, "_C._len_torch_dispatch_s
 def any_modes() -> bool:
     """Whether the calling thread is in any mode; a default device is one. Fallback: True, and they are looked at."""
     return bool(_function_modes_here() or _dispatch_modes_here())
+
+
+_compiler_here: Callable[[], Any] = _find(torch, "_C._dynamo.eval_frame.get_eval_frame_callback", lambda: None)
+
+
+def is_compiled_here() -> bool:
+    """Whether `torch.compile` sees each function that the calling thread calls. Fallback: False."""
+    return _compiler_here() is not None
 
 
 def function_modes() -> list[TorchFunctionMode]:

@@ -38,6 +38,7 @@ WITH_FALLBACK = (
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch._C._TorchDispatchModeKey.FAKE",
     "torch._C._get_dispatch_mode",
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback",
     "torch._C.DispatchKeySet",
     "torch._C.DispatchKey",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass",

@@ -159,13 +159,13 @@ class _StandingIn:
             raise
 
     def __exit__(self, *error: object) -> None:
-        found = iter(self._found)
+        taken = [slot for aliases in self._several for slot in aliases._slots]
         for aliases in self._several:
             if aliases._stray is not None:
                 aliases._stray.running = False
-            for (slots, name, _, alias), present in zip(aliases._slots, found, strict=False):
-                if slots.get(name) is alias:  # a layer that replaced its own parameter keeps what it put there
-                    slots[name] = present
+        for (slots, name, _, alias), present in reversed(list(zip(taken, self._found, strict=False))):
+            if slots.get(name) is alias:  # a layer that replaced its own parameter keeps what it put there
+                slots[name] = present
 
 
 def _refuse_foreign_alias(found: Tensor) -> None:

@@ -336,8 +336,10 @@ def _leaves(tensor: Tensor, sizes: Sequence[int] | None, count: int) -> Sequence
     if sizes is None:
         pieces: Sequence[Tensor] = [whole] * count
         return [piece.detach().requires_grad_() for piece in pieces] if tensor.requires_grad else pieces
-    # "Unsafe" parts are views with version counters of their own; those of inference mode have none.
-    pieces = torch.unsafe_split_with_sizes(whole, sizes)
+    if whole.is_conj() or whole.is_neg():  # which the split below would copy
+        pieces = [piece.data for piece in whole.split_with_sizes(sizes)]
+    else:  # "unsafe" parts are views with version counters of their own; those of inference mode have none
+        pieces = torch.unsafe_split_with_sizes(whole, sizes)
     if tensor.requires_grad:
         for piece in pieces:
             piece.requires_grad_()

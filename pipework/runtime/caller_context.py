@@ -63,14 +63,6 @@ class CallerContext(NamedTuple):
         return self.grad and not (self.inference or self.autocasts or self.saved_tensor_hooks or self.default_device)
 
     @property
-    def is_of_thread(self) -> bool:
-        """Whether layers may run on the calling thread itself.
-
-        There autocast would keep its casts from step to step, and what autograd saves would go through hooks twice.
-        """
-        return not (self.autocasts or self.saved_tensor_hooks or self.default_device)
-
-    @property
     def is_checkpointing(self) -> bool:
         """Whether `torch.utils.checkpoint` is around the caller, in its mode with hooks (`use_reentrant=False`).
 
@@ -102,3 +94,25 @@ class CallerContext(NamedTuple):
             for autocast in self.autocasts:
                 stack.enter_context(torch.autocast(autocast.device_type, enabled=False))
             yield
+
+
+def allows_worker(*, in_backward: bool) -> bool:
+    """Whether a worker computes on the current thread what it would compute on a thread of its own.
+
+    What is in force here would be in force for the worker's backwards, too, and in the whole step: autocast, also of
+    other devices, would keep casts from step to step; hooks for saved tensors, and modes, would act twice;
+    `torch.compile` would compile the worker.
+
+    Args:
+        in_backward: whether autograd calls: then inference mode would be in force in recomputations, anomaly mode would
+            tie their graphs to the present node in a circle, and a backward for some inputs only would forbid
+            reentrant checkpoints in layers.
+    """
+    if torch_private.any_autocast() or torch_private.any_modes() or torch_private.is_compiled_here():
+        return False
+    if torch_private.saved_tensor_hooks() is not None:
+        return False
+    if not in_backward:
+        return True
+    for_all = torch_private.accumulates_all()
+    return for_all and not torch.is_inference_mode_enabled() and not torch.is_anomaly_enabled()

@@ -10,6 +10,7 @@ from __future__ import annotations
 # Its functions leave numbers as they are; those of `signal` make enumerations of them, which takes ten times as long.
 import _signal  # type: ignore[import-not-found]
 import itertools
+import os
 import signal
 import threading
 from typing import TYPE_CHECKING, Any, Final
@@ -36,7 +37,7 @@ def become_worker() -> None:
 
 
 def is_free() -> bool:
-    """Whether the current thread may run a job: inside of another one it may not, where layers know its thread."""
+    """Whether the current thread may run a job: not inside of another one, whose random streams are the thread's."""
     return not _thread.is_worker
 
 
@@ -56,9 +57,13 @@ def run_here(job: Callable[[], None], interrupted: Callable[[BaseException], Non
 
 
 class _HandlersHeld:
-    """A context in which Python's signal handlers do not raise, if this is the main thread."""
+    """A context in which Python's signal handlers do not raise, if this is the main thread.
 
-    __slots__ = ("_handlers", "_holds", "_interrupted")
+    What `signal.siginterrupt` said of such a signal is lost, and what C code has put over a handler of Python's: Python
+    cannot ask for either.
+    """
+
+    __slots__ = ("_handlers", "_holds", "_interrupted", "_process")
 
     def __init__(self, interrupted: Callable[[BaseException], None]) -> None:
         self._interrupted = interrupted
@@ -68,6 +73,7 @@ class _HandlersHeld:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._holds = True
+            self._process = os.getpid()
             try:
                 # Looked at in C: of some sixty signals one or two have a handler in Python.
                 for number in itertools.compress(_SIGNALS, map(callable, map(_signal.getsignal, _SIGNALS))):
@@ -79,16 +85,21 @@ class _HandlersHeld:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # From now on a handler may raise. One that is not put back then still calls the original.
+        waiting = list(self._handlers.items())
+        while waiting:
+            number, handler = waiting[-1]
+            try:
+                if _signal.getsignal(number) == self._handle:  # a layer may have set another one
+                    _signal.signal(number, handler)
+                waiting.pop()
+            except BaseException as raised:  # by a handler that is back already
+                self._interrupted(raised)
         self._holds = False
-        for number, handler in self._handlers.items():
-            if _signal.getsignal(number) == self._handle:  # a layer may have set another one
-                _signal.signal(number, handler)
 
     def _handle(self, number: int, frame: Any) -> None:
         try:
             self._handlers[number](number, frame)
         except BaseException as error:
-            if not self._holds:
+            if not self._holds or os.getpid() != self._process:
                 raise
             self._interrupted(error)

@@ -41,7 +41,7 @@ class Failure:
         self.error: BaseException | None = None
         self.action: Action | None = None
         self._stop = stop
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def report(self, error: BaseException, action: Action | None) -> None:
         """Keeps the error if it is the first, adds a note of its stage and action, and wakes the waiting workers."""

@@ -12,7 +12,7 @@ import torch
 
 from pipework.autograd.tied_gradients import tied_gradients
 from pipework.runtime import calling_thread
-from pipework.runtime.caller_context import CallerContext
+from pipework.runtime.caller_context import allows_worker
 from pipework.runtime.caller_modes import Modes, TakingTurns
 from pipework.runtime.device import record_on
 from pipework.runtime.failure import Failure
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipework.autograd.batch_versions import BatchVersions
+    from pipework.runtime.caller_context import CallerContext
     from pipework.runtime.engine import Engine
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import Key
@@ -389,10 +390,10 @@ class Step:
         fixed = engine.one_thread or len(engine.devices) == 1
         if not fixed and (choice is None or not choice.one_thread):
             return False, False
-        if modes or engine.accelerators or engine.peers.are_others or not calling_thread.is_free():
+        if modes or engine.accelerators or engine.peers.are_others:
             return fixed, False
-        context = self._context if begins else CallerContext.capture(("cpu",))
-        return (True, True) if context.is_of_thread else (fixed, False)
+        here = calling_thread.is_free() and allows_worker(in_backward=not begins)
+        return fixed or here, here
 
     def _jobs(
         self,

@@ -138,7 +138,8 @@ class WorkerRun:
 
     def enter(self, stack: contextlib.ExitStack) -> None:
         """From now on, until the stack is left, this thread may execute the actions."""
-        # On the worker's thread, where no Ctrl-C can come between putting an alias in and taking it out.
+        # Where no Ctrl-C can come between putting an alias in and taking it out: on a worker's thread, or with handlers
+        # that are kept from raising.
         stack.enter_context(standing_in([run.aliases for run in self._runs]))
         if self._marks is not None:
             self._clock = self._device.clock()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipework.runtime.caller_context import CallerContext
+from pipework.runtime.caller_context import CallerContext, allows_worker
 
 
 def on_a_new_thread(function: Callable[[], Any]) -> Any:
@@ -78,3 +78,32 @@ def test_autocast_is_off_in_a_backward_and_on_again_after_it() -> None:
         with context.without_autocast():
             assert not torch.is_autocast_enabled("cpu")
         assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("setting", [
+    lambda: torch.autocast("cpu"),
+    lambda: torch.device("meta"),
+    lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+])  # fmt: skip
+def test_no_worker_runs_where_a_setting_would_act_on_all_of_it(setting: Callable[[], Any]) -> None:
+    assert allows_worker(in_backward=False)
+    with setting():
+        assert not allows_worker(in_backward=False)
+    assert allows_worker(in_backward=True)
+
+
+@pytest.mark.parametrize("setting", [torch.inference_mode, torch.autograd.detect_anomaly])
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_no_worker_runs_in_a_backward_whose_settings_recomputations_would_have(setting: Callable[[], Any]) -> None:
+    with setting():
+        assert allows_worker(in_backward=False)
+        assert not allows_worker(in_backward=True)
+
+
+def test_no_worker_runs_in_a_backward_that_returns_some_gradients_only() -> None:
+    x, seen = torch.ones(1, requires_grad=True), []
+    y = x * 2
+    y.register_hook(lambda _: seen.append(allows_worker(in_backward=True)))
+    torch.autograd.grad(y, x, retain_graph=True)
+    y.backward()
+    assert seen == [False, True]

@@ -154,3 +154,62 @@ def test_an_exception_of_the_job_does_not_leave_the_thread_marked() -> None:
     with pytest.raises(ValueError, match="no job raises"):
         calling_thread.run_here(fails, pytest.fail)
     assert calling_thread.is_free()
+
+
+def test_a_recomputation_within_inference_mode(handler: Callable[[Any], None]) -> None:
+    pipe = one_worker(nn.Linear(2, 2), checkpoint="always")
+    output = pipe(torch.ones(4, 2)).sum()
+    with torch.inference_mode():
+        output.backward()
+    assert torch.equal(pipe[0].weight.grad, torch.full((2, 2), 4.0))
+
+
+def test_a_handler_that_raises_while_handlers_are_put_back(
+    handler: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler(signal.default_int_handler)
+    raised = []
+
+    class Signals:
+        getsignal = staticmethod(signal.getsignal)
+
+        @staticmethod
+        def signal(number: int, function: Any) -> None:
+            signal.signal(number, function)
+            if function is signal.default_int_handler and not raised:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(calling_thread, "_signal", Signals)
+    calling_thread.run_here(lambda: None, raised.append)
+    assert [type(error) for error in raised] == [KeyboardInterrupt]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_process_that_a_layer_forks_has_handlers_that_raise(
+    handler: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler(signal.default_int_handler)
+
+    def as_in_a_child() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(calling_thread.os, "getpid", lambda: -1)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+    calling_thread.run_here(as_in_a_child, pytest.fail)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_torch_compile_around_the_caller_does_not_compile_the_worker() -> None:
+    layer = Calls()
+    pipe = one_worker(nn.Sequential(layer, nn.Dropout(0.5)), checkpoint="always")
+    x = torch.ones(4, 64)
+    results = []
+    for call in (pipe, torch.compile(lambda x: pipe(x), backend="eager")):
+        layer.threads.clear()
+        torch.manual_seed(3)
+        output = call(x)
+        output.sum().backward()
+        results.append(output.detach())
+    assert torch.equal(*results)
+    assert "pipework worker 0" in layer.threads

@@ -58,3 +58,10 @@ def test_after_it_is_raised_nothing_refers_to_the_error() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_a_signal_handler_may_report_while_its_thread_reports() -> None:
+    failure = Failure(lambda: None)
+    with failure._lock:
+        failure.report(KeyboardInterrupt(), None)
+    assert failure.happened

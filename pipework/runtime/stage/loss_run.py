@@ -11,7 +11,7 @@ from pipework.runtime.stage.returned import layer_text, note_returned
 from pipework.values import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from pipework.runtime.stage.loss import InnerLoss
     from pipework.runtime.stage.stage import Stage
@@ -31,17 +31,15 @@ class LossRun:
         targets: for each micro-batch the tensors, and the whole.
         taker: the number of the layer that takes the target; -1: none does.
         trains: as above, or an input of the stage gets a gradient.
-        seeds: the gradients of a micro-batch's loss and of the outputs that are kept with it; none before the first.
     """
 
     def __init__(self, loss: InnerLoss, stage: Stage, *, trains: bool) -> None:
         self._loss = loss
-        self._function, self._sample = loss.function, loss.sample
         self._stage = stage
         self.targets: dict[int, tuple[tuple[Tensor, ...], Any]] = {}
         self.taker = stage.layers[-1].number if loss.function is None else -1
         self.trains = trains
-        self.seeds: tuple[Tensor | None, ...] = ()
+        self._gradients: tuple[Tensor | None, ...] = ()
         self._detached: set[int] = set()  # micro-batches whose loss has no graph
 
     def receive(self, micro_batch: int, message: Message) -> None:
@@ -59,11 +57,18 @@ class LossRun:
         if self._loss.sample is not None:
             self._loss.sample.take()
 
-    def begin(self, outputs: Sequence[Tensor]) -> None:
-        """Makes the gradients of the outputs: the loss, which comes first, has one."""
-        loss, scale = outputs[0], self._loss.scale
-        seed = loss.new_empty(()).copy_(scale) if isinstance(scale, Tensor) else loss.new_full((), scale)
-        self.seeds = (seed, *[None] * (len(outputs) - 1))
+    def begin(self, loss: Tensor) -> None:
+        """Makes the gradient of a micro-batch's loss, with the first one."""
+        if not self._gradients:
+            scale = self._loss.scale
+            seed = loss.new_empty(()).copy_(scale) if isinstance(scale, Tensor) else loss.new_full((), scale)
+            self._gradients = (seed,)
+
+    def gradients(self, outputs: int) -> tuple[Tensor | None, ...]:
+        """The gradients of the outputs: the loss, which comes first, has one."""
+        if len(self._gradients) != outputs:
+            self._gradients = (self._gradients[0], *[None] * (outputs - 1))
+        return self._gradients
 
     def outputs(
         self, output: Any, micro_batch: int, enter_stream: Callable[[int, int], None] | None, *, grad: bool
@@ -76,14 +81,14 @@ class LossRun:
             enter_stream: before the loss is computed, if random numbers may be drawn.
             grad: whether gradients are wanted.
         """
-        loss, value, sample = self._loss, output, self._sample
-        if self._function is not None:
+        loss, value, sample = self._loss, output, self._loss.sample
+        if loss.function is not None:
             if enter_stream is not None:
                 enter_stream(self._stage.layers[-1].number + 1, micro_batch)
             if sample is not None:
                 sample.keep(micro_batch, output, self.targets[micro_batch])
             try:
-                value = self._function(output, self.targets[micro_batch][1])
+                value = loss.function(output, self.targets[micro_batch][1])
             except BaseException as error:
                 add_note(error, f"in loss_fn ({loss.description})")
                 note_returned(error, output, self._last_layer, "loss_fn")

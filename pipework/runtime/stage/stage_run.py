@@ -206,8 +206,8 @@ class StageRun:
         outputs = tuple(map(_cut, outputs))
         if self._in_place.refuses:
             self._in_place.mark(outputs)
-        if loss is not None and not loss.seeds:
-            loss.begin(outputs)
+        if loss is not None:
+            loss.begin(outputs[0])
         if self.meter is not None:
             self.meter.sending(outputs)
         if self._ports is not None:
@@ -327,7 +327,10 @@ class StageRun:
     def _differentiate(self, action: Action) -> None:
         """Runs autograd for one micro-batch, and sends the input's gradient."""
         micro_batch, graphs = action[2], self._graphs
-        gradients = self._receive_gradient(micro_batch)[0] if self._loss is None else self._loss.seeds
+        if self._loss is None:
+            gradients = self._receive_gradient(micro_batch)[0]
+        else:  # the gradient of the loss is its scale
+            gradients = self._loss.gradients(len(graphs[micro_batch][1]))
         if not self._has_extras:
             leaves, roots = graphs.pop(micro_batch)
             starts, seeds = _differentiable(roots, gradients)
