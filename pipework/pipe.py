@@ -95,7 +95,8 @@ class Pipe(Layers):
             thread for each worker. On accelerators the host then waits less for Python's lock, but a layer that waits
             for its device (`.item()`, `.nonzero()`) holds up all of them. On the CPU it is the calling thread, and the
             workers compute one after the other, which helps to debug. None: a thread for each worker; where all are on
-            the CPU and an action takes less than 0.1 ms, the calling thread alone if that was faster in some steps.
+            the CPU and an action takes less than 0.1 ms, the calling thread alone if that was faster in some steps, but
+            not while actions are recorded. False, where layers of different stages wait for each other.
         mesh: what `pipework.init()` returned, or a `DeviceMesh`: each worker is a process, and this one holds the
             layers of its own stages only. Then the pipe is made and called by all processes alike. None: the workers
             are threads of this process.

@@ -608,9 +608,10 @@ def generator_arguments() -> dict[str, tuple[int, bool]]:
 
 def _find_random_() -> Callable[[Tensor], Any]:
     keys, key = _find(torch, "_C.DispatchKeySet"), _find(torch, "_C.DispatchKey.CPU")
-    if keys is None or key is None:
+    get_kernel = _find(torch, "library.get_kernel")
+    if keys is None or key is None or get_kernel is None:
         return Tensor.random_
-    return functools.partial(torch.library.get_kernel("aten::random_", "CPU").call_boxed, keys(key))
+    return functools.partial(get_kernel("aten::random_", "CPU").call_boxed, keys(key))
 
 
 random_on_cpu: Callable[[Tensor], Any] = _find_random_()

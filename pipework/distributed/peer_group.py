@@ -65,6 +65,8 @@ class PeerGroup:
         TimeoutError: a rank has not come.
     """
 
+    are_others = True
+
     def __init__(
         self,
         mesh: Mesh,
@@ -114,8 +116,6 @@ class PeerGroup:
         # connections.
         hear = weakref.WeakMethod(self._hear_of_failure)
         self.monitor.on_failure(lambda _: None if (method := hear()) is None else method())
-
-    are_others = True
 
     @property
     def reduces(self) -> bool:

@@ -107,7 +107,7 @@ class LocalEndpoint:
         is_linked: whether anything is copied to this worker.
     """
 
-    __slots__ = ("_boxes", "_inboxes", "_is_linked", "_links", "inbox")
+    __slots__ = ("_boxes", "_inbox", "_inboxes", "_is_linked", "_links")
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class LocalEndpoint:
         *,
         is_linked: bool,
     ) -> None:
-        self.inbox = inbox
+        self._inbox = inbox
         self._boxes = boxes
         self._inboxes = inboxes
         self._links = links
@@ -130,7 +130,7 @@ class LocalEndpoint:
         within = 0 <= stage < len(self._inboxes)
         inbox = self._inboxes[stage] if within else None
         link = self._links[stage] if within else None
-        wake = None if inbox is None or inbox is self.inbox else inbox.put
+        wake = None if inbox is None or inbox is self._inbox else inbox.put
         if link is None:
             return box.__setitem__ if wake is None else _waking(box, wake)
 
@@ -146,7 +146,7 @@ class LocalEndpoint:
     def receiver(self, kind: str, stage: int) -> Receive:
         """See `Endpoint.receiver`. Messages to other actions stay in their boxes."""
         take = self._boxes[kind, stage].pop
-        inbox, is_linked = self.inbox, self._is_linked
+        inbox, is_linked = self._inbox, self._is_linked
         if inbox is None and not is_linked:
             return take
 

@@ -53,8 +53,8 @@ class _Linear(OperationWithBias):
         return cls(input, weight, bias) if _is_bias(bias, weight.sizes[0]) else None
 
     @classmethod
-    def at_once(cls, input: Tensor, weight: DeferrableAlias, bias: DeferrableAlias, queue: Queue) -> Self | None:
-        """The operation on a matrix, as after `run` and `wait_in(queue)`; None: it needs these."""
+    def of_matrix(cls, input: Tensor, weight: DeferrableAlias, bias: DeferrableAlias, queue: Queue) -> Self | None:
+        """The operation on a matrix, as `of`, `run` and `wait_in(queue)` make it together; None: it needs these."""
         if (
             input.dim() != 2
             or type(input) is not Tensor
@@ -267,7 +267,7 @@ class _Embedding(Operation):
         return ((self._weight, part),)
 
 
-linear_at_once: Final = _Linear.at_once
+linear_of_matrix: Final = _Linear.of_matrix
 """The usual case of the most usual operator: F.linear of a matrix, with weight and bias, in half of the time."""
 
 EXPLICIT: Final[Mapping[Any, Callable[..., Operation | None]]] = MappingProxyType(

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from pipework import torch_private
 from pipework.autograd.weight_split.detached_graph import OPERATORS, with_detached_graph
 from pipework.autograd.weight_split.operation import DeferrableAlias, Operation, Parts, Queue
-from pipework.autograd.weight_split.operators import DECOMPOSED, linear_at_once
+from pipework.autograd.weight_split.operators import DECOMPOSED, linear_of_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -171,10 +171,10 @@ class WeightGradientStore:
         return operation.shaped(output)
 
     def run_linear(self, input: Tensor, weight: DeferrableAlias, bias: DeferrableAlias) -> Tensor | None:
-        """As `run`, for what is `linear_at_once`; None: it is another case."""
+        """As `run`, for what is `linear_of_matrix`; None: it is another case."""
         if not (weight.deferred and bias.deferred and weight.requires_grad and bias.requires_grad):
             return None
-        operation = None if self._unknown_here else linear_at_once(input, weight, bias, self._queue)
+        operation = None if self._unknown_here else linear_of_matrix(input, weight, bias, self._queue)
         if operation is None:
             return None
         output = _linear(input, weight.plain, bias.plain)

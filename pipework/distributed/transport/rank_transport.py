@@ -36,7 +36,6 @@ class RankTransport:
         local = LocalTransport(spec.placement, spec.links, one_thread=True)
         self.outside: Endpoint = local.outside
         self.endpoints = {worker: RankEndpoint(worker, local, spec, connections.channels, peer_group)}
-        self._stop = local.stop
         self._connections = connections
         self._peer_group = peer_group
         self._stopped = False
@@ -48,7 +47,6 @@ class RankTransport:
     def stop(self) -> None:
         """See `Transport.stop`."""
         self._stopped = True
-        self._stop()
         self._peer_group.abort()
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ class SkipPorts:
 
     def __init__(self, stage: int, skips: Sequence[Skip]) -> None:
         self._stage = stage
-        self._skips = len(skips)
+        self._count = len(skips)
         numbered = list(enumerate(skips))
         self._incoming = [(n, skip) for n, skip in numbered if stage in skip.later]
         self._outgoing = [(n, skip) for n, skip in numbered if stage == skip.source and skip.later]
@@ -67,7 +67,7 @@ class SkipPorts:
     def connect(self, endpoint: Endpoint) -> None:
         """Prepares for one run of the worker."""
         self._receivers = [endpoint.receiver(f"F skip {n}", self._stage) for n, _ in self._incoming]
-        self._gradient_receivers = [endpoint.receiver(f"B skip {n}", self._stage) for n in range(self._skips)]
+        self._gradient_receivers = [endpoint.receiver(f"B skip {n}", self._stage) for n in range(self._count)]
 
         def senders(n: int, skip: Skip) -> list[Send]:
             to = [each for each in skip.later if skip.value_from(each) == self._stage]
