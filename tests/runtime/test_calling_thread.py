@@ -199,7 +199,7 @@ def test_a_process_that_a_layer_forks_has_handlers_that_raise(
     calling_thread.run_here(as_in_a_child, pytest.fail)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore")  # the compiler tells much of what it cannot trace
 def test_torch_compile_around_the_caller_does_not_compile_the_worker() -> None:
     layer = Calls()
     pipe = one_worker(nn.Sequential(layer, nn.Dropout(0.5)), checkpoint="always")
