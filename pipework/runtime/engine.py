@@ -62,7 +62,7 @@ class Engine:
 
     def thread_choice(self, orders: Orders) -> ThreadChoice | None:
         """The choice for these orders; None: it has been made by the user, or there is nothing to choose."""
-        if self.one_thread is not None or self.accelerators or len(self.devices) == 1:
+        if self.one_thread is not None or self.accelerators:
             return None
         # The orders are kept, so that no others get their identity.
         return self._choices.setdefault(id(orders), (orders, ThreadChoice(orders)))[1]
@@ -140,7 +140,7 @@ def make_engine(
     ways |= {(a, b) for skip in skips for a, b in skip.hops if a in stages and b in stages}
     pairs = {(placement[a], placement[b]) for a, b in ways} | {(placement[b], placement[a]) for a, b in ways}
     if len(workers) == 1:  # of several processes each has one
-        one_thread = False
+        one_thread = True
     return Engine(
         stages=stages,
         placement=placement,

@@ -302,7 +302,7 @@ class Step:
             starting=engine.peers.starting,
         )
         # On the CPU, workers of one thread differ in nothing but what is recorded of them.
-        together = one_thread and recorder is None and not engine.accelerators
+        together = one_thread and len(engine.devices) > 1 and recorder is None and not engine.accelerators
         jobs = self._jobs(orders, transport, conditions, together=together, retain_graph=retain_graph)
         launched: Sequence[Callable[[], None]] = list(jobs.values())
         if one_thread and len(jobs) > 1:
@@ -387,7 +387,7 @@ class Step:
             begins: see `_run`.
         """
         engine = self._engine
-        fixed = engine.one_thread or len(engine.devices) == 1
+        fixed = bool(engine.one_thread)
         if not fixed and (choice is None or not choice.one_thread):
             return False, False
         if modes or engine.accelerators or engine.peers.are_others:
@@ -408,13 +408,11 @@ class Step:
         engine = self._engine
         jobs: dict[int, WorkerRun] = {}
         recorded = self._options.recorder is not None
-        for worker, device in engine.devices.items():
-            runs, order, endpoint = self._runs_of(worker), orders[worker], transport.endpoints[worker]
-            if together and len(engine.devices) > 1:
-                if jobs:
-                    break
-                runs, order = self._runs, self._program.launch_order(orders)
-            stream = None
+        parts = [(worker, self._runs_of(worker), orders[worker]) for worker in engine.devices]
+        if together:
+            parts = [(parts[0][0], self._runs, self._program.launch_order(orders))]
+        for worker, runs, order in parts:
+            device, endpoint, stream = engine.devices[worker], transport.endpoints[worker], None
             if any(run.draws for run in runs.values()):
                 # In evaluation nothing moves an accelerator's default generator, so that what its layers draw is
                 # remembered.

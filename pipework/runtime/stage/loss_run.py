@@ -98,7 +98,7 @@ class LossRun:
         part = loss.part(value, micro_batch)
         if sample is not None:
             sample.gave(micro_batch, value)
-        return loss.outputs(output, part) if loss.keeps_output else ((part,), None)
+        return loss.outputs(output, part)
 
     def _see_detached(self, output: Any, micro_batch: int) -> None:
         """Raises a RuntimeError if no micro-batch's loss has a graph, although there is something to train."""
