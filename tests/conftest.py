@@ -3,6 +3,7 @@
 And what several folders share: one training of the un-pipelined model and of a pipe, compared step by step.
 """
 
+import contextvars
 import copy
 import gc
 import threading
@@ -273,3 +274,22 @@ def assert_trained_alike(
 def _assert_trained_alike() -> Callable[..., None]:
     """See the function: fixtures are how tests get what is defined here."""
     return assert_trained_alike
+
+
+@pytest.fixture
+def variables_given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """For each thread that is started, whether it could be given the variables that the caller has set.
+
+    Since Python 3.14 a thread may get a copy of those that are set where it is started.
+    """
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable")
+    start, given = threading.Thread.start, []
+
+    def noted(thread: threading.Thread) -> None:
+        given.append(variable in contextvars.copy_context())
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    token = variable.set("large")
+    yield given
+    variable.reset(token)
