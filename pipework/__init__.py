@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pipework.profiling.estimate import Rates
     from pipework.profiling.measure import profile
     from pipework.profiling.plan_model import plan
+    from pipework.runtime.random.shards import draw_per_rank
     from pipework.saving import Checkpoint, load_checkpoint, save_checkpoint
     from pipework.skip import Namespace, pop, skippable, stash, verify_skippables
 
@@ -59,6 +60,7 @@ __all__ = [
     "convert_deferred_batch_norm",
     "is_checkpointing",
     "is_recomputing",
+    "draw_per_rank",
     "init",
     "Mesh",
     "save_checkpoint",
@@ -95,6 +97,7 @@ def __getattr__(name: str) -> object:
         "pipework.profiling.measure": ("profile",),
         "pipework.profiling.plan_model": ("plan",),
         "pipework.assignment.partition": ("partition_model",),
+        "pipework.runtime.random.shards": ("draw_per_rank",),
         "pipework.saving": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
         "pipework.skip": ("Namespace", "pop", "skippable", "stash", "verify_skippables"),
     }

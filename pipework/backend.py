@@ -37,6 +37,7 @@ class PipeSpec:
         skips: the skip connections between them.
         settings: the pipe's other arguments, as JSON values.
         tensors: the parameters and buffers of this process's stages, by name.
+        local_names: of the parameters that each process has values of its own of.
         grad_scaler: of the pipe; None: there is none.
         open_workers: starts the pipe's workers, if they do not run, and passes them to `Backend.use`.
     """
@@ -47,6 +48,7 @@ class PipeSpec:
     skips: Sequence[Skip]
     settings: Mapping[str, Any]
     tensors: Iterable[tuple[str, Tensor]]
+    local_names: frozenset[str]
     grad_scaler: torch.amp.GradScaler | None
     open_workers: Callable[[], object]
 

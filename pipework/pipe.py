@@ -19,6 +19,7 @@ from pipework.executor import Executor
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.checkpoint import AS_SCHEDULED, MODES
 from pipework.model.layers import Layers, refuse_own_behaviour
+from pipework.model.local_parameters import matching_names
 from pipework.model.loss.function_identity import function_identity
 from pipework.model.loss.settings import LossSettings
 from pipework.model.materialize import on_meta
@@ -98,8 +99,13 @@ class Pipe(Layers):
             the CPU and an action takes less than 0.1 ms, the calling thread alone if that was faster in some steps, but
             not while actions are recorded. False, where layers of different stages wait for each other.
         mesh: what `pipework.init()` returned, or a `DeviceMesh`: each worker is a process, and this one holds the
-            layers of its own stages only. Then the pipe is made and called by all processes alike. None: the workers
-            are threads of this process.
+            layers of its own stages only. Then the pipe is made and called by all processes alike. Its dimension "pp"
+            has the workers of one pipe, "dp" replicas of it, and any further one, such as "tp", the processes that
+            compute the same layers together on the same data. None: the workers are threads of this process.
+        local_parameters: names of parameters, with ``*`` for any characters, that each process has values of its own
+            of, such as ``["*.experts.*"]`` for experts that are spread over the replicas, or shards that a layer cuts
+            by hand. They are neither compared nor averaged over the other dimensions of the mesh; their gradients
+            are divided by the number of replicas, because the loss is the mean of theirs. DTensors need no name here.
         plan: what `pipework.plan` returned for these layers; it decides chunks, checkpoint, balance and schedule, and
             the devices unless they are given. With a mesh all processes load the same plan, of as many workers. With
             schedule='auto' the first training mini-batch makes the plan, as `pipework.plan` does (so it takes half a
@@ -143,6 +149,7 @@ class Pipe(Layers):
         check_finite: bool = False,
         one_thread: bool | None = None,
         mesh: Mesh | DeviceMesh | None = None,
+        local_parameters: Sequence[str] = (),
         plan: Plan | Mapping[str, Any] | None = None,
         memory: float | str | Mapping[str, float | str] | None = None,
     ) -> None:
@@ -193,6 +200,7 @@ class Pipe(Layers):
             backend = backend_for(mesh, devices)
             assignment = assign(module, schedule, chunks, balance, backend.devices)
             here = backend.own_stages(assignment)
+        local_names = matching_names(module, local_parameters)
         if plan is not None:
             checkpoint = AS_SCHEDULED
         elif assignment.recomputes:
@@ -253,12 +261,15 @@ class Pipe(Layers):
             "check_finite": bool(check_finite),
             "grad_scaler": grad_scaler is not None,
             "training": module.training,
+            "local_parameters": sorted(local_parameters),
             "random key of layers on the meta device": key,
         }
         own = [*self.named_parameters(), *self.named_buffers()]
         skips, open_workers = executor.skips, executor.engine_in_use
         with ShortTracebacks():
-            backend.join(PipeSpec(module, assignment, partitions, skips, settings, own, grad_scaler, open_workers))
+            backend.join(
+                PipeSpec(module, assignment, partitions, skips, settings, own, local_names, grad_scaler, open_workers)
+            )
         loss.place(self.output_device)
         self.training = module.training
         self._wrapped = WrappedModule(module if executor.warns else None)

@@ -619,6 +619,30 @@ random_on_cpu: Callable[[Tensor], Any] = _find_random_()
 method, some 10 microseconds slower then."""
 
 
+def _dtensor_random() -> Any:
+    return sys.modules.get("torch.distributed.tensor._random")
+
+
+def may_trace_dtensor_draws() -> bool:
+    """Whether DTensors are in use, and nothing is asked around their random operators. Fallback: False."""
+    return getattr(_dtensor_random(), "_rng_tracker", False) is None
+
+
+class _DTensorDraws:
+    distribute_region_enabled = True
+
+    def __init__(self, region: Callable[[Any], contextlib.AbstractContextManager[None]]) -> None:
+        self._region = region
+
+    def _distribute_region(self, spec: Any, generator: object = None) -> contextlib.AbstractContextManager[None]:
+        return self._region(spec)
+
+
+def trace_dtensor_draws(region: Callable[[Any], contextlib.AbstractContextManager[None]]) -> None:
+    """Has PyTorch run each random operator of a DTensor in a context, which a function makes of the DTensor's spec."""
+    _dtensor_random()._rng_tracker = _DTensorDraws(region)
+
+
 # Norms of many gradients
 
 

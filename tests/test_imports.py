@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "spot_checks": set(),
     "signatures": set(),
     "values": set(),
-    "autograd": {"autograd.weight_split"},
+    "autograd": {"autograd.weight_split", "values"},
     "autograd.weight_split": set(),
     "runtime": {
         "autograd", "runtime.random", "runtime.skips", "runtime.stage", "schedule", "schedule.draw", "values",
@@ -76,7 +76,7 @@ MAY_IMPORT = {
         "backend", "distributed.gradients", "distributed.health", "distributed.transport", "model", "runtime",
         "runtime.random", "schedule", "timeline", "values", "__init__",
     },
-    "distributed.gradients": {"distributed.transport", "model"},
+    "distributed.gradients": {"distributed.transport", "model", "values"},
     "distributed.health": set(),
     "distributed.transport": {"runtime", "runtime.skips", "values"},
     "testing": {"distributed", "model", "runtime", "runtime.random"},

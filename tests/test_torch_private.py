@@ -97,6 +97,9 @@ IN_FILES = {
     "_mode_key": "_subclasses/fake_tensor.py",
     "_orig_mod": "_dynamo/eval_frame.py",
     "_dynamo": "__init__.py",
+    "_random": "distributed/tensor/_dispatch.py",
+    "_rng_tracker": "distributed/tensor/_random.py",
+    "_distribute_region": "distributed/tensor/_random.py",
     "_functorch": "_functorch/_aot_autograd/runtime_wrappers.py",
 }
 # Private names of Python's own, and two of this package that PyTorch has, too.

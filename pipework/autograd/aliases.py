@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pipework import torch_private
 from pipework.autograd.weight_split.store import WeightGradientAlias
+from pipework.values.dtensor import is_dtensor, is_over_processes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -46,9 +47,14 @@ class Aliases:
         weight_store: defers gradients to W, and gives parameters of its operators aliases of its own class; None: the
             schedule has no W.
         stray: refuses gradients from outside of the pipe; None: not in this mini-batch.
+
+    Attributes:
+        leaves: the aliases.
+        parameters: those of the user, in the same order.
+        over_processes: one of the parameters that is a DTensor over several processes; None: there is none.
     """
 
-    __slots__ = ("_slots", "_stray", "leaves", "parameters")
+    __slots__ = ("_slots", "_stray", "leaves", "over_processes", "parameters")
 
     def __init__(
         self,
@@ -57,6 +63,7 @@ class Aliases:
         stray: StrayGradients | None = None,
     ) -> None:
         by_parameter: dict[int, tuple[Tensor, Tensor]] = {}
+        self.over_processes: Tensor | None = None
         self._slots: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
         found = [
             (slots, name, parameter, compiled)
@@ -70,11 +77,18 @@ class Aliases:
             if id(parameter) not in by_parameter:
                 _refuse_foreign_alias(parameter)
                 plain = parameter.detach()
+                own_class = type(plain) is not Tensor
+                if own_class and is_over_processes(plain):
+                    self.over_processes = parameter
                 # A subclass of Tensor may have operators of its own.
-                whole = type(plain) is not Tensor or id(parameter) in compiled_parameters
+                whole = (own_class and not is_dtensor(plain)) or id(parameter) in compiled_parameters
                 deferred = None if weight_store is None else weight_store.known(parameter)
                 if weight_store is None or whole or deferred is False:
                     alias = plain.requires_grad_()
+                elif own_class:
+                    from pipework.autograd.weight_split.dtensor_alias import dtensor_alias  # imports DTensor
+
+                    alias = dtensor_alias(plain, weight_store, deferred)
                 else:
                     alias = WeightGradientAlias.of(plain, weight_store, deferred)
                 by_parameter[id(parameter)] = (parameter, alias)

@@ -23,6 +23,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge, increment_version
 
 from pipework import torch_private
+from pipework.values.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,8 +54,10 @@ def enter(leaf: Tensor) -> Tensor:
     """
     if not leaf.requires_grad or leaf.layout is not torch.strided:
         return leaf
-    # A view has usual strides along dimensions of size 1, and so has the gradient behind it.
-    return _alias(leaf) if 1 in leaf.shape else torch_private.unsafe_view(leaf, leaf.shape)
+    # A view has usual strides along dimensions of size 1, and so has the gradient behind it. DTensors have no views.
+    if 1 in leaf.shape or is_dtensor(leaf):
+        return _alias(leaf)
+    return torch_private.unsafe_view(leaf, leaf.shape)
 
 
 def mark_unchangeable(leaf: Tensor) -> None:
@@ -110,7 +113,7 @@ def _marked_like(leaf: Tensor, other: Tensor) -> Tensor:
 
 def _copied(leaf: Tensor) -> Tensor:
     plain = leaf.detach()
-    if leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg() or not leaf.numel():
+    if is_dtensor(leaf) or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg() or not leaf.numel():
         return plain.clone()
     extent = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
     # Kernels also add in another order if the first element is aligned in another way.

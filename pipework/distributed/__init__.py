@@ -5,6 +5,8 @@
 * `agreement`, `contract`: before any work, all ranks compare what they were started with.
 * `rendezvous`: all ranks of a pipe make the groups and channels between them.
 * `peer_group`: the ranks of one pipe, and the calls that they make together.
+* `layer_group`: the ranks that compute the same layers together, on the same data.
+* `shared_tensors`: which parameters and buffers must be the same on ranks that have the same layers.
 * `step_header`, `data_digest`: at the beginning of a call, the ranks compare what they call, and with which data.
 * `delivered_losses`: whether all ranks have called `backward()`.
 * `all_gather`: every rank gives bytes, and gets those of all.

@@ -39,6 +39,7 @@ def agree(
     mine: Mapping[str, Any],
     timeout: float,
     names: Callable[[int], str] = "rank {}".format,
+    numbers: Sequence[int] | None = None,
 ) -> None:
     """Returns once all ranks have published equal contracts; raises on every rank if contracts differ.
 
@@ -49,6 +50,7 @@ def agree(
         mine: the entries that must be equal on all ranks; anything that JSON can express.
         timeout: seconds to wait for other ranks.
         names: the name of a rank in messages.
+        numbers: of the ranks in the job, likewise; None: they are counted from 0.
 
     Raises:
         ValueError: the contracts differ; the message shows exactly the entries that do.
@@ -66,7 +68,9 @@ def agree(
     missing = [names(other) for other in range(ranks) if other not in digests]
     absent = f"{', '.join(missing)} did not come within {time.monotonic() - begun:.0f} s"
     if len({*digests.values()}) > 1:
-        lines = _differences(digests, _gather_contracts(client, rank, digests, text))
+        contracts = _gather_contracts(client, rank, digests, text)
+        in_job = numbers or range(ranks)
+        lines = _differences({in_job[other]: digest for other, digest in digests.items()}, contracts)
         raise ValueError(
             "the ranks were started with different settings, and must have the same:\n"
             + "\n".join(f"  {line}" for line in lines)

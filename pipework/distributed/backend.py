@@ -17,8 +17,10 @@ from pipework.distributed.optimizer_check import OptimizerCheck
 from pipework.distributed.parameter_check import check_parameters
 from pipework.distributed.peer_group import PeerGroup
 from pipework.distributed.rendezvous import RendezvousSpec
+from pipework.distributed.shared_tensors import SharedTensors
 from pipework.model.release import release_layers
 from pipework.model.state_names import state_name
+from pipework.values.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -114,7 +116,8 @@ class DistributedBackend:
         agreed = contract(spec.module, spec.assignment, **spec.settings)
         tied = tied_parameters(spec.partitions, placement)
         self._tied_stages = [each.stages for each in tied]
-        self._group = PeerGroup(mesh, RendezvousSpec(placement, pairs, tied, agreed), spec.tensors, spec.open_workers)
+        tensors = SharedTensors(spec.tensors, spec.local_names)
+        self._group = PeerGroup(mesh, RendezvousSpec(placement, pairs, tied, agreed), tensors, spec.open_workers)
         self._leave_to_others(spec)
 
     def _leave_to_others(self, spec: PipeSpec) -> None:
@@ -211,5 +214,8 @@ class DistributedBackend:
                 f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
                 "leave error_if_nonfinite out to scale them by it anyway"
             )
-        nn.utils.clip_grads_with_norm_(nn.ModuleList(stages.values()).parameters(), max_norm, norm)
+        every = list(nn.ModuleList(stages.values()).parameters())
+        nn.utils.clip_grads_with_norm_([each for each in every if not is_dtensor(each)], max_norm, norm)
+        for parameter in filter(is_dtensor, every):  # PyTorch's operators on lists refuse DTensors of several meshes
+            nn.utils.clip_grads_with_norm_([parameter], max_norm, norm)
         return norm

@@ -9,6 +9,7 @@ import torch
 
 import pipework
 from pipework.schedule import Schedule, ScheduleSpec, to_json
+from pipework.values.dtensor import placement_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,6 +52,7 @@ def contract(module: nn.Sequential, assignment: Assignment, **settings: Any) -> 
         "layers": [f"{name}: {type(layer).__qualname__}" for name, layer in module.named_children()],
         "parameters": {
             name: f"{tensor.dtype} {tuple(tensor.shape)}"
+            + (f", {placed}" if (placed := placement_text(tensor)) else "")
             + ("" if names.setdefault(id(tensor), name) == name else f", tied to {names[id(tensor)]}")
             for name, tensor in tensors
         },

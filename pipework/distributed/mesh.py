@@ -39,10 +39,14 @@ _NO_TIMEOUT = timedelta(days=7)
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """The processes of a job: each is a worker of a pipe, or of one of its replicas.
+    """The processes of a job: each is a worker of a pipe.
+
+    There is a pipe for each place in the other dimensions: in "dp" it is a replica, which is given other data; in any
+    further one, such as "tp", it computes its part of the same layers on the same data.
 
     Attributes:
-        device_mesh: PyTorch's own, with the dimensions "dp" (replicas) and "pp" (the workers of one pipe).
+        device_mesh: PyTorch's own, with the dimension "pp" (the workers of one pipe), perhaps "dp" (replicas), and
+            perhaps further ones, over which the layers themselves are sharded.
         device: of this process.
         store: through which the processes communicate beside their transfers.
         detect: seconds without a heartbeat after which a process is lost.
@@ -78,13 +82,14 @@ class Mesh:
         """A mesh from a `DeviceMesh` that the user has made; the times are those of `init`.
 
         Raises:
-            ValueError: it has no dimension "pp", or one that is neither "pp" nor "dp", or a time is out of range.
+            ValueError: it has no dimension "pp", or this process is not in it, or a time is out of range.
         """
         names = device_mesh.mesh_dim_names or ()
-        if PIPELINE not in names or set(names) - {PIPELINE, REPLICAS}:
+        if PIPELINE not in names:
             raise ValueError(
-                f"the DeviceMesh has the dimensions {tuple(names)}: wanted 'pp' for a pipe's workers, and 'dp' for its "
-                'replicas if there are any, as in init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))'
+                f"the DeviceMesh has the dimensions {tuple(names)}: wanted 'pp' for a pipe's workers, 'dp' for its "
+                "replicas if there are any, and any other names for dimensions over which the layers themselves are "
+                'sharded, as in init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))'
             )
         if device_mesh.get_coordinate() is None:
             raise ValueError(f"this process, rank {dist.get_rank()}, is not in the DeviceMesh")
@@ -109,8 +114,7 @@ class Mesh:
     @property
     def data_parallel_size(self) -> int:
         """The number of replicas."""
-        names = self.device_mesh.mesh_dim_names or ()
-        return self.device_mesh.size(names.index(REPLICAS)) if REPLICAS in names else 1
+        return self.device_mesh.size(self._names.index(REPLICAS)) if REPLICAS in self._names else 1
 
     @property
     def data_parallel_rank(self) -> int:
@@ -131,8 +135,35 @@ class Mesh:
 
     @property
     def everyone(self) -> list[int]:
-        """All ranks, replica by replica."""
-        return [int(rank) for rank in self._by_replica().flatten()]
+        """All ranks, pipe by pipe: those of a replica are neighbours."""
+        return [int(rank) for rank in self._by_pipe().flatten()]
+
+    @property
+    def pipe(self) -> int:
+        """The number of this process's pipe among all of the mesh."""
+        return self.everyone.index(self.rank) // len(self.ranks)
+
+    @property
+    def layer_dimensions(self) -> dict[str, int]:
+        """The place of this process in the dimensions over which layers are sharded, such as "tp"."""
+        return {name: self.device_mesh.get_local_rank(name) for name in self._layer_names()}
+
+    @property
+    def layer_ranks(self) -> list[int]:
+        """The ranks that compute the layers of this one together with it, on the same data; see `LayerGroup`."""
+        by_replica = self._by_pipe().reshape(self.data_parallel_size, -1, len(self.ranks))
+        return [int(rank) for rank in by_replica[self.data_parallel_rank, :, self.worker]]
+
+    def place(self, position: int) -> dict[str, int]:
+        """The place of a rank in all dimensions but "pp", for messages; dimensions of size 1 are left out.
+
+        Args:
+            position: of the rank in `everyone`.
+        """
+        names = [name for name in (REPLICAS, *self._layer_names()) if name in self._names]
+        sizes = [self.device_mesh.size(self._names.index(name)) for name in names]
+        places = torch.unravel_index(torch.tensor(position // len(self.ranks)), sizes) if sizes else ()
+        return {name: int(place) for name, size, place in zip(names, sizes, places, strict=True) if size > 1}
 
     @property
     def calls(self) -> ProcessCalls:
@@ -145,10 +176,16 @@ class Mesh:
         """Whether the store's server ends with this process: it runs in rank 0, unless it runs in a launcher."""
         return self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
-    def _by_replica(self) -> torch.Tensor:
-        names = self.device_mesh.mesh_dim_names or ()
-        ranks = self.device_mesh.mesh
-        return ranks if names[-1] == PIPELINE else ranks.T
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return self.device_mesh.mesh_dim_names or ()
+
+    def _layer_names(self) -> list[str]:
+        return [name for name in self._names if name not in (PIPELINE, REPLICAS)]
+
+    def _by_pipe(self) -> torch.Tensor:
+        order = [name for name in (REPLICAS, *self._layer_names(), PIPELINE) if name in self._names]
+        return self.device_mesh.mesh.permute([self._names.index(name) for name in order])
 
 
 def init(

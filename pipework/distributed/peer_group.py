@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import threading
@@ -21,7 +22,7 @@ from pipework.distributed.health.errors import PREEMPTED
 from pipework.distributed.health.monitor import HealthMonitor
 from pipework.distributed.health.preemption import Preemption
 from pipework.distributed.health.status import describe_action
-from pipework.distributed.mesh import PIPES
+from pipework.distributed.mesh import PIPES, REPLICAS
 from pipework.distributed.rendezvous import Rendezvous
 from pipework.distributed.step_header import StepHeaders
 from pipework.distributed.transport.channel import LostConnectionError
@@ -32,7 +33,7 @@ from pipework.schedule.placement import named_stages
 from pipework.timeline.shared_clock import intervals_as_text, intervals_from_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed.distributed_c10d import Store
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from pipework.backend import MiniBatch, StepData, StepFacts, StepHeader
     from pipework.distributed.mesh import Mesh
     from pipework.distributed.rendezvous import Connections, RendezvousSpec
+    from pipework.distributed.shared_tensors import SharedTensors
     from pipework.runtime.peers import RunSpec
     from pipework.runtime.transport import Transport
     from pipework.runtime.worker_threads import WorkerThreads
@@ -57,7 +59,7 @@ class PeerGroup:
     Args:
         mesh: the processes.
         spec: the pipe.
-        tensors: this rank's parameters and buffers by name, which get the values of those of the first replica.
+        tensors: this rank's parameters and buffers, which get the values of those of the first replica.
         open_workers: see `PipeSpec`; a method of an object that lives as long as the pipe, and is not kept.
 
     Raises:
@@ -71,7 +73,7 @@ class PeerGroup:
         self,
         mesh: Mesh,
         spec: RendezvousSpec,
-        tensors: Iterable[tuple[str, Tensor]],
+        tensors: SharedTensors,
         open_workers: Callable[[], object],
     ) -> None:
         self.mesh = mesh
@@ -80,11 +82,15 @@ class PeerGroup:
         self.everyone = mesh.everyone
         self._placement = spec.placement
         self.faults = Faults.of_environment(mesh.rank, mesh.everyone, len(spec.placement))
-        # All ranks make the pipes of a job in the same order, so each rank can count them by itself.
+        # The ranks of a mesh make its pipes in the same order, so each can count them by itself. They may have made
+        # others before: of another mesh, or of another slice of the same one.
         number = mesh.store.add(PIPES.format(mesh.rank), 1)
-        store = PrefixStore(f"pipework/pipe {number}", mesh.store)
+        members = hashlib.sha256(str(self.everyone).encode()).hexdigest()[:16]
+        of_mesh = mesh.store.add(f"{PIPES.format(mesh.rank)} among {members}", 1)
+        store = PrefixStore(f"pipework/pipe {of_mesh} of {members}", mesh.store)
         position = self.everyone.index(mesh.rank)
-        agree(PrefixStore("agreement", store), position, len(self.everyone), spec.contract, mesh.timeout, self._named)
+        agreed_on = PrefixStore("agreement", store)
+        agree(agreed_on, position, len(self.everyone), spec.contract, mesh.timeout, self._named, self.everyone)
         self.monitor = HealthMonitor(
             PrefixStore("monitor", store),
             position,
@@ -93,13 +99,20 @@ class PeerGroup:
             detect=mesh.detect,
             action_timeout=mesh.action_timeout,
             names=self._named,
+            numbers=self.everyone,
             calls=mesh.calls.of_pipe(number),
             hosts_store=mesh.hosts_store,
         )
         self._connections = self._rendezvous(store, spec, tensors)
         control = self._connections.groups["control"]
-        self._found_inf = FoundInf(control, mesh.device)
-        self._headers = StepHeaders(control, self.ranks, spec.placement[0], spec.placement[-1])
+        # Gradients of which every rank has its own, or a part, overflow on one alone.
+        self._differ = bool(tensors.local) or len(mesh.layer_ranks) > 1
+        everyone = self._connections.groups["everyone"]
+        self._found_inf = FoundInf(everyone if self._differ else control, mesh.device)
+        layers = self._connections.layers
+        self._tensors = tensors
+        self._replicas = mesh.replicas or ()
+        self._headers = StepHeaders(control, self.ranks, spec.placement[0], spec.placement[-1], layers)
         self._open_workers = weakref.WeakMethod(open_workers)
         self._workers: weakref.ref[WorkerThreads] | None = None  # the pipe replaces them with its layers
         self._in_call = threading.Lock()  # held during a call
@@ -173,10 +186,10 @@ class PeerGroup:
     def common_error(self, error: ValueError) -> ValueError:
         """Marks an error that every rank of this pipe raises by itself in this call.
 
-        It is not reported to the other ranks, and the pipe stays usable. With replicas it is reported all the same,
-        because the other replicas do not raise it.
+        It is not reported to the other ranks, and the pipe stays usable. With other pipes in the mesh it is reported
+        all the same, because they do not raise it.
         """
-        if self._connections.replicas is None:
+        if self._connections.replicas is None and self._connections.layers is None:
             self._common_error = error
         return error
 
@@ -244,9 +257,18 @@ class PeerGroup:
             ValueError: other ranks of the pipe brought other losses backward.
         """
         assert self._connections.tied is not None
-        mine = norms_of_stages(stages, self._connections.tied.counted_elsewhere, norm_type)
+        elsewhere = self._connections.tied.counted_elsewhere
+        mine = norms_of_stages(stages, {*elsewhere, *self._tensors.local}, norm_type)
         gathered = self._gather("control", self.ranks, json.dumps(mine), compares_losses=True)
-        return norm_of_all([json.loads(text) for text in gathered], norm_type)
+        norms = [json.loads(text) for text in gathered]
+        if self._tensors.local:
+            own = {
+                stage: [each for each in parameters if id(each) in self._tensors.local]
+                for stage, parameters in stages.items()
+            }
+            texts = self._gather("everyone", self.everyone, json.dumps(norms_of_stages(own, elsewhere, norm_type)))
+            norms += [json.loads(text) for text in texts]
+        return norm_of_all(norms, norm_type)
 
     def _gather(self, name: str, ranks: Sequence[int], text: str, *, compares_losses: bool = False) -> list[str]:
         """The texts of all ranks of a group.
@@ -302,8 +324,9 @@ class PeerGroup:
         """See `pipework.runtime.peers.Peers`."""
         replicas = self._connections.replicas
         if replicas is not None and spec.differentiates:
-            trained = [each for run in spec.runs.values() for each in run.aliases.parameters]
-            replicas.compare(trained, self._headers.losses.marks)
+            trained = (each for run in spec.runs.values() for each in run.aliases.parameters)
+            shared = [each for each in trained if self._tensors.is_shared(each, self._replicas)]
+            replicas.compare(shared, self._headers.losses.marks)
         return RankTransport(self.worker, spec, self._connections, self)
 
     def starting(self, action: Action) -> None:
@@ -335,10 +358,21 @@ class PeerGroup:
         return self.monitor.error()
 
     def reduce(self, spec: RunSpec, stage: int) -> None:
-        """Begins to average the gradients of a stage, which are complete, over the replicas."""
-        if self._connections.replicas is not None:
-            with self.monitor.progress.waits():  # the first time in a step for what the other replicas train
-                self._connections.replicas.begin(spec.runs[stage].aliases.leaves)
+        """Begins to average the gradients of a stage, which are complete, over the replicas.
+
+        The rows of all replicas have come to a parameter that only this one has, so its gradient is complete but for
+        the mean: the loss is the mean of the replicas' losses.
+        """
+        if self._connections.replicas is None:
+            return
+        aliases, shared = spec.runs[stage].aliases, []
+        for parameter, leaf in zip(aliases.parameters, aliases.leaves, strict=True):
+            if self._tensors.is_shared(parameter, self._replicas):
+                shared.append(leaf)
+            elif leaf.grad is not None:
+                leaf.grad.div_(len(self._replicas))
+        with self.monitor.progress.waits():  # the first time in a step for what the other replicas train
+            self._connections.replicas.begin(shared)
 
     def complete(self, spec: RunSpec) -> None:
         """After the last action: completes the gradients."""
@@ -352,10 +386,11 @@ class PeerGroup:
             self._found_inf.share(spec.scaler, [leaf for run in spec.runs.values() for leaf in run.aliases.leaves])
 
     def asked_to_stop(self) -> bool:
-        """Whether any process was asked to end. The last ranks of all replicas call this, and get the same answer."""
+        """Whether any process was asked to end. The last ranks of all pipes call this, and get the same answer."""
         asked = self._preemption.requested
-        replicas = self._connections.replicas
-        return asked if replicas is None else replicas.any_of(asked)
+        replicas, layers = self._connections.replicas, self._connections.layers
+        asked = asked if replicas is None else replicas.any_of(asked)
+        return asked if layers is None else layers.any_of(asked)
 
     def abort(self) -> None:
         """Ends all transfers for good."""
@@ -370,7 +405,7 @@ class PeerGroup:
 
     # ---- failures -----------------------------------------------------------------------------------------------
 
-    def _rendezvous(self, store: Store, spec: RendezvousSpec, tensors: Iterable[tuple[str, Tensor]]) -> Connections:
+    def _rendezvous(self, store: Store, spec: RendezvousSpec, tensors: SharedTensors) -> Connections:
         """The rendezvous; if it fails, the reason is reported to all ranks."""
         self.monitor.progress.action = "making the pipe"
         self.monitor.start()
@@ -386,9 +421,10 @@ class PeerGroup:
 
     def _named(self, position: int) -> str:
         """A rank in messages."""
-        replica, worker = divmod(position, len(self.ranks))
-        which = named_stages(self._placement, worker)
-        return f"rank {self.everyone[position]} ({which}{f', replica {replica}' if self.mesh.replicas else ''})"
+        place = self.mesh.place(position)
+        which = [named_stages(self._placement, position % len(self.ranks))]
+        which += [f"{'replica' if name == REPLICAS else name} {number}" for name, number in place.items()]
+        return f"rank {self.everyone[position]} ({', '.join(which)})"
 
     def _hear_of_failure(self) -> None:
         self.monitor.end_process_if_stuck(self.mesh.grace)

@@ -12,19 +12,21 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from pipework.distributed.gradients.data_parallel import DataParallel
 from pipework.distributed.gradients.tied import TiedParameters
+from pipework.distributed.layer_group import LayerGroup
 from pipework.distributed.mesh import group_of, network_devices
+from pipework.distributed.shared_tensors import refuse_any_different, refuse_some_different
 from pipework.distributed.transport.channel import Channel, LostConnectionError, break_group
 from pipework.distributed.transport.device_channel import DeviceChannel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from torch import Tensor
     from torch.distributed.distributed_c10d import Store
 
     from pipework.distributed.gradients.tied import Tied
     from pipework.distributed.health.monitor import HealthMonitor
     from pipework.distributed.mesh import Mesh
+    from pipework.distributed.shared_tensors import SharedTensors
     from pipework.distributed.transport.channel import Group
 
 _POLL = 0.05  # seconds
@@ -53,16 +55,18 @@ class Connections:
     """One rank's connections to the others; during the rendezvous, those made so far.
 
     Attributes:
-        groups: of ranks of the CPU, by name: "control" is of all workers of this replica, "everyone" of all replicas.
+        groups: of ranks of the CPU, by name: "control" is of all workers of this pipe, "everyone" of all ranks.
         channels: to the workers that this one has to do with.
         replicas: the ranks that hold the same stages; None: there are no others.
         tied: the parameters that other ranks have, too.
+        layers: the ranks that compute the same layers on the same data; None: there are no others.
     """
 
     groups: dict[str, Group] = field(default_factory=dict)
     channels: dict[int, Channel] = field(default_factory=dict)
     replicas: DataParallel | None = None
     tied: TiedParameters | None = None
+    layers: LayerGroup | None = None
 
     def abort(self) -> None:
         """Ends all transfers for good."""
@@ -72,6 +76,8 @@ class Connections:
             break_group(group)
         if self.replicas is not None:
             self.replicas.abort()
+        if self.layers is not None:
+            self.layers.abort()
 
     def forget(self) -> None:
         """After a failed run: releases the tensors of unfinished transfers."""
@@ -87,7 +93,7 @@ class Rendezvous:
         mesh: Mesh,
         store: Store,
         spec: RendezvousSpec,
-        tensors: Iterable[tuple[str, Tensor]],
+        tensors: SharedTensors,
         monitor: HealthMonitor,
     ) -> None:
         self._mesh = mesh
@@ -140,18 +146,27 @@ class Rendezvous:
     def _connect_all(self) -> None:
         mesh, made, placement = self._mesh, self._made, self._spec.placement
         position = mesh.everyone.index(mesh.rank)
-        own = PrefixStore(f"replica {mesh.data_parallel_rank}", self._store)
+        own = PrefixStore(f"pipe {mesh.pipe}", self._store)
         self._connect(own)
         made.groups["control"] = self._group(own, "control", range(len(mesh.ranks)), mesh.worker)
         made.groups["everyone"] = self._group(self._store, "everyone", range(len(mesh.everyone)), position)
         if (same := mesh.replicas) is not None:
-            name = f"replicas of worker {mesh.worker}"
+            name = f"replicas of worker {mesh.worker} at {mesh.layer_dimensions}"
             group = self._group(self._store, name, same, mesh.rank)
             device_group = None
             if mesh.uses_nccl:
                 device_group = self._group(self._store, f"{name}, NCCL", same, mesh.rank, nccl=True)
             made.replicas = DataParallel(group, same, device_group)
-            made.replicas.share_values(self._tensors)
+            found = self._tensors.compare(same, *made.replicas.extremes(self._tensors.digests(same)))
+            refuse_some_different(found)
+            made.replicas.share_values(self._tensors.among(same))
+        if len(same_layers := mesh.layer_ranks) > 1:
+            name = f"layers of worker {mesh.worker} of replica {mesh.data_parallel_rank}"
+            group = self._group(self._store, name, same_layers, mesh.rank)
+            made.layers = LayerGroup(group, same_layers, list(mesh.layer_dimensions))
+            digests = self._tensors.digests(same_layers)
+            found = self._tensors.compare(same_layers, *made.layers.extremes(digests))
+            refuse_any_different(found, same_layers, made.layers.dimensions)
         made.tied = TiedParameters(self._spec.tied, placement, mesh.worker, made.channels, mesh.ranks)
         made.tied.share_values()
 
@@ -175,7 +190,9 @@ class Rendezvous:
                 down = self._group(store, f"{high} to {low}, NCCL", both, here, nccl=True)
                 device_channel = DeviceChannel(*((up, down) if here == low else (down, up)), mesh.device)
             other = high if here == low else low
-            self._made.channels[other] = Channel(mesh.ranks[other], outgoing, incoming, mesh.device, device_channel)
+            self._made.channels[other] = Channel(
+                mesh.ranks[other], outgoing, incoming, mesh.device, device_channel, mesh.device_mesh
+            )
 
     def _group(
         self,

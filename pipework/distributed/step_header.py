@@ -14,6 +14,7 @@ import torch
 from pipework.backend import StepFacts, StepHeader
 from pipework.distributed.data_digest import NO_DATA, data_digest, tells_rows
 from pipework.distributed.delivered_losses import Delivered, DeliveredLosses
+from pipework.distributed.layer_group import NO_KEY, LayerCall
 from pipework.distributed.transport.channel import LostConnectionError
 from pipework.model.given import NO_ROWS
 from pipework.spot_checks import is_checked
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipework.backend import MiniBatch, StepData
+    from pipework.distributed.layer_group import LayerGroup
     from pipework.distributed.transport.channel import Group
 
-_NO_KEY: Final = -1
 _GIVEN: Final = -1  # in place of the rows of the mini-batch: the caller has made the micro-batches
 
 
@@ -41,7 +42,7 @@ class Numbers(NamedTuple):
     is_unread: int = 0
     rows: int = 0
     micro_batches: int = 0
-    key: int = _NO_KEY
+    key: int = NO_KEY
     inputs: int = NO_DATA
     targets: int = NO_DATA
 
@@ -60,14 +61,18 @@ class StepHeaders:
         ranks: their numbers in the job.
         first: the worker of the first stage.
         last: the worker of the last stage.
+        layers: the ranks that compute the same layers; None: there are no others.
     """
 
-    def __init__(self, group: Group, ranks: Sequence[int], first: int, last: int) -> None:
+    def __init__(
+        self, group: Group, ranks: Sequence[int], first: int, last: int, layers: LayerGroup | None = None
+    ) -> None:
         self._group = group
         self._ranks = ranks
         self._worker = group.rank()
         self._first = first
         self._last = last
+        self._layers = layers
         self._calls = 0
         self.losses = DeliveredLosses()
         self._sends: list[tuple[Tensor, int, Any]] = []  # sends that have not ended yet, and their memory
@@ -79,7 +84,8 @@ class StepHeaders:
             header: how this rank makes the call.
             data: what this rank was given; the target of the last rank is the one that counts.
         """
-        samples = len(self._ranks) > 1 and is_checked(self._calls)  # reading a sample takes up to 0.1 ms
+        several = len(self._ranks) > 1 or self._layers is not None
+        samples = several and is_checked(self._calls)  # reading a sample takes up to 0.1 ms
         self._calls += 1
         flags = sum(value << position for position, value in enumerate(header))
         marks, call, number = self.losses.told(waits=samples)
@@ -105,6 +111,8 @@ class StepHeaders:
         for _, worker, work in self._sends:
             self._transfer(worker, work.wait)
         self._sends.clear()
+        if self._layers is not None and self._worker in (self._first, self._last):
+            key = self._agree_on_layers(self._layers, batch, key, mine)
         if self._worker == self._last != self._first:
             self._send(self._first, mine)
         if self._worker != self._first:
@@ -118,7 +126,7 @@ class StepHeaders:
                 is_unread=int(mine.has_target and not theirs.has_target),
                 rows=_GIVEN if batch.is_given else sum(batch.rows),
                 micro_batches=len(batch.rows),
-                key=_NO_KEY if key is None else key,
+                key=NO_KEY if key is None else key,
             )
             for worker in range(len(self._ranks)):  # also if headers differ: then every rank raises
                 if worker != self._first:
@@ -136,8 +144,28 @@ class StepHeaders:
         if self._worker in (self._first, self._last):
             self._check_data(theirs, mine, other)
         given = self._exchange_rows(batch, facts.micro_batches) if facts.rows == _GIVEN else None
-        drawn = None if facts.key == _NO_KEY else facts.key
+        drawn = None if facts.key == NO_KEY else facts.key
         return StepFacts(facts.rows, facts.micro_batches, drawn, bool(facts.has_target), given, bool(facts.is_unread))
+
+    def _agree_on_layers(
+        self, layers: LayerGroup, batch: MiniBatch | None, key: int | None, mine: Numbers
+    ) -> int | None:
+        """The key of the first of the ranks that compute the same layers. What a rank does not read may differ."""
+        reads, compares = self._worker == self._first, self._worker == self._last
+        agreed = layers.agree(
+            LayerCall(
+                self._calls,
+                mine.flags,
+                mine.marks,
+                mine.has_target if compares else 0,
+                sum(batch.rows) if batch is not None else 0,
+                len(batch.rows) if batch is not None else 0,
+                mine.inputs if reads else NO_DATA,
+                mine.targets if compares else NO_DATA,
+                NO_KEY if key is None else key,
+            )
+        )
+        return None if agreed.key == NO_KEY else agreed.key
 
     def _exchange_rows(self, batch: MiniBatch | None, micro_batches: int) -> Sequence[int]:
         """Gives the last rank the rows of micro-batches that the caller of the first has made; others need none."""

@@ -13,12 +13,13 @@ from pipework.runtime.stage.returned import layer_text
 from pipework.runtime.stage.stage import Stage
 from pipework.runtime.thread_choice import ThreadChoice
 from pipework.runtime.worker_threads import WorkerThreads
+from pipework.values.dtensor import is_over_processes, placement_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from pipework.model.tuples import TupleRule
     from pipework.runtime.device import Link
@@ -66,6 +67,21 @@ class Engine:
             return None
         # The orders are kept, so that no others get their identity.
         return self._choices.setdefault(id(orders), (orders, ThreadChoice(orders)))[1]
+
+    def refuse_over_processes(self, parameter: Tensor | None) -> None:
+        """Raises a ValueError if layers call collectives, and workers are threads, which call them in any order.
+
+        Args:
+            parameter: of such a layer; None: there is none.
+        """
+        if parameter is not None and len(self.devices) > 1 and not self.one_thread:
+            raise ValueError(
+                f"a layer has DTensors over several processes (of shape {tuple(parameter.shape)}, "
+                f"{placement_text(parameter)}), and this pipe has {len(self.devices)} workers that are threads: they "
+                "would start the collectives of different stages in another order in each process, and mix up their "
+                "values: let each worker be a process, Pipe(..., mesh=) with a DeviceMesh that has a dimension 'pp' "
+                "beside those of the layers; or one_thread=True, in which all processes have one order"
+            )
 
     def link(self, source: int, destination: int) -> Link | None:
         """The link between the workers of two stages of this process; None: tensors are passed by reference.
@@ -141,7 +157,7 @@ def make_engine(
     pairs = {(placement[a], placement[b]) for a, b in ways} | {(placement[b], placement[a]) for a, b in ways}
     if len(workers) == 1:  # of several processes each has one
         one_thread = True
-    return Engine(
+    engine = Engine(
         stages=stages,
         placement=placement,
         devices=workers,
@@ -152,6 +168,9 @@ def make_engine(
         lock=threading.Lock(),
         one_thread=one_thread,
     )
+    every = (tensor for part in partitions.values() for tensor in (*part.parameters(), *part.buffers()))
+    engine.refuse_over_processes(next(filter(is_over_processes, every), None))
+    return engine
 
 
 def _last_layer(

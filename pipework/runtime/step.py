@@ -21,6 +21,7 @@ from pipework.runtime.out_of_memory import is_out_of_memory, note_memory
 from pipework.runtime.peers import RunSpec
 from pipework.runtime.random import kernels
 from pipework.runtime.random.on_devices import generator_given_up
+from pipework.runtime.random.shards import install_for_dtensors
 from pipework.runtime.random.streams import RandomStream
 from pipework.runtime.stage.memory_meter import MemoryMeter
 from pipework.runtime.stage.stage_run import StageRun
@@ -146,6 +147,8 @@ class Step:
                 )
                 for stage in engine.stages.values()
             }
+            for run in self._runs.values():
+                engine.refuse_over_processes(run.aliases.over_processes)
             ties = tied_gradients({number: run.aliases for number, run in self._runs.items()}, engine.link)
             if options.recorder is not None and options.recorder.memory:
                 for worker in engine.devices:
@@ -160,6 +163,7 @@ class Step:
             self._runs[number].tied = tied
         if any(run.draws for run in self._runs.values()):
             kernels.install()  # layers on an accelerator may draw on the CPU, too
+            install_for_dtensors()
 
     @property
     def stages(self) -> list[int]:

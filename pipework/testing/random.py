@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pipework.runtime.device import is_accelerator
 from pipework.runtime.random import kernels
 from pipework.runtime.random.on_devices import DeviceGenerator, GeneratorGuard
+from pipework.runtime.random.shards import install_for_dtensors
 from pipework.runtime.random.streams import Key, RandomStream
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iter
     """
     devices = {parameter.device for parameter in model.parameters()}
     kernels.install()
+    install_for_dtensors()
     # With locks of their own: a backward in here may call a pipe, on autograd's thread, whose workers need the others.
     guards = [GeneratorGuard(DeviceGenerator(device), moves=True) for device in devices if is_accelerator(device)]
     drawn = Key(key)

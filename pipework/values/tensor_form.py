@@ -7,12 +7,13 @@ or device.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from pipework.torch_private import ALIGNMENT
+from pipework.values.dtensor import DTensorPlacement, is_dtensor, local_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +37,7 @@ class TensorForm:
         strides: None: those that PyTorch gives to a new tensor of this shape.
         on_accelerator: whether it is on the sender's accelerator, and is to be on the receiver's.
         shift: how many elements lie between an aligned address and its first one.
+        placed: of a DTensor, of which all else describes the local part; None: it is none.
     """
 
     dtype: torch.dtype
@@ -44,6 +46,7 @@ class TensorForm:
     strides: tuple[int, ...] | None = None
     on_accelerator: bool = False
     shift: int = 0
+    placed: DTensorPlacement | None = None
     _all_strides: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -62,6 +65,9 @@ class TensorForm:
             >>> form.shape, form.strides, form.shift
             ((1, 3), (1, 2), 1)
         """
+        if is_dtensor(tensor):
+            local = cls.of(local_part(tensor))
+            return replace(local, requires_grad=tensor.requires_grad, placed=DTensorPlacement.of(tensor))
         _refuse_own_class(tensor)
         if tensor.layout is not torch.strided:
             raise TypeError(
@@ -85,11 +91,16 @@ class TensorForm:
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether this is the form of a tensor, without making its form."""
+        requires_grad = tensor.requires_grad
+        if self.placed is not None:
+            if not (is_dtensor(tensor) and self.placed.fits(tensor)):
+                return False
+            tensor = local_part(tensor)
         return (
             type(tensor) is torch.Tensor
             and tensor.dtype is self.dtype
             and tensor.shape == self.shape
-            and tensor.requires_grad is self.requires_grad
+            and requires_grad is self.requires_grad
             and tensor.layout is torch.strided
             and (tensor.stride() == self._all_strides or 0 in self.shape)
             and _shift(tensor) == self.shift
@@ -152,6 +163,8 @@ def memory_of(tensor: Tensor) -> Tensor:
         ([1, 2, 3, 4], [1.0])
     """
     tensor = tensor.detach()
+    if type(tensor) is not torch.Tensor:
+        tensor = local_part(tensor)
     if not tensor.is_contiguous():
         tensor = tensor.as_strided(*_sent(tensor.shape, tensor.stride()))
     # After `conj()`, the memory has other numbers than the tensor.

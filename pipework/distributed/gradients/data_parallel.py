@@ -18,11 +18,12 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed import DistError
+from torch.distributed import DistError, ReduceOp
 
 from pipework.distributed.gradients.trained_parameters import TrainedParameters
 from pipework.distributed.transport.channel import LostConnectionError, break_group
 from pipework.distributed.transport.tensor_bytes import as_bytes, write_bytes
+from pipework.values.dtensor import is_dtensor, local_part, with_local_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -99,6 +100,14 @@ class DataParallel:
         self._comparison: _Comparison | None = None
         self._trained = TrainedParameters(())
 
+    def extremes(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """The lowest and the highest that any replica has of each of some integers; all replicas call this."""
+        lowest, highest = numbers.clone(), numbers.clone()
+        if len(numbers):
+            self._wait(self._start("allreduce", lowest, ReduceOp.MIN))
+            self._wait(self._start("allreduce", highest, ReduceOp.MAX))
+        return lowest, highest
+
     def share_values(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Gives all replicas the values of the first one.
 
@@ -114,10 +123,11 @@ class DataParallel:
         for name, tensor in named:
             if tensor.is_meta:
                 continue  # on all replicas: a state dict will fill it
-            data = as_bytes(name, tensor)
+            part = local_part(tensor)
+            data = as_bytes(name, part)
             if data.numel():
                 self._wait(self._start("broadcast", data, 0))
-                write_bytes(data, tensor)
+                write_bytes(data, part)
 
     def compare(self, parameters: Sequence[Tensor], delivered: int = 0) -> None:
         """At the beginning of a step: begins to compare the trained parameters. Any replica may have frozen a layer.
@@ -158,15 +168,16 @@ class DataParallel:
         present = torch.tensor([leaf.grad is not None for leaf in leaves], dtype=torch.int32)
         works = []
         for bucket in _buckets(leaves):
-            sizes = [leaf.numel() for leaf in bucket]
+            parts = [local_part(leaf) for leaf in bucket]
+            sizes = [part.numel() for part in parts]
             flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
-            for leaf, part in zip(bucket, flat.split_with_sizes(sizes), strict=True):
-                view = part.view(leaf.shape)
+            for leaf, part, piece in zip(bucket, parts, flat.split_with_sizes(sizes), strict=True):
+                view = piece.view(part.shape)
                 if leaf.grad is None:
                     view.zero_()
                 else:
-                    view.copy_(leaf.grad)
-                leaf.grad = view
+                    view.copy_(local_part(_placed_as(leaf.grad, leaf)))
+                leaf.grad = with_local_part(view, leaf)
             numbers = torch.view_as_real(flat) if flat.is_complex() else flat
             numbers.div_(len(self._ranks))  # before the sum, as DistributedDataParallel does
             works.append(self._start("allreduce", numbers))
@@ -275,3 +286,10 @@ def _buckets(leaves: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         size += leaf.nbytes
     if bucket:
         yield bucket
+
+
+def _placed_as(gradient: Tensor, leaf: Tensor) -> Tensor:
+    """A gradient in the placement of its leaf: autograd may leave that of a replicated DTensor in partial sums."""
+    if is_dtensor(gradient) and is_dtensor(leaf) and gradient.placements != leaf.placements:
+        return gradient.redistribute(placements=leaf.placements)
+    return gradient

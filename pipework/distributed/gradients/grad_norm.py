@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipework import torch_private
+from pipework.values.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -61,7 +62,10 @@ def norm_of_all(processes: Sequence[Norms], norm_type: float) -> Tensor:
         >>> norm_of_all([{"0": [["float32", 3.0]]}, {"1": [["float32", 4.0]]}], 2.0)
         tensor(5.)
     """
-    rows = {int(stage): row for norms in processes for stage, row in norms.items()}
+    rows: dict[int, list[tuple[str, float]]] = {}
+    for norms in processes:
+        for name, row in norms.items():
+            rows.setdefault(int(name), []).extend(row)
     by_dtype: dict[str, list[float]] = {}
     for stage in sorted(rows):
         for name, norm in rows[stage]:
@@ -78,11 +82,16 @@ def norm_of_all(processes: Sequence[Norms], norm_type: float) -> Tensor:
 def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[tuple[str, float]]:
     """The dtype and the norm of each gradient, by PyTorch's own operators, with one wait for each device."""
     devices: dict[torch.device, list[tuple[int, str, Tensor]]] = {}
-    for device, dtype, places in torch_private.grouped(gradients):
-        group = [gradients[place] for place in places]
-        norms = torch_private.norms(group, norm_type)
+    plain = [place for place, gradient in enumerate(gradients) if not is_dtensor(gradient)]
+    for device, dtype, numbers in torch_private.grouped([gradients[place] for place in plain]):
+        places = [plain[number] for number in numbers]
+        norms = torch_private.norms([gradients[place] for place in places], norm_type)
         name = str(dtype).removeprefix("torch.")
         devices.setdefault(device, []).extend([(place, name, norm) for place, norm in zip(places, norms, strict=True)])
+    for place, gradient in enumerate(gradients):
+        if is_dtensor(gradient):  # all ranks that hold a part of it are here, in the same order
+            norm = torch.linalg.vector_norm(gradient, norm_type).full_tensor()
+            devices.setdefault(norm.device, []).append((place, str(gradient.dtype).removeprefix("torch."), norm))
     found: dict[int, tuple[str, float]] = {}
     for rows in devices.values():
         values = torch.stack([norm for _, _, norm in rows]).tolist()  # in the widest dtype, which represents all others

@@ -37,7 +37,7 @@ from pipework.distributed.health.status import Beat, Call, PeerFailure
 from pipework.distributed.health.stuck_detector import StuckDetector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pipework.distributed.health.detection_times import DetectionTimes
     from pipework.distributed.health.monitor import HealthMonitor
@@ -63,6 +63,7 @@ class Heartbeat:
         client: used by the exchanging thread alone, once it runs.
         rank: this rank.
         names: of all ranks.
+        numbers: of all ranks in the job.
         progress: what this rank does.
         times: of detection.
         owner: the monitor, while it exists.
@@ -75,6 +76,7 @@ class Heartbeat:
         client: StoreClient,
         rank: int,
         names: list[str],
+        numbers: Sequence[int],
         progress: Progress,
         times: DetectionTimes,
         owner: Callable[[], HealthMonitor | None],
@@ -84,6 +86,7 @@ class Heartbeat:
     ) -> None:
         self.rank = rank
         self.names = names
+        self._numbers = numbers
         self.times = times
         self.detector = FailureDetector(rank, names, times)
         self.call = Call()
@@ -201,13 +204,17 @@ class Heartbeat:
         failure = self.failure
         if failure is None:
             raise RuntimeError("nothing has failed, so there is no error: check `failure` first")
+        return self.as_error(failure, failure.text, own=failure.rank == self.rank)
+
+    def as_error(self, failure: PeerFailure, text: str, *, own: bool = False) -> PipelineError:
+        """A failure as an exception with a text; see `PipelineError`."""
         return PipelineError(
-            failure.text,
-            rank=failure.rank,
+            text,
+            rank=None if failure.rank is None else self._numbers[failure.rank],
             where=failure.where,
             kind=failure.kind,
             traceback_text=failure.traceback_text,
-            own=failure.rank == self.rank,
+            own=own,
         )
 
     def end_process_if_stuck(self, seconds: float) -> None:

@@ -24,7 +24,7 @@ from pipework.distributed.health.status import PeerFailure
 from pipework.distributed.health.store_client import StoreClient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
@@ -51,6 +51,7 @@ class HealthMonitor:
             rank may take twice as long.
         join: seconds until a rank's first heartbeat.
         names: the name of a rank in messages, such as ``"rank 2 (stage 2)"``.
+        numbers: of all ranks in the job; None: they are those of the monitor.
         calls: of the pipe, among those of all pipes of this process; None: it has one.
         hosts_store: the store ends with this process, so that closing waits a moment until others have read the last
             heartbeat.
@@ -85,6 +86,7 @@ class HealthMonitor:
         action_timeout: float | None = None,
         join: float = 300.0,
         names: Callable[[int], str] = "rank {}".format,
+        numbers: Sequence[int] | None = None,
         calls: PipeCalls | None = None,
         hosts_store: bool = False,
     ) -> None:
@@ -99,6 +101,7 @@ class HealthMonitor:
             StoreClient(store),
             rank,
             [names(each) for each in range(ranks)],
+            numbers or range(ranks),
             self.progress,
             times,
             weakref.ref(self),
@@ -134,8 +137,7 @@ class HealthMonitor:
         if self.failure is not None:
             raise self.error()
         if (report := self._heartbeat.own_report) is not None:
-            text = f"this pipe has failed before, and cannot go on: {report.text}"
-            raise PipelineError(text, rank=report.rank, where=report.where, traceback_text=report.traceback_text)
+            raise self._heartbeat.as_error(report, f"this pipe has failed before, and cannot go on: {report.text}")
         self.progress.count += 1
         self._heartbeat.begin_call(what)
 

@@ -33,11 +33,13 @@ import torch
 from pipework.distributed.transport import header
 from pipework.distributed.transport.packet import Packet, Packets, fits_in_packet
 from pipework.values import tensor_form
+from pipework.values.dtensor import local_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
     from pipework.distributed.transport.device_channel import DeviceChannel
     from pipework.runtime.transport import Address, Message
@@ -152,6 +154,7 @@ class Channel:
         incoming: another group of the two, for receiving: a backend may execute all transfers of one group in order.
         device: of this rank.
         device_channel: for tensors on accelerators; None: they go through the CPU.
+        mesh: of the pipe, for DTensors; None: none are received.
     """
 
     def __init__(
@@ -161,6 +164,7 @@ class Channel:
         incoming: Group,
         device: torch.device | None = None,
         device_channel: DeviceChannel | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self._rank = rank
         self._outgoing = outgoing
@@ -168,6 +172,7 @@ class Channel:
         self._peer = 1 - outgoing.rank()
         self._device = device
         self._device_channel = device_channel
+        self._mesh = mesh
         # The first message to an address is expected to be empty, so that its packet is the numbers alone.
         self._nothing = _Expected(header.Description((), None), Packets(()), packed=True)
         self._packets: WeakValueDictionary[Any, Packets] = WeakValueDictionary()  # by the forms of the tensors in them
@@ -295,6 +300,8 @@ class Channel:
             return None
         if form.on_accelerator and self._device_channel is None and self._device is not None:
             tensor = tensor.to(self._device)
+        if form.placed is not None:
+            tensor = form.placed.whole(tensor, self._mesh)
         return tensor.requires_grad_() if form.requires_grad else tensor
 
     @contextlib.contextmanager
@@ -325,7 +332,7 @@ class Channel:
 
     def _memories(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """The memory of tensors that go through the CPU, without a packet."""
-        present = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
+        present = [part for tensor in tensors if tensor is not None and (part := local_part(tensor)).numel()]
         if self._device_channel is not None:
             present = [tensor for tensor in present if not tensor_form.lies_on_accelerator(tensor)]
         return [tensor_form.memory_of(tensor).cpu() for tensor in present]

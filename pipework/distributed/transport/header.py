@@ -15,6 +15,7 @@ import torch
 from pipework.runtime.skips.stashed import Stashed
 from pipework.torch_private import ALIGNMENT
 from pipework.values import structure_json
+from pipework.values.dtensor import DTensorPlacement
 from pipework.values.equality import same
 from pipework.values.json_codec import decode_scalar, encode_scalar
 from pipework.values.nested import Place, Structure
@@ -137,7 +138,7 @@ def _encode_form(form: TensorForm | None) -> Any:
     if form is None:
         return None
     strides = None if form.strides is None else list(form.strides)
-    unusual = [strides, form.on_accelerator, form.shift]
+    unusual = [strides, form.on_accelerator, form.shift, _encode_placed(form.placed)]
     while unusual and not unusual[-1]:
         unusual.pop()
     return [str(form.dtype), list(form.shape), form.requires_grad, *unusual]
@@ -147,9 +148,9 @@ def _decode_form(form: Any) -> TensorForm | None:
     match form:
         case None:
             return None
-        case [str(dtype), [*shape], bool(requires_grad), *rest] if _are_sizes(shape) and len(rest) <= 3:
-            defaults: list[Any] = [None, False, 0]
-            given, on_accelerator, shift = rest + defaults[len(rest) :]
+        case [str(dtype), [*shape], bool(requires_grad), *rest] if _are_sizes(shape) and len(rest) <= 4:
+            defaults: list[Any] = [None, False, 0, None]
+            given, on_accelerator, shift, placed = rest + defaults[len(rest) :]
             kind, strides = structure_json.DTYPES[dtype], usual_strides(shape) if given is None else tuple(given)
             well_formed = _are_sizes((*strides, shift)) and len(strides) == len(shape) and shift < ALIGNMENT
             if well_formed and type(on_accelerator) is bool:
@@ -157,8 +158,36 @@ def _decode_form(form: Any) -> TensorForm | None:
                 if max(math.prod(shape), reached, *strides) * kind.itemsize >= 2**63:
                     raise ValueError(f"a tensor of shape {shape} is too large")
                 kept = None if given is None else strides
-                return TensorForm(kind, tuple(shape), requires_grad, kept, on_accelerator, shift)
+                placing = _decode_placed(placed)
+                return TensorForm(kind, tuple(shape), requires_grad, kept, on_accelerator, shift, placing)
     raise ValueError(f"{str(form)[:80]!r} stands for no tensor")
+
+
+def _encode_placed(placed: DTensorPlacement | None) -> Any:
+    if placed is None:
+        return None
+    return [list(placed.dimensions), list(map(list, placed.places)), list(placed.shape), list(placed.strides)]
+
+
+def _decode_placed(placed: Any) -> DTensorPlacement | None:
+    match placed:
+        case None:
+            return None
+        case [[*dimensions], [*places], [*shape], [*strides]] if (
+            all(isinstance(name, str) for name in dimensions)
+            and len(dimensions) == len(places)
+            and _are_sizes((*shape, *strides))
+            and len(shape) == len(strides)
+        ):
+            return DTensorPlacement(tuple(dimensions), tuple(map(_decode_place, places)), tuple(shape), tuple(strides))
+    raise ValueError(f"{str(placed)[:80]!r} is no placement")
+
+
+def _decode_place(place: Any) -> Any:
+    match place:
+        case ["replicate"] | ["shard", int()] | ["partial", str()]:
+            return tuple(place)
+    raise ValueError(f"{str(place)[:80]!r} is no placement")
 
 
 def _are_sizes(numbers: Sequence[Any]) -> bool:

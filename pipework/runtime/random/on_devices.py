@@ -124,6 +124,19 @@ class GeneratorGuard:
             self._generator.lock.release()
 
     @contextlib.contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Inside, the generator starts from a seed, if it may be moved; afterwards it goes on where it was."""
+        if self.seed is None:
+            yield
+            return
+        before = self._generator.get_state()
+        self.seed(seed)
+        try:
+            yield
+        finally:
+            self._generator.set_state(before)
+
+    @contextlib.contextmanager
     def given_up(self) -> Iterator[None]:
         """Inside, other threads may hold the generator; afterwards it is as it was before."""
         if not self._held:

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipework import torch_private
+from pipework.values.dtensor import local_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +28,7 @@ class MemoryMeter:
     """
 
     def __init__(self, persistent: Iterable[Tensor]) -> None:
-        self._persistent = {tensor.untyped_storage().data_ptr() for tensor in persistent}
+        self._persistent = {_address(tensor) for tensor in persistent}
         self._held: dict[tuple[int, int], int] = {}
         self._inputs: dict[tuple[int, int], dict[int, int]] = {}
         self._peak = 0
@@ -43,9 +44,9 @@ class MemoryMeter:
             What is to be called with further inputs that only came inside.
         """
         # The caller's micro-batches are slices of one storage; each holds its own rows.
-        of_inputs = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in inputs}
+        of_inputs = {_address(tensor): local_part(tensor).nbytes for tensor in inputs}
         self._inputs[stage, micro_batch] = of_inputs
-        own = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in target} | of_inputs
+        own = {_address(tensor): local_part(tensor).nbytes for tensor in target} | of_inputs
         sizes: dict[int, int] = {}
         if torch.is_grad_enabled():  # without a backward to come, nothing is kept
             sizes = {address: size for address, size in of_inputs.items() if address not in self._persistent}
@@ -53,7 +54,7 @@ class MemoryMeter:
         outer = torch_private.saved_tensor_hooks()
 
         def pack(tensor: Tensor) -> Any:
-            storage = tensor.untyped_storage()
+            storage = local_part(tensor).untyped_storage()
             address = storage.data_ptr()
             if address not in self._persistent:
                 sizes[address] = own.get(address, storage.nbytes())
@@ -80,8 +81,9 @@ class MemoryMeter:
 
         def came(tensors: Iterable[Tensor]) -> None:
             for tensor in tensors:
-                of_inputs[tensor.untyped_storage().data_ptr()] = tensor.nbytes
-                sizes.setdefault(tensor.untyped_storage().data_ptr(), tensor.nbytes)
+                size = local_part(tensor).nbytes
+                of_inputs[_address(tensor)] = size
+                sizes.setdefault(_address(tensor), size)
 
         with saved_tensors_hooks(pack, unpack):
             yield came
@@ -89,11 +91,11 @@ class MemoryMeter:
 
     def checkpointed(self, stage: int, micro_batch: int, kept: Iterable[Tensor]) -> None:
         """After the first pass of a checkpointed micro-batch: only its inputs and copies of buffers are kept."""
-        self._hold(stage, micro_batch, sum(tensor.nbytes for tensor in kept))
+        self._hold(stage, micro_batch, sum(local_part(tensor).nbytes for tensor in kept))
 
     def waiting(self, stage: int, micro_batch: int, kept: Iterable[Tensor]) -> None:
         """After the I of a micro-batch: the tensors that its W needs are kept."""
-        storages = [tensor.untyped_storage() for tensor in kept]
+        storages = [local_part(tensor).untyped_storage() for tensor in kept]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         sizes |= {address: size for address, size in self._inputs[stage, micro_batch].items() if address in sizes}
         self._hold(stage, micro_batch, sum(size for address, size in sizes.items() if address not in self._persistent))
@@ -105,7 +107,7 @@ class MemoryMeter:
 
     def sending(self, tensors: Iterable[Tensor]) -> None:
         """Counts the tensors that an action sends to other stages."""
-        self._sent += sum(tensor.nbytes for tensor in tensors)
+        self._sent += sum(local_part(tensor).nbytes for tensor in tensors)
 
     def read(self, stage: int, micro_batch: int) -> tuple[int, int, int]:
         """The most bytes held at once since the last call, the bytes of a micro-batch now, and the bytes sent."""
@@ -116,3 +118,7 @@ class MemoryMeter:
     def _hold(self, stage: int, micro_batch: int, size: int) -> None:
         self._held[stage, micro_batch] = size
         self._peak = max(self._peak, sum(self._held.values()))
+
+
+def _address(tensor: Tensor) -> int:
+    return local_part(tensor).untyped_storage().data_ptr()

@@ -24,6 +24,7 @@ def heartbeats(count: int) -> list[Heartbeat]:
             StoreClient(store),
             rank,
             names,
+            range(count),
             Progress(),
             times,
             lambda: None,

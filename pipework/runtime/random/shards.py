@@ -1,0 +1,121 @@
+"""Random numbers of sharded activations: each rank draws others for its shard, and all the same for what is replicated.
+
+The ranks that compute a layer together have the same stream. For a shard, a number is drawn from it, and seeds a
+generator together with the rank's place: so the stream goes on alike everywhere, and a recomputation, which restores
+the stream, finds the same numbers again.
+
+DTensors say whether they are sharded. PyTorch leaves their draws on the CPU to each rank's own generator, so
+`install_for_dtensors` puts an object in the place where PyTorch has one for accelerators. Local tensors do not say
+what they are part of: a module that draws for one is named by `draw_per_rank`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipework import torch_private
+from pipework.runtime.random import kernels
+from pipework.runtime.random.streams import mix
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from pipework.runtime.random.streams import RandomStream
+
+
+class _ShardStream:
+    """Stands for a stream while numbers of one shard are drawn."""
+
+    def __init__(self, whole: RandomStream, seed: int) -> None:
+        self.key, self.guard = whole.key, whole.guard
+        self._generator = torch.Generator("cpu").manual_seed(seed)
+
+    def generator(self) -> torch.Generator:
+        """The generator to draw the next CPU numbers from."""
+        return self._generator
+
+
+@contextlib.contextmanager
+def drawing_for_shard(place: int) -> Iterator[None]:
+    """A context in which the present stream, if there is one, gives numbers that no other place gets.
+
+    Args:
+        place: of this rank among those whose shards differ.
+    """
+    stream = kernels.thread_stream.stream
+    if stream is None:
+        yield
+        return
+    drawn = torch.empty((), dtype=torch.int64).random_(generator=stream.generator())
+    seed = mix(int(drawn), place, 0)
+    own: Any = _ShardStream(stream, seed)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(kernels.drawing_from(own))
+        if stream.guard is not None:
+            stack.enter_context(stream.guard.seeded(seed))
+        yield
+
+
+def _of_dtensor(spec: Any) -> contextlib.AbstractContextManager[None]:
+    dimensions = [number for number, placement in enumerate(spec.placements) if not placement.is_replicate()]
+    return drawing_for_shard(_place(spec.mesh, dimensions)) if dimensions else contextlib.nullcontext()
+
+
+def install_for_dtensors() -> None:
+    """Has DTensors on the CPU draw as described above; does nothing before DTensors are used.
+
+    PyTorch has one place for all devices. Where there is an accelerator it belongs to PyTorch's own object, which moves
+    the device's generator to other numbers for each shard.
+    """
+    if torch_private.may_trace_dtensor_draws() and torch.accelerator.current_accelerator() is None:
+        torch_private.trace_dtensor_draws(_of_dtensor)
+
+
+def draw_per_rank(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Has a module draw other random numbers on each rank of a mesh: its inputs are local shards.
+
+    A dropout between a column-wise and a row-wise linear layer is such a module, unless activations are DTensors
+    (``ColwiseParallel(use_local_output=False)``), which say themselves that they are sharded. All other modules draw
+    the same numbers on all ranks that compute the same layers, as they must for whole activations. Outside of a pipe
+    nothing changes: there every rank draws from its own generator.
+
+    Args:
+        module: such as a `nn.Dropout`.
+        mesh: the dimensions over which its inputs are sharded, such as ``mesh["tp"]``.
+
+    Returns:
+        The module, which has got two hooks.
+
+    Example:
+        >>> from torch import nn
+        >>> from torch.distributed.device_mesh import DeviceMesh
+        >>> def build(mesh: DeviceMesh) -> nn.Module:
+        ...     return draw_per_rank(nn.Dropout(0.1), mesh["tp"])
+    """
+    entered: list[contextlib.AbstractContextManager[None]] = []
+
+    def enter(module: nn.Module, arguments: object) -> None:
+        entered.append(drawing_for_shard(_place(mesh, range(mesh.ndim))))
+        entered[-1].__enter__()
+
+    def leave(module: nn.Module, arguments: object, output: object) -> None:
+        entered.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
+    return module
+
+
+def _place(mesh: DeviceMesh, dimensions: Any) -> int:
+    """The place of this rank in some dimensions of a mesh, as one number."""
+    coordinate: Any = mesh.get_coordinate()
+    place = 0
+    for dimension in dimensions:
+        place = place * mesh.size(dimension) + coordinate[dimension]
+    return place

@@ -1,0 +1,157 @@
+"""DTensors, which are sharded or replicated over processes: what of them lies in this one.
+
+`torch.distributed.tensor` is imported only by programs that use it, and a tensor is no DTensor before.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor.
+
+    Example:
+        >>> import torch
+        >>> is_dtensor(torch.ones(1))
+        False
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What of a tensor lies in this process, in the same memory and without a graph; of others than DTensors, all."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():  # then it is no view
+        return tensor.to_local()
+
+
+def with_local_part(part: Tensor, like: Tensor) -> Tensor:
+    """A tensor of which this part lies here, and which is placed as another one."""
+    if not is_dtensor(like):
+        return part
+    kind: Any = type(like.detach())
+    whole: Tensor = kind.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return whole
+
+
+def is_over_processes(tensor: object) -> bool:
+    """Whether operators on the tensor may communicate with other processes."""
+    return is_dtensor(tensor) and tensor.device_mesh.size() > 1
+
+
+def differs_over(tensor: Tensor, ranks: Sequence[int]) -> bool:
+    """Whether any of these ranks of the job holds another part of the tensor than this process.
+
+    A `_StridedShard` answers `is_shard()` with False, so that is not asked.
+    """
+    if not is_dtensor(tensor):
+        return False
+    others = {*ranks} - {dist.get_rank()}
+    return any(
+        not placement.is_replicate() and others & {*dist.get_process_group_ranks(tensor.device_mesh.get_group(number))}
+        for number, placement in enumerate(tensor.placements)
+    )
+
+
+def placement_text(tensor: Tensor) -> str:
+    """How a DTensor is placed, such as ``"Shard(dim=0) over tp"``; of other tensors nothing."""
+    if not is_dtensor(tensor):
+        return ""
+    names = tensor.device_mesh.mesh_dim_names or [str(number) for number in range(tensor.device_mesh.ndim)]
+    return ", ".join(f"{place!r} over {name}" for place, name in zip(tensor.placements, names, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class DTensorPlacement:
+    """What a receiver needs, beside the local part, to make the DTensor again on its own ranks of a mesh.
+
+    Attributes:
+        dimensions: of the mesh, by name.
+        places: the placement in each: ``("replicate",)``, ``("shard", dimension)`` or ``("partial", operator)``.
+        shape: of the whole tensor.
+        strides: of the whole tensor.
+    """
+
+    dimensions: tuple[str, ...]
+    places: tuple[tuple[str] | tuple[str, int] | tuple[str, str], ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> DTensorPlacement:
+        """How a DTensor is placed.
+
+        Raises:
+            TypeError: its mesh has no names, or it has a placement of another kind.
+        """
+        names = tensor.device_mesh.mesh_dim_names
+        if names is None:
+            raise TypeError(
+                "a DTensor over a DeviceMesh without names cannot be sent to another process: take a slice of the "
+                "pipe's mesh, such as mesh['tp']"
+            )
+        places = tuple(map(_place, tensor.placements))
+        return cls(tuple(names), places, tuple(tensor.shape), tuple(tensor.stride()))
+
+    def fits(self, tensor: DTensor) -> bool:
+        """Whether a DTensor is placed like that."""
+        return (
+            tensor.device_mesh.mesh_dim_names == self.dimensions
+            and tensor.shape == self.shape
+            and tensor.stride() == self.strides
+            and tuple(map(_place, tensor.placements)) == self.places
+        )
+
+    def whole(self, part: Tensor, mesh: DeviceMesh | None) -> Tensor:
+        """The DTensor of which this part lies here.
+
+        Args:
+            part: a local tensor.
+            mesh: of the pipe; its slice for the same dimensions has this process's ranks.
+
+        Raises:
+            TypeError: the mesh does not have the dimensions.
+        """
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+        if mesh is None or not {*self.dimensions} <= {*(mesh.mesh_dim_names or ())}:
+            raise TypeError(
+                f"a DTensor over {self.dimensions} has come from another process, and the pipe's mesh has the "
+                f"dimensions {mesh.mesh_dim_names if mesh is not None else ()}: give Pipe(mesh=) the whole DeviceMesh "
+                "of which the layers have slices"
+            )
+        kinds: dict[str, Any] = {"replicate": Replicate, "shard": Shard, "partial": Partial}
+        placements = [kinds[kind](*details) for kind, *details in self.places]
+        own = mesh[self.dimensions]
+        shape = torch.Size(self.shape)
+        return DTensor.from_local(part, own, placements, run_check=False, shape=shape, stride=self.strides)
+
+
+def _place(placement: Any) -> tuple[str] | tuple[str, int] | tuple[str, str]:
+    if placement.is_replicate():
+        return ("replicate",)
+    if placement.is_shard():
+        return "shard", placement.dim
+    if placement.is_partial():
+        return "partial", placement.reduce_op
+    raise TypeError(
+        f"a DTensor that is placed as {placement} cannot be sent to another process: redistribute it to Shard, "
+        "Replicate or Partial, or keep the layers that exchange it in one partition"
+    )
