@@ -31,6 +31,7 @@ from pipework.profiling.first_mini_batch import AUTO, FirstMiniBatch, refuse_mem
 from pipework.runtime.random.on_devices import generator_given_up
 from pipework.runtime.random.streams import draw_key
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
+from pipework.schedule.passes.sharding import refuse_whole_stages
 from pipework.skip.verify import verify_skippables
 from pipework.summary import table
 from pipework.timeline import Recording
@@ -106,6 +107,9 @@ class Pipe(Layers):
             of, such as ``["*.experts.*"]`` for experts that are spread over the replicas, or shards that a layer cuts
             by hand. They are neither compared nor averaged over the other dimensions of the mesh; their gradients
             are divided by the number of replicas, because the loss is the mean of theirs. DTensors need no name here.
+        whole_stages: of layers that FSDP2 shards over "dp" (`fully_shard`), at most so many stages of a worker have
+            whole parameters at a time: those that it needs next. Fewer take less memory and gather more often. None:
+            all stages of the worker, from the beginning of a call to its end.
         plan: what `pipework.plan` returned for these layers; it decides chunks, checkpoint, balance and schedule, and
             the devices unless they are given. With a mesh all processes load the same plan, of as many workers. With
             schedule='auto' the first training mini-batch makes the plan, as `pipework.plan` does (so it takes half a
@@ -150,6 +154,7 @@ class Pipe(Layers):
         one_thread: bool | None = None,
         mesh: Mesh | DeviceMesh | None = None,
         local_parameters: Sequence[str] = (),
+        whole_stages: int | None = None,
         plan: Plan | Mapping[str, Any] | None = None,
         memory: float | str | Mapping[str, float | str] | None = None,
     ) -> None:
@@ -201,6 +206,8 @@ class Pipe(Layers):
             assignment = assign(module, schedule, chunks, balance, backend.devices)
             here = backend.own_stages(assignment)
         local_names = matching_names(module, local_parameters)
+        if whole_stages is not None:
+            refuse_whole_stages(whole_stages)
         if plan is not None:
             checkpoint = AS_SCHEDULED
         elif assignment.recomputes:
@@ -262,6 +269,7 @@ class Pipe(Layers):
             "grad_scaler": grad_scaler is not None,
             "training": module.training,
             "local_parameters": sorted(local_parameters),
+            "whole_stages": whole_stages,
             "random key of layers on the meta device": key,
         }
         own = [*self.named_parameters(), *self.named_buffers()]

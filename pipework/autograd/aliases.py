@@ -24,10 +24,11 @@ from pipework.autograd.weight_split.store import WeightGradientAlias
 from pipework.values.dtensor import is_dtensor, is_over_processes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from torch import nn
 
+    from pipework.autograd.fully_sharded import FullySharded
     from pipework.autograd.stray_gradients import StrayGradients
     from pipework.autograd.weight_split.store import WeightGradientStore
     from pipework.runtime.stage.stage import Layer
@@ -47,21 +48,26 @@ class Aliases:
         weight_store: defers gradients to W, and gives parameters of its operators aliases of its own class; None: the
             schedule has no W.
         stray: refuses gradients from outside of the pipe; None: not in this mini-batch.
+        sharded: what FSDP shards of the stage; None: nothing.
 
     Attributes:
         leaves: the aliases.
         parameters: those of the user, in the same order.
+        sharded: likewise.
         over_processes: one of the parameters that is a DTensor over several processes; None: there is none.
     """
 
-    __slots__ = ("_slots", "_stray", "leaves", "over_processes", "parameters")
+    __slots__ = ("_reduced", "_slots", "_stray", "leaves", "over_processes", "parameters", "sharded")
 
     def __init__(
         self,
         layers: Iterable[nn.Module],
         weight_store: WeightGradientStore | None = None,
         stray: StrayGradients | None = None,
+        sharded: FullySharded | None = None,
     ) -> None:
+        self.sharded = sharded
+        self._reduced: dict[int, Tensor] = {}  # the gradients of shards, by the id of the leaf
         by_parameter: dict[int, tuple[Tensor, Tensor]] = {}
         self.over_processes: Tensor | None = None
         self._slots: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
@@ -76,7 +82,9 @@ class Aliases:
         for slots, name, parameter, _ in found:
             if id(parameter) not in by_parameter:
                 _refuse_foreign_alias(parameter)
-                plain = parameter.detach()
+                # The memory of a shard is not what layers compute with.
+                held = parameter if sharded is None or not sharded.has(parameter) else sharded.whole(parameter)
+                plain = held.detach()
                 own_class = type(plain) is not Tensor
                 if own_class and is_over_processes(plain):
                     self.over_processes = parameter
@@ -127,31 +135,63 @@ class Aliases:
 
         No reference is kept, so autograd may make these tensors the parameters' `.grad` without a copy.
         """
-        gradients = [alias.grad for alias in self.leaves]
+        gradients = self.gradients()
         for alias in self.leaves:
             alias.grad = None
+        self._reduced.clear()
         return gradients
 
+    def gradients(self) -> list[Tensor | None]:
+        """The gradient of each parameter; they stay here."""
+        if self._reduced:
+            return [self._reduced.get(id(alias), alias.grad) for alias in self.leaves]
+        return [alias.grad for alias in self.leaves]
 
-def standing_in(several: Iterable[Aliases]) -> contextlib.AbstractContextManager[None]:
+    def set_reduced(self, gradients: dict[int, Tensor]) -> None:
+        """The gradients of shards are there.
+
+        Args:
+            gradients: by the ids of leaves.
+        """
+        self._reduced = gradients
+
+    def gather(self) -> None:
+        """UNSHARD: the modules hold whole parameters, or their aliases, from now on."""
+        if self.sharded is not None and not self.sharded.is_whole:
+            self.sharded.gather()
+            for slots, name, parameter, alias in self._slots:
+                if self.sharded.has(parameter):
+                    slots[name] = alias
+
+    def reshard(self) -> None:
+        """RESHARD: they hold shards again, whose whole parameters have no memory."""
+        if self.sharded is not None:
+            self.sharded.reshard()
+
+
+def standing_in(
+    several: Iterable[Aliases], gathered_later: Collection[Aliases] = ()
+) -> contextlib.AbstractContextManager[None]:
     """A context in which the modules of several stages hold their aliases in place of their parameters.
 
     Afterwards each module holds what it held before, also if that is no longer the parameter found at first.
 
     Args:
         several: those of the stages.
+        gathered_later: those of which what FSDP shards is not yet to be whole.
 
     Raises:
         RuntimeError: another pipe is running one of the layers at the same time.
     """
-    return _StandingIn(list(several))
+    return _StandingIn(list(several), gathered_later)
 
 
 class _StandingIn:
-    __slots__ = ("_found", "_several")
+    __slots__ = ("_found", "_gathered_later", "_several")
 
-    def __init__(self, several: list[Aliases]) -> None:
+    def __init__(self, several: list[Aliases], gathered_later: Collection[Aliases]) -> None:
         self._several = several
+        self._gathered_later = gathered_later
         self._found: list[Tensor | None] = []
 
     def __enter__(self) -> None:
@@ -168,6 +208,9 @@ class _StandingIn:
                         alias.pipework_thread = thread  # type: ignore[attr-defined]
                         found.append(present)
                         slots[name] = alias
+            for aliases in self._several:
+                if aliases not in self._gathered_later:
+                    aliases.gather()
         except BaseException:
             self.__exit__()
             raise
@@ -177,6 +220,7 @@ class _StandingIn:
         for aliases in self._several:
             if aliases._stray is not None:
                 aliases._stray.running = False
+            aliases.reshard()
         for (slots, name, _, alias), present in reversed(list(zip(taken, self._found, strict=False))):
             if slots.get(name) is alias:  # a layer that replaced its own parameter keeps what it put there
                 slots[name] = present

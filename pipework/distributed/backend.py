@@ -17,7 +17,7 @@ from pipework.distributed.optimizer_check import OptimizerCheck
 from pipework.distributed.parameter_check import check_parameters
 from pipework.distributed.peer_group import PeerGroup
 from pipework.distributed.rendezvous import RendezvousSpec
-from pipework.distributed.shared_tensors import SharedTensors
+from pipework.distributed.shared_tensors import SharedTensors, refuse_foreign_meshes
 from pipework.model.release import release_layers
 from pipework.model.state_names import state_name
 from pipework.values.dtensor import is_dtensor
@@ -64,6 +64,7 @@ class DistributedBackend:
         self.data_parallel_size = self.mesh.data_parallel_size
         self._group: PeerGroup | None = None
         self._checks: list[object] = []  # open as long as this object
+        self._whole_stages: int | None = None
 
     @property
     def group(self) -> PeerGroup:
@@ -110,13 +111,16 @@ class DistributedBackend:
         """Returns when all processes have come and agree about the pipe."""
         mesh, placement = self.mesh, spec.assignment.placement
         self.is_first, self.is_last = mesh.worker == placement[0], mesh.worker == placement[-1]
+        named = list(spec.tensors)
+        refuse_foreign_meshes(named, mesh.same_layers)
         check_parameters(spec.partitions, placement, mesh.ranks, mesh.worker, spec.grad_scaler)
         pairs = [(stage, stage + 1) for stage in range(len(placement) - 1)]
         pairs += [pair for skip in spec.skips for pair in skip.hops]
+        self._whole_stages = spec.settings["whole_stages"]
         agreed = contract(spec.module, spec.assignment, **spec.settings)
         tied = tied_parameters(spec.partitions, placement)
         self._tied_stages = [each.stages for each in tied]
-        tensors = SharedTensors(spec.tensors, spec.local_names)
+        tensors = SharedTensors(named, spec.local_names)
         self._group = PeerGroup(mesh, RendezvousSpec(placement, pairs, tied, agreed), tensors, spec.open_workers)
         self._leave_to_others(spec)
 
@@ -146,7 +150,8 @@ class DistributedBackend:
 
     def program(self, program: Program, skips: Sequence[Skip]) -> Program:
         """The program with sends, receives and reductions."""
-        return program.across([pair for skip in skips for pair in skip.hops], reduces=self.group.reduces)
+        hops = [pair for skip in skips for pair in skip.hops]
+        return program.across(hops, reduces=self.group.reduces, whole_stages=self._whole_stages)
 
     def check_copyable(self) -> None:
         """A copy would be a further process of the job."""

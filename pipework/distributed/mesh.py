@@ -154,6 +154,11 @@ class Mesh:
         by_replica = self._by_pipe().reshape(self.data_parallel_size, -1, len(self.ranks))
         return [int(rank) for rank in by_replica[self.data_parallel_rank, :, self.worker]]
 
+    @property
+    def same_layers(self) -> list[int]:
+        """The ranks that hold the layers of this one, or a part of them, in all replicas."""
+        return self.everyone[self.worker :: len(self.ranks)]
+
     def place(self, position: int) -> dict[str, int]:
         """The place of a rank in all dimensions but "pp", for messages; dimensions of size 1 are left out.
 

@@ -24,6 +24,7 @@ from pipework.distributed.health.preemption import Preemption
 from pipework.distributed.health.status import describe_action
 from pipework.distributed.mesh import PIPES, REPLICAS
 from pipework.distributed.rendezvous import Rendezvous
+from pipework.distributed.shared_tensors import refuse_other_shards
 from pipework.distributed.step_header import StepHeaders
 from pipework.distributed.transport.channel import LostConnectionError
 from pipework.distributed.transport.rank_transport import RankTransport
@@ -105,14 +106,12 @@ class PeerGroup:
         )
         self._connections = self._rendezvous(store, spec, tensors)
         control = self._connections.groups["control"]
-        # Gradients of which every rank has its own, or a part, overflow on one alone.
-        self._differ = bool(tensors.local) or len(mesh.layer_ranks) > 1
-        everyone = self._connections.groups["everyone"]
-        self._found_inf = FoundInf(everyone if self._differ else control, mesh.device)
-        layers = self._connections.layers
+        self._found_inf = FoundInf(self._connections.groups["everyone"], mesh.device)
         self._tensors = tensors
         self._replicas = mesh.replicas or ()
-        self._headers = StepHeaders(control, self.ranks, spec.placement[0], spec.placement[-1], layers)
+        self._headers = StepHeaders(
+            control, self.ranks, spec.placement[0], spec.placement[-1], self._connections.layers
+        )
         self._open_workers = weakref.WeakMethod(open_workers)
         self._workers: weakref.ref[WorkerThreads] | None = None  # the pipe replaces them with its layers
         self._in_call = threading.Lock()  # held during a call
@@ -322,6 +321,9 @@ class PeerGroup:
 
     def transport(self, spec: RunSpec) -> Transport:
         """See `pipework.runtime.peers.Peers`."""
+        for run in spec.runs.values():
+            if run.sharded is not None:
+                refuse_other_shards(run.sharded.parameters, self._replicas)
         replicas = self._connections.replicas
         if replicas is not None and spec.differentiates:
             trained = (each for run in spec.runs.values() for each in run.aliases.parameters)
@@ -363,16 +365,25 @@ class PeerGroup:
         The rows of all replicas have come to a parameter that only this one has, so its gradient is complete but for
         the mean: the loss is the mean of the replicas' losses.
         """
-        if self._connections.replicas is None:
+        replicas = self._connections.replicas
+        if replicas is None:
             return
         aliases, shared = spec.runs[stage].aliases, []
+        sharded = aliases.sharded
+        if sharded is not None:
+            with self.monitor.progress.waits():
+                present = sharded.present(aliases.parameters, aliases.leaves)
+                wanted = replicas.any_of_each(present)
+                aliases.set_reduced(sharded.reduce(aliases.parameters, aliases.leaves, wanted))
         for parameter, leaf in zip(aliases.parameters, aliases.leaves, strict=True):
+            if sharded is not None and sharded.has(parameter):
+                continue
             if self._tensors.is_shared(parameter, self._replicas):
                 shared.append(leaf)
             elif leaf.grad is not None:
                 leaf.grad.div_(len(self._replicas))
         with self.monitor.progress.waits():  # the first time in a step for what the other replicas train
-            self._connections.replicas.begin(shared)
+            replicas.begin(shared)
 
     def complete(self, spec: RunSpec) -> None:
         """After the last action: completes the gradients."""
@@ -383,7 +394,10 @@ class PeerGroup:
             assert connections.tied is not None
             connections.tied.add_up(spec.runs)
         if spec.scaler is not None:
-            self._found_inf.share(spec.scaler, [leaf for run in spec.runs.values() for leaf in run.aliases.leaves])
+            every = [run.aliases for run in spec.runs.values()]
+            leaves = [leaf for aliases in every for leaf in aliases.leaves]
+            gradients = [gradient for aliases in every for gradient in aliases.gradients()]
+            self._found_inf.share(spec.scaler, leaves, gradients)
 
     def asked_to_stop(self) -> bool:
         """Whether any process was asked to end. The last ranks of all pipes call this, and get the same answer."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from pipework.distributed.data_digest import data_digest, tells_rows
-from pipework.values.dtensor import differs_over, local_part
+from pipework.values.dtensor import differs_over, is_dtensor, local_part, placement_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -108,6 +108,39 @@ def refuse_any_different(found: Difference, ranks: Sequence[int], dimensions: Se
             f"have different values of {_listed(found.different)}: seed alike on all ranks before the model is made, "
             f"or load the same values. {_WAYS_OUT}"
         )
+
+
+def refuse_foreign_meshes(named: Iterable[tuple[str, Tensor]], same_layers: Collection[int]) -> None:
+    """Raises a ValueError if a DTensor lies on ranks that hold other layers.
+
+    Args:
+        named: the parameters and buffers of this rank's layers.
+        same_layers: the ranks that hold these layers, in all replicas.
+    """
+    for name, tensor in named:
+        if is_dtensor(tensor) and (others := {*tensor.device_mesh.mesh.flatten().tolist()} - {*same_layers}):
+            raise ValueError(
+                f"{name} is sharded over ranks {sorted(tensor.device_mesh.mesh.flatten().tolist())}, and "
+                f"{', '.join(map(str, sorted(others)))} hold other stages of the pipe: shard it over a slice of the "
+                "pipe's mesh without 'pp', such as parallelize_module(layer, mesh['tp'], plan) or "
+                "fully_shard(layer, mesh=mesh['dp'])"
+            )
+
+
+def refuse_other_shards(parameters: Iterable[Tensor], replicas: Sequence[int]) -> None:
+    """Raises a ValueError if FSDP shards parameters over other ranks than the replicas.
+
+    Args:
+        parameters: the shards.
+        replicas: the ranks that hold the same layers, one of each replica; empty: there is one replica.
+    """
+    for parameter in parameters:
+        if not differs_over(parameter, replicas):
+            raise ValueError(
+                f"fully_shard has sharded a parameter of shape {tuple(parameter.shape)} ({placement_text(parameter)}), "
+                "and not over the replicas of the pipe: its ranks must be given other rows each, so make the mesh with "
+                "a dimension 'dp', and shard over that, fully_shard(layer, mesh=mesh['dp'])"
+            )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from pipework import torch_private
+from pipework.fsdp_private import free_shards
 from pipework.model.state_names import state_name
 from pipework.runtime.stage.returned import layer_text
+from pipework.values.dtensor import is_dtensor, local_part, with_local_part
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -77,6 +79,8 @@ def release_layers(layers: Iterable[tuple[str, nn.Module, str]], kept: Collectio
     def released(tensor: Tensor) -> Tensor:
         if id(tensor) in own or tensor.is_meta:
             return tensor
+        if is_dtensor(tensor):
+            return with_local_part(torch.empty_like(local_part(tensor), device="meta"), tensor)
         if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # it need not know this operator
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return torch.empty_like(tensor, device="meta")
@@ -89,6 +93,7 @@ def release_layers(layers: Iterable[tuple[str, nn.Module, str]], kept: Collectio
             if id(parameter) not in own:
                 parameter.grad = None
         torch_private.apply_to_tensors(layer, released)
+        free_shards([layer])
         for path, parameter in layer.named_parameters():
             if id(parameter) not in own:  # a weak reference would keep PyTorch from swapping the tensor
                 setattr(parameter, _ATTRIBUTE, (state_name({name: layer}, f"{name}.{path}"), owner))

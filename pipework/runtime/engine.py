@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from pipework.autograd.fully_sharded import FullySharded
     from pipework.model.tuples import TupleRule
     from pipework.runtime.device import Link
     from pipework.runtime.peers import Peers
@@ -81,6 +82,14 @@ class Engine:
                 "would start the collectives of different stages in another order in each process, and mix up their "
                 "values: let each worker be a process, Pipe(..., mesh=) with a DeviceMesh that has a dimension 'pp' "
                 "beside those of the layers; or one_thread=True, in which all processes have one order"
+            )
+
+    def refuse_fully_sharded(self, sharded: FullySharded | None) -> None:
+        """Raises a ValueError if FSDP shards layers, and this pipe has no replicas over which gradients are reduced."""
+        if sharded is not None and not self.peers.are_others:
+            raise ValueError(
+                "fully_shard has sharded layers of this pipe over several processes, and its workers are threads: give "
+                "it the mesh, Pipe(..., mesh=mesh), with dimensions 'pp' and 'dp'; a single worker is a 'pp' of size 1"
             )
 
     def link(self, source: int, destination: int) -> Link | None:

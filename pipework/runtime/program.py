@@ -16,6 +16,7 @@ from pipework.schedule import (
     with_skips,
 )
 from pipework.schedule.edges import recomputed
+from pipework.schedule.passes.sharding import sharded_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Set
@@ -48,10 +49,13 @@ class Program:
     Attributes:
         schedule: the computation.
         lowered: the same with communication between ranks; None: all workers are in this process.
+        whole_stages: of each worker so many stages are whole at most, if processes share their weights; None: all are,
+            during each run.
     """
 
     schedule: Schedule
     lowered: Schedule | None = None
+    whole_stages: int | None = None
 
     @classmethod
     def of(cls, schedule: Schedule) -> Program:
@@ -81,17 +85,19 @@ class Program:
             )
         return cls(schedule)
 
-    def across(self, skips: Iterable[tuple[int, int]], *, reduces: bool) -> Program:
+    def across(self, skips: Iterable[tuple[int, int]], *, reduces: bool, whole_stages: int | None = None) -> Program:
         """The program for workers that are processes, with actions that send, receive and reduce.
 
         Args:
             skips: the pairs of stages of which the first sends something of a skip connection, see `Skip.hops`.
             reduces: whether gradients are summed over replicas.
+            whole_stages: see the attribute.
         """
         ways = set(skips)
         lowered = with_skips(self.schedule, {(min(way), max(way)) for way in ways})
         lowered = with_communication(with_gradient_reduction(lowered) if reduces else lowered)
-        return replace(self, lowered=replace(lowered, orders=tuple(_sending(order, ways) for order in lowered.orders)))
+        lowered = replace(lowered, orders=tuple(_sending(order, ways) for order in lowered.orders))
+        return replace(self, lowered=lowered, whole_stages=whole_stages)
 
     @cached_property
     def checkpointed(self) -> tuple[frozenset[int], ...]:
@@ -102,20 +108,31 @@ class Program:
             for stage in range(self.schedule.stages)
         )
 
-    @property
+    @cached_property
     def whole(self) -> Orders:
         """Forward and backward, with the loss inside."""
-        return (self.lowered or self.schedule).orders
+        return self._sharded(self._orders)
 
     @cached_property
     def forwards(self) -> Orders:
         """The forwards alone."""
-        return tuple(tuple(action for action in order if action.kind in _FORWARD) for order in self.whole)
+        return self._sharded(tuple(tuple(each for each in order if each.kind in _FORWARD) for order in self._orders))
 
     @cached_property
     def others(self) -> Orders:
         """All other actions. Every valid schedule can be cut like this, but it holds more activations in between."""
-        return tuple(tuple(action for action in order if action.kind not in _FORWARD) for order in self.whole)
+        return self._sharded(
+            tuple(tuple(each for each in order if each.kind not in _FORWARD) for order in self._orders)
+        )
+
+    @property
+    def _orders(self) -> Orders:
+        return (self.lowered or self.schedule).orders
+
+    def _sharded(self, orders: Orders) -> Orders:
+        if self.whole_stages is None:
+            return orders
+        return tuple(sharded_order(order, self.whole_stages) for order in orders)
 
     def launch_order(self, orders: Orders) -> tuple[Action, ...]:
         """The actions of all workers in one order, in which each comes after those whose values it needs.

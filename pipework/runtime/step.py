@@ -149,6 +149,7 @@ class Step:
             }
             for run in self._runs.values():
                 engine.refuse_over_processes(run.aliases.over_processes)
+                engine.refuse_fully_sharded(run.sharded)
             ties = tied_gradients({number: run.aliases for number, run in self._runs.items()}, engine.link)
             if options.recorder is not None and options.recorder.memory:
                 for worker in engine.devices:
@@ -241,7 +242,7 @@ class Step:
             keep: leave them here, too.
         """
         aliases = self._runs[stage].aliases
-        gradients = [alias.grad for alias in aliases.leaves] if keep else aliases.take_gradients()
+        gradients = aliases.gradients() if keep else aliases.take_gradients()
         self._engine.stages[stage].device.hand_over(gradients, locked=False)
         return gradients
 

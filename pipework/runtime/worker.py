@@ -140,7 +140,9 @@ class WorkerRun:
         """From now on, until the stack is left, this thread may execute the actions."""
         # Where no Ctrl-C can come between putting an alias in and taking it out: on a worker's thread, or with handlers
         # that are kept from raising.
-        stack.enter_context(standing_in([run.aliases for run in self._runs]))
+        scheduled = {action.stage for action in self._order if action.kind == "UNSHARD"}
+        later = [run.aliases for stage, run in zip(self._stages, self._runs, strict=True) if stage in scheduled]
+        stack.enter_context(standing_in([run.aliases for run in self._runs], later))
         if self._marks is not None:
             self._clock = self._device.clock()
 

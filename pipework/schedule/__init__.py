@@ -34,6 +34,7 @@ from pipework.schedule.passes.recompute import (
     without_recompute,
 )
 from pipework.schedule.passes.restrict import restricted
+from pipework.schedule.passes.sharding import with_sharding
 from pipework.schedule.phases import split_at_loss
 from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build, schedule_spec
 from pipework.schedule.schedule import Schedule
@@ -98,6 +99,7 @@ __all__ = [
     "with_gradient_reduction",
     "with_recompute",
     "with_recompute_on_stages",
+    "with_sharding",
     "with_skips",
     "without_recompute",
     "zb_h1",

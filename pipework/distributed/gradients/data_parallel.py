@@ -211,6 +211,14 @@ class DataParallel:
                 if not count:
                     leaf.grad = None
 
+    def any_of_each(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether it is set on any replica; after the comparison of what they train."""
+        self._end_comparison()
+        total = torch.tensor(list(flags), dtype=torch.int32)
+        if flags:
+            self._wait(self._start("allreduce", total))
+        return [bool(count) for count in total.tolist()]
+
     def any_of(self, flag: bool) -> bool:
         """Whether the flag is set on any replica."""
         total = torch.tensor([0, 0, int(flag)])

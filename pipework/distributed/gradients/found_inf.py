@@ -13,6 +13,7 @@ import torch
 
 from pipework import torch_private
 from pipework.distributed.transport.channel import LostConnectionError
+from pipework.values.dtensor import local_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,26 +24,32 @@ if TYPE_CHECKING:
 
 
 class FoundInf:
-    """Shares overflows between the gradient scalers of all ranks."""
+    """Shares overflows between the gradient scalers of some ranks.
+
+    Args:
+        group: of all ranks of the job: of a sharded gradient, one alone may have the overflow.
+        device: of this rank.
+    """
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group: Any = group
         self._device = device
         self._optimizers: dict[bool, torch.optim.Optimizer] = {}
 
-    def share(self, scaler: Any, leaves: Sequence[Tensor]) -> None:
+    def share(self, scaler: Any, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Puts an infinity into this rank's gradients if there is an infinity or NaN in those of any rank.
 
         Args:
             scaler: a `torch.amp.GradScaler` or another one.
-            leaves: the tensors with gradients in `.grad`.
+            leaves: the tensors in whose `.grad` a gradient may be put.
+            gradients: of each of them, or of its shard.
 
         Raises:
             LostConnectionError: one of the ranks is gone.
         """
-        gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        present = [local_part(gradient) for gradient in gradients if gradient is not None]
         # A sparse gradient adds up its values of the same index first.
-        summed = (gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients)
+        summed = (gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in present)
         count = torch.tensor([sum(not values.isfinite().all() for values in summed)])
         work = self._group.allreduce(count)
         try:
@@ -50,7 +57,7 @@ class FoundInf:
         except RuntimeError as error:
             raise LostConnectionError(None) from error
         happened = bool(count.item())
-        in_place = (torch_private.sparse_values(each) if each.is_sparse else each for each in gradients)
+        in_place = (torch_private.sparse_values(each) if each.is_sparse else each for each in present)
         numbers = next((values for values in in_place if values.numel()), None)
         if numbers is None:
             self._show(scaler, happened)

@@ -116,6 +116,8 @@ class RankEndpoint:
             "RECV_F": self._post,
             "RECV_B": self._post,
             "REDUCE_GRAD": lambda action: self._peer_group.reduce(self._spec, action.stage),
+            "UNSHARD": self._unshard,
+            "RESHARD": lambda action: self._spec.runs[action.stage].aliases.reshard(),
         }
 
     def finish(self) -> None:
@@ -151,6 +153,10 @@ class RankEndpoint:
             # The gradient of a skip may go another way: see `runtime/skips/`.
             if address in self._outbox or not name.startswith("B skip "):
                 channel.send(address, *self._outbox.pop(address))
+
+    def _unshard(self, action: Action) -> None:
+        with self._peer_group.monitor.progress.waits():
+            self._spec.runs[action.stage].aliases.gather()
 
     def _post(self, action: Action) -> None:
         kind, target, micro_batch, source = action

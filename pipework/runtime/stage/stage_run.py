@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge
 from pipework import torch_private
 from pipework.autograd import boundary, hidden_parameters
 from pipework.autograd.aliases import Aliases
+from pipework.autograd.fully_sharded import FullySharded
 from pipework.autograd.stray_gradients import explain_freed_graph
 from pipework.autograd.weight_split.store import WeightGradientStore
 from pipework.runtime.failure import add_note
@@ -100,7 +101,9 @@ class StageRun:
         self._stray = stage.stray_gradients() if context.grad else None
         new_queue = list if self._stray is None else self._stray.new_queue
         self._weight_store = WeightGradientStore(stage.deferred, new_queue) if defers else None
-        self.aliases = Aliases(stage.modules if context.grad else (), self._weight_store, self._stray)
+        self.sharded = FullySharded.of(stage.modules)
+        modules = stage.modules if context.grad else ()
+        self.aliases = Aliases(modules, self._weight_store, self._stray, self.sharded)
         if not self.aliases.any_deferrable:
             self._weight_store = None
         self._loss = None if loss is None else LossRun(loss, stage, trains=bool(self.aliases.leaves))
@@ -152,7 +155,7 @@ class StageRun:
         self._run_backward = torch_private.run_backward
         if context_entered and self._context.autocasts:
             self._run_backward = functools.partial(_without_autocast, self._context)
-        self._has_end = self._weight_store is not None or self.meter is not None
+        self._has_end = self._weight_store is not None or self.meter is not None or self.sharded is not None
         self._has_extras = (
             not self._grad
             or self._watched
@@ -163,6 +166,7 @@ class StageRun:
             or self._weight_store is not None
             or self._stray is not None
             or self.tied is not None
+            or self.sharded is not None
         )
         self._is_plain = False
 
@@ -292,6 +296,7 @@ class StageRun:
         except RuntimeError as error:
             self._explain(error)
             raise
+        self._accumulate()
         if self.meter is not None and not self._retain_graph:
             waiting = () if self._weight_store is None else self._weight_store.kept(action.micro_batch)
             self.meter.waiting(self._index, action.micro_batch, waiting)
@@ -316,8 +321,13 @@ class StageRun:
         if self._weight_store is not None:
             self._weight_store.add_weight_gradients(micro_batch, again=self._retain_graph)
             self._check_parameters()
+        self._accumulate()
         if self.meter is not None and not self._retain_graph:
             self.meter.released(self._index, micro_batch)
+
+    def _accumulate(self) -> None:
+        if self.sharded is not None:
+            self.sharded.accumulate(self.aliases.parameters, self.aliases.leaves)
 
     def _check_parameters(self) -> None:
         if self._check_finite:
@@ -412,6 +422,8 @@ class StageRun:
         if self.tied is not None:
             self.tied.clear()
         self.aliases.take_gradients()
+        if self.sharded is not None:
+            self.sharded.forget()
 
     def _first_pass(
         self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int, arrived: list[Arrived]

@@ -19,7 +19,7 @@ def shared(*gradients: Tensor | None) -> list[Tensor | None]:
     def share(rank: int) -> None:
         leaves[rank].grad = gradients[rank]
         group = group_of(store, "all", range(len(gradients)), rank)
-        FoundInf(group, torch.device("cpu")).share(None, [leaves[rank]])
+        FoundInf(group, torch.device("cpu")).share(None, [leaves[rank]], [leaves[rank].grad])
 
     with ThreadPoolExecutor(len(gradients)) as pool:
         list(pool.map(share, range(len(gradients))))

@@ -1,0 +1,134 @@
+"""Layers that FSDP2 shards (`torch.distributed.fsdp.fully_shard`): gathered for a stretch of work, reduced once.
+
+    between steps     slot: the shard, a DTensor                  the user's parameter, with its .grad and hooks
+    gathered          slot: FSDP's whole parameter
+    in the run        slot: an alias of the whole parameter       .grad: the stage's buffer, as of every parameter
+    REDUCE_GRAD       the buffer is reduced over the replicas     a shard, which the stage's node hands to the parameter
+    resharded         slot: the shard                             the memory of the whole is free
+
+FSDP's own hooks run with each micro-batch, and neither gather nor reduce. Rajbhandari et al., "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models", SC 2020, describes the sharding of parameters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipework.fsdp_private import FSDPStates, fsdp_modules
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from typing import Self
+
+    from torch import Tensor, nn
+    from torch.distributed.fsdp import FSDPModule
+
+
+class FullySharded:
+    """What FSDP shards of one stage, in one mini-batch.
+
+    Args:
+        modules: that FSDP shards, outer ones before inner ones.
+
+    Attributes:
+        is_whole: whether the parameters are gathered.
+    """
+
+    def __init__(self, modules: Sequence[FSDPModule]) -> None:
+        self._states = FSDPStates(modules)
+        self.is_whole = False
+        parameters = self._states.parameters
+        if not all(each.was_whole for each in parameters):
+            self.gather()  # whole parameters exist from the first time on
+            self.reshard()
+        self._by_shard = {id(each.shard): each for each in parameters}
+
+    @classmethod
+    def of(cls, layers: Iterable[nn.Module]) -> Self | None:
+        """What FSDP shards of these layers; None: nothing."""
+        modules = fsdp_modules(layers)
+        return cls(modules) if modules else None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The shards."""
+        return [each.shard for each in self._by_shard.values()]
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether FSDP shards a parameter."""
+        return id(parameter) in self._by_shard
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """What is in the place of a shard while it is gathered."""
+        return self._by_shard[id(parameter)].whole
+
+    def gather(self) -> None:
+        """Makes all parameters of the stage whole. The ranks among which they are sharded call this together."""
+        if not self.is_whole:
+            self._states.suspend()
+            self._states.unshard()
+            self.is_whole = True
+
+    def reshard(self) -> None:
+        """Frees what was gathered."""
+        if self.is_whole:
+            self._states.reshard()
+            self._states.resume()
+            self.is_whole = False
+
+    def accumulate(self, parameters: Iterable[Tensor], leaves: Iterable[Tensor]) -> None:
+        """After the backward of a micro-batch: sums over micro-batches are formed in the dtype of the reduction.
+
+        Args:
+            parameters: of the stage.
+            leaves: for each of them the tensor with its gradient in `.grad`.
+        """
+        for parameter, leaf in zip(parameters, leaves, strict=True):
+            each = self._by_shard.get(id(parameter))
+            if each is None or leaf.grad is None or each.reduce_dtype in (None, leaf.dtype):
+                continue
+            gradient, leaf.grad = leaf.grad, None
+            if each.accumulated is None:
+                each.accumulated = gradient.to(each.reduce_dtype)
+            else:
+                each.accumulated += gradient
+
+    def present(self, parameters: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[bool]:
+        """Whether each sharded one among these parameters has a gradient."""
+        pairs = [(self._by_shard[id(p)], leaf) for p, leaf in zip(parameters, leaves, strict=True) if self.has(p)]
+        return [each.accumulated is not None or leaf.grad is not None for each, leaf in pairs]
+
+    def reduce(
+        self, parameters: Sequence[Tensor], leaves: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> dict[int, Tensor]:
+        """Reduces the gradients of the whole parameters; each rank gets that of its shard.
+
+        Args:
+            parameters: of the stage.
+            leaves: for each of them the tensor with its gradient in `.grad`, which is taken.
+            wanted: for each sharded one, whether any rank has a gradient of it.
+
+        Returns:
+            The gradients of shards, by the id of the leaf.
+        """
+        pairs = [(p, leaf, self._by_shard[id(p)]) for p, leaf in zip(parameters, leaves, strict=True) if self.has(p)]
+        self.reshard()
+        try:
+            for (parameter, leaf, each), comes in zip(pairs, wanted, strict=True):
+                if comes and each.accumulated is None:
+                    each.whole.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                leaf.grad = None
+                # FSDP adds to the gradient of the shard, and calls its hooks. That comes with the user's backward.
+                each.shard = parameter.detach().requires_grad_()
+            self._states.reduce()
+            found = {id(leaf): each.shard.grad for _, leaf, each in pairs}
+        finally:
+            for parameter, _, each in pairs:
+                each.shard = parameter
+        return {leaf: gradient for leaf, gradient in found.items() if gradient is not None}
+
+    def forget(self) -> None:
+        """After a failure."""
+        self._states.forget()

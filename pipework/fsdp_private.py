@@ -1,0 +1,169 @@
+"""Every private name of FSDP2 (`torch.distributed.fsdp.fully_shard`) that the package uses; see `torch_private`.
+
+FSDP gathers the parameters of a layer at its forward and its backward, and reduces gradients after each backward. A
+pipe does both at other times, for all micro-batches at once, and has no public way to: `unshard`, `reshard` and some
+settings are public, but not the reduction by itself, nor the parameters that are whole meanwhile. If a name is gone,
+its use raises an AttributeError with the name, and layers that FSDP2 shards cannot be in a pipe.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed.fsdp import FSDPModule
+
+
+def fsdp_modules(layers: Iterable[nn.Module]) -> list[FSDPModule]:
+    """The modules that FSDP2 shards, outer ones before inner ones; none as long as nobody has imported it."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    if module is None:
+        return []
+    found = dict.fromkeys(each for layer in layers for each in layer.modules() if isinstance(each, module.FSDPModule))
+    return list(found)
+
+
+def free_shards(layers: Iterable[nn.Module]) -> None:
+    """Frees the memory of shards that FSDP keeps beside the parameters, after these were moved to the meta device."""
+    for module in fsdp_modules(layers):
+        for each in (each for group in _state_of(module)._fsdp_param_groups for each in group.fsdp_params):
+            each._sharded_param_data = each.sharded_param._local_tensor.view(-1)
+
+
+class FSDPParameter:
+    """One parameter that FSDP shards.
+
+    Args:
+        private: FSDP's own object.
+    """
+
+    __slots__ = ("_private",)
+
+    def __init__(self, private: Any) -> None:
+        self._private = private
+
+    @property
+    def shard(self) -> Tensor:
+        """The user's parameter, a DTensor."""
+        return self._private.sharded_param  # type: ignore[no-any-return]
+
+    @shard.setter
+    def shard(self, value: Tensor) -> None:
+        self._private.sharded_param = value
+
+    @property
+    def was_whole(self) -> bool:
+        """Whether the whole parameter exists, with or without memory."""
+        return hasattr(self._private, "_unsharded_param")
+
+    @property
+    def whole(self) -> Tensor:
+        """The whole parameter, which has memory as long as it is gathered."""
+        return self._private._unsharded_param  # type: ignore[no-any-return]
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """In which gradients are reduced; None: in their own."""
+        return self._private.reduce_dtype  # type: ignore[no-any-return]
+
+    @property
+    def accumulated(self) -> Tensor | None:
+        """The gradient of the whole parameter in that dtype, which the next reduction takes."""
+        return self._private.unsharded_accumulated_grad  # type: ignore[no-any-return]
+
+    @accumulated.setter
+    def accumulated(self, value: Tensor | None) -> None:
+        self._private.unsharded_accumulated_grad = value
+
+
+class _Setting(NamedTuple):
+    owner: Any
+    name: str
+    value: Any
+
+
+class FSDPStates:
+    """The states of some modules, of which the outermost ones are initialised as roots.
+
+    Args:
+        modules: outer ones before inner ones.
+    """
+
+    def __init__(self, modules: Sequence[FSDPModule]) -> None:
+        states = list(map(_state_of, modules))
+        self._states = list(dict.fromkeys(states))
+        for state in self._states:
+            state._lazy_init()
+        self._groups = [group for state in self._states for group in state._fsdp_param_groups]
+        self._changed: list[_Setting] = []
+
+    @property
+    def parameters(self) -> list[FSDPParameter]:
+        """All parameters of the modules."""
+        return [FSDPParameter(each) for group in self._groups for each in group.fsdp_params]
+
+    def suspend(self) -> None:
+        """From now on forwards and backwards neither gather nor reduce nor reshard; `resume` ends that."""
+        self._set(reduces=False)
+
+    def resume(self) -> None:
+        """FSDP is as it was before."""
+        while self._changed:
+            owner, name, value = self._changed.pop()
+            setattr(owner, name, value)
+
+    def _set(self, *, reduces: bool) -> None:
+        for group in self._groups:
+            for name in ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_forward_mesh_info"):
+                self._changed.append(_Setting(group, name, getattr(group, name)))
+            group.reduce_grads = reduces
+            group.all_reduce_grads = True
+            group.reshard_after_backward = False
+            group.post_forward_mesh_info = None
+        for context in {id(state._state_ctx): state._state_ctx for state in self._states}.values():
+            self._changed.append(_Setting(context, "is_last_backward", context.is_last_backward))
+            context.is_last_backward = reduces
+
+    def unshard(self) -> None:
+        """Gathers all parameters of the modules."""
+        for group in self._groups:
+            group.unshard(async_op=True)
+        for group in self._groups:
+            group.wait_for_unshard()
+
+    def reshard(self) -> None:
+        """Frees what was gathered."""
+        for group in self._groups:
+            group._training_state = type(group._training_state).IDLE
+            group.reshard()
+
+    def reduce(self) -> None:
+        """Reduces the gradients of the whole parameters into those of the shards."""
+        self._set(reduces=True)
+        try:
+            for group in reversed(self._groups):
+                group.post_backward()
+            for state in self._states:
+                if state._is_root:
+                    state._root_post_backward_final_callback()
+        finally:
+            self.resume()
+
+    def forget(self) -> None:
+        """After a failure: drops what a forward or backward has left."""
+        for group in self._groups:
+            for each in group.fsdp_params:
+                each.unsharded_accumulated_grad = None
+                if hasattr(each, "_unsharded_param"):
+                    each._unsharded_param.grad = None
+
+
+def _state_of(module: FSDPModule) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard.state(module)  # type: ignore[attr-defined]

@@ -1,0 +1,85 @@
+"""Where the weights of a stage are gathered, and freed again, if processes share them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from pipework.schedule.action import Action
+from pipework.schedule.analysis.validate import check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pipework.schedule.schedule import Schedule
+
+_READ: Final = ("F", "R", "B", "I")  # W multiplies what I has kept, and reads no weight
+
+
+def with_sharding(schedule: Schedule, whole_stages: int) -> Schedule:
+    """Adds ``UNSHARD`` and ``RESHARD``, so that a worker has the weights of a few of its stages at a time.
+
+    These are the stages that it needs next. So the weights of a stage are gathered once for a stretch of work, before
+    the worker comes to it if `whole_stages` is more than 1, and not for each micro-batch.
+
+    Args:
+        schedule: one without such actions.
+        whole_stages: how many stages of a worker are whole at most.
+
+    Returns:
+        The schedule with these actions; one in which a worker has no more stages than that gathers each once.
+
+    Raises:
+        ValueError: `whole_stages` is less than 1.
+        ScheduleError: the schedule cannot run.
+
+    Example:
+        >>> from pipework.schedule import looped_bfs
+        >>> " ".join(map(str, with_sharding(looped_bfs(1, 1, 2), 1).orders[0]))
+        '0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1B0 1RESHARD 0UNSHARD 0B0 0RESHARD'
+    """
+    refuse_whole_stages(whole_stages)
+    orders = tuple(sharded_order(order, whole_stages) for order in schedule.orders)
+    sharded = replace(schedule, orders=orders)
+    check(sharded)
+    return sharded
+
+
+def refuse_whole_stages(whole_stages: object) -> None:
+    """Raises a ValueError for what is no number of stages."""
+    if isinstance(whole_stages, bool) or not isinstance(whole_stages, int) or whole_stages < 1:
+        raise ValueError(f"whole_stages is how many stages of a worker are whole at most, from 1: got {whole_stages!r}")
+
+
+def sharded_order(order: Sequence[Action], whole_stages: int) -> tuple[Action, ...]:
+    """The actions of one worker with ``UNSHARD`` and ``RESHARD`` among them; see `with_sharding`."""
+    return tuple(_sharded(order, whole_stages))
+
+
+def _sharded(order: Sequence[Action], whole_stages: int) -> Iterator[Action]:
+    following = _stages_read_next(order)
+    whole: list[int] = []
+    for action, stages in zip(order, following, strict=True):
+        if action.kind in _READ:
+            wanted = stages[:whole_stages]
+            for stage in [stage for stage in whole if stage not in wanted]:
+                whole.remove(stage)
+                yield Action("RESHARD", stage)
+            for stage in wanted:
+                if stage not in whole:
+                    whole.append(stage)
+                    yield Action("UNSHARD", stage)
+        yield action
+    for stage in whole:
+        yield Action("RESHARD", stage)
+
+
+def _stages_read_next(order: Sequence[Action]) -> list[tuple[int, ...]]:
+    """For each action the stages whose weights it and later ones read, those that are read first in front."""
+    found: list[tuple[int, ...]] = []
+    stages: tuple[int, ...] = ()
+    for action in reversed(order):
+        if action.kind in _READ and stages[:1] != (action.stage,):
+            stages = (action.stage, *(stage for stage in stages if stage != action.stage))
+        found.append(stages)
+    return found[::-1]

@@ -1,0 +1,56 @@
+"""FSDP2's private names: each exists in the installed version, and the file that uses them uses no others."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pipework import fsdp_private
+from tests.test_torch_private import Names, is_private
+
+OF_STATES = {"_fsdp_param_groups", "_is_root", "_lazy_init", "_root_post_backward_final_callback", "_state_ctx"}
+OF_GROUPS = {
+    "_training_state", "all_reduce_grads", "fsdp_params", "post_backward", "post_forward_mesh_info", "reduce_grads",
+    "reshard", "reshard_after_backward", "unshard", "wait_for_unshard",
+}  # fmt: skip
+OF_PARAMETERS = {"_sharded_param_data", "reduce_dtype", "sharded_param", "unsharded_accumulated_grad"}
+
+
+@pytest.fixture
+def state() -> Iterator[Any]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        layer = nn.Linear(4, 4)
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+        yield fully_shard.state(layer)  # type: ignore[attr-defined]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_they_exist(state: Any) -> None:
+    state._lazy_init()
+    (group,) = state._fsdp_param_groups
+    assert {name for name in OF_STATES if not hasattr(state, name)} == set()
+    assert {name for name in OF_GROUPS if not hasattr(group, name)} == set()
+    assert hasattr(state._state_ctx, "is_last_backward")
+    assert hasattr(type(group._training_state), "IDLE")
+    group.unshard(async_op=True)
+    group.wait_for_unshard()
+    for each in group.fsdp_params:
+        assert {name for name in OF_PARAMETERS if not hasattr(each, name)} == set()
+        assert each._unsharded_param.shape == each.sharded_param.shape
+
+
+def test_there_are_no_others() -> None:
+    names = Names.of(ast.parse(Path(fsdp_private.__file__).read_text()))
+    used = {name for _, name in names.attributes if is_private(name)} | names.texts
+    own = {"_states", "_groups", "_changed", "_private", "_set", "__slots__"}
+    listed = OF_STATES | OF_GROUPS | OF_PARAMETERS | {"_unsharded_param", "_local_tensor"}
+    assert used - own - listed == set()
