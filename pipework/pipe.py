@@ -31,7 +31,7 @@ from pipework.profiling.first_mini_batch import AUTO, FirstMiniBatch, refuse_mem
 from pipework.runtime.random.on_devices import generator_given_up
 from pipework.runtime.random.streams import draw_key
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
-from pipework.schedule.passes.sharding import refuse_whole_stages
+from pipework.schedule.argument_checks import refuse_whole_stages
 from pipework.skip.verify import verify_skippables
 from pipework.summary import table
 from pipework.timeline import Recording

@@ -37,7 +37,8 @@ MAY_IMPORT = {
     "autograd": {"autograd.weight_split", "values"},
     "autograd.weight_split": set(),
     "runtime": {
-        "autograd", "runtime.random", "runtime.skips", "runtime.stage", "schedule", "schedule.draw", "values",
+        "autograd", "runtime.random", "runtime.skips", "runtime.stage", "schedule", "schedule.draw", "schedule.passes",
+        "values",
     },
     "runtime.random": set(),
     "runtime.skips": {"autograd"},

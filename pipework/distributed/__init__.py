@@ -6,6 +6,7 @@
 * `rendezvous`: all ranks of a pipe make the groups and channels between them.
 * `peer_group`: the ranks of one pipe, and the calls that they make together.
 * `layer_group`: the ranks that compute the same layers together, on the same data.
+* `layer_collectives`: collectives that layers call themselves: how they fail, and how they are ended.
 * `shared_tensors`: which parameters and buffers must be the same on ranks that have the same layers.
 * `step_header`, `data_digest`: at the beginning of a call, the ranks compare what they call, and with which data.
 * `delivered_losses`: whether all ranks have called `backward()`.

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, get_args, get_type_hints
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipework.schedule.action import KINDS as COMPUTATIONS
-from pipework.schedule.action import TRANSFERS
+from pipework.schedule.action import OF_STAGES, TRANSFERS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -33,7 +33,7 @@ _LOG = logging.getLogger("pipework")
 VARIABLE: Final = "PIPEWORK_FAULT"
 """The environment variable that holds faults, in the form of `Fault.parse`, separated by semicolons."""
 
-ACTIONS: Final = (*COMPUTATIONS, *TRANSFERS, "optimizer", "save")
+ACTIONS: Final = (*COMPUTATIONS, *TRANSFERS, *OF_STAGES, "optimizer", "save")
 """Where a fault can strike: before an action of a schedule, an optimizer's step, or the writing of a checkpoint."""
 
 KINDS: Final = ("raise", "exit", "kill", "stop", "hang", "hold_gil", "sleep", "terminate")
@@ -201,7 +201,8 @@ def fail_at(
         rank: of the process.
         step: the training step, from 0.
         action: ``"F"``, ``"B"``, ``"I"``, ``"W"`` or ``"R"`` of a schedule, ``"SEND_F"``, ``"RECV_F"``, ``"SEND_B"`` or
-            ``"RECV_B"`` between ranks, ``"optimizer"`` or ``"save"``.
+            ``"RECV_B"`` between ranks, ``"REDUCE_GRAD"``, ``"UNSHARD"`` or ``"RESHARD"`` of a stage, ``"optimizer"`` or
+            ``"save"``.
         stage: of the action.
         micro_batch: of the action, from 0.
         kind: of fault:

@@ -149,6 +149,11 @@ class Mesh:
         return {name: self.device_mesh.get_local_rank(name) for name in self._layer_names()}
 
     @property
+    def dimensions_of_layers(self) -> list[str]:
+        """The dimensions of the ranks that hold the same layers, or a part of them: all but the pipe's."""
+        return [name for name in self._names if name != PIPELINE]
+
+    @property
     def layer_ranks(self) -> list[int]:
         """The ranks that compute the layers of this one together with it, on the same data; see `LayerGroup`."""
         by_replica = self._by_pipe().reshape(self.data_parallel_size, -1, len(self.ranks))

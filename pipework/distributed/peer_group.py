@@ -22,6 +22,7 @@ from pipework.distributed.health.errors import PREEMPTED
 from pipework.distributed.health.monitor import HealthMonitor
 from pipework.distributed.health.preemption import Preemption
 from pipework.distributed.health.status import describe_action
+from pipework.distributed.layer_collectives import break_layer_groups, is_broken_collective
 from pipework.distributed.mesh import PIPES, REPLICAS
 from pipework.distributed.rendezvous import Rendezvous
 from pipework.distributed.shared_tensors import refuse_other_shards
@@ -173,6 +174,8 @@ class PeerGroup:
             try:
                 yield
             except BaseException as error:
+                if self._is_of_layers(error):  # on the calling thread
+                    raise self.explained(error) from None
                 if error is not self._common_error:
                     self.monitor.report(error, _where(error))
                 raise
@@ -352,11 +355,14 @@ class PeerGroup:
         A rank that fails reports its error before it ends, so there is mostly a better reason than the lost connection.
         A rank that was killed reports nothing: then the lost connection itself is the reason.
         """
+        if self._is_of_layers(error):
+            error = LostConnectionError(None)
         if not isinstance(error, LostConnectionError):
             return error
         here, action = self.everyone.index(self.mesh.rank), describe_action(self.monitor.progress.action)
         seen = f", seen by {self._named(here)} at {action}, in {self.monitor.current}"
-        self.monitor.explain_disconnect(None if error.rank is None else self.everyone.index(error.rank), seen=seen)
+        with self.monitor.progress.waits():
+            self.monitor.explain_disconnect(None if error.rank is None else self.everyone.index(error.rank), seen=seen)
         return self.monitor.error()
 
     def reduce(self, spec: RunSpec, stage: int) -> None:
@@ -411,11 +417,14 @@ class PeerGroup:
         with self._lock:
             failure = None if self._failure is None else self._failure()
         error = None if failure is None else failure.error
-        if isinstance(error, LostConnectionError):
+        if error is not None and self._is_of_layers(error):
+            self.monitor.announce_culprit(None)
+        elif isinstance(error, LostConnectionError):
             self.monitor.announce_culprit(None if error.rank is None else self.everyone.index(error.rank))
         elif error is not None:
             self.monitor.announce_culprit(self.everyone.index(self.mesh.rank))
-        self._connections.abort()
+        with self.monitor.progress.waits():  # others know soon, and this rank is not stuck
+            self._connections.abort()
 
     # ---- failures -----------------------------------------------------------------------------------------------
 
@@ -448,6 +457,11 @@ class PeerGroup:
             self.abort()
         else:
             failure.report(self.monitor.error(), None)
+        break_layer_groups(self.mesh)  # after the failure is known, which is not what layers will see
+
+    def _is_of_layers(self, error: BaseException) -> bool:
+        """Whether a layer of this rank has seen that another rank left a collective."""
+        return len(self.mesh.same_layers) > 1 and is_broken_collective(error)
 
 
 def _cut(text: str) -> tuple[str, str, str]:

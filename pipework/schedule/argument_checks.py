@@ -197,3 +197,9 @@ def refuse_kind(schedule: Schedule, kind: str, does: str) -> None:
         for action in order:
             if action.kind == kind:
                 raise ValueError(f"worker {worker} {does} already, {action}: pass the schedule without {kind}")
+
+
+def refuse_whole_stages(whole_stages: object) -> None:
+    """Raises a ValueError for what is no number of stages."""
+    if isinstance(whole_stages, bool) or not isinstance(whole_stages, int) or whole_stages < 1:
+        raise ValueError(f"whole_stages is how many stages of a worker are whole at most, from 1: got {whole_stages!r}")

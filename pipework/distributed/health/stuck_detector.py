@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pipework.distributed.health.detection_times import CappedClock
 from pipework.distributed.health.status import PeerFailure, describe_action
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import FrameType
 
     from pipework.distributed.health.progress import Progress
     from pipework.distributed.health.status import Call
+
+_COLLECTIVES: Final = os.path.join("torch", "distributed", "")
 
 
 class StuckDetector:
     """Measures how long the present action of this rank has taken.
 
-    A rank that waits for another one has twice the time, so that the rank that all others wait for is found first. The
-    time starts again when the wait is over. While some rank has not entered the call, for example because it still
-    loads data, no rank that waits is stuck.
+    A rank that waits for another one has twice the time, so that the rank that all others wait for is found first; also
+    one that waits in a collective of its layers, as its stacks show. The time starts again when the wait is over. While
+    some rank has not entered the call, for example because it still loads data, no rank that waits is stuck.
     """
 
     def __init__(self, rank: int, name: str, limit: float, longest: float) -> None:
@@ -49,12 +53,25 @@ class StuckDetector:
             return None
         self._seconds += elapsed
         waiting = current[-1]  # the program may have changed progress meanwhile
+        if self._seconds > self._limit and not waiting:
+            waiting = _is_in_collective()
         if self._seconds <= self._limit * (1 + waiting):
             return None
         doing = "has waited" if waiting else "has been busy"
         action = describe_action(progress.action)
         text = f"{self._name} is stuck: it {doing} for {self._seconds:.1f} s with one action, {action}"
         return PeerFailure(self._rank, "stuck", text, action, "".join(_stacks()))
+
+
+def _is_in_collective() -> bool:
+    """Whether code of torch.distributed runs on a thread of this process."""
+    for frame in sys._current_frames().values():
+        each: FrameType | None = frame
+        while each is not None:
+            if _COLLECTIVES in each.f_code.co_filename:
+                return True
+            each = each.f_back
+    return False
 
 
 def _stacks() -> Iterator[str]:

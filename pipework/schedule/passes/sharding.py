@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from pipework.schedule.action import Action
 from pipework.schedule.analysis.validate import check
+from pipework.schedule.argument_checks import refuse_whole_stages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,12 +44,6 @@ def with_sharding(schedule: Schedule, whole_stages: int) -> Schedule:
     sharded = replace(schedule, orders=orders)
     check(sharded)
     return sharded
-
-
-def refuse_whole_stages(whole_stages: object) -> None:
-    """Raises a ValueError for what is no number of stages."""
-    if isinstance(whole_stages, bool) or not isinstance(whole_stages, int) or whole_stages < 1:
-        raise ValueError(f"whole_stages is how many stages of a worker are whole at most, from 1: got {whole_stages!r}")
 
 
 def sharded_order(order: Sequence[Action], whole_stages: int) -> tuple[Action, ...]:

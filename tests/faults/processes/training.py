@@ -49,9 +49,22 @@ def note_strikes(folder: str, rank: int) -> None:
 
 def train(mesh: Mesh, folder: str, steps: int = 4, schedule: str = "1f1b", **options: Any) -> dict[str, Any]:
     """What a script does; with a checkpoint after the second step."""
+    return train_layers(mesh, folder, model(options.pop("stages", 4)), steps, schedule, saves=True, **options)
+
+
+def train_layers(
+    mesh: Mesh,
+    folder: str,
+    layers: nn.Sequential,
+    steps: int = 4,
+    schedule: str = "1f1b",
+    *,
+    saves: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """The same with given layers, and perhaps without a checkpoint."""
     note_strikes(folder, mesh.rank)
-    module = model(options.pop("stages", 4))
-    pipe = Pipe(module, chunks=4, schedule=schedule, loss_fn=mean_square, mesh=mesh, **options)
+    pipe = Pipe(layers, chunks=4, schedule=schedule, loss_fn=mean_square, mesh=mesh, **options)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     losses = []
     try:
@@ -62,7 +75,7 @@ def train(mesh: Mesh, folder: str, steps: int = 4, schedule: str = "1f1b", **opt
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-            if step == 1:
+            if saves and step == 1:
                 save_checkpoint(Path(folder) / "checkpoints", pipe, optimizer, step=step + 1)
     except BaseException as error:
         note_error(folder, mesh.rank, error)
