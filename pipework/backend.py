@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import nn
@@ -129,8 +129,12 @@ class ProcessGroupView:
     Attributes:
         rank: the number of this process, replica by replica.
         everyone: the rank of each process in the job, for messages.
-        replica: the replica that this process belongs to. Rank 0 and the others of replica 0 write stages.
+        replica: the replica that this process belongs to.
         replicas: how many replicas there are.
+        shard: the number of this process among those that hold the same layers, or a part of them. Of each of these
+            groups the first writes what is whole.
+        place: of this process in the dimensions of the mesh over which these are spread, by name.
+        local_names: of the parameters that each process has values of its own of.
         all_gather_text: the texts of all processes, in order. Every process calls it, and waits there for all others.
     """
 
@@ -138,6 +142,9 @@ class ProcessGroupView:
     everyone: Sequence[int] = (0,)
     replica: int = 0
     replicas: int = 1
+    shard: int = 0
+    place: Mapping[str, int] = field(default_factory=dict)
+    local_names: frozenset[str] = frozenset()
     all_gather_text: Callable[[str], list[str]] = lambda text: [text]
 
 

@@ -65,6 +65,7 @@ class DistributedBackend:
         self._group: PeerGroup | None = None
         self._checks: list[object] = []  # open as long as this object
         self._whole_stages: int | None = None
+        self._local_names: frozenset[str] = frozenset()
 
     @property
     def group(self) -> PeerGroup:
@@ -82,7 +83,16 @@ class DistributedBackend:
         """All processes of the pipe and its replicas."""
         everyone, mesh = self.group.everyone, self.mesh
         position = everyone.index(mesh.rank)
-        return ProcessGroupView(position, everyone, mesh.data_parallel_rank, mesh.data_parallel_size, self._share_text)
+        return ProcessGroupView(
+            position,
+            everyone,
+            mesh.data_parallel_rank,
+            mesh.data_parallel_size,
+            mesh.same_layers.index(mesh.rank),
+            {name: mesh.device_mesh.get_local_rank(name) for name in mesh.dimensions_of_layers},
+            self._local_names,
+            self._share_text,
+        )
 
     def _share_text(self, text: str) -> list[str]:
         with self.group.calling("checkpoint"):
@@ -117,6 +127,7 @@ class DistributedBackend:
         pairs = [(stage, stage + 1) for stage in range(len(placement) - 1)]
         pairs += [pair for skip in spec.skips for pair in skip.hops]
         self._whole_stages = spec.settings["whole_stages"]
+        self._local_names = spec.local_names
         agreed = contract(spec.module, spec.assignment, **spec.settings)
         tied = tied_parameters(spec.partitions, placement)
         self._tied_stages = [each.stages for each in tied]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipework.saving import steps
 from pipework.saving.files import sync_directory, verify_file
-from pipework.saving.manifest import model_file, read_manifest
-from pipework.saving.tensor_files import open_tensors, write_by_name
+from pipework.saving.manifest import read_manifest
+from pipework.saving.shards import open_stage, shards_of
+from pipework.saving.tensor_files import write_by_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,13 +67,15 @@ def convert(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, 
             which = "it does not exist"
         raise ValueError(f"{source} is not the directory of a complete checkpoint: {which}")
     manifest = read_manifest(source)
-    for stage in manifest.stages:
-        verify_file(source / model_file(stage.stage), manifest.checksum(model_file(stage.stage)))
+    for file in (file for stage in manifest.stages for file in stage.model_files):
+        verify_file(source / file, manifest.checksum(file))
     partial = target.with_name(target.name + ".tmp")
     with contextlib.ExitStack() as files:
         stage_of = {name: stage for stage in manifest.stages for name in stage.tensors}
         opened = {
-            stage.stage: files.enter_context(open_tensors(source / model_file(stage.stage)))
+            stage.stage: files.enter_context(
+                open_stage(source, stage.model_file, stage.sharded, shards_of(stage.sharded))
+            )
             for stage in manifest.stages
         }
 

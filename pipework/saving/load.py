@@ -23,6 +23,7 @@ from pipework.saving.reading import GatheredInfo, LoadedState, Target, read_chec
 from pipework.saving.stages import plain_name, stages_of
 from pipework.saving.tensor_files import require_safetensors
 from pipework.saving.training import POSITION, RANDOM, TrainingState
+from pipework.values.dtensor import local_part
 
 if TYPE_CHECKING:
     import os
@@ -190,7 +191,7 @@ def _copy(pipe: pipework.Pipe, target: Target, content: LoadedState) -> None:
     with torch.no_grad():
         for tensors in target.stages.values():
             for name, tensor in tensors.items():
-                tensor.copy_(content.tensors[name])
+                local_part(tensor).copy_(content.tensors[name])
         for part in pipe.partitions:  # several parts of a model may have a copy of a buffer
             for name, (_, *copies) in state_tensors(part).items():
                 for tensor in copies:

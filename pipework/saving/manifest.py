@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,6 +12,7 @@ import torch
 
 import pipework
 from pipework.saving.files import Checksum, DamagedError, UnfitError, checksum_of, read_small, read_verified
+from pipework.saving.shards import Sharded, shards_of
 from pipework.saving.stages import plain_name
 from pipework.saving.tensor_files import Kind
 
@@ -20,25 +21,31 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT: Final = "pipework checkpoint"
-VERSION: Final = 1
+VERSION: Final = 2
+_WHOLE: Final = 1  # the version of a checkpoint in which no tensor is in parts
 MANIFEST: Final = "manifest.json"
 COMPLETE: Final = "COMPLETE"
 TRAINING: Final = "training"  # the states of the scheduler and the scaler, random states, the data position
 
 
-def model_file(stage: int) -> str:
-    """The file of a stage's parameters and buffers.
+def model_file(stage: int, shard: int = 0) -> str:
+    """The file of a stage's parameters and buffers, or of one shard of them.
 
     Example:
-        >>> model_file(3)
-        'model-stage-00003.safetensors'
+        >>> model_file(3), model_file(3, 1)
+        ('model-stage-00003.safetensors', 'model-stage-00003-shard-00001.safetensors')
     """
-    return f"model-stage-{stage:05d}.safetensors"
+    return f"model-stage-{stage:05d}{f'-shard-{shard:05d}' if shard else ''}.safetensors"
 
 
-def optimizer_files(stage: int) -> tuple[str, str]:
-    """The files of the optimizer's state of a stage: for tensors and for JSON."""
-    return f"optimizer-stage-{stage:05d}.safetensors", f"optimizer-stage-{stage:05d}.json"
+def optimizer_file(stage: int, shard: int = 0) -> str:
+    """The file of the tensors in the optimizer's state of a stage, or of one shard of them."""
+    return f"optimizer-stage-{stage:05d}{f'-shard-{shard:05d}' if shard else ''}.safetensors"
+
+
+def optimizer_values(stage: int) -> str:
+    """The file of all else in the optimizer's state of a stage."""
+    return f"optimizer-stage-{stage:05d}.json"
 
 
 def training_files(rank: int) -> tuple[str, str]:
@@ -62,6 +69,8 @@ class SavedStage:
         tensors: dtype and shape by name.
         aliases: maps additional names of a tensor to its name in the file.
         optimizer: whether the optimizer's state was saved.
+        sharded: the tensors that are in parts, by their name in the files.
+        sharded_state: the same of the optimizer's state.
     """
 
     stage: int
@@ -69,6 +78,35 @@ class SavedStage:
     tensors: Mapping[str, Kind]
     aliases: Mapping[str, str]
     optimizer: bool
+    sharded: Mapping[str, Sharded] = field(default_factory=dict)
+    sharded_state: Mapping[str, Sharded] = field(default_factory=dict)
+
+    def model_file(self, shard: int = 0) -> str:
+        """See the function of that name."""
+        return model_file(self.stage, shard)
+
+    def optimizer_file(self, shard: int = 0) -> str:
+        """See the function of that name."""
+        return optimizer_file(self.stage, shard)
+
+    @property
+    def model_files(self) -> list[str]:
+        """All files of parameters and buffers."""
+        return list(map(self.model_file, shards_of(self.sharded)))
+
+    @property
+    def optimizer_files(self) -> list[str]:
+        """All files of tensors of the optimizer's state."""
+        return list(map(self.optimizer_file, shards_of(self.sharded_state)))
+
+    def with_shards(self, other: SavedStage) -> SavedStage:
+        """With the parts that another process has written."""
+        merged = []
+        for mine, theirs in ((self.sharded, other.sharded), (self.sharded_state, other.sharded_state)):
+            merged.append(
+                {**mine, **{n: mine[n].with_parts(each) if n in mine else each for n, each in theirs.items()}}
+            )
+        return replace(self, sharded=merged[0], sharded_state=merged[1])
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON value."""
@@ -78,6 +116,11 @@ class SavedStage:
             "tensors": self.tensors,
             "aliases": self.aliases,
             "optimizer": self.optimizer,
+            **{
+                key: {name: each.to_json() for name, each in sharded.items()}
+                for key, sharded in (("sharded", self.sharded), ("sharded_state", self.sharded_state))
+                if sharded
+            },
         }
 
     @classmethod
@@ -94,6 +137,10 @@ class SavedStage:
             {plain_name(name): kind for name, kind in kinds.items()},
             {name: there for name, there in in_file.items() if name != there},
             bool(value["optimizer"]),
+            *(
+                {str(name): Sharded.from_json(each) for name, each in value.get(key, {}).items()}
+                for key in ("sharded", "sharded_state")
+            ),
         )
 
 
@@ -119,7 +166,7 @@ class Manifest:
         """The content of the file."""
         value = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if any(stage.sharded or stage.sharded_state for stage in self.stages) else _WHOLE,
             "libraries": {
                 "pipework": pipework.__version__,
                 "torch": torch.__version__,

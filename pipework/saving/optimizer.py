@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipework.saving.files import UnfitError, parsing
+from pipework.saving.shards import own_part
 from pipework.saving.stages import listed, plain_name
 from pipework.saving.tensor_files import NamedTensors
+from pipework.values.dtensor import is_dtensor, with_local_part
 from pipework.values.json_codec import JsonCodec
 
 if TYPE_CHECKING:
@@ -275,7 +277,14 @@ def _refuse_unowned(state: Mapping[str, Any], parameters: Mapping[int, Tensor]) 
 
 
 def _laid_out(value: Any, parameter: Tensor) -> Any:
-    """Gives a tensor with the shape of its parameter the parameter's memory layout, which the optimizer gave it."""
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or parameter.is_contiguous():
+    """Gives a tensor with the shape of its parameter the parameter's memory layout, which the optimizer gave it.
+
+    Of a parameter that is a DTensor, it becomes one, too.
+    """
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return value
+    if is_dtensor(parameter):
+        return with_local_part(own_part(value, parameter).to(parameter.device), parameter)
+    if parameter.is_contiguous():
         return value
     return torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False).copy_(value)

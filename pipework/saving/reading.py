@@ -10,14 +10,15 @@ import torch
 
 from pipework.saving import steps
 from pipework.saving.files import DamagedError, UnfitError, verify_file
-from pipework.saving.manifest import MANIFEST, model_file, optimizer_files, read_json, read_manifest
+from pipework.saving.manifest import MANIFEST, optimizer_values, read_json, read_manifest
 from pipework.saving.optimizer import SavedOptimizerShard, restore
+from pipework.saving.shards import open_stage, own_part, shards_of
 from pipework.saving.stages import check_fits
-from pipework.saving.tensor_files import Kind, open_tensors
+from pipework.saving.tensor_files import Kind
 from pipework.saving.training import notes_on_ranks, read_training
 
 if TYPE_CHECKING:
-    from collections.abc import Set
+    from collections.abc import Mapping, Set
     from pathlib import Path
 
     from torch import Tensor
@@ -38,9 +39,14 @@ class Target:
     others: dict[str, Any]
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name."""
+        return {name: tensor for tensors in self.stages.values() for name, tensor in tensors.items()}
+
+    @property
     def kinds(self) -> dict[str, Kind]:
         """Dtype and shape by name."""
-        return {name: Kind.of(tensor) for tensors in self.stages.values() for name, tensor in tensors.items()}
+        return {name: Kind.of(tensor) for name, tensor in self.tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -94,8 +100,8 @@ def read_checkpoint(path: Path, target: Target, info: GatheredInfo) -> LoadedSta
     parts = [stage for stage in kept if stage.optimizer]
     if kept and not parts:
         raise UnfitError(f"{path} was saved without an optimizer: leave the optimizer out. Nothing was changed")
-    files = [model_file(stage.stage) for stage in stages]
-    for file in (*files, *(optimizer_files(stage.stage)[0] for stage in parts)):
+    files = [file for stage in stages for file in stage.model_files]
+    for file in (*files, *(file for stage in parts for file in stage.optimizer_files)):
         verify_file(path / file, manifest.checksum(file))
     training = read_training(path, manifest, info.coordinate, same_random=info.same_random)
     for name in target.others:
@@ -103,7 +109,7 @@ def read_checkpoint(path: Path, target: Target, info: GatheredInfo) -> LoadedSta
             raise UnfitError(f"{path} was saved without a {name}: leave {name}= out. Nothing was changed")
     tensors: dict[str, Tensor] = {}
     for stage in stages:
-        tensors.update(read_model(path, stage, target.kinds))
+        tensors.update(read_model(path, stage, target.tensors))
     _check_shared(target.stages, tensors)
     restored = None
     if target.optimizer is not None:
@@ -112,14 +118,25 @@ def read_checkpoint(path: Path, target: Target, info: GatheredInfo) -> LoadedSta
     return LoadedState(manifest.step, tensors, restored, training, notes)
 
 
-def read_model(path: Path, stage: SavedStage, names: Set[str] | dict[str, Kind]) -> dict[str, Tensor]:
-    """The parameters and buffers of a stage that have one of these names."""
-    file = model_file(stage.stage)
-    with open_tensors(path / file) as opened:
-        found = {name: opened.read(stage.aliases.get(name, name)) for name in stage.tensors if name in names}
-    for name, tensor in found.items():
-        if Kind.of(tensor) != stage.tensors[name]:
-            raise DamagedError(f"{file}: {name} is {Kind.of(tensor)}, and {MANIFEST} says {stage.tensors[name]}")
+def read_model(path: Path, stage: SavedStage, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters and buffers of a stage that have one of these names; of those that are DTensors, the local part.
+
+    Args:
+        path: of the checkpoint.
+        stage: whose.
+        like: the tensors into which they are loaded, by name.
+    """
+    found = {}
+    with open_stage(path, stage.model_file, stage.sharded, shards_of(stage.sharded)) as opened:
+        for name in stage.tensors:
+            if name in like:
+                tensor = opened.read(stage.aliases.get(name, name))
+                if Kind.of(tensor) != stage.tensors[name]:
+                    file = stage.model_file()
+                    raise DamagedError(
+                        f"{file}: {name} is {Kind.of(tensor)}, and {MANIFEST} says {stage.tensors[name]}"
+                    )
+                found[name] = own_part(tensor, like[name])
     return found
 
 
@@ -129,8 +146,8 @@ def _optimizer(
     with contextlib.ExitStack() as files:
         parts = []
         for stage in stages:
-            tensors, values = optimizer_files(stage.stage)
-            opened = files.enter_context(open_tensors(path / tensors))
+            values, sharded = optimizer_values(stage.stage), stage.sharded_state
+            opened = files.enter_context(open_stage(path, stage.optimizer_file, sharded, shards_of(sharded)))
             parts.append(SavedOptimizerShard.of(values, read_json(path, manifest, values), opened.read))
         return restore(optimizer, here, parts)
 

@@ -17,11 +17,13 @@ from pipework.saving.manifest import (
     SavedStage,
     completion,
     model_file,
-    optimizer_files,
+    optimizer_file,
+    optimizer_values,
     training_files,
 )
 from pipework.saving.optimizer import OptimizerShard, split_by_stage
 from pipework.saving.random_states import random_states
+from pipework.saving.shards import divide
 from pipework.saving.stages import Stages, aliases, stages_of
 from pipework.saving.tensor_files import Kind, require_safetensors, write_tensors
 from pipework.saving.training import POSITION, RANDOM, TrainingState
@@ -29,7 +31,6 @@ from pipework.saving.training import POSITION, RANDOM, TrainingState
 if TYPE_CHECKING:
     import os
 
-    from torch import Tensor
     from torch.optim import Optimizer
 
     import pipework
@@ -134,13 +135,14 @@ class _Prepared:
 
 @dataclass(frozen=True)
 class _Written:
-    """The stages and files that this rank wrote."""
+    """The stages and files that this rank wrote; whole tensors, or parts of tensors only."""
 
     stages: list[SavedStage]
     files: dict[str, Checksum]
+    whole: bool
 
     def to_json(self) -> dict[str, Any]:
-        return {"stages": [stage.to_json() for stage in self.stages], "files": self.files}
+        return {"stages": [stage.to_json() for stage in self.stages], "files": self.files, "whole": self.whole}
 
 
 def _extras(scheduler: Any, scaler: Any, data_position: Any) -> dict[str, Any]:
@@ -174,44 +176,50 @@ def _state_of(name: str, thing: Any) -> Any:
 def _write(partial: Path, prepared: _Prepared, training: TrainingState, group: ProcessGroupView) -> _Written:
     """Writes this rank's files."""
     steps.wait_for(partial)
-    written = _Written([], {})
-    if group.replica == 0:
-        for number, tensors in prepared.stages.items():
-            same = aliases(tensors)
-            own = {name: tensor for name, tensor in tensors.items() if name not in same}
-            written.files[model_file(number)] = write_tensors(partial / model_file(number), own)
-            part = prepared.optimizer.get(number)
-            if part is not None:
-                pair = optimizer_files(number)
-                written.files.update(_write_pair(partial, pair, part.to_json(), part.tensors))
-            kinds = {name: Kind.of(tensor) for name, tensor in tensors.items()}
-            written.stages.append(SavedStage(number, group.rank, kinds, same, optimizer=part is not None))
+    written = _Written([], {}, group.shard == 0)
+    for number, tensors in prepared.stages.items():
+        same = aliases(tensors)
+        state = prepared.optimizer.get(number)
+        model = divide({name: tensor for name, tensor in tensors.items() if name not in same}, group)
+        parts = divide({} if state is None else state.tensors, group)
+        first = group.shard == 0
+        if first or model.tensors:
+            name = model_file(number, group.shard)
+            written.files[name] = write_tensors(partial / name, model.tensors)
+        if state is not None and (first or parts.tensors):
+            name = optimizer_file(number, group.shard)
+            written.files[name] = write_tensors(partial / name, parts.tensors)
+        if state is not None and first:
+            name = optimizer_values(number)
+            written.files[name] = _write_values(partial / name, state.to_json())
+        kinds = {name: Kind.of(tensor) for name, tensor in tensors.items()}
+        saved = SavedStage(number, group.rank, kinds, same, state is not None, model.sharded, parts.sharded)
+        if first or model.sharded or parts.sharded:
+            written.stages.append(saved)
     if training.values:
-        pair = training_files(group.rank)
-        written.files.update(_write_pair(partial, pair, training.values, training.all_tensors))
+        tensors_file, values_file = training_files(group.rank)
+        written.files[tensors_file] = write_tensors(partial / tensors_file, training.all_tensors)
+        written.files[values_file] = _write_values(partial / values_file, training.values)
     return written
 
 
-def _write_pair(directory: Path, names: tuple[str, str], value: Any, tensors: dict[str, Tensor]) -> dict[str, Checksum]:
-    """Writes a file of plain values and a file of the tensors that belong to them."""
-    content = json.dumps(value, indent=1, allow_nan=False).encode()
-    return {
-        names[0]: write_tensors(directory / names[0], tensors),
-        names[1]: write_file(directory / names[1], [content]),
-    }
+def _write_values(path: Path, value: Any) -> Checksum:
+    return write_file(path, [json.dumps(value, indent=1, allow_nan=False).encode()])
 
 
 def _complete(partial: Path, step: int, gathered: list[Any], group: ProcessGroupView) -> None:
     """Writes the manifest of the files of all ranks, on rank 0."""
     if group.rank != 0:
         return
-    stages = sorted(
-        (SavedStage.from_json(each) for written in gathered for each in written["stages"]),
-        key=lambda stage: stage.stage,
-    )
+    by_kind: dict[bool, list[SavedStage]] = {True: [], False: []}
+    for written in gathered:
+        by_kind[written["whole"]] += map(SavedStage.from_json, written["stages"])
+    stages = sorted(by_kind[True], key=lambda stage: stage.stage)
     if [stage.stage for stage in stages] != list(range(len(stages))):
         found = [f"{stage.stage} (rank {stage.rank})" for stage in stages]
         raise ValueError(f"wanted each stage from one rank, got stages {', '.join(found)}")
+    for part in by_kind[False]:
+        stages[part.stage] = stages[part.stage].with_shards(part)
     files = {name: Checksum(*each) for written in gathered for name, each in written["files"].items()}
     content = Manifest(step, len(group.everyone), group.replicas, tuple(stages), files).to_bytes()
     write_file(partial / MANIFEST, [content])

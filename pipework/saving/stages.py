@@ -40,6 +40,12 @@ def stages_of(pipe: Pipe, *, to_load: bool = False) -> Stages:
         >>> {number: list(tensors)[:3] for number, tensors in stages_of(pipe).items()}
         {0: ['0.weight', '0.bias'], 1: ['1.weight', '1.bias', '1.running_mean']}
     """
+    if local := sorted(pipe.ranks.local_names):
+        raise TypeError(
+            f"{listed('each process has values of its own of these parameters', local)}; a checkpoint would have those "
+            "of one alone: save pipe.state_dict() on each rank with torch.save, or make them DTensors, sharded over "
+            "the dimension of the mesh"
+        )
     waits = to_load and all(device.type != "meta" for device in pipe.devices)
     stages: Stages = {number: {} for number in pipe.stages}
     for tensors, part in zip(stages.values(), pipe.partitions, strict=True):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 import torch
 
 from pipework.saving.files import DamagedError, unreadable, write_file
+from pipework.values.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -104,7 +105,7 @@ def check_savable(name: str, tensor: Tensor, *, waits: bool = False) -> None:
         reason = "it lies on the meta device and has no data"
     elif tensor.dtype not in _CODES:
         reason = f"its dtype is {tensor.dtype}, wanted one of {', '.join(_DTYPES)}"
-    elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    elif not is_dtensor(tensor) and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         reason = f"it is a {type(tensor).__name__}, whose data may lie anywhere; wanted a plain tensor"
     if reason:
         raise TypeError(f"{name!r} cannot be saved in a safetensors file: {reason}")

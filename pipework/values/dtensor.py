@@ -78,6 +78,33 @@ def placement_text(tensor: Tensor) -> str:
     return ", ".join(f"{place!r} over {name}" for place, name in zip(tensor.placements, names, strict=True))
 
 
+def local_region(name: str, tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where the local part lies in the whole tensor: the offset and the size along each dimension.
+
+    Args:
+        name: of the tensor in errors.
+        tensor: sharded as PyTorch does it, in chunks of equal size but for the last ones.
+
+    Raises:
+        TypeError: it is sharded otherwise, or has partial sums.
+    """
+    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
+    coordinate: Any = tensor.device_mesh.get_coordinate()
+    placed = [(number, each) for number, each in enumerate(tensor.placements) if not each.is_replicate()]
+    # A strided shard is a shard of what the dimensions after it have left.
+    for number, placement in sorted(placed, key=lambda each: not each[1].is_shard()):
+        dimension = getattr(placement, "dim", None)
+        if dimension is None:
+            raise TypeError(f"{name} is placed as {placement!r}: redistribute it to Shard or Replicate")
+        chunk = -(-sizes[dimension] // tensor.device_mesh.size(number))
+        begin = min(chunk * coordinate[number], sizes[dimension])
+        offsets[dimension] += begin
+        sizes[dimension] = min(chunk, sizes[dimension] - begin)
+    if (found := tuple(local_part(tensor).shape)) != tuple(sizes) and 0 not in (*found, *sizes):
+        raise TypeError(f"{name} is placed as {tensor.placements}, of which the part here, {found}, is not known")
+    return tuple(offsets), tuple(sizes)
+
+
 @dataclass(frozen=True, slots=True)
 class DTensorPlacement:
     """What a receiver needs, beside the local part, to make the DTensor again on its own ranks of a mesh.

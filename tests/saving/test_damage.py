@@ -253,9 +253,9 @@ def test_deep_json(saved, caplog):
 
 def test_a_newer_format_is_no_damage(saved):
     file = saved.paths[1] / "manifest.json"
-    file.write_bytes(json.dumps({**json.loads(file.read_bytes()), "version": 2}).encode())
+    file.write_bytes(json.dumps({**json.loads(file.read_bytes()), "version": 3}).encode())
     mark(saved.paths[1])
-    with pytest.raises(ValueError, match=r"the checkpoint has format 2, .* knows formats up to 1: install a newer"):
+    with pytest.raises(ValueError, match=r"the checkpoint has format 3, .* knows formats up to 2: install a newer"):
         saved.load()
 
 

@@ -35,6 +35,7 @@ class Rank:
         self.gathering = gathering
         self.rank = rank
         self.replica, self.replicas = replica
+        self.shard, self.place = self.replica, {"dp": self.replica}
         self.everyone = range(gathering.size)
         self.pipe = make_pipe(Cut(stages, "gpipe"))
         self.stages = {number: tensors for number, tensors in stages_of(self.pipe).items() if number in held}
