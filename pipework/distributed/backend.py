@@ -18,6 +18,7 @@ from pipework.distributed.parameter_check import check_parameters
 from pipework.distributed.peer_group import PeerGroup
 from pipework.distributed.rendezvous import RendezvousSpec
 from pipework.distributed.shared_tensors import SharedTensors, refuse_foreign_meshes
+from pipework.fsdp_private import fsdp_modules
 from pipework.model.release import release_layers
 from pipework.model.state_names import state_name
 from pipework.values.dtensor import is_dtensor
@@ -65,6 +66,7 @@ class DistributedBackend:
         self._group: PeerGroup | None = None
         self._checks: list[object] = []  # open as long as this object
         self._whole_stages: int | None = None
+        self._own: Sequence[nn.Sequential] = ()  # the partitions of this process
         self._local_names: frozenset[str] = frozenset()
 
     @property
@@ -138,7 +140,7 @@ class DistributedBackend:
     def _leave_to_others(self, spec: PipeSpec) -> None:
         """Frees the layers of other ranks, and refuses what would silently work with this rank's layers alone."""
         placed = list(zip(spec.assignment.placement, spec.partitions, strict=True))
-        own = [partition for worker, partition in placed if worker == self.mesh.worker]
+        own = self._own = [partition for worker, partition in placed if worker == self.mesh.worker]
         own_ids = {id(parameter) for partition in own for parameter in partition.parameters()}
         others = [(self.mesh.ranks[worker], part) for worker, part in placed if worker != self.mesh.worker]
 
@@ -162,7 +164,9 @@ class DistributedBackend:
     def program(self, program: Program, skips: Sequence[Skip]) -> Program:
         """The program with sends, receives and reductions."""
         hops = [pair for skip in skips for pair in skip.hops]
-        return program.across(hops, reduces=self.group.reduces, whole_stages=self._whole_stages)
+        # What is sharded over a single replica is reduced, too.
+        reduces = self.group.reduces or bool(fsdp_modules(self._own))
+        return program.across(hops, reduces=reduces, whole_stages=self._whole_stages)
 
     def check_copyable(self) -> None:
         """A copy would be a further process of the job."""

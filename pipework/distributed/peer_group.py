@@ -326,7 +326,7 @@ class PeerGroup:
         """See `pipework.runtime.peers.Peers`."""
         for run in spec.runs.values():
             if run.sharded is not None:
-                refuse_other_shards(run.sharded.parameters, self._replicas)
+                refuse_other_shards(run.sharded.parameters)
         replicas = self._connections.replicas
         if replicas is not None and spec.differentiates:
             trained = (each for run in spec.runs.values() for each in run.aliases.parameters)
@@ -372,15 +372,16 @@ class PeerGroup:
         the mean: the loss is the mean of the replicas' losses.
         """
         replicas = self._connections.replicas
-        if replicas is None:
-            return
         aliases, shared = spec.runs[stage].aliases, []
         sharded = aliases.sharded
         if sharded is not None:
             with self.monitor.progress.waits():
-                present = sharded.present(aliases.parameters, aliases.leaves)
-                wanted = replicas.any_of_each(present)
+                wanted = sharded.present(aliases.parameters, aliases.leaves)
+                if replicas is not None:
+                    wanted = replicas.any_of_each(wanted)
                 aliases.set_reduced(sharded.reduce(aliases.parameters, aliases.leaves, wanted))
+        if replicas is None:
+            return
         for parameter, leaf in zip(aliases.parameters, aliases.leaves, strict=True):
             if sharded is not None and sharded.has(parameter):
                 continue

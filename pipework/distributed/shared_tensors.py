@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from pipework.distributed.data_digest import data_digest, tells_rows
+from pipework.distributed.mesh import REPLICAS
 from pipework.values.dtensor import differs_over, is_dtensor, local_part, placement_text
 
 if TYPE_CHECKING:
@@ -127,20 +128,23 @@ def refuse_foreign_meshes(named: Iterable[tuple[str, Tensor]], same_layers: Coll
             )
 
 
-def refuse_other_shards(parameters: Iterable[Tensor], replicas: Sequence[int]) -> None:
-    """Raises a ValueError if FSDP shards parameters over other ranks than the replicas.
+def refuse_other_shards(parameters: Iterable[Tensor]) -> None:
+    """Raises a ValueError if FSDP shards parameters over something else than the dimension of the replicas.
 
     Args:
         parameters: the shards.
-        replicas: the ranks that hold the same layers, one of each replica; empty: there is one replica.
     """
     for parameter in parameters:
-        if not differs_over(parameter, replicas):
-            raise ValueError(
-                f"fully_shard has sharded a parameter of shape {tuple(parameter.shape)} ({placement_text(parameter)}), "
-                "and not over the replicas of the pipe: its ranks must be given other rows each, so make the mesh with "
-                "a dimension 'dp', and shard over that, fully_shard(layer, mesh=mesh['dp'])"
-            )
+        if is_dtensor(parameter):
+            names = parameter.device_mesh.mesh_dim_names or ()
+            over = [name for name, each in zip(names, parameter.placements, strict=False) if not each.is_replicate()]
+            if REPLICAS in over:
+                continue
+        raise ValueError(
+            f"fully_shard has sharded a parameter of shape {tuple(parameter.shape)} ({placement_text(parameter)}), and "
+            "not over the replicas of the pipe: its ranks must be given other rows each, so make the mesh with a "
+            "dimension 'dp', and shard over that, fully_shard(layer, mesh=mesh['dp'])"
+        )
 
 
 def _listed(names: Sequence[str]) -> str:

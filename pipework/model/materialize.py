@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipework import torch_private
 from pipework.model.meta_memory import MetaMemory
 from pipework.model.moving import move_module
+from pipework.model.whole_layers import whole_parameters
 from pipework.runtime.random.streams import draw_key, mix
 from pipework.signatures import signature_of
 
@@ -104,7 +105,8 @@ def materialize_layers(layers: Sequence[tuple[int, str, nn.Module]], device: tor
             continue
         try:
             # The values of a part of a model depend on the names of its modules, not on where the model is cut.
-            _, unfilled = _initialised(layer, key if hasattr(layer, _OF_LIBRARY) else mix(key, index, 0))
+            with whole_parameters(layer, torch.device(device)):
+                _, unfilled = _initialised(layer, key if hasattr(layer, _OF_LIBRARY) else mix(key, index, 0))
         except Exception as error:
             error.add_note(f"while layer {name!r}, which was built on the meta device, was initialised")
             raise
@@ -159,9 +161,10 @@ def why_not(layer: nn.Module) -> str:
         >>> print(why_not(Scale()))
         scale: parameter of Scale, which has no reset_parameters()
     """
-    meta_memory, unfilled = _initialised(layer, 0)
-    if meta_memory is not None:
-        meta_memory.take_back()
+    with whole_parameters(layer, torch.device("meta")):
+        meta_memory, unfilled = _initialised(layer, 0)
+        if meta_memory is not None:
+            meta_memory.take_back()
     return "\n".join(slot.why() for slot in unfilled)
 
 

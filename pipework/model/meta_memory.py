@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from pipework import torch_private
+from pipework.values.dtensor import local_part, with_local_part
 
 
 class MetaMemory:
@@ -51,7 +52,8 @@ class MetaMemory:
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether the tensor has been written to, other than through `.data`."""
-        return torch_private.version(tensor) != self._meta[id(tensor)][2] or not tensor.numel()
+        part = local_part(tensor)
+        return torch_private.version(part) != self._meta[id(tensor)][2] or not part.numel()
 
     def is_filled(self, tensor: Tensor) -> bool:
         """Whether the whole tensor has been filled: no floating-point number is NaN.
@@ -60,9 +62,9 @@ class MetaMemory:
         """
         if tensor.is_floating_point() or tensor.is_complex():
             with contextlib.suppress(NotImplementedError, RuntimeError):  # some narrow types have no isnan
-                return not bool(torch.isnan(tensor.detach()).any())
+                return not bool(torch.isnan(local_part(tensor.detach())).any())
             return self.is_written(tensor)
-        return self.is_written(tensor) or not bool(torch.all(tensor == _mark(tensor.dtype)))
+        return self.is_written(tensor) or not bool(torch.all(local_part(tensor) == _mark(tensor.dtype)))
 
     def take_back(self, *tensors: Tensor) -> None:
         """Moves tensors back to the meta device; without arguments, all tensors that have got memory."""
@@ -76,9 +78,10 @@ class MetaMemory:
                 f"{name!r} lies on the meta device and cannot be given memory without losing its hooks: register them "
                 "after the pipe is made"
             )
-        other: Tensor = torch.empty_like(tensor, device=device, requires_grad=False)
+        part = torch.empty_like(local_part(tensor), device=device, requires_grad=False)
         with contextlib.suppress(NotImplementedError, RuntimeError):  # some narrow types cannot even be filled
-            other.fill_(_mark(tensor.dtype))
+            part.fill_(_mark(tensor.dtype))
+        other = with_local_part(part, tensor)
         if isinstance(tensor, nn.Parameter):
             other = nn.Parameter(other, tensor.requires_grad)
         other.__class__ = type(tensor)
@@ -90,7 +93,7 @@ class MetaMemory:
                 f"{name!r} lies on the meta device and cannot be given memory, because another object holds on to it "
                 f"({error}): make that object, such as a graph, a compiled module or a wrapper, after the pipe"
             ) from error
-        self._meta[id(tensor)] = (tensor, other, torch_private.version(tensor))
+        self._meta[id(tensor)] = (tensor, other, torch_private.version(local_part(tensor)))
 
 
 def _exchange(tensor: Tensor, other: Tensor) -> None:
