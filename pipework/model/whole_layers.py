@@ -38,13 +38,13 @@ def whole_parameters(layer: nn.Module, device: torch.device) -> Iterator[None]:
                 empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                 wholes.setdefault(id(tensor), (tensor, nn.Parameter(empty, tensor.requires_grad)))
                 places.append((module._parameters, name, tensor))
-    for registry, name, tensor in places:
-        registry[name] = wholes[id(tensor)][1]
+    for registry, name, sharded in places:
+        registry[name] = wholes[id(sharded)][1]
     try:
         yield
     finally:
-        for registry, name, tensor in places:
-            registry[name] = tensor
+        for registry, name, sharded in places:
+            registry[name] = sharded
     for sharded, whole in wholes.values():
         if not whole.is_meta and is_dtensor(sharded):
             offsets, sizes = local_region("it", sharded)
