@@ -1,4 +1,4 @@
-"""Two gloo processes that run steps on request, of pipework's pipes and of torch.distributed.pipelining's schedules.
+"""Gloo processes, mostly two, that run steps on request: of pipework's pipes, and of torch.distributed.pipelining.
 
 They live as long as the benchmark, and block without using their cores while other candidates run.
 """
@@ -152,6 +152,13 @@ class PipeworkPart:
         ]
 
 
+class Telling(Part, Protocol):
+    """A part that says something of itself, such as its memory."""
+
+    def tell(self) -> Any:
+        """Anything that a pickle holds."""
+
+
 Make = Callable[[Mesh], Mapping[str, Part]]
 """Makes the parts of one process from what `pipework.init()` returned there."""
 
@@ -177,20 +184,22 @@ def free_port() -> int:
 
 
 class TwoProcesses:
-    """Both processes, as the benchmark sees them.
+    """The processes, as the benchmark sees them.
 
     Args:
         make: what they run; called in each of them, so it is sent there as a pickle.
+        count: how many processes.
+        replicas: of the pipe.
     """
 
-    def __init__(self, make: Make) -> None:
+    def __init__(self, make: Make, count: int = WORKERS, replicas: int = 1) -> None:
         context = get_context("spawn")
         port = free_port()
         self._connections = []
         self._processes = []
-        for rank in range(WORKERS):
+        for rank in range(count):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, port, make, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, count, replicas, port, make, there), daemon=True)
             process.start()
             there.close()
             self._connections.append(here)
@@ -223,6 +232,10 @@ class TwoProcesses:
         parts = [pair for part in self._ask("gradients", name, 0) for pair in part]
         return [torch.from_numpy(array) for _, array in sorted(parts, key=lambda pair: int(pair[0]))]
 
+    def told(self, name: str) -> list[Any]:
+        """What a part of each process says of itself, see `Telling`."""
+        return self._ask("tell", name, 0)
+
     def end(self) -> None:
         """Ends the processes and waits for them."""
         for connection in self._connections:
@@ -242,9 +255,9 @@ class TwoProcesses:
 
 
 @contextmanager
-def two_processes(make: Make) -> Iterator[TwoProcesses]:
-    """Starts the two processes, and ends them."""
-    processes = TwoProcesses(make)
+def two_processes(make: Make, count: int = WORKERS, replicas: int = 1) -> Iterator[TwoProcesses]:
+    """Starts the processes, and ends them; see `TwoProcesses`."""
+    processes = TwoProcesses(make, count, replicas)
     try:
         yield processes
         processes.end()
@@ -252,13 +265,13 @@ def two_processes(make: Make) -> Iterator[TwoProcesses]:
         processes.kill()
 
 
-def _serve(rank: int, port: int, make: Make, connection: Any) -> None:
+def _serve(rank: int, count: int, replicas: int, port: int, make: Make, connection: Any) -> None:
     """Runs in each of the processes: executes commands until the command to end."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORKERS), "LOCAL_WORLD_SIZE": str(WORKERS)}
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     os.environ.update({**address, **ranks, "OMP_NUM_THREADS": "1"})
     torch.set_num_threads(1)
-    mesh = pipework.init()
+    mesh = pipework.init(dp=replicas)
     assert mesh is not None
     parts = make(mesh)
     gc.disable()  # as while other candidates run
@@ -275,6 +288,8 @@ def _serve(rank: int, port: int, make: Make, connection: Any) -> None:
                 part.run()
             end = time.perf_counter()
             connection.send((start, end, time.process_time() - begun))
+        elif action == "tell":
+            connection.send(part.tell())
         else:
             connection.send([(stage, each.numpy()) for stage, each in part.gradients()])
     parts = {}

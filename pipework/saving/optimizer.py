@@ -80,6 +80,32 @@ class SavedOptimizerShard:
             return dict(JsonCodec(get=self.tensor).decode(form))
 
 
+def collect_state(optimizer: Any) -> None:
+    """Collects the state of a `ZeroRedundancyOptimizer` on the first replica, which saves it; all of them call this."""
+    if _is_zero(optimizer):
+        optimizer.consolidate_state_dict(to=0)
+
+
+def has_state(optimizer: Optimizer, shard: int) -> bool:
+    """Whether this process can save the optimizer's state, or its part of it.
+
+    Args:
+        optimizer: after `collect_state`.
+        shard: the number of this process among those that hold the same layers.
+    """
+    return shard == 0 or not _is_zero(optimizer)
+
+
+def _is_zero(optimizer: Any) -> bool:
+    """Whether it is a `ZeroRedundancyOptimizer`, whose import takes long."""
+    return hasattr(optimizer, "consolidate_state_dict") and hasattr(optimizer, "optim")
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer that has the state."""
+    return optimizer.optim if _is_zero(optimizer) else optimizer
+
+
 def split_by_stage(optimizer: Optimizer, stages: Stages) -> dict[int, OptimizerShard]:
     """The optimizer's state by stage. The state of a parameter that several stages share is in each of them.
 
@@ -95,7 +121,7 @@ def split_by_stage(optimizer: Optimizer, stages: Stages) -> dict[int, OptimizerS
     _refuse_unowned(state, parameters)
     parts = {}
     for number, known in names.items():
-        part = parts[number] = OptimizerShard(type(optimizer).__name__)
+        part = parts[number] = OptimizerShard(type(_inner(optimizer)).__name__)
         codec = JsonCodec(put=part.tensors.put)
         for index, group in enumerate(state["param_groups"]):
             members = [known[id(parameters[i])] for i in group["params"] if id(parameters[i]) in known]
@@ -140,7 +166,9 @@ class Restored:
         """Restores dtypes: `load_state_dict` casts state tensors to their parameter's dtype."""
         parameters = _by_index(self.optimizer, self.state)
         for index, remembered in self.state["state"].items():
-            now = self.optimizer.state[parameters[index]]
+            if remembered is None:  # another replica has the state
+                continue
+            now = _inner(self.optimizer).state[parameters[index]]
             for key, value in remembered.items():
                 if isinstance(value, torch.Tensor) and isinstance(now.get(key), torch.Tensor):
                     now[key] = now[key] if now[key].dtype == value.dtype else value.to(now[key].device)
@@ -158,14 +186,15 @@ def restore(optimizer: Optimizer, stages: Stages, parts: Iterable[SavedOptimizer
             names.setdefault(id(tensor), []).append(name)
     _refuse_foreign(optimizer, names)
     saved = _Saved.of(list(parts))
-    if saved.kinds - {type(optimizer).__name__}:
+    kind = type(_inner(optimizer)).__name__
+    if saved.kinds - {kind}:
         raise UnfitError(
             f"the checkpoint has the state of {' and '.join(sorted(saved.kinds))}, and the optimizer is "
-            f"{type(optimizer).__name__}: make the same, or load without an optimizer. Nothing was changed"
+            f"{kind}: make the same, or load without an optimizer. Nothing was changed"
         )
     # A parameter of several stages has several names; take one that the checkpoint has.
     key = {which: next((name for name in each if name in saved.group), each[0]) for which, each in names.items()}
-    present = optimizer.state_dict()
+    present = torch.optim.Optimizer.state_dict(optimizer) if _is_zero(optimizer) else optimizer.state_dict()
     parameters = _by_index(optimizer, present)
     held = {id(parameter) for parameter in parameters.values()}
     missing = [key[id(parameter)] for parameter in parameters.values() if key[id(parameter)] not in saved.group]

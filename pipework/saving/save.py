@@ -21,7 +21,7 @@ from pipework.saving.manifest import (
     optimizer_values,
     training_files,
 )
-from pipework.saving.optimizer import OptimizerShard, split_by_stage
+from pipework.saving.optimizer import OptimizerShard, collect_state, has_state, split_by_stage
 from pipework.saving.random_states import random_states
 from pipework.saving.shards import divide
 from pipework.saving.stages import Stages, aliases, stages_of
@@ -92,10 +92,11 @@ def save_checkpoint(
         step-00000012 {'epoch': 1}
     """
     group = process_group_of(pipe)
+    run_on_all_ranks(group, "collect the state of the optimizer", lambda: collect_state(optimizer))
     ready = run_on_all_ranks(
         group,
         "prepare to save",
-        lambda: _prepare(pipe, optimizer, step, keep, _extras(scheduler, scaler, data_position)),
+        lambda: _prepare(pipe, optimizer, step, keep, _extras(scheduler, scaler, data_position), group.shard),
         share=lambda prepared: {"step": step, "training": prepared.training.digests},
     )
     gathered_steps = [each["step"] for each in ready.shared]
@@ -156,13 +157,14 @@ def _prepare(
     step: int,
     keep: int | None,
     extras: dict[str, Any],
+    shard: int,
 ) -> _Prepared:
     require_safetensors()
     for name, number, least in (("step", step, 0), ("keep", 1 if keep is None else keep, 1)):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}")
     stages = stages_of(pipe)
-    parts = {} if optimizer is None else split_by_stage(optimizer, stages)
+    parts = split_by_stage(optimizer, stages) if optimizer is not None and has_state(optimizer, shard) else {}
     states = {name: each if name == POSITION else _state_of(name, each) for name, each in extras.items()}
     return _Prepared(stages, parts, TrainingState.of({**states, RANDOM: random_states()}))
 

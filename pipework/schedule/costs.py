@@ -34,6 +34,7 @@ class StageCosts(NamedTuple):
         waiting: memory of a micro-batch on each stage, between the halves of its backward.
         message: memory of the value that crosses each boundary.
         skip: time of each skip connection of the schedule.
+        weights: memory of each stage's weights while they are gathered.
     """
 
     duration: Mapping[str, tuple[float, ...]]
@@ -43,6 +44,7 @@ class StageCosts(NamedTuple):
     waiting: tuple[float, ...]
     message: tuple[float, ...]
     skip: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Costs:
         input_gradient: time of ``I``; None: half of ``backward``, or 1 if that is None, too.
         weight_gradient: time of ``W``; None: half of ``backward``, or 1 if that is None, too.
         reduce_gradient: time of ``REDUCE_GRAD``, which adds up a stage's gradients over replicas of the model.
+        unshard: time of ``UNSHARD``, which gathers a stage's weights that processes share; its worker waits.
+        weights: memory that these weights take from ``UNSHARD`` to ``RESHARD``.
         transfer: time for a value, or its gradient, to cross a boundary between two workers; a sequence has one number
             for each boundary, one fewer than stages. Between stages of one worker there is no transfer.
         skip_transfer: the same for a skip connection; a sequence has a number for each skip of the schedule.
@@ -87,6 +91,8 @@ class Costs:
     input_gradient: Cost | None = None
     weight_gradient: Cost | None = None
     reduce_gradient: Cost = 0.0
+    unshard: Cost = 0.0
+    weights: Cost = 0.0
     transfer: Cost = 0.0
     skip_transfer: Cost = 0.0
     activation: Cost = 1.0
@@ -256,6 +262,7 @@ class Costs:
             "I": inputs,
             "W": weights,
             "REDUCE_GRAD": self._each("reduce_gradient", stages),
+            "UNSHARD": self._each("unshard", stages),
         }
         return StageCosts(
             duration,
@@ -265,6 +272,7 @@ class Costs:
             self._each("activation" if self.waiting is None else "waiting", stages),
             self._each("message", stages - 1, "boundary"),
             self._each("skip_transfer", skips, "skip"),
+            self._each("weights", stages),
         )
 
     def _each(self, name: str, count: int, place: str = "stage") -> tuple[float, ...]:

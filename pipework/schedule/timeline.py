@@ -49,8 +49,8 @@ class Timeline:
         memory_unit: ``""`` for units of cost, ``"bytes"`` for bytes, or a plural noun such as ``"micro-batches"``.
         title: for pictures.
         communication: the intervals of communication, if known: one for each ``SEND`` on the sending worker, for each
-            ``RECV`` on the receiving worker, and for each ``REDUCE_GRAD``. They overlap with the computation and with
-            each other.
+            ``RECV`` on the receiving worker, and for each ``REDUCE_GRAD`` and ``UNSHARD``. They overlap with the
+            computation and with each other.
 
     Raises:
         ValueError: there is no worker, the worker of an interval does not exist, or an interval ends before it starts.

@@ -9,8 +9,11 @@ from typing import Final, NamedTuple
 from pipework.schedule import Interval, Timeline
 
 CHANNELS: Final[Mapping[str, str]] = MappingProxyType(
-    {"SEND_F": "send", "SEND_B": "send", "RECV_F": "receive", "RECV_B": "receive", "REDUCE_GRAD": "reduce"}
-)
+    {
+        "SEND_F": "send", "SEND_B": "send", "RECV_F": "receive", "RECV_B": "receive",
+        "REDUCE_GRAD": "reduce", "UNSHARD": "gather",
+    }
+)  # fmt: skip
 
 
 class Track(NamedTuple):
@@ -19,7 +22,7 @@ class Track(NamedTuple):
     Attributes:
         worker: number of the worker.
         number: of the row; 0 is the computation.
-        name: ``"compute"``, ``"send"``, ``"receive"`` or ``"reduce"``; a second row is ``"send 2"``.
+        name: ``"compute"``, ``"send"``, ``"receive"``, ``"reduce"`` or ``"gather"``; a second row is ``"send 2"``.
         intervals: in order of time.
     """
 

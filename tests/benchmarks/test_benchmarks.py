@@ -45,6 +45,7 @@ TINY = {
     "planning": ["--iterations", "10", "--only", "unet_unequal"],
     "planning_scale": ["--sizes", "2x4", "--seconds", "0.2"],
     "planned_step": ["--quick", "--rounds", "1", "--only", "GRU"],
+    "sharding": ["--rounds", "1", "--width", "8", "--large", "16", "--only", "fsdp, 1f1b"],
     "grain": ["--seconds", "0.01", "--milliseconds", "0.1", "1", "--micro-batches", "2"],
 }
 # They run on the simulated accelerator, which needs a compiler.

@@ -8,8 +8,10 @@ from pipework.schedule.placement import loop_placement, wave_placement
 
 def test_defaults_are_unit_costs():
     costs = Costs().spread(stages=2)
-    assert costs.duration == {"F": (1, 1), "B": (2, 2), "R": (1, 1), "I": (1, 1), "W": (1, 1), "REDUCE_GRAD": (0, 0)}
+    computing = {"F": (1, 1), "B": (2, 2), "R": (1, 1), "I": (1, 1), "W": (1, 1)}
+    assert costs.duration == {**computing, "REDUCE_GRAD": (0, 0), "UNSHARD": (0, 0)}
     assert (costs.transfer, costs.activation, costs.checkpoint_activation) == ((0,), (1, 1), (0, 0))
+    assert costs.weights == (0, 0)
 
 
 def test_defaults_follow_forward_and_backward():
@@ -80,8 +82,9 @@ def test_a_whole_share_divided_among_stages():
 
 def test_a_whole_share_divided_among_different_numbers_of_stages():
     costs = Costs(1, 3, transfer=5, activation=7).divided([2, 1, 2])
-    assert costs == Costs([0.5, 1, 0.5], [1.5, 3, 1.5], reduce_gradient=[0, 0, 0], transfer=5,
-                          activation=[3.5, 7, 3.5], checkpoint_activation=[0, 0, 0])  # fmt: skip
+    assert costs == Costs([0.5, 1, 0.5], [1.5, 3, 1.5], reduce_gradient=[0, 0, 0], unshard=[0, 0, 0],
+                          weights=[0, 0, 0], transfer=5, activation=[3.5, 7, 3.5],
+                          checkpoint_activation=[0, 0, 0])  # fmt: skip
     assert Costs(1, [1, 2, 3]).divided([1, 1, 1]) == Costs(1, [1, 2, 3])
     with pytest.raises(ValueError, match="parts of stage 1 is 0"):
         Costs().divided([1, 0])

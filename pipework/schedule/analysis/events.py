@@ -174,6 +174,8 @@ class _Execution:
                 if of_kind is None:
                     starts[position] = ends[position] = clock
                     self._communicate(action, worker, position, clock)
+                    if kind == "UNSHARD":
+                        ends[position] = clock = clock + self._table.gathering[stage]
                     position += 1
                     continue
                 duration, sources, made, makes = of_kind[stage]

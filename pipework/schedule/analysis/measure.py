@@ -99,7 +99,9 @@ def measures(executed: Schedule, ended: Run, costs: StageCosts) -> Measures:
         most: Sequence[float] = amounts(executed, worker, costs)[0]
         last.append(max(ends, default=0.0))
         if not executed.kinds.issubset(KINDS):
-            # Transfers and reductions run beside the computation.
+            # Transfers and reductions run beside the computation; a worker waits for the weights that it gathers.
+            begin = next((n for n, action in enumerate(order) if action[0] in (*KINDS, "UNSHARD")), None)
+            first.append(0.0 if begin is None else starts[begin])
             computing = [position for position, action in enumerate(order) if action[0] in KINDS]
             starts, ends, most = ([row[position] for position in computing] for row in (starts, ends, most))
         busy.append(sum(map(sub, ends, starts)))

@@ -1,4 +1,4 @@
-"""Memory of the workers' activations, which depends on the orders and not on times."""
+"""Memory of the workers' activations and gathered weights, which depends on the orders and not on times."""
 
 from __future__ import annotations
 
@@ -100,6 +100,7 @@ def _amounts(schedule: Schedule, order: Sequence[Action], costs: StageCosts) -> 
     inference = schedule.inference
     activation, small, waiting = costs.activation, costs.checkpoint_activation, costs.waiting
     total, count = 0.0, 0  # of micro-batches that hold memory
+    whole = 0.0  # of stages whose weights are gathered
     row, after_each = array("d"), array("d")
     add_most, add_held = row.append, after_each.append
     for kind, stage, micro_batch, _ in order:
@@ -136,7 +137,11 @@ def _amounts(schedule: Schedule, order: Sequence[Action], costs: StageCosts) -> 
             held[micro_batch] = after
         elif micro_batch >= 0:
             after = held[micro_batch]
-        add_most(most)
+        elif kind == "UNSHARD":
+            whole += costs.weights[stage]
+        add_most(most + whole)
+        if kind == "RESHARD":
+            whole -= costs.weights[stage]
         add_held(after)
     return row, after_each
 

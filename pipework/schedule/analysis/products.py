@@ -87,7 +87,7 @@ class Table:
         self.steps: dict[str, list[Computation] | None] = dict.fromkeys(schedule.kinds)
         for kind in KINDS:
             self.steps[kind] = [self._step(kind, stage, arriving) for stage in range(schedule.stages)]
-        self.reduction = costs.duration["REDUCE_GRAD"]
+        self.reduction, self.gathering = costs.duration["REDUCE_GRAD"], costs.duration["UNSHARD"]
 
     def products(self) -> list[Product]:
         """All products."""

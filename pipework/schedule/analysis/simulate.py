@@ -60,7 +60,7 @@ class Simulation:
         return Timeline(tuple(computing), workers, title=title, communication=tuple(communicating))
 
     def _intervals(self, worker: int) -> Iterator[Interval]:
-        """The computations, transfers and reductions of a worker."""
+        """The computations, transfers, reductions and gatherings of a worker."""
         executed, ended = self.execution
         times = zip(executed.orders[worker], ended.starts[worker], ended.ends[worker], strict=True)
         for (action, start, end), most, held in zip(
@@ -68,7 +68,7 @@ class Simulation:
         ):
             if action.kind in KINDS:
                 yield Interval(worker, action, start, end, most, 0, held)
-            elif action.kind not in ("UNSHARD", "RESHARD"):
+            elif action.kind != "RESHARD":
                 yield Interval(worker, action, start, end)
 
     @cached_property

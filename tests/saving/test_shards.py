@@ -1,5 +1,6 @@
 """Checkpoints of sharded layers: what was saved on any mesh is loaded on any other, and by one process."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from pipework import Mesh, Pipe, load_checkpoint, save_checkpoint
 from pipework.saving.convert import convert
 from tests.jobs import on_ranks, start
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
 __all__ = ["on_ranks", "start"]
 
 Run = Callable[..., list[Any]]
@@ -26,6 +31,7 @@ Run = Callable[..., list[Any]]
 WIDTH, CHUNKS = 8, 2
 MESHES = {  # the sizes of dp, pp and tp
     "replicas": (2, 2, 1),
+    "zero-1": (2, 2, 1),
     "tensor": (1, 2, 2),
     "fsdp": (2, 2, 1),
     "fsdp and tensor": (2, 1, 2),
@@ -61,6 +67,9 @@ def make(kind: str, seed: int) -> tuple[Pipe, torch.optim.Optimizer]:
         if "fsdp" in kind:
             fully_shard(layer, mesh=mesh["dp"])
     pipe = Pipe(layers, CHUNKS, balance=[4 // shape[1]] * shape[1], mesh=mesh, **options)
+    if kind == "zero-1":
+        group = mesh["dp"].get_group()
+        return pipe, ZeroRedundancyOptimizer(pipe.parameters(), torch.optim.AdamW, process_group=group, lr=0.01)
     return pipe, torch.optim.AdamW(pipe.parameters(), lr=0.01)
 
 
@@ -85,7 +94,8 @@ def everything(pipe: Pipe, optimizer: torch.optim.Optimizer, *, alone: bool) -> 
         found[name] = whole(parameter)
         if parameter.grad is not None:
             found[f"{name} gradient"] = whole(parameter.grad)
-        for key, value in optimizer.state[parameter].items():
+        state = optimizer.optim.state if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer.state
+        for key, value in state.get(parameter, {}).items():
             found[f"{name} {key}"] = whole(value)
     if alone:
         return found
