@@ -451,14 +451,17 @@ class PeerGroup:
         return f"rank {self.everyone[position]} ({', '.join(which)})"
 
     def _hear_of_failure(self) -> None:
-        self.monitor.end_process_if_stuck(self.mesh.grace)
+        breaks = weakref.WeakMethod(self._break_layer_groups)
+        self.monitor.end_process_if_stuck(self.mesh.grace, lambda: None if (method := breaks()) is None else method())
         with self._lock:
             failure = None if self._failure is None else self._failure()
         if failure is None:
             self.abort()
         else:
             failure.report(self.monitor.error(), None)
-        break_layer_groups(self.mesh)  # after the failure is known, which is not what layers will see
+
+    def _break_layer_groups(self) -> None:
+        break_layer_groups(self.mesh)
 
     def _is_of_layers(self, error: BaseException) -> bool:
         """Whether a layer of this rank has seen that another rank left a collective."""

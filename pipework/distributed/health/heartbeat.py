@@ -34,7 +34,7 @@ from pipework.distributed.health.errors import PipelineError, exit_code
 from pipework.distributed.health.failure_detector import FailureDetector
 from pipework.distributed.health.process_exit import end_now
 from pipework.distributed.health.status import Beat, Call, PeerFailure
-from pipework.distributed.health.stuck_detector import StuckDetector
+from pipework.distributed.health.stuck_detector import StuckDetector, is_in_collective
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,6 +51,7 @@ STORE_WAIT: Final = 2.0
 """Seconds that a program waits at most until the store has its last report."""
 
 _POLL: Final = 0.05  # seconds
+_LEAVES: Final = 0.3  # seconds after a failure elsewhere in which a rank leaves its call, unless a layer waits
 
 
 class Heartbeat:
@@ -217,12 +218,11 @@ class Heartbeat:
             own=own,
         )
 
-    def end_process_if_stuck(self, seconds: float) -> None:
+    def end_process_if_stuck(self, seconds: float, break_collectives: Callable[[], None]) -> None:
         """See `HealthMonitor.end_process_if_stuck`."""
         if self.call.inside:
-            thread = threading.Thread(
-                target=self._end_if_still_in, args=(self.call.number, seconds), name="pipework end", daemon=True
-            )
+            arguments = (self.call.number, seconds, break_collectives)
+            thread = threading.Thread(target=self._end_if_still_in, args=arguments, name="pipework end", daemon=True)
             self._threads.append(thread)
             _start(thread)
 
@@ -284,16 +284,22 @@ class Heartbeat:
                 text = f"the store at {self._client.address} has been out of reach for {silence:.1f} s, as seen by "
                 self.declare(PeerFailure(None, "lost", text + self.names[self.rank] + self._trouble))
 
-    def _end_if_still_in(self, number: int, seconds: float) -> None:
+    def _end_if_still_in(self, number: int, seconds: float, break_collectives: Callable[[], None]) -> None:
         """The thread that ends the process if it is still in the call of that number after so many seconds.
+
+        Other pipes may be made over the same groups of layers, so these are broken only if a layer waits in one.
 
         Like the other threads, this one knows only this object. If it held the last reference to a process group, it
         would destroy that while the interpreter exits, and this aborts the process.
         """
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        begin = time.monotonic()
+        broken = False
+        while time.monotonic() < begin + seconds:
             if self._closing.wait(_POLL) or self.call.number != number or not self.call.inside:
                 return
+            if not broken and time.monotonic() > begin + _LEAVES and is_in_collective():
+                broken = True
+                break_collectives()
         error = self.error()
         text = f"{error}\nThis process is ended, because its present action does not come to an end:"
         end_now(text, exit_code(error))

@@ -205,12 +205,16 @@ class HealthMonitor:
             except Exception:
                 _LOG.exception("a function that was registered by on_failure has failed itself")
 
-    def end_process_if_stuck(self, seconds: float) -> None:
+    def end_process_if_stuck(self, seconds: float, break_collectives: Callable[[], None]) -> None:
         """After a failure elsewhere: ends the process if this rank does not leave its present call in time.
 
         Transfers can be ended by another thread; a layer that does not return cannot.
+
+        Args:
+            seconds: the time until then.
+            break_collectives: ends the collectives of layers, for good; called if the rank waits in one meanwhile.
         """
-        self._heartbeat.end_process_if_stuck(seconds)
+        self._heartbeat.end_process_if_stuck(seconds, break_collectives)
 
     # ---- failures that this rank reports ------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class StuckDetector:
         self._seconds += elapsed
         waiting = current[-1]  # the program may have changed progress meanwhile
         if self._seconds > self._limit and not waiting:
-            waiting = _is_in_collective()
+            waiting = is_in_collective()
         if self._seconds <= self._limit * (1 + waiting):
             return None
         doing = "has waited" if waiting else "has been busy"
@@ -63,7 +63,7 @@ class StuckDetector:
         return PeerFailure(self._rank, "stuck", text, action, "".join(_stacks()))
 
 
-def _is_in_collective() -> bool:
+def is_in_collective() -> bool:
     """Whether code of torch.distributed runs on a thread of this process."""
     for frame in sys._current_frames().values():
         each: FrameType | None = frame
