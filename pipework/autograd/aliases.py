@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipework import torch_private
 from pipework.autograd.weight_split.store import WeightGradientAlias
-from pipework.values.dtensor import is_dtensor, is_over_processes
+from pipework.values.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -54,10 +54,10 @@ class Aliases:
         leaves: the aliases.
         parameters: those of the user, in the same order.
         sharded: likewise.
-        over_processes: one of the parameters that is a DTensor over several processes; None: there is none.
+        dtensor: one of the user's parameters that is a DTensor; None: there is none.
     """
 
-    __slots__ = ("_reduced", "_slots", "_stray", "leaves", "over_processes", "parameters", "sharded")
+    __slots__ = ("_reduced", "_slots", "_stray", "dtensor", "leaves", "parameters", "sharded")
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Aliases:
         self.sharded = sharded
         self._reduced: dict[int, Tensor] = {}  # the gradients of shards, by the id of the leaf
         by_parameter: dict[int, tuple[Tensor, Tensor]] = {}
-        self.over_processes: Tensor | None = None
+        self.dtensor: Tensor | None = None
         self._slots: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
         found = [
             (slots, name, parameter, compiled)
@@ -86,8 +86,8 @@ class Aliases:
                 held = parameter if sharded is None or not sharded.has(parameter) else sharded.whole(parameter)
                 plain = held.detach()
                 own_class = type(plain) is not Tensor
-                if own_class and is_over_processes(plain):
-                    self.over_processes = parameter
+                if (own_class or held is not parameter) and is_dtensor(parameter):
+                    self.dtensor = parameter
                 # A subclass of Tensor may have operators of its own.
                 whole = (own_class and not is_dtensor(plain)) or id(parameter) in compiled_parameters
                 deferred = None if weight_store is None else weight_store.known(parameter)

@@ -75,7 +75,7 @@ class Engine:
         Args:
             parameter: of such a layer; None: there is none.
         """
-        if parameter is not None and len(self.devices) > 1 and not self.one_thread:
+        if len(self.devices) > 1 and not self.one_thread and parameter is not None and is_over_processes(parameter):
             raise ValueError(
                 f"a layer has DTensors over several processes (of shape {tuple(parameter.shape)}, "
                 f"{placement_text(parameter)}), and this pipe has {len(self.devices)} workers that are threads: they "

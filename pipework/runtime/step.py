@@ -148,16 +148,16 @@ class Step:
                 for stage in engine.stages.values()
             }
             for run in self._runs.values():
-                engine.refuse_over_processes(run.aliases.over_processes)
+                engine.refuse_over_processes(run.aliases.dtensor)
                 engine.refuse_fully_sharded(run.sharded)
             ties = tied_gradients({number: run.aliases for number, run in self._runs.items()}, engine.link)
             if options.recorder is not None and options.recorder.memory:
                 for worker in engine.devices:
                     runs = self._runs_of(worker)
                     modules = [module for stage in runs for module in engine.stages[stage].modules]
-                    meter = MemoryMeter(
-                        [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-                    )
+                    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+                    # The weights that a stage computes with are not those of its modules, if FSDP shards these.
+                    meter = MemoryMeter([*tensors, *(leaf for run in runs.values() for leaf in run.aliases.leaves)])
                     for run in runs.values():
                         run.meter = meter
         for number, tied in ties.items():

@@ -28,7 +28,7 @@ class MemoryMeter:
     """
 
     def __init__(self, persistent: Iterable[Tensor]) -> None:
-        self._persistent = {_address(tensor) for tensor in persistent}
+        self._persistent = {_storage(tensor) for tensor in persistent}
         self._held: dict[tuple[int, int], int] = {}
         self._inputs: dict[tuple[int, int], dict[int, int]] = {}
         self._peak = 0
@@ -44,20 +44,20 @@ class MemoryMeter:
             What is to be called with further inputs that only came inside.
         """
         # The caller's micro-batches are slices of one storage; each holds its own rows.
-        of_inputs = {_address(tensor): local_part(tensor).nbytes for tensor in inputs}
+        of_inputs = {_storage(tensor): local_part(tensor).nbytes for tensor in inputs}
         self._inputs[stage, micro_batch] = of_inputs
-        own = {_address(tensor): local_part(tensor).nbytes for tensor in target} | of_inputs
+        own = {_storage(tensor): local_part(tensor).nbytes for tensor in target} | of_inputs
         sizes: dict[int, int] = {}
         if torch.is_grad_enabled():  # without a backward to come, nothing is kept
-            sizes = {address: size for address, size in of_inputs.items() if address not in self._persistent}
+            sizes = {key: size for key, size in of_inputs.items() if key not in self._persistent}
         # PyTorch calls the innermost hooks only, so these must call the user's.
         outer = torch_private.saved_tensor_hooks()
 
         def pack(tensor: Tensor) -> Any:
             storage = local_part(tensor).untyped_storage()
-            address = storage.data_ptr()
-            if address not in self._persistent:
-                sizes[address] = own.get(address, storage.nbytes())
+            key = torch_private.storage_key(storage)
+            if key not in self._persistent:
+                sizes[key] = own.get(key, storage.nbytes())
             if outer is not None:
                 return outer[0](tensor)
             # Not the tensor itself: an output that its own node saves would be a reference cycle. The version is kept
@@ -82,8 +82,8 @@ class MemoryMeter:
         def came(tensors: Iterable[Tensor]) -> None:
             for tensor in tensors:
                 size = local_part(tensor).nbytes
-                of_inputs[_address(tensor)] = size
-                sizes.setdefault(_address(tensor), size)
+                of_inputs[_storage(tensor)] = size
+                sizes.setdefault(_storage(tensor), size)
 
         with saved_tensors_hooks(pack, unpack):
             yield came
@@ -96,9 +96,9 @@ class MemoryMeter:
     def waiting(self, stage: int, micro_batch: int, kept: Iterable[Tensor]) -> None:
         """After the I of a micro-batch: the tensors that its W needs are kept."""
         storages = [local_part(tensor).untyped_storage() for tensor in kept]
-        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        sizes |= {address: size for address, size in self._inputs[stage, micro_batch].items() if address in sizes}
-        self._hold(stage, micro_batch, sum(size for address, size in sizes.items() if address not in self._persistent))
+        sizes = {torch_private.storage_key(storage): storage.nbytes() for storage in storages}
+        sizes |= {key: size for key, size in self._inputs[stage, micro_batch].items() if key in sizes}
+        self._hold(stage, micro_batch, sum(size for key, size in sizes.items() if key not in self._persistent))
 
     def released(self, stage: int, micro_batch: int) -> None:
         """After the backward of a micro-batch: it holds nothing."""
@@ -120,5 +120,6 @@ class MemoryMeter:
         self._peak = max(self._peak, sum(self._held.values()))
 
 
-def _address(tensor: Tensor) -> int:
-    return local_part(tensor).untyped_storage().data_ptr()
+def _storage(tensor: Tensor) -> int:
+    """The storage of a tensor, or of its local part; the same one when it is freed and allocated again."""
+    return torch_private.storage_key(local_part(tensor).untyped_storage())

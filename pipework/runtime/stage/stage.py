@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
+from pipework.autograd.fully_sharded import FullySharded
 from pipework.autograd.stray_gradients import StrayGradients
 from pipework.runtime.skips.stashed import StashedTensors
 from pipework.runtime.stage.buffers import MutableBuffers
@@ -85,6 +86,7 @@ class Stage:
         self.inspected: set[tuple[bool, bool, int]] = set()
         # By the id of a parameter, whether its gradient is deferred to W; see WeightGradientStore.
         self.deferred: dict[int, bool] = {}
+        self._may_be_sharded = True
         self.recompute_looks = iter(range(MINI_BATCHES))
         self._differentiated = itertools.count()
         self.buffers = MutableBuffers(runnable if loss is None else [*runnable, loss])
@@ -102,6 +104,19 @@ class Stage:
     def stray_gradients(self) -> StrayGradients | None:
         """What refuses gradients from outside of the pipe in the next mini-batch with gradients; None: nothing does."""
         return StrayGradients(self) if is_checked(next(self._differentiated)) else None
+
+    def fully_sharded(self, *, looks_again: bool = False) -> FullySharded | None:
+        """What FSDP shards of the stage; None: nothing.
+
+        Args:
+            looks_again: also if nothing was found before: layers may have been sharded since. It takes a microsecond
+                for each module.
+        """
+        if not self._may_be_sharded and not looks_again:
+            return None
+        sharded = FullySharded.of(self.modules)
+        self._may_be_sharded = sharded is not None
+        return sharded
 
     def refresh(self) -> None:
         """Updates the views of modules that the user has changed."""

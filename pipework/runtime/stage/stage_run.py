@@ -24,7 +24,6 @@ from torch.autograd.graph import GradientEdge
 from pipework import torch_private
 from pipework.autograd import boundary, hidden_parameters
 from pipework.autograd.aliases import Aliases
-from pipework.autograd.fully_sharded import FullySharded
 from pipework.autograd.stray_gradients import explain_freed_graph
 from pipework.autograd.weight_split.store import WeightGradientStore
 from pipework.runtime.failure import add_note
@@ -101,9 +100,13 @@ class StageRun:
         self._stray = stage.stray_gradients() if context.grad else None
         new_queue = list if self._stray is None else self._stray.new_queue
         self._weight_store = WeightGradientStore(stage.deferred, new_queue) if defers else None
-        self.sharded = FullySharded.of(stage.modules)
+        self.sharded = stage.fully_sharded()
         modules = stage.modules if context.grad else ()
         self.aliases = Aliases(modules, self._weight_store, self._stray, self.sharded)
+        if self.aliases.dtensor is not None and self.sharded is None:
+            self.sharded = stage.fully_sharded(looks_again=True)
+            if self.sharded is not None:
+                self.aliases = Aliases(modules, self._weight_store, self._stray, self.sharded)
         if not self.aliases.any_deferrable:
             self._weight_store = None
         self._loss = None if loss is None else LossRun(loss, stage, trains=bool(self.aliases.leaves))
