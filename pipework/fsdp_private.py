@@ -28,6 +28,12 @@ def fsdp_modules(layers: Iterable[nn.Module]) -> list[FSDPModule]:
     return list(found)
 
 
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called for this module itself."""
+    torch_fsdp = sys.modules.get("torch.distributed.fsdp")
+    return torch_fsdp is not None and isinstance(module, torch_fsdp.FSDPModule)
+
+
 def free_shards(layers: Iterable[nn.Module]) -> None:
     """Frees the memory of shards that FSDP keeps beside the parameters, after these were moved to the meta device."""
     for module in fsdp_modules(layers):

@@ -124,7 +124,7 @@ class DistributedBackend:
         mesh, placement = self.mesh, spec.assignment.placement
         self.is_first, self.is_last = mesh.worker == placement[0], mesh.worker == placement[-1]
         named = list(spec.tensors)
-        refuse_foreign_meshes(named, mesh.same_layers)
+        refuse_foreign_meshes(named, mesh.everyone, mesh.same_layers)
         check_parameters(spec.partitions, placement, mesh.ranks, mesh.worker, spec.grad_scaler)
         pairs = [(stage, stage + 1) for stage in range(len(placement) - 1)]
         pairs += [pair for skip in spec.skips for pair in skip.hops]

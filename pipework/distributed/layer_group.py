@@ -63,6 +63,13 @@ _DIFFERENT = {
 }
 
 
+_OTHER_DATA = (
+    "Seed alike before data is drawn or shuffled, or give the layer group one sampler, pipe.sampler(dataset); other "
+    "rows belong to the dimension 'dp'"
+)
+_WAYS_OUT = dict.fromkeys(("rows", "micro_batches", "inputs", "targets"), _OTHER_DATA)
+
+
 class LayerGroup:
     """The ranks of one layer group, as one of them sees them.
 
@@ -99,7 +106,7 @@ class LayerGroup:
                 raise ValueError(
                     f"rank {different[0]} {text} than rank {same}, in call {mine.call} of the pipe. Both compute the "
                     f"same layers together, over {over} of the mesh, so all such ranks make the same calls with the "
-                    "same mini-batches. Other rows belong to the dimension 'dp': take pipe.sampler(dataset)"
+                    f"same mini-batches. {_WAYS_OUT.get(name, 'Call the pipe alike on all of them')}"
                 )
         return mine._replace(key=calls[0].key)
 

@@ -111,20 +111,30 @@ def refuse_any_different(found: Difference, ranks: Sequence[int], dimensions: Se
         )
 
 
-def refuse_foreign_meshes(named: Iterable[tuple[str, Tensor]], same_layers: Collection[int]) -> None:
-    """Raises a ValueError if a DTensor lies on ranks that hold other layers.
+def refuse_foreign_meshes(
+    named: Iterable[tuple[str, Tensor]], everyone: Collection[int], same_layers: Collection[int]
+) -> None:
+    """Raises a ValueError if a DTensor lies on ranks that hold other layers, or belong to another pipe.
 
     Args:
         named: the parameters and buffers of this rank's layers.
-        same_layers: the ranks that hold these layers, in all replicas.
+        everyone: all ranks of the pipe's mesh.
+        same_layers: those that hold these layers, in all replicas.
     """
     for name, tensor in named:
-        if is_dtensor(tensor) and (others := {*tensor.device_mesh.mesh.flatten().tolist()} - {*same_layers}):
+        if not is_dtensor(tensor):
+            continue
+        over = sorted(tensor.device_mesh.mesh.flatten().tolist())
+        if any(rank not in everyone for rank in over):
             raise ValueError(
-                f"{name} is sharded over ranks {sorted(tensor.device_mesh.mesh.flatten().tolist())}, and "
-                f"{', '.join(map(str, sorted(others)))} hold other stages of the pipe: shard it over a slice of the "
-                "pipe's mesh without 'pp', such as parallelize_module(layer, mesh['tp'], plan) or "
-                "fully_shard(layer, mesh=mesh['dp'])"
+                f"{name} is sharded over {_ranks(over)}, and the mesh of this pipe has {_ranks(sorted(everyone))} "
+                "only: give Pipe the whole mesh with all its dimensions, not a slice such as mesh['pp']"
+            )
+        if others := [rank for rank in over if rank not in same_layers]:
+            raise ValueError(
+                f"{name} is sharded over {_ranks(over)}, and other stages of the pipe are on {_ranks(others)}: shard "
+                "it over a slice of the pipe's mesh without 'pp', such as parallelize_module(layer, mesh['tp'], plan) "
+                "or fully_shard(layer, mesh=mesh['dp'])"
             )
 
 
@@ -145,6 +155,10 @@ def refuse_other_shards(parameters: Iterable[Tensor]) -> None:
             "not over the replicas of the pipe: its ranks must be given other rows each, so make the mesh with a "
             "dimension 'dp', and shard over that, fully_shard(layer, mesh=mesh['dp'])"
         )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
 import torch
 from torch import nn
 
-from pipework import torch_private
+from pipework import fsdp_private, torch_private
 from pipework.model.materialize import filling, materialize_partitions, move, waits, why_not
 from pipework.model.sequential import PipeSequential
 from pipework.model.state_names import has_own_names, state_name
@@ -339,6 +339,11 @@ class Layers(nn.Module):
 
 def refuse_own_behaviour(module: nn.Sequential) -> None:
     """Raises a TypeError if the module does more than run its layers, which a pipe would leave out silently."""
+    if fsdp_private.is_fully_sharded(module):
+        raise TypeError(
+            "fully_shard was called for the whole model, which gathers parameters before its forward, and a pipe calls "
+            "its layers only: leave fully_shard(model) out, and shard each layer, fully_shard(layer, mesh=mesh['dp'])"
+        )
     own = [
         what
         for what, there in (

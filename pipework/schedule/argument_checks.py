@@ -202,4 +202,7 @@ def refuse_kind(schedule: Schedule, kind: str, does: str) -> None:
 def refuse_whole_stages(whole_stages: object) -> None:
     """Raises a ValueError for what is no number of stages."""
     if isinstance(whole_stages, bool) or not isinstance(whole_stages, int) or whole_stages < 1:
-        raise ValueError(f"whole_stages is how many stages of a worker are whole at most, from 1: got {whole_stages!r}")
+        raise ValueError(
+            "whole_stages is how many stages of a worker are whole at most, from 1, or None for all: got "
+            f"{whole_stages!r}"
+        )

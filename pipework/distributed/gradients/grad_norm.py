@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor
+    from torch.distributed.tensor import Placement
 
 Norms = dict[str, list[tuple[str, float]]]
 """For each stage (its number as text, since these are keys of JSON) the dtype and the norm of each gradient."""
@@ -90,7 +91,7 @@ def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[tuple[str, flo
         devices.setdefault(device, []).extend([(place, name, norm) for place, norm in zip(places, norms, strict=True)])
     for place, gradient in enumerate(gradients):
         if is_dtensor(gradient):  # all ranks that hold a part of it are here, in the same order
-            norm = torch.linalg.vector_norm(gradient, norm_type).full_tensor()
+            norm = _of_all_parts(torch.linalg.vector_norm(gradient, norm_type))
             devices.setdefault(norm.device, []).append((place, str(gradient.dtype).removeprefix("torch."), norm))
     found: dict[int, tuple[str, float]] = {}
     for rows in devices.values():
@@ -98,3 +99,18 @@ def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[tuple[str, flo
         for (place, name, _), value in zip(rows, values, strict=True):
             found[place] = (name, value)
     return [found[place] for place in range(len(gradients))]
+
+
+def _of_all_parts(norm: Tensor) -> Tensor:
+    """A number that is placed as a partial norm, reduced over one dimension of its mesh after another.
+
+    `full_tensor` does the same, and warns that it reduces over several.
+    """
+    from torch.distributed.tensor import Replicate  # imported as soon as there is a DTensor
+
+    assert is_dtensor(norm)
+    for dimension in reversed(range(norm.device_mesh.ndim)):
+        placements: list[Placement] = list(norm.placements)
+        placements[dimension] = Replicate()
+        norm = norm.redistribute(placements=placements)
+    return norm.to_local()

@@ -278,7 +278,7 @@ def refusals(mesh: Mesh) -> list[str]:
     told = []
 
     def refused(layers: nn.Sequential, **options: Any) -> None:
-        with pytest.raises((ValueError, PipelineError)) as caught:
+        with pytest.raises((TypeError, ValueError, PipelineError)) as caught:
             Pipe(layers, CHUNKS, schedule="1f1b", loss_fn=F.mse_loss, **options)(*data(0)[:1], target=data(0)[1])
         told.append(str(caught.value))
 
@@ -286,6 +286,10 @@ def refusals(mesh: Mesh) -> list[str]:
     refused(model("sharded", device_mesh["dp"]), balance=[4], devices=["cpu"])  # no mesh
     sharded = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "other"))
     refused(model("sharded", sharded["other"]), mesh=sharded, balance=[2, 2])
+    refused(model("sharded", device_mesh["dp"]), mesh=device_mesh["pp"], balance=[2, 2])  # a slice
+    whole = model("sharded", device_mesh["dp"])
+    fully_shard(whole, mesh=device_mesh["dp"])
+    refused(whole, mesh=mesh, balance=[2, 2])
     return told
 
 
@@ -337,8 +341,9 @@ def test_what_is_gathered(on_ranks: Run) -> None:
 
 
 def test_what_is_refused(on_ranks: Run) -> None:
-    for everywhere, threads, other in on_ranks(4, refusals, init={"dp": 2}):
-        assert "is sharded over ranks [0, 1, 2, 3]" in everywhere
-        assert "hold other stages of the pipe" in everywhere
+    for everywhere, threads, other, sliced, whole in on_ranks(4, refusals, init={"dp": 2}):
+        assert "is sharded over ranks 0, 1, 2, 3, and other stages of the pipe are on ranks" in everywhere
         assert "its workers are threads" in threads
         assert "not over the replicas of the pipe" in other
+        assert "give Pipe the whole mesh with all its dimensions" in sliced
+        assert "leave fully_shard(model) out, and shard each layer" in whole
