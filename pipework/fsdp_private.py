@@ -11,10 +11,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    import torch
     from torch import Tensor, nn
     from torch.distributed.fsdp import FSDPModule
 
@@ -93,6 +94,39 @@ class _Setting(NamedTuple):
     value: Any
 
 
+class _Work(NamedTuple):
+    work: Any
+    sent: Tensor  # must stay until the work has ended
+
+
+class _LaterReduceScatter:
+    """The reduction of one group of parameters, which is waited for later if FSDP leaves its result as it is.
+
+    On accelerators, that is what streams are for.
+    """
+
+    def __init__(self, group: Any, works: list[_Work]) -> None:
+        self._of_group = group
+        self._now = group._reduce_scatter_comm
+        self._works = works
+        self.allocate = self._now.allocate
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        state, dtype = self._of_group, output_tensor.dtype
+        is_final = (
+            output_tensor.is_cpu
+            and dtype == state._orig_dtype
+            and dtype in (torch.float32, torch.bfloat16)  # of others FSDP divides sums
+            and not state.force_sum_reduction_for_comms
+            and state.mesh_info.replicate_mesh_dim is None  # over which it sums further
+            and state._all_reduce_hook is None
+        )
+        work = self._now(output_tensor, input_tensor, group, op, async_op or is_final)
+        if is_final:
+            self._works.append(_Work(work, input_tensor))
+        return work
+
+
 class FSDPStates:
     """The states of some modules, of which the outermost ones are initialised as roots.
 
@@ -107,6 +141,7 @@ class FSDPStates:
             state._lazy_init()
         self._groups = [group for state in self._states for group in state._fsdp_param_groups]
         self._changed: list[_Setting] = []
+        self._works: list[_Work] = []
 
     @property
     def parameters(self) -> list[FSDPParameter]:
@@ -148,12 +183,23 @@ class FSDPStates:
             group._training_state = type(group._training_state).IDLE
             group.reshard()
 
-    def reduce(self) -> None:
-        """Reduces the gradients of the whole parameters into those of the shards."""
+    def begin_reduce(self) -> None:
+        """Starts to reduce the gradients of the whole parameters into those of the shards, which exist at once."""
         self._set(reduces=True)
         try:
             for group in reversed(self._groups):
+                self._changed.append(_Setting(group, "_reduce_scatter_comm", group._reduce_scatter_comm))
+                group._reduce_scatter_comm = _LaterReduceScatter(group, self._works)
                 group.post_backward()
+        finally:
+            self.resume()
+
+    def finish_reduce(self) -> None:
+        """Waits until the gradients of the shards are complete."""
+        while self._works:
+            self._works.pop(0).work.wait()
+        self._set(reduces=True)
+        try:
             for state in self._states:
                 if state._is_root:
                     state._root_post_backward_final_callback()
@@ -162,6 +208,7 @@ class FSDPStates:
 
     def forget(self) -> None:
         """After a failure: drops what a forward or backward has left."""
+        self._works.clear()
         for group in self._groups:
             for each in group.fsdp_params:
                 each.unsharded_accumulated_grad = None

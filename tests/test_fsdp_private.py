@@ -17,8 +17,9 @@ from tests.test_torch_private import Names, is_private
 
 OF_STATES = {"_fsdp_param_groups", "_is_root", "_lazy_init", "_root_post_backward_final_callback", "_state_ctx"}
 OF_GROUPS = {
-    "_training_state", "all_reduce_grads", "fsdp_params", "post_backward", "post_forward_mesh_info", "reduce_grads",
-    "reshard", "reshard_after_backward", "unshard", "wait_for_unshard",
+    "_all_reduce_hook", "_orig_dtype", "_reduce_scatter_comm", "_training_state", "all_reduce_grads",
+    "force_sum_reduction_for_comms", "fsdp_params", "mesh_info", "post_backward", "post_forward_mesh_info",
+    "reduce_grads", "reshard", "reshard_after_backward", "unshard", "wait_for_unshard",
 }  # fmt: skip
 OF_PARAMETERS = {"_sharded_param_data", "reduce_dtype", "sharded_param", "unsharded_accumulated_grad"}
 
@@ -40,6 +41,8 @@ def test_they_exist(state: Any) -> None:
     assert {name for name in OF_STATES if not hasattr(state, name)} == set()
     assert {name for name in OF_GROUPS if not hasattr(group, name)} == set()
     assert hasattr(state._state_ctx, "is_last_backward")
+    assert hasattr(group.mesh_info, "replicate_mesh_dim")
+    assert hasattr(group._reduce_scatter_comm, "allocate")
     assert hasattr(type(group._training_state), "IDLE")
     group.unshard(async_op=True)
     group.wait_for_unshard()
@@ -51,6 +54,6 @@ def test_they_exist(state: Any) -> None:
 def test_there_are_no_others() -> None:
     names = Names.of(ast.parse(Path(fsdp_private.__file__).read_text()))
     used = {name for _, name in names.attributes if is_private(name)} | names.texts
-    own = {"_states", "_groups", "_changed", "_private", "_set", "__slots__"}
+    own = {"_states", "_groups", "_changed", "_private", "_set", "_works", "_of_group", "_now", "__slots__"}
     listed = OF_STATES | OF_GROUPS | OF_PARAMETERS | {"_unsharded_param", "_local_tensor"}
     assert used - own - listed == set()

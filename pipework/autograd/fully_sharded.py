@@ -3,8 +3,10 @@
     between steps     slot: the shard, a DTensor                  the user's parameter, with its .grad and hooks
     gathered          slot: FSDP's whole parameter
     in the run        slot: an alias of the whole parameter       .grad: the stage's buffer, as of every parameter
-    REDUCE_GRAD       the buffer is reduced over the replicas     a shard, which the stage's node hands to the parameter
+    REDUCE_GRAD       the buffer begins to be reduced             a shard, which the stage's node hands to the parameter
     resharded         slot: the shard                             the memory of the whole is free
+
+A reduction ends before the next one of the same worker begins, or with the step.
 
 FSDP's own hooks run with each micro-batch, and neither gather nor reduce. Rajbhandari et al., "ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models", SC 2020, describes the sharding of parameters.
@@ -19,7 +21,7 @@ import torch
 from pipework.fsdp_private import FSDPStates, fsdp_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from typing import Self
 
     from torch import Tensor, nn
@@ -39,6 +41,8 @@ class FullySharded:
     def __init__(self, modules: Sequence[FSDPModule]) -> None:
         self._states = FSDPStates(modules)
         self.is_whole = False
+        # The gradient of each shard, by the id of its leaf, and whether they are wanted.
+        self._reduction: tuple[list[tuple[int, Tensor | None]], Callable[[], Sequence[bool]]] | None = None
         parameters = self._states.parameters
         if not all(each.was_whole for each in parameters):
             self.gather()  # whole parameters exist from the first time on
@@ -100,35 +104,52 @@ class FullySharded:
         pairs = [(self._by_shard[id(p)], leaf) for p, leaf in zip(parameters, leaves, strict=True) if self.has(p)]
         return [each.accumulated is not None or leaf.grad is not None for each, leaf in pairs]
 
-    def reduce(
-        self, parameters: Sequence[Tensor], leaves: Sequence[Tensor], wanted: Sequence[bool]
-    ) -> dict[int, Tensor]:
-        """Reduces the gradients of the whole parameters; each rank gets that of its shard.
+    def begin_reduce(
+        self, parameters: Sequence[Tensor], leaves: Sequence[Tensor], wanted: Callable[[], Sequence[bool]]
+    ) -> None:
+        """Begins to reduce the gradients of the whole parameters; each rank gets that of its shard.
 
         Args:
             parameters: of the stage.
             leaves: for each of them the tensor with its gradient in `.grad`, which is taken.
-            wanted: for each sharded one, whether any rank has a gradient of it.
-
-        Returns:
-            The gradients of shards, by the id of the leaf.
+            wanted: says in the end, for each sharded one, whether any rank has a gradient of it.
         """
         pairs = [(p, leaf, self._by_shard[id(p)]) for p, leaf in zip(parameters, leaves, strict=True) if self.has(p)]
         self.reshard()
         try:
-            for (parameter, leaf, each), comes in zip(pairs, wanted, strict=True):
-                if comes and each.accumulated is None:
+            for parameter, leaf, each in pairs:
+                if each.accumulated is None and each.reduce_dtype not in (None, leaf.dtype):
+                    each.accumulated = torch.zeros_like(leaf, dtype=each.reduce_dtype)
+                elif each.accumulated is None:
                     each.whole.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 leaf.grad = None
                 # FSDP adds to the gradient of the shard, and calls its hooks. That comes with the user's backward.
                 each.shard = parameter.detach().requires_grad_()
-            self._states.reduce()
-            found = {id(leaf): each.shard.grad for _, leaf, each in pairs}
+            self._states.begin_reduce()
+            found = [(id(leaf), each.shard.grad) for _, leaf, each in pairs]
         finally:
             for parameter, _, each in pairs:
                 each.shard = parameter
-        return {leaf: gradient for leaf, gradient in found.items() if gradient is not None}
+        self._reduction = found, wanted
+
+    def finish_reduce(self) -> dict[int, Tensor] | None:
+        """Waits for the reduction that was begun.
+
+        Returns:
+            The gradients of shards, by the id of the leaf, but for parameters of which no rank has a gradient. None:
+            there was no reduction.
+        """
+        if self._reduction is None:
+            return None
+        (found, wanted), self._reduction = self._reduction, None
+        self._states.finish_reduce()
+        return {
+            leaf: gradient
+            for (leaf, gradient), comes in zip(found, wanted(), strict=True)
+            if comes and gradient is not None
+        }
 
     def forget(self) -> None:
         """After a failure."""
+        self._reduction = None
         self._states.forget()

@@ -375,11 +375,11 @@ class PeerGroup:
         aliases, shared = spec.runs[stage].aliases, []
         sharded = aliases.sharded
         if sharded is not None:
+            present = sharded.present(aliases.parameters, aliases.leaves)
             with self.monitor.progress.waits():
-                wanted = sharded.present(aliases.parameters, aliases.leaves)
-                if replicas is not None:
-                    wanted = replicas.any_of_each(wanted)
-                aliases.set_reduced(sharded.reduce(aliases.parameters, aliases.leaves, wanted))
+                _finish_sharded(spec)  # of an earlier stage: one holds buffers at a time
+                wanted = (lambda: present) if replicas is None else replicas.begin_any_of_each(present)
+                sharded.begin_reduce(aliases.parameters, aliases.leaves, wanted)
         if replicas is None:
             return
         for parameter, leaf in zip(aliases.parameters, aliases.leaves, strict=True):
@@ -395,6 +395,7 @@ class PeerGroup:
     def complete(self, spec: RunSpec) -> None:
         """After the last action: completes the gradients."""
         connections = self._connections
+        _finish_sharded(spec)
         if spec.differentiates:
             if connections.replicas is not None:
                 connections.replicas.finish()
@@ -466,6 +467,14 @@ class PeerGroup:
     def _is_of_layers(self, error: BaseException) -> bool:
         """Whether a layer of this rank has seen that another rank left a collective."""
         return len(self.mesh.same_layers) > 1 and is_broken_collective(error)
+
+
+def _finish_sharded(spec: RunSpec) -> None:
+    """Waits for the gradients of shards that are being reduced."""
+    for run in spec.runs.values():
+        gradients = None if run.sharded is None else run.sharded.finish_reduce()
+        if gradients is not None:
+            run.aliases.set_reduced(gradients)
 
 
 def _cut(text: str) -> tuple[str, str, str]:

@@ -26,7 +26,7 @@ from pipework.distributed.transport.tensor_bytes import as_bytes, write_bytes
 from pipework.values.dtensor import is_dtensor, local_part, with_local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -211,13 +211,22 @@ class DataParallel:
                 if not count:
                     leaf.grad = None
 
-    def any_of_each(self, flags: Sequence[bool]) -> list[bool]:
-        """For each flag, whether it is set on any replica; after the comparison of what they train."""
+    def begin_any_of_each(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
+        """Begins to ask for each flag whether it is set on any replica, after the comparison of what they train.
+
+        Returns:
+            Waits for the answer.
+        """
         self._end_comparison()
         total = torch.tensor(list(flags), dtype=torch.int32)
-        if flags:
-            self._wait(self._start("allreduce", total))
-        return [bool(count) for count in total.tolist()]
+        work = self._start("allreduce", total) if flags else None
+
+        def finish() -> list[bool]:
+            if work is not None:
+                self._wait(work)
+            return [bool(count) for count in total.tolist()]
+
+        return finish
 
     def any_of(self, flag: bool) -> bool:
         """Whether the flag is set on any replica."""

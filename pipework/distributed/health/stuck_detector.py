@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pipework.distributed.health.progress import Progress
     from pipework.distributed.health.status import Call
 
-_COLLECTIVES: Final = os.path.join("torch", "distributed", "")
+_COLLECTIVES: Final = (os.path.join("torch", "distributed", ""), os.path.join("pipework", "fsdp_private.py"))
 
 
 class StuckDetector:
@@ -64,11 +64,11 @@ class StuckDetector:
 
 
 def is_in_collective() -> bool:
-    """Whether code of torch.distributed runs on a thread of this process."""
+    """Whether a thread of this process is in code that communicates for layers."""
     for frame in sys._current_frames().values():
         each: FrameType | None = frame
         while each is not None:
-            if _COLLECTIVES in each.f_code.co_filename:
+            if any(part in each.f_code.co_filename for part in _COLLECTIVES):
                 return True
             each = each.f_back
     return False
