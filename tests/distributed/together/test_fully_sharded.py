@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -264,6 +265,45 @@ def gathers(mesh: Mesh) -> dict[str, Any]:
     return found
 
 
+class Calls(torch.autograd.Function):
+    """Calls a function in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.function()
+        return gradients[0], None
+
+
+class Called(nn.Module):
+    def __init__(self, block: nn.Module, function: Callable[[], None]) -> None:
+        super().__init__()
+        self.block, self.function = block, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        called: Tensor = Calls.apply(x, self.function)  # type: ignore[no-untyped-call]
+        output: Tensor = self.block(called)
+        return output
+
+
+def works_on(mesh: Mesh) -> None:
+    """Replica 1 begins to reduce the last stage only when replica 0 is in the backward of the stage before it."""
+    first, store = mesh.data_parallel_rank == 0, mesh.store
+    functions: list[Callable[[], None]] = [lambda: None] * 4
+    functions[1] = (lambda: store.set("at stage 1", "")) if first else functions[1]
+    functions[3] = functions[3] if first else (lambda: store.wait(["at stage 1"], timedelta(seconds=30)))
+    blocks = model("sharded", mesh.device_mesh["dp"])
+    layers = nn.Sequential(*map(Called, blocks, functions))
+    pipe = Pipe(layers, CHUNKS, balance=[1] * 4, schedule="looped-bfs", loss_fn=F.mse_loss, mesh=mesh)
+    x, y = data(0)
+    pipe(x, target=y).backward()
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
+
+
 def storages(pipe: Pipe) -> list[Tensor]:
     """The whole parameters of a pipe, which have no memory between its calls."""
     return [
@@ -338,6 +378,10 @@ def test_what_is_gathered(on_ranks: Run) -> None:
         layer = rank % 2
         names = [f"{layer}.{name}.{what}" for name in ("always", "sometimes") for what in ("weight", "bias")]
         assert sorted(found["gradients"]) == sorted(names)
+
+
+def test_a_worker_goes_on_while_gradients_are_reduced(on_ranks: Run) -> None:
+    on_ranks(4, works_on, init={"dp": 2})
 
 
 def test_what_is_refused(on_ranks: Run) -> None:
