@@ -148,6 +148,16 @@ class FSDPStates:
         """All parameters of the modules."""
         return [FSDPParameter(each) for group in self._groups for each in group.fsdp_params]
 
+    @property
+    def unsupported(self) -> str:
+        """The name of what a pipe cannot do, if the layers ask for it."""
+        for group in self._groups:
+            if group.mesh_info.replicate_mesh_dim is not None:
+                return "HSDP (a mesh of two dimensions)"
+            if any(each.offload_to_cpu for each in group.fsdp_params):
+                return "CPUOffloadPolicy"
+        return ""
+
     def suspend(self) -> None:
         """From now on forwards and backwards neither gather nor reduce nor reshard; `resume` ends that."""
         self._set(reduces=False)
@@ -166,6 +176,10 @@ class FSDPStates:
             group.all_reduce_grads = True
             group.reshard_after_backward = False
             group.post_forward_mesh_info = None
+        for state in self._states:  # a layer that is gathered next may be on another rank; the schedule says when
+            for name in ("_states_to_forward_prefetch", "_states_to_backward_prefetch"):
+                self._changed.append(_Setting(state, name, getattr(state, name)))
+                setattr(state, name, [])
         for context in {id(state._state_ctx): state._state_ctx for state in self._states}.values():
             self._changed.append(_Setting(context, "is_last_backward", context.is_last_backward))
             context.is_last_backward = reduces

@@ -15,13 +15,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pipework import fsdp_private
 from tests.test_torch_private import Names, is_private
 
-OF_STATES = {"_fsdp_param_groups", "_is_root", "_lazy_init", "_root_post_backward_final_callback", "_state_ctx"}
+OF_STATES = {
+    "_fsdp_param_groups", "_is_root", "_lazy_init", "_root_post_backward_final_callback", "_state_ctx",
+    "_states_to_backward_prefetch", "_states_to_forward_prefetch",
+}  # fmt: skip
 OF_GROUPS = {
     "_all_reduce_hook", "_orig_dtype", "_reduce_scatter_comm", "_training_state", "all_reduce_grads",
     "force_sum_reduction_for_comms", "fsdp_params", "mesh_info", "post_backward", "post_forward_mesh_info",
     "reduce_grads", "reshard", "reshard_after_backward", "unshard", "wait_for_unshard",
 }  # fmt: skip
-OF_PARAMETERS = {"_sharded_param_data", "reduce_dtype", "sharded_param", "unsharded_accumulated_grad"}
+OF_PARAMETERS = {
+    "_sharded_param_data", "offload_to_cpu", "reduce_dtype", "sharded_param", "unsharded_accumulated_grad",
+}  # fmt: skip
 
 
 @pytest.fixture

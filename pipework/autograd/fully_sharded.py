@@ -36,10 +36,18 @@ class FullySharded:
 
     Attributes:
         is_whole: whether the parameters are gathered.
+
+    Raises:
+        ValueError: FSDP does for them what a pipe cannot do.
     """
 
     def __init__(self, modules: Sequence[FSDPModule]) -> None:
         self._states = FSDPStates(modules)
+        if unsupported := self._states.unsupported:
+            raise ValueError(
+                f"fully_shard was called with {unsupported}, which layers of a pipe cannot have: call "
+                "fully_shard(layer, mesh=mesh['dp']), with a mixed precision policy if wanted"
+            )
         self.is_whole = False
         # The gradient of each shard, by the id of its leaf, and whether they are wanted.
         self._reduction: tuple[list[tuple[int, Tensor | None]], Callable[[], Sequence[bool]]] | None = None

@@ -1,5 +1,6 @@
 """Layers that FSDP2 shards over the replicas: the bits of whole layers in replicas, and of FSDP2 without a pipe."""
 
+import itertools
 import math
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -42,6 +43,10 @@ def model(kind: str = "whole", mesh: Any = None, **options: Any) -> nn.Sequentia
             fully_shard(block.up, mesh=mesh, **options)
         if kind == "sharded" or (kind == "nested" and number != 2):
             fully_shard(block, mesh=mesh, **options)
+    hinted = [block for block in blocks if isinstance(block, FSDPModule)]
+    for one, other in itertools.pairwise(hinted):  # which is ignored: the other may be on another rank
+        one.set_modules_to_forward_prefetch([other])
+        other.set_modules_to_backward_prefetch([one])
     return nn.Sequential(*blocks)
 
 
@@ -330,6 +335,13 @@ def refusals(mesh: Mesh) -> list[str]:
     whole = model("sharded", device_mesh["dp"])
     fully_shard(whole, mesh=device_mesh["dp"])
     refused(whole, mesh=mesh, balance=[2, 2])
+    refused(
+        model("sharded", device_mesh["dp"], offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        mesh=mesh,
+        balance=[2, 2],
+    )
+    hybrid = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "dp", "pp"))
+    refused(model("sharded", hybrid["replicate", "dp"]), mesh=hybrid, balance=[2, 2])
     return told
 
 
@@ -385,9 +397,11 @@ def test_a_worker_goes_on_while_gradients_are_reduced(on_ranks: Run) -> None:
 
 
 def test_what_is_refused(on_ranks: Run) -> None:
-    for everywhere, threads, other, sliced, whole in on_ranks(4, refusals, init={"dp": 2}):
+    for everywhere, threads, other, sliced, whole, offloaded, hybrid in on_ranks(4, refusals, init={"dp": 2}):
         assert "is sharded over ranks 0, 1, 2, 3, and other stages of the pipe are on ranks" in everywhere
         assert "its workers are threads" in threads
         assert "not over the replicas of the pipe" in other
         assert "give Pipe the whole mesh with all its dimensions" in sliced
         assert "leave fully_shard(model) out, and shard each layer" in whole
+        assert "fully_shard was called with CPUOffloadPolicy, which layers of a pipe cannot have" in offloaded
+        assert "fully_shard was called with HSDP (a mesh of two dimensions), which" in hybrid
