@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pipework.schedule import simulate
 from pipework.schedule.draw.aligned import aligned
 from pipework.schedule.draw.units import counted
+from pipework.values.dtensor import is_over_processes, local_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 def table(pipe: Pipe) -> str:
     """The partitions with their devices and sizes, then schedule, chunks, checkpoint mode and predicted bubble.
 
-    For a partition in another process, only its rank and number of layers are known. The bubble is the idle share of
+    For a partition in another process, only its rank and number of layers are known. If layers are sharded, a column
+    says how much of them is in this process. The bubble is the idle share of
     the workers' time if all partitions take equally long and a backward takes twice as long as a forward. A last line
     says which partitions share parameters from process to process.
     """
@@ -29,8 +31,9 @@ def table(pipe: Pipe) -> str:
     if len(pipe.stages) < len(pipe.balance):
         heading += f"; this process has {counted(len(pipe.stages), 'partition')}"
     schedule = pipe.schedule()
-    rows = [("partition", "device", "layers", "parameters", "bytes")]
     here = dict(zip(pipe.stages, pipe.partitions, strict=True))
+    sharded = any(is_over_processes(parameter) for partition in here.values() for parameter in partition.parameters())
+    rows = [("partition", "device", "layers", "parameters", "bytes", *(["bytes here"] if sharded else []))]
     for number, layers in enumerate(pipe.balance):
         worker = schedule.placement[number]
         device = str(pipe.devices[worker])
@@ -40,7 +43,7 @@ def table(pipe: Pipe) -> str:
         elif schedule.workers != schedule.stages:
             device = f"{device} (worker {worker})"
         if number not in here:
-            rows.append((str(number), device, f"({layers})", "-", "-"))
+            rows.append((str(number), device, f"({layers})", *(["-"] * (len(rows[0]) - 3))))
             continue
         parameters = list(here[number].parameters())
         rows.append(
@@ -50,6 +53,7 @@ def table(pipe: Pipe) -> str:
                 _layers(here[number]),
                 f"{sum(parameter.numel() for parameter in parameters):,}",
                 readable_bytes(sum(parameter.nbytes for parameter in parameters)),
+                *([readable_bytes(sum(local_part(each).nbytes for each in parameters))] if sharded else []),
             )
         )
     summary = (

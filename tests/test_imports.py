@@ -73,7 +73,7 @@ MAY_IMPORT = {
         "schedule.draw", "skip", "timeline", "values",
     },
     "skip": {"model", "runtime.skips"},
-    "summary": {"schedule", "schedule.draw"},
+    "summary": {"schedule", "schedule.draw", "values"},
     "distributed": {
         "backend", "distributed.gradients", "distributed.health", "distributed.transport", "model", "runtime",
         "runtime.random", "schedule", "timeline", "values", "__init__",

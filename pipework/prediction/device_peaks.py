@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipework.prediction.stage_copy import Need
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     import torch
 
     from pipework.prediction.stage_copy import ActionBytes
-    from pipework.schedule import Interval, Timeline
+    from pipework.schedule import Action, Interval, Timeline
+
+
+class Held(NamedTuple):
+    """Bytes of weights and of gradients."""
+
+    weights: int
+    gradients: int
+
+
+class Peak(NamedTuple):
+    """The most that a device holds at one moment.
+
+    Attributes:
+        total: bytes, without what is there before the step.
+        held: how much of it is what `device_peaks` was given as held, and gradients.
+    """
+
+    total: int
+    held: Held
 
 
 def device_peaks(
@@ -21,7 +40,8 @@ def device_peaks(
     measured: Sequence[ActionBytes],
     devices: Sequence[torch.device],
     outputs: Sequence[int] = (),
-) -> dict[torch.device, int]:
+    held: Mapping[Action, Held] | None = None,
+) -> dict[torch.device, Peak]:
     """Follows the timeline, and adds up on each device what actions need, graphs hold and messages bring.
 
     A message lies on the receiver's device from the end of the action that sends it to the end of the backward that
@@ -34,11 +54,13 @@ def device_peaks(
         devices: of each stage.
         outputs: if the loss is outside, the bytes of each micro-batch's output: they are joined, and the joined output
             gets a gradient.
+        held: during each action, weights and gradients on its device, beside the gradients of the stages whose backward
+            has begun. None: nothing.
 
     Returns:
-        Bytes on each device, without what is there before the step.
+        The peak of each device.
     """
-    steps = _Steps(measured, devices, timeline.intervals, outputs)
+    steps = _Steps(measured, devices, timeline.intervals, outputs, held or {})
     moments: list[tuple[float, int, Interval]] = []
     for interval in timeline.intervals:
         moments.append((interval.start, 1, interval))
@@ -61,13 +83,17 @@ class _Steps:
         devices: Sequence[torch.device],
         intervals: Sequence[Interval],
         outputs: Sequence[int],
+        held: Mapping[Action, Held],
     ) -> None:
+        self._of_actions = held
+        self._held: dict[torch.device, Held] = defaultdict(lambda: Held(0, 0))
         self._measured = measured
         self._devices = devices
         self._outputs = outputs
         self._recomputed = {each.action[1:3] for each in intervals if each.action.kind == "R"}
         self._live: dict[torch.device, int] = defaultdict(int)
-        self.peak: dict[torch.device, int] = defaultdict(int)
+        self._gradients: dict[torch.device, int] = defaultdict(int)
+        self.peak: dict[torch.device, Peak] = defaultdict(lambda: Peak(0, Held(0, 0)))
         self._needed: dict[torch.device, dict[Interval, Need]] = defaultdict(dict)  # by the actions that run now
         self._kept: dict[tuple[Hashable, int, int], tuple[torch.device, int]] = {}
         self._has_gradients: set[int] = set()
@@ -97,6 +123,7 @@ class _Steps:
                 self._copied.add(stage)
             need = Need(need.most + more, need.mean + more)
         self._needed[device][interval] = need
+        self._held[device] = self._of_actions.get(interval.action, Held(0, 0))
         self._see(device)
 
     def end(self, interval: Interval) -> None:
@@ -145,6 +172,7 @@ class _Steps:
             if stage not in self._has_gradients:
                 self._has_gradients.add(stage)
                 self._keep("gradients", stage, 0, device, bytes_of.gradients)
+                self._gradients[device] += bytes_of.gradients
         for each in {*self._devices}:
             self._see(each)
 
@@ -152,7 +180,10 @@ class _Steps:
         """One of the actions that run now needs most, and the others what they need on average."""
         needs = self._needed[device].values()
         at_once = sum(need.mean for need in needs) + max((need.most - need.mean for need in needs), default=0)
-        self.peak[device] = max(self.peak[device], self._live[device] + at_once)
+        held = self._held[device]
+        total = self._live[device] + at_once + held.weights + held.gradients
+        if total > self.peak[device].total:
+            self.peak[device] = Peak(total, Held(held.weights, held.gradients + self._gradients[device]))
 
     def _keep(self, what: Hashable, stage: int, micro_batch: int, device: torch.device, size: int) -> None:
         self._free(what, stage, micro_batch)

@@ -12,6 +12,7 @@ import torch
 from pipework.balance.sandbox import threads_of_a_worker, traceless
 from pipework.prediction.device_peaks import device_peaks
 from pipework.prediction.optimizer_bytes import optimizer_bytes
+from pipework.prediction.sharing import Sharing, sharing
 from pipework.prediction.stage_copy import StageCopy, Tracker
 from pipework.runtime.device import is_accelerator
 from pipework.runtime.out_of_memory import is_out_of_memory
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from pipework.model.tuples import TupleRule
     from pipework.prediction.optimizer_bytes import OptimizerBytes
-    from pipework.prediction.stage_copy import Measured, Sample
+    from pipework.prediction.stage_copy import ActionBytes, Measured, Sample
     from pipework.schedule import Schedule, Simulation
 
 
@@ -68,6 +69,8 @@ class Prediction:
             messages, temporary tensors, and what the optimizer's step needs.
         measured_on_cpu: the stages that could not be measured on their device, which had no memory left for it. Their
             bytes are right, their times are those of the CPU.
+        actions: what the actions of each stage need.
+        outputs: bytes of each micro-batch's output, if the loss is outside of the pipe.
     """
 
     devices: tuple[torch.device, ...]
@@ -76,6 +79,8 @@ class Prediction:
     simulation: Simulation
     device_bytes: Mapping[torch.device, int] = field(default_factory=dict)
     measured_on_cpu: tuple[int, ...] = ()
+    actions: tuple[ActionBytes, ...] = field(default=(), repr=False)
+    outputs: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def seconds(self) -> float:
@@ -89,6 +94,24 @@ class Prediction:
         for stage, worker in zip(self.stages, self.simulation.schedule.placement, strict=True):
             fixed[worker] += stage.total - stage.activations
         return tuple(round(size + peak) for size, peak in zip(fixed, self.simulation.peak_memory, strict=True))
+
+    def sharing(self, replicas: int) -> Sharing:
+        """What each rank holds if there are replicas, each worker is a process, and replicas share.
+
+        Args:
+            replicas: how many there are, as in ``pipework.init(dp=...)``.
+
+        Raises:
+            ValueError: it is no positive integer, or the workers share devices.
+
+        Example:
+            >>> module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+            >>> pipe = Pipe(module, chunks=4, balance=[2, 1], devices=["cpu", "cpu"])
+            >>> prediction = pipe.predict(torch.randn(16, 4), optimizer=2, timeout=0)
+            >>> [(each.choice, each.between_steps) for each in prediction.sharing(replicas=2).ranks]
+            [('replicas', 480), ('ZeRO-1', 320), ('fully_shard', 240)]
+        """
+        return sharing(self, replicas)
 
     def __str__(self) -> str:
         names = ["weights", "gradients", "buffers", "activations", "optimizer", "total"]
@@ -250,7 +273,9 @@ def predicted(
         for partition, peak in zip(partitions, simulation.stage_peak_memory, strict=True)
     ]
     outputs = [] if sample.loss is not None else [measured[-1].message] * schedule.micro_batches
-    peaks = device_peaks(simulation.timeline, [one.actions for one in measured], devices, outputs)
+    actions = tuple([one.actions for one in measured])
+    found = device_peaks(simulation.timeline, actions, devices, outputs)
+    peaks = {device: peak.total for device, peak in found.items()}
     for device in peaks:
         own = [number for number, other in enumerate(devices) if other == device]
         optimizer = of_optimizer([partitions[number].parameters() for number in own], device)
@@ -260,7 +285,7 @@ def predicted(
         peaks[device] = max(peaks[device], gradients + optimizer.step)
         peaks[device] += sum(stages[n].weights + stages[n].buffers + stages[n].optimizer for n in own)
         peaks[device] += sum(size for place, size in batch if place == device)
-    return Prediction(tuple(devices), tuple(stages), costs, simulation, peaks, elsewhere)
+    return Prediction(tuple(devices), tuple(stages), costs, simulation, peaks, elsewhere, actions, tuple(outputs))
 
 
 def _measure(

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from pipework import Pipe, pop, skippable, stash
 from pipework.runtime.random.on_devices import DeviceGenerator, GeneratorGuard
+from pipework.runtime.random.shards import drawing_for_shard
 from tests.accelerator.gate import closed_gate, wait_at
 
 WIDTH = 16
@@ -333,6 +334,22 @@ def draw_between() -> list[Tensor]:
     return [output.detach(), *draws, *(parameter.grad for parameter in pipe.parameters())]
 
 
+def draw_for_shards() -> list[Tensor]:
+    """A layer draws for a shard between numbers that all ranks of a layer group draw alike."""
+
+    class Draws(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with drawing_for_shard(1):
+                of_shard = torch.rand_like(x)
+            return x * torch.rand_like(x) + of_shard
+
+    pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Draws()), 2, "always", devices=["sim:0"])
+    torch.manual_seed(1)
+    output = pipe(torch.ones(8, WIDTH, device="sim:0"))
+    output.sum().backward()
+    return [output.detach(), *(parameter.grad for parameter in pipe.parameters())]
+
+
 def seed_without_default_generators() -> list[Tensor]:
     """A device whose module has functions for the state of its generator, and no generators, as `torch.mps`."""
     module = torch.get_device_module("sim")
@@ -368,6 +385,7 @@ SCENARIOS: dict[str, Callable[[], list[Tensor]]] = {
     "two workers that draw": draw_at_the_same_time,
     "two threads": draw_on_two_threads,
     "draws in between": draw_between,
+    "draws for a shard": draw_for_shards,
 }
 
 
