@@ -102,7 +102,7 @@ class Prediction:
             replicas: how many there are, as in ``pipework.init(dp=...)``.
 
         Raises:
-            ValueError: it is no positive integer, or the workers share devices.
+            ValueError: it is no positive integer.
 
         Example:
             >>> module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))

@@ -6,7 +6,7 @@ Of W bytes of weights, G of gradients and O of the optimizer's state on a worker
     replicas       W      G      O
     ZeRO-1         W      G      O / r
     fully_shard    W / r  G / r  O / r, and during the step the whole W of the stages that are gathered, the whole G of
-                                 a stage until it is reduced, and while it is
+                                 a stage until it is reduced, and while it is (twice on the CPU: gloo copies it)
 """
 
 from __future__ import annotations
@@ -152,8 +152,9 @@ def _held(prediction: Prediction, replicas: int, whole_stages: int | None) -> Ma
             elif kind == "RESHARD":
                 del gathered[stage]
             elif kind == "REDUCE_GRAD":
-                being_reduced = prediction.stages[stage].gradients
-                freed += being_reduced - being_reduced // replicas
+                gradients, on_cpu = prediction.stages[stage].gradients, prediction.devices[stage].type == "cpu"
+                being_reduced = gradients * (2 if on_cpu else 1)  # gloo copies what it reduces
+                freed += gradients - gradients // replicas
             shards = sum(weights.values()) // replicas
             held[action] = Held(shards + sum(gathered.values()), being_reduced - freed)
     return held
