@@ -139,6 +139,11 @@ class Mesh:
         return [int(rank) for rank in self._by_pipe().flatten()]
 
     @property
+    def layout(self) -> dict[str, Any]:
+        """The dimensions and the ranks, as JSON can express them; the same on all ranks."""
+        return {"dimensions": list(self._names), "ranks": self.device_mesh.mesh.tolist()}
+
+    @property
     def pipe(self) -> int:
         """The number of this process's pipe among all of the mesh."""
         return self.everyone.index(self.rank) // len(self.ranks)

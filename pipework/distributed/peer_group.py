@@ -87,12 +87,11 @@ class PeerGroup:
         # The ranks of a mesh make its pipes in the same order, so each can count them by itself. They may have made
         # others before: of another mesh, or of another slice of the same one.
         number = mesh.store.add(PIPES.format(mesh.rank), 1)
-        members = hashlib.sha256(str(self.everyone).encode()).hexdigest()[:16]
+        members = hashlib.sha256(str(sorted(self.everyone)).encode()).hexdigest()[:16]
         of_mesh = mesh.store.add(f"{PIPES.format(mesh.rank)} among {members}", 1)
         store = PrefixStore(f"pipework/pipe {of_mesh} of {members}", mesh.store)
         position = self.everyone.index(mesh.rank)
-        agreed_on = PrefixStore("agreement", store)
-        agree(agreed_on, position, len(self.everyone), spec.contract, mesh.timeout, self._named, self.everyone)
+        self._agree(PrefixStore("agreement", store), spec)
         self.monitor = HealthMonitor(
             PrefixStore("monitor", store),
             position,
@@ -429,6 +428,16 @@ class PeerGroup:
             self._connections.abort()
 
     # ---- failures -----------------------------------------------------------------------------------------------
+
+    def _agree(self, store: Store, spec: RendezvousSpec) -> None:
+        """Raises a ValueError if ranks disagree about the pipe, or about the order of ranks that the mesh gives."""
+        ranks = sorted(self.everyone)
+        contract = {**spec.contract, "mesh": self.mesh.layout}
+
+        def named(number: int) -> str:
+            return self._named(self.everyone.index(ranks[number]))
+
+        agree(store, ranks.index(self.mesh.rank), len(ranks), contract, self.mesh.timeout, named, ranks)
 
     def _rendezvous(self, store: Store, spec: RendezvousSpec, tensors: SharedTensors) -> Connections:
         """The rendezvous; if it fails, the reason is reported to all ranks."""

@@ -198,6 +198,18 @@ def disagreements(mesh: Mesh) -> list[str]:
     return told
 
 
+def other_meshes(mesh: Mesh) -> list[str]:
+    """The dimensions of one rank are in another order, or have another name."""
+    told = []
+    for names in (("tp", "pp"), ("pp", "dp")):
+        device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names if mesh.rank == 3 else ("pp", "tp"))
+        with pytest.raises(ValueError, match="mesh") as caught:
+            Pipe(blocks(), CHUNKS, balance=[2, 2], schedule="1f1b", loss_fn=F.mse_loss, mesh=device_mesh)
+        told.append(str(caught.value))
+        dist.barrier()
+    return told
+
+
 def seeds_apart(mesh: Mesh) -> None:
     """The first rank of a layer group draws the key for all, and stops are heard by all."""
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
@@ -365,6 +377,12 @@ def test_the_ranks_of_a_layer_group_agree(on_ranks: Run) -> None:
     for texts, part in wanted:
         for text in texts:
             assert part in text
+
+
+def test_ranks_with_other_meshes(on_ranks: Run) -> None:
+    for order, name in on_ranks(4, other_meshes):
+        assert 'mesh, first difference at dimensions.0: "pp" on rank 0, 1, 2; "tp" on rank 3' in order
+        assert 'mesh, first difference at dimensions.1: "tp" on rank 0, 1, 2; "dp" on rank 3' in name
 
 
 def test_one_key_and_one_stop_for_a_layer_group(on_ranks: Run) -> None:
