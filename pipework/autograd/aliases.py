@@ -209,7 +209,7 @@ class _StandingIn:
                         found.append(present)
                         slots[name] = alias
             for aliases in self._several:
-                if aliases not in self._gathered_later:
+                if aliases.sharded is not None and aliases not in self._gathered_later:
                     aliases.gather()
         except BaseException:
             self.__exit__()
@@ -220,7 +220,8 @@ class _StandingIn:
         for aliases in self._several:
             if aliases._stray is not None:
                 aliases._stray.running = False
-            aliases.reshard()
+            if aliases.sharded is not None:
+                aliases.reshard()
         for (slots, name, _, alias), present in reversed(list(zip(taken, self._found, strict=False))):
             if slots.get(name) is alias:  # a layer that replaced its own parameter keeps what it put there
                 slots[name] = present

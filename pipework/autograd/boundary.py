@@ -20,6 +20,7 @@ import operator
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, increment_version
 
 from pipework import torch_private
@@ -27,8 +28,6 @@ from pipework.values.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 
 _gradient = operator.attrgetter("grad")
@@ -55,7 +54,7 @@ def enter(leaf: Tensor) -> Tensor:
     if not leaf.requires_grad or leaf.layout is not torch.strided:
         return leaf
     # A view has usual strides along dimensions of size 1, and so has the gradient behind it. DTensors have no views.
-    if 1 in leaf.shape or (type(leaf) is not torch.Tensor and is_dtensor(leaf)):
+    if 1 in leaf.shape or (type(leaf) is not Tensor and is_dtensor(leaf)):
         return _alias(leaf)
     return torch_private.unsafe_view(leaf, leaf.shape)
 

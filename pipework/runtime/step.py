@@ -148,8 +148,9 @@ class Step:
                 for stage in engine.stages.values()
             }
             for run in self._runs.values():
-                engine.refuse_over_processes(run.aliases.dtensor)
-                engine.refuse_fully_sharded(run.sharded)
+                if run.aliases.dtensor is not None or run.sharded is not None:
+                    engine.refuse_over_processes(run.aliases.dtensor)
+                    engine.refuse_fully_sharded(run.sharded)
             ties = tied_gradients({number: run.aliases for number, run in self._runs.items()}, engine.link)
             if options.recorder is not None and options.recorder.memory:
                 for worker in engine.devices:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Mapping, Sequence
 
+    from pipework.autograd.aliases import Aliases
     from pipework.runtime.caller_context import CallerContext
     from pipework.runtime.caller_modes import Modes
     from pipework.runtime.device import WorkerDevice
@@ -140,11 +141,19 @@ class WorkerRun:
         """From now on, until the stack is left, this thread may execute the actions."""
         # Where no Ctrl-C can come between putting an alias in and taking it out: on a worker's thread, or with handlers
         # that are kept from raising.
-        scheduled = {action.stage for action in self._order if action.kind == "UNSHARD"}
-        later = [run.aliases for stage, run in zip(self._stages, self._runs, strict=True) if stage in scheduled]
+        later: list[Aliases] = []
+        for run in self._runs:
+            if run.sharded is not None:  # which costs a look at the whole order
+                later = self._gathered_later()
+                break
         stack.enter_context(standing_in([run.aliases for run in self._runs], later))
         if self._marks is not None:
             self._clock = self._device.clock()
+
+    def _gathered_later(self) -> list[Aliases]:
+        """Those of the stages that the schedule gathers."""
+        scheduled = {action.stage for action in self._order if action.kind == "UNSHARD"}
+        return [run.aliases for stage, run in zip(self._stages, self._runs, strict=True) if stage in scheduled]
 
     def take_thread(self) -> None:
         """What this thread launches next is this worker's."""

@@ -299,7 +299,8 @@ class StageRun:
         except RuntimeError as error:
             self._explain(error)
             raise
-        self._accumulate()
+        if self.sharded is not None:
+            self.sharded.accumulate(self.aliases.parameters, self.aliases.leaves)
         if self.meter is not None and not self._retain_graph:
             waiting = () if self._weight_store is None else self._weight_store.kept(action.micro_batch)
             self.meter.waiting(self._index, action.micro_batch, waiting)
@@ -324,13 +325,10 @@ class StageRun:
         if self._weight_store is not None:
             self._weight_store.add_weight_gradients(micro_batch, again=self._retain_graph)
             self._check_parameters()
-        self._accumulate()
-        if self.meter is not None and not self._retain_graph:
-            self.meter.released(self._index, micro_batch)
-
-    def _accumulate(self) -> None:
         if self.sharded is not None:
             self.sharded.accumulate(self.aliases.parameters, self.aliases.leaves)
+        if self.meter is not None and not self._retain_graph:
+            self.meter.released(self._index, micro_batch)
 
     def _check_parameters(self) -> None:
         if self._check_finite:
