@@ -91,7 +91,7 @@ class FSDPParameter:
 class _Setting(NamedTuple):
     owner: Any
     name: str
-    value: Any
+    value: Any  # before it was changed
 
 
 class _Work(NamedTuple):
@@ -137,8 +137,12 @@ class FSDPStates:
     def __init__(self, modules: Sequence[FSDPModule]) -> None:
         states = list(map(_state_of, modules))
         self._states = list(dict.fromkeys(states))
+        self._has_several = False
         for state in self._states:
-            state._lazy_init()
+            if state._is_root is None and len(state._modules) > 1:  # which PyTorch refuses as a root
+                self._has_several = True
+            else:
+                state._lazy_init()
         self._groups = [group for state in self._states for group in state._fsdp_param_groups]
         self._changed: list[_Setting] = []
         self._works: list[_Work] = []
@@ -151,6 +155,8 @@ class FSDPStates:
     @property
     def unsupported(self) -> str:
         """The name of what a pipe cannot do, if the layers ask for it."""
+        if self._has_several:
+            return "several layers at once"
         for group in self._groups:
             if group.mesh_info.replicate_mesh_dim is not None:
                 return "HSDP (a mesh of two dimensions)"
@@ -212,6 +218,7 @@ class FSDPStates:
         """Waits until the gradients of the shards are complete."""
         while self._works:
             self._works.pop(0).work.wait()
+        assert not self._changed, "gathered parameters are freed before gradients are reduced"
         self._set(reduces=True)
         try:
             for state in self._states:
@@ -220,10 +227,24 @@ class FSDPStates:
         finally:
             self.resume()
 
+    def forget_order(self) -> None:
+        """Drops the order of forwards, which FSDP notes for the next backward; after evaluations there is none."""
+        for state in self._states:
+            if state._is_root:
+                state._comm_ctx.post_forward_order.clear()
+        for group in self._groups:
+            group._post_forward_indices.clear()
+
     def forget(self) -> None:
         """After a failure: drops what a forward or backward has left."""
         self._works.clear()
+        for state in self._states:
+            if state._is_root:
+                state._comm_ctx.reduce_scatter_states.clear()
+                state._state_ctx.iter_forward_root = None
+        self.forget_order()
         for group in self._groups:
+            group._all_gather_result = None
             for each in group.fsdp_params:
                 each.unsharded_accumulated_grad = None
                 if hasattr(each, "_unsharded_param"):

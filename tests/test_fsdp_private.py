@@ -17,10 +17,11 @@ from tests.test_torch_private import Names, is_private
 
 OF_STATES = {
     "_fsdp_param_groups", "_is_root", "_lazy_init", "_root_post_backward_final_callback", "_state_ctx",
-    "_states_to_backward_prefetch", "_states_to_forward_prefetch",
+    "_comm_ctx", "_modules", "_states_to_backward_prefetch", "_states_to_forward_prefetch",
 }  # fmt: skip
 OF_GROUPS = {
-    "_all_reduce_hook", "_orig_dtype", "_reduce_scatter_comm", "_training_state", "all_reduce_grads",
+    "_all_gather_result", "_all_reduce_hook", "_orig_dtype", "_post_forward_indices", "_reduce_scatter_comm",
+    "_training_state", "all_reduce_grads",
     "force_sum_reduction_for_comms", "fsdp_params", "mesh_info", "post_backward", "post_forward_mesh_info",
     "reduce_grads", "reshard", "reshard_after_backward", "unshard", "wait_for_unshard",
 }  # fmt: skip
@@ -46,6 +47,8 @@ def test_they_exist(state: Any) -> None:
     assert {name for name in OF_STATES if not hasattr(state, name)} == set()
     assert {name for name in OF_GROUPS if not hasattr(group, name)} == set()
     assert hasattr(state._state_ctx, "is_last_backward")
+    assert hasattr(state._state_ctx, "iter_forward_root")
+    assert {"post_forward_order", "reduce_scatter_states"} <= vars(state._comm_ctx).keys()
     assert hasattr(group.mesh_info, "replicate_mesh_dim")
     assert hasattr(group._reduce_scatter_comm, "allocate")
     assert hasattr(type(group._training_state), "IDLE")
@@ -59,6 +62,17 @@ def test_they_exist(state: Any) -> None:
 def test_there_are_no_others() -> None:
     names = Names.of(ast.parse(Path(fsdp_private.__file__).read_text()))
     used = {name for _, name in names.attributes if is_private(name)} | names.texts
-    own = {"_states", "_groups", "_changed", "_private", "_set", "_works", "_of_group", "_now", "__slots__"}
+    own = {
+        "_states",
+        "_groups",
+        "_changed",
+        "_private",
+        "_set",
+        "_works",
+        "_of_group",
+        "_now",
+        "_has_several",
+        "__slots__",
+    }
     listed = OF_STATES | OF_GROUPS | OF_PARAMETERS | {"_unsharded_param", "_local_tensor"}
     assert used - own - listed == set()

@@ -46,7 +46,7 @@ class FullySharded:
         if unsupported := self._states.unsupported:
             raise ValueError(
                 f"fully_shard was called with {unsupported}, which layers of a pipe cannot have: call "
-                "fully_shard(layer, mesh=mesh['dp']), with a mixed precision policy if wanted"
+                "fully_shard(layer, mesh=mesh['dp']) for each layer, with a mixed precision policy if wanted"
             )
         self.is_whole = False
         # The gradient of each shard, by the id of its leaf, and whether they are wanted.
@@ -68,6 +68,11 @@ class FullySharded:
         """The shards."""
         return [each.shard for each in self._by_shard.values()]
 
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a reduction has begun that was not waited for."""
+        return self._reduction is not None
+
     def has(self, parameter: Tensor) -> bool:
         """Whether FSDP shards a parameter."""
         return id(parameter) in self._by_shard
@@ -80,13 +85,19 @@ class FullySharded:
         """Makes all parameters of the stage whole. The ranks among which they are sharded call this together."""
         if not self.is_whole:
             self._states.suspend()
-            self._states.unshard()
+            try:
+                with torch.inference_mode(False):  # whole parameters, which are made once, are trained later
+                    self._states.unshard()
+            except BaseException:
+                self._states.resume()
+                raise
             self.is_whole = True
 
     def reshard(self) -> None:
         """Frees what was gathered."""
         if self.is_whole:
             self._states.reshard()
+            self._states.forget_order()
             self._states.resume()
             self.is_whole = False
 

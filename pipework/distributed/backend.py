@@ -123,6 +123,13 @@ class DistributedBackend:
         """Returns when all processes have come and agree about the pipe."""
         mesh, placement = self.mesh, spec.assignment.placement
         self.is_first, self.is_last = mesh.worker == placement[0], mesh.worker == placement[-1]
+        if spec.local_names and mesh.data_parallel_size > 1 and len(mesh.layer_ranks) > 1:
+            over = ", ".join(map(repr, mesh.layer_dimensions))
+            raise ValueError(
+                f"local_parameters are given for a mesh with replicas and with {over}, and nothing says over which of "
+                "these dimensions the parameters are local: their gradients would be averaged over too few ranks. "
+                "Make such parameters DTensors, by distribute_tensor(...) over the dimension that is meant"
+            )
         named = list(spec.tensors)
         refuse_foreign_meshes(named, mesh.everyone, mesh.same_layers)
         check_parameters(spec.partitions, placement, mesh.ranks, mesh.worker, spec.grad_scaler)

@@ -33,6 +33,7 @@ class LayerCall(NamedTuple):
         flags: how the pipe is called, see `StepHeader`.
         marks: see `DeliveredLosses`.
         has_target: whether a target was given.
+        trained: a digest of which parameters are trained.
         rows: of the mini-batch; on ranks that do not read it, 0.
         micro_batches: how many it is split into; 0 there.
         inputs: a digest of the inputs; `NO_DATA` there, or in a call that is not checked.
@@ -44,6 +45,7 @@ class LayerCall(NamedTuple):
     flags: int
     marks: int
     has_target: int
+    trained: int
     rows: int
     micro_batches: int
     inputs: int
@@ -56,6 +58,7 @@ _DIFFERENT = {
     "flags": "calls the pipe in another way (in another mode of training or of gradients, with other outputs)",
     "marks": "called loss.backward() for other calls of the pipe",
     "has_target": "differs in whether there is a target",
+    "trained": "trains other parameters",
     "rows": "was given a mini-batch of another number of rows",
     "micro_batches": "was given another number of micro-batches",
     "inputs": "was given other inputs",
@@ -67,7 +70,10 @@ _OTHER_DATA = (
     "Seed alike before data is drawn or shuffled, or give the layer group one sampler, pipe.sampler(dataset); other "
     "rows belong to the dimension 'dp'"
 )
-_WAYS_OUT = dict.fromkeys(("rows", "micro_batches", "inputs", "targets"), _OTHER_DATA)
+_WAYS_OUT = {
+    "trained": "Freeze and unfreeze parameters on all of them",
+    **dict.fromkeys(("rows", "micro_batches", "inputs", "targets"), _OTHER_DATA),
+}
 
 
 class LayerGroup:

@@ -22,7 +22,7 @@ from pipework.distributed.health.errors import PREEMPTED
 from pipework.distributed.health.monitor import HealthMonitor
 from pipework.distributed.health.preemption import Preemption
 from pipework.distributed.health.status import describe_action
-from pipework.distributed.layer_collectives import break_layer_groups, is_broken_collective
+from pipework.distributed.layer_collectives import break_layer_groups, is_broken_collective, refuse_broken_groups
 from pipework.distributed.mesh import PIPES, REPLICAS
 from pipework.distributed.rendezvous import Rendezvous
 from pipework.distributed.shared_tensors import refuse_other_shards
@@ -110,7 +110,12 @@ class PeerGroup:
         self._tensors = tensors
         self._replicas = mesh.replicas or ()
         self._headers = StepHeaders(
-            control, self.ranks, spec.placement[0], spec.placement[-1], self._connections.layers
+            control,
+            self.ranks,
+            spec.placement[0],
+            spec.placement[-1],
+            self._connections.layers,
+            tensors.digest_of_trained,
         )
         self._open_workers = weakref.WeakMethod(open_workers)
         self._workers: weakref.ref[WorkerThreads] | None = None  # the pipe replaces them with its layers
@@ -328,10 +333,25 @@ class PeerGroup:
                 refuse_other_shards(run.sharded.parameters)
         replicas = self._connections.replicas
         if replicas is not None and spec.differentiates:
-            trained = (each for run in spec.runs.values() for each in run.aliases.parameters)
-            shared = [each for each in trained if self._tensors.is_shared(each, self._replicas)]
+            shared = [
+                each
+                for run in spec.runs.values()
+                for each in run.aliases.parameters
+                if self._tensors.is_shared(each, self._replicas) or (run.sharded is not None and run.sharded.has(each))
+            ]
             replicas.compare(shared, self._headers.losses.marks)
         return RankTransport(self.worker, spec, self._connections, self)
+
+    def compare_micro_batches(self, count: int) -> None:
+        """Raises a ValueError on all replicas if they have other numbers of micro-batches."""
+        replicas = self._connections.replicas
+        lowest, highest = (count, count) if replicas is None else replicas.extremes_of(count)
+        if lowest != highest:
+            raise ValueError(
+                f"the replicas have {lowest} to {highest} micro-batches, and whole_stages gathers weights in an order "
+                "that depends on their number: give all replicas mini-batches of one size, such as by "
+                "pipe.sampler(dataset, drop_last=True), or leave whole_stages out"
+            )
 
     def starting(self, action: Action) -> None:
         """See `pipework.runtime.peers.Peers`."""
@@ -445,6 +465,7 @@ class PeerGroup:
         self.monitor.start()
         try:
             try:
+                refuse_broken_groups(self.mesh)
                 return Rendezvous(self.mesh, store, spec, tensors, self.monitor).run()
             except LostConnectionError as error:
                 raise self.explained(error) from None
@@ -461,7 +482,7 @@ class PeerGroup:
         return f"rank {self.everyone[position]} ({', '.join(which)})"
 
     def _hear_of_failure(self) -> None:
-        breaks = weakref.WeakMethod(self._break_layer_groups)
+        breaks = weakref.WeakMethod(self.break_layer_groups)
         self.monitor.end_process_if_stuck(self.mesh.grace, lambda: None if (method := breaks()) is None else method())
         with self._lock:
             failure = None if self._failure is None else self._failure()
@@ -470,7 +491,8 @@ class PeerGroup:
         else:
             failure.report(self.monitor.error(), None)
 
-    def _break_layer_groups(self) -> None:
+    def break_layer_groups(self) -> None:
+        """After a failure: ends what is under way in the groups of layers, for good."""
         break_layer_groups(self.mesh)
 
     def _is_of_layers(self, error: BaseException) -> bool:

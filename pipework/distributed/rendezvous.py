@@ -159,7 +159,7 @@ class Rendezvous:
             made.replicas = DataParallel(group, same, device_group)
             found = self._tensors.compare(same, *made.replicas.extremes(self._tensors.digests(same)))
             refuse_some_different(found)
-            made.replicas.share_values(self._tensors.among(same))
+            made.replicas.share_values(self._tensors.among(same), self._tensors.not_local())
         if len(same_layers := mesh.layer_ranks) > 1:
             name = f"layers of worker {mesh.worker} of replica {mesh.data_parallel_rank}"
             group = self._group(self._store, name, same_layers, mesh.rank)

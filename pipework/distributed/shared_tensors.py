@@ -7,6 +7,7 @@ and shapes on each, so nothing but their values tells that they are not the same
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -61,6 +62,15 @@ class SharedTensors:
     def is_shared(self, tensor: Tensor, ranks: Sequence[int]) -> bool:
         """Whether these ranks must have the same values of a tensor."""
         return id(tensor) not in self.local and not differs_over(tensor, ranks)
+
+    def not_local(self) -> list[tuple[str, Tensor]]:
+        """Those that are not local, by name: also DTensors of which each rank has another part."""
+        return [(name, tensor) for name, tensor in self._named if id(tensor) not in self.local]
+
+    def digest_of_trained(self) -> int:
+        """A number that differs if other parameters are trained."""
+        flags = bytes([tensor.requires_grad for _, tensor in self._named])
+        return int.from_bytes(hashlib.sha256(flags).digest()[:6])
 
     def digests(self, ranks: Sequence[int]) -> Tensor:
         """A number for each tensor that these ranks share, of a sample of its values."""

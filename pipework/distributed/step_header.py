@@ -65,7 +65,13 @@ class StepHeaders:
     """
 
     def __init__(
-        self, group: Group, ranks: Sequence[int], first: int, last: int, layers: LayerGroup | None = None
+        self,
+        group: Group,
+        ranks: Sequence[int],
+        first: int,
+        last: int,
+        layers: LayerGroup | None = None,
+        trained: Callable[[], int] = int,
     ) -> None:
         self._group = group
         self._ranks = ranks
@@ -73,6 +79,7 @@ class StepHeaders:
         self._first = first
         self._last = last
         self._layers = layers
+        self._trained = trained
         self._calls = 0
         self.losses = DeliveredLosses()
         self._sends: list[tuple[Tensor, int, Any]] = []  # sends that have not ended yet, and their memory
@@ -111,7 +118,7 @@ class StepHeaders:
         for _, worker, work in self._sends:
             self._transfer(worker, work.wait)
         self._sends.clear()
-        if self._layers is not None and self._worker in (self._first, self._last):
+        if self._layers is not None:
             key = self._agree_on_layers(self._layers, batch, key, mine)
         if self._worker == self._last != self._first:
             self._send(self._first, mine)
@@ -158,6 +165,7 @@ class StepHeaders:
                 mine.flags,
                 mine.marks,
                 mine.has_target if compares else 0,
+                self._trained(),
                 sum(batch.rows) if batch is not None else 0,
                 len(batch.rows) if batch is not None else 0,
                 mine.inputs if reads else NO_DATA,

@@ -105,7 +105,8 @@ class Prediction:
             ValueError: it is no positive integer.
 
         Example:
-            >>> module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+            >>> from pipework import Pipe
+            >>> module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
             >>> pipe = Pipe(module, chunks=4, balance=[2, 1], devices=["cpu", "cpu"])
             >>> prediction = pipe.predict(torch.randn(16, 4), optimizer=2, timeout=0)
             >>> [(each.choice, each.between_steps) for each in prediction.sharing(replicas=2).ranks]

@@ -313,7 +313,8 @@ def _laid_out(value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return value
     if is_dtensor(parameter):
-        return with_local_part(own_part(value, parameter).to(parameter.device), parameter)
+        part = own_part(value, parameter)  # of a layer without data yet, it stays where it is until that is filled
+        return with_local_part(part if parameter.is_meta else part.to(parameter.device), parameter)
     if parameter.is_contiguous():
         return value
     return torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False).copy_(value)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 BUCKET = 25 * 1024 * 1024  # bytes
 _COMPARES = 1  # the first number that a training step exchanges; 0 for other calls
+_COUNTS = 4  # and for a comparison of numbers
 _DEVICES_OF_GLOO = ("cpu", "cuda")
 _LATEST = (1 << 48) - 1  # the marks that are compared: a sum of many replicas has 64 bits
 
@@ -108,18 +109,21 @@ class DataParallel:
             self._wait(self._start("allreduce", highest, ReduceOp.MAX))
         return lowest, highest
 
-    def share_values(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def share_values(
+        self, tensors: Iterable[tuple[str, Tensor]], trainable: Iterable[tuple[str, Tensor]] | None = None
+    ) -> None:
         """Gives all replicas the values of the first one.
 
         Args:
             tensors: parameters and buffers by their names, the same ones in the same order on all replicas.
+            trainable: those that `compare` will get, and others; None: `tensors`.
 
         Raises:
             TypeError: a tensor cannot be sent as bytes, or its gradient could not be summed.
             LostConnectionError: a replica is gone.
         """
         named = list(tensors)
-        self._trained = TrainedParameters(named)
+        self._trained = TrainedParameters(named if trainable is None else trainable)
         for name, tensor in named:
             if tensor.is_meta:
                 continue  # on all replicas: a state dict will fill it
@@ -227,6 +231,16 @@ class DataParallel:
             return [bool(count) for count in total.tolist()]
 
         return finish
+
+    def extremes_of(self, number: int) -> tuple[int, int]:
+        """The lowest and the highest that any replica has of a positive number, in the middle of a call of all."""
+        total = torch.tensor([_COUNTS, number, number**2])
+        self._wait(self._start("allreduce", total))
+        self._refuse_another_call(total, _COUNTS)
+        if total[2] * len(self._ranks) == total[1] ** 2:  # only if all are equal
+            return number, number
+        lowest, highest = self.extremes(torch.tensor([number]))
+        return int(lowest), int(highest)
 
     def any_of(self, flag: bool) -> bool:
         """Whether the flag is set on any replica."""

@@ -51,6 +51,8 @@ class RankTransport:
 
     def close(self) -> None:
         """See `Transport.close`: breaks the cycle between stages and their endpoint."""
+        if self._stopped and any(endpoint.is_reducing for endpoint in self.endpoints.values()):
+            self._peer_group.break_layer_groups()  # another replica may never come to this collective
         for endpoint in self.endpoints.values():
             endpoint.close()
         if self._stopped:
@@ -74,6 +76,7 @@ class RankEndpoint:
         self._posted: dict[Address, Channel] = {}
         self._unposted: dict[Channel, deque[Address]] = {}
         self._results: list[tuple[int, tuple[Tensor | None, ...], Any]] = []
+        self._has_compared = False  # with other replicas, before weights are gathered in the schedule's order
         self._ways: dict[tuple[str, int, int], list[str]] = {}
 
     def sender(self, kind: str, stage: int) -> Send:
@@ -154,8 +157,16 @@ class RankEndpoint:
             if address in self._outbox or not name.startswith("B skip "):
                 channel.send(address, *self._outbox.pop(address))
 
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a reduction of shards has begun, and nobody has waited for it."""
+        return any(run.sharded is not None and run.sharded.is_reducing for run in self._spec.runs.values())
+
     def _unshard(self, action: Action) -> None:
         with self._peer_group.monitor.progress.waits():
+            if not self._has_compared:
+                self._has_compared = True
+                self._peer_group.compare_micro_batches(self._spec.micro_batches)
             self._spec.runs[action.stage].aliases.gather()
 
     def _post(self, action: Action) -> None:

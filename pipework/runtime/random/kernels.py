@@ -33,9 +33,17 @@ if TYPE_CHECKING:
 
 
 class _ThreadStream(threading.local):
-    """The stream that the current thread draws from; the class attribute is what a new thread sees."""
+    """The stream that the current thread draws from; the class attribute is what a new thread sees.
+
+    Attributes:
+        stream: see the class.
+        of_shards: the contexts of modules that draw for a shard, and have not returned yet.
+    """
 
     stream: RandomStream | None = None
+
+    def __init__(self) -> None:
+        self.of_shards: list[contextlib.AbstractContextManager[None]] = []
 
 
 # The dispatcher's table is process-wide state of PyTorch; these three names mirror it.

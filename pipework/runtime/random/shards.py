@@ -12,6 +12,7 @@ what they are part of: a module that draws for one is named by `draw_per_rank`.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,18 +99,20 @@ def draw_per_rank(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         >>> def build(mesh: DeviceMesh) -> nn.Module:
         ...     return draw_per_rank(nn.Dropout(0.1), mesh["tp"])
     """
-    entered: list[contextlib.AbstractContextManager[None]] = []
-
-    def enter(module: nn.Module, arguments: object) -> None:
-        entered.append(drawing_for_shard(_place(mesh, range(mesh.ndim))))
-        entered[-1].__enter__()
-
-    def leave(module: nn.Module, arguments: object, output: object) -> None:
-        entered.pop().__exit__(None, None, None)
-
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+    place = _place(mesh, range(mesh.ndim))
+    module.register_forward_pre_hook(functools.partial(_enter, place))
+    module.register_forward_hook(_leave, always_call=True)
     return module
+
+
+def _enter(place: int, module: nn.Module, arguments: object) -> None:
+    drawing = drawing_for_shard(place)
+    drawing.__enter__()
+    kernels.thread_stream.of_shards.append(drawing)
+
+
+def _leave(module: nn.Module, arguments: object, output: object) -> None:
+    kernels.thread_stream.of_shards.pop().__exit__(None, None, None)
 
 
 def _place(mesh: DeviceMesh, dimensions: Any) -> int:

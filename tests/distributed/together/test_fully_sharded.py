@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -309,6 +310,43 @@ def works_on(mesh: Mesh) -> None:
     assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
+def differences(mesh: Mesh) -> list[str]:
+    """Replicas that train other parameters of one size, and that have other numbers of micro-batches."""
+    told = []
+
+    def fails(pipe: Pipe, rows: int = 8) -> None:
+        x, y = data(0, rows)
+        dist.barrier()
+        with pytest.raises((ValueError, PipelineError)) as caught:
+            pipe(x, target=y).backward()
+        told.append(str(caught.value))
+        dist.barrier()
+
+    replica = mesh.data_parallel_rank
+    frozen = model("sharded", mesh.device_mesh["dp"])
+    for block in frozen:
+        (block.norm.bias if replica else block.norm.weight).requires_grad_(False)  # type: ignore[union-attr,operator]
+    fails(Pipe(frozen, CHUNKS, balance=[2, 2], schedule="1f1b", loss_fn=F.mse_loss, mesh=mesh))
+    pipe = Pipe(
+        model("sharded", mesh.device_mesh["dp"]), CHUNKS, balance=[1] * 4, schedule="interleaved-1f1b",
+        loss_fn=F.mse_loss, mesh=mesh, whole_stages=1,
+    )  # fmt: skip
+    fails(pipe, rows=2 if replica else 8)
+    return told
+
+
+def first_in_inference_mode(mesh: Mesh) -> None:
+    """Whole parameters, which are made in the first call, are trained in the next one."""
+    pipe = Pipe(
+        model("sharded", mesh.device_mesh["dp"]), CHUNKS, balance=[2, 2], schedule="1f1b", loss_fn=F.mse_loss, mesh=mesh
+    )
+    x, y = data(0)
+    with torch.inference_mode():
+        pipe(x, target=y)
+    pipe(x, target=y).backward()
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
+
+
 def storages(pipe: Pipe) -> list[Tensor]:
     """The whole parameters of a pipe, which have no memory between its calls."""
     return [
@@ -340,6 +378,9 @@ def refusals(mesh: Mesh) -> list[str]:
         mesh=mesh,
         balance=[2, 2],
     )
+    grouped = model()
+    fully_shard([grouped[0], grouped[1]], mesh=device_mesh["dp"])
+    refused(grouped, mesh=mesh, balance=[2, 2])
     hybrid = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "dp", "pp"))
     refused(model("sharded", hybrid["replicate", "dp"]), mesh=hybrid, balance=[2, 2])
     return told
@@ -396,12 +437,24 @@ def test_a_worker_goes_on_while_gradients_are_reduced(on_ranks: Run) -> None:
     on_ranks(4, works_on, init={"dp": 2})
 
 
+def test_replicas_that_differ(on_ranks: Run) -> None:
+    for trained, counts in on_ranks(4, differences, init={"dp": 2}):
+        assert "the replicas train different parameters: " in trained
+        assert "norm.weight, " in trained
+        assert "the replicas have 2 to 4 micro-batches, and whole_stages gathers weights in an order" in counts
+
+
+def test_the_first_call_may_be_in_inference_mode(on_ranks: Run) -> None:
+    on_ranks(4, first_in_inference_mode, init={"dp": 2})
+
+
 def test_what_is_refused(on_ranks: Run) -> None:
-    for everywhere, threads, other, sliced, whole, offloaded, hybrid in on_ranks(4, refusals, init={"dp": 2}):
+    for everywhere, threads, other, sliced, whole, offloaded, grouped, hybrid in on_ranks(4, refusals, init={"dp": 2}):
         assert "is sharded over ranks 0, 1, 2, 3, and other stages of the pipe are on ranks" in everywhere
         assert "its workers are threads" in threads
         assert "not over the replicas of the pipe" in other
         assert "give Pipe the whole mesh with all its dimensions" in sliced
         assert "leave fully_shard(model) out, and shard each layer" in whole
         assert "fully_shard was called with CPUOffloadPolicy, which layers of a pipe cannot have" in offloaded
+        assert "fully_shard was called with several layers at once" in grouped
         assert "fully_shard was called with HSDP (a mesh of two dimensions), which" in hybrid

@@ -190,6 +190,7 @@ def disagreements(mesh: Mesh) -> list[str]:
     fails(lambda pipe: pipe(x, target=data(place)[1]))
     fails(lambda pipe: pipe(*data(7, 8 + place)[:1], target=data(7, 8 + place)[1]))
     fails(other_calls)
+    fails(lambda pipe: [pipe[-1].norm.requires_grad_(place == 0), pipe(x, target=y)])  # type: ignore[operator]
     is_refused(blocks(seed=place))
     model = blocks()
     if place:
@@ -208,6 +209,13 @@ def other_meshes(mesh: Mesh) -> list[str]:
         told.append(str(caught.value))
         dist.barrier()
     return told
+
+
+def local_over_some(mesh: Mesh) -> str:
+    device_mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "pp", "tp"))
+    with pytest.raises(ValueError, match="local_parameters") as caught:
+        Pipe(blocks(), CHUNKS, loss_fn=F.mse_loss, mesh=device_mesh, local_parameters=["*.up.*"])
+    return str(caught.value)
 
 
 def seeds_apart(mesh: Mesh) -> None:
@@ -364,13 +372,14 @@ def test_what_goes_with_tensor_parallelism(on_ranks: Run) -> None:
 
 def test_the_ranks_of_a_layer_group_agree(on_ranks: Run) -> None:
     every = on_ranks(4, disagreements)
-    inputs, targets, rows, calls, seeds, plans = zip(*every, strict=True)
+    inputs, targets, rows, calls, trained, seeds, plans = zip(*every, strict=True)
     wanted = (
         (inputs, "rank 1 was given other inputs than rank 0, in call 1 of the pipe. Both compute the same layers"),
         (targets, "rank 3 was given other targets than rank 2, in call 1 of the pipe"),
         (targets, "over 'tp' of the mesh"),
         (rows, " was given "),  # another number of rows, or other targets: two groups find out at once
         (calls, " calls the pipe in another way"),
+        (trained, " trains other parameters than rank "),
         (seeds, "have different values of "),
         (plans, 'Replicate() over tp" on rank 1, 3'),
     )
@@ -383,6 +392,11 @@ def test_ranks_with_other_meshes(on_ranks: Run) -> None:
     for order, name in on_ranks(4, other_meshes):
         assert 'mesh, first difference at dimensions.0: "pp" on rank 0, 1, 2; "tp" on rank 3' in order
         assert 'mesh, first difference at dimensions.1: "tp" on rank 0, 1, 2; "dp" on rank 3' in name
+
+
+def test_local_parameters_of_replicas_and_of_layer_groups(on_ranks: Run) -> None:
+    for text in on_ranks(4, local_over_some):
+        assert "given for a mesh with replicas and with 'tp'" in text
 
 
 def test_one_key_and_one_stop_for_a_layer_group(on_ranks: Run) -> None:
