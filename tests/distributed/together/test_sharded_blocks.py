@@ -109,6 +109,7 @@ def losses_over_shards(mesh: Mesh) -> None:
     dist.barrier()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dimension", ["tp", "dp"])
 def test_compiled_and_checkpointed_blocks(on_ranks: Run, dimension: str) -> None:
     on_ranks(4, compiled_and_checkpointed, dimension=dimension, patience=120.0)
