@@ -50,8 +50,8 @@ def break_layer_groups(mesh: Mesh) -> None:
 
     Those of NCCL are left to the process's end.
     """
-    vars(mesh.device_mesh)["pipework_broken"] = True
     for name in mesh.dimensions_of_layers:
         group: Any = mesh.device_mesh.get_group(name)
         if group.size() > 1 and "gloo" in str(group.name()):
+            vars(mesh.device_mesh)["pipework_broken"] = True
             break_group(group)
