@@ -63,16 +63,8 @@ def test_there_are_no_others() -> None:
     names = Names.of(ast.parse(Path(fsdp_private.__file__).read_text()))
     used = {name for _, name in names.attributes if is_private(name)} | names.texts
     own = {
-        "_states",
-        "_groups",
-        "_changed",
-        "_private",
-        "_set",
-        "_works",
-        "_of_group",
-        "_now",
-        "_has_several",
-        "__slots__",
-    }
+        "_states", "_groups", "_changed", "_private", "_set", "_works", "_of_group", "_now",
+        "_has_several", "__slots__",
+    }  # fmt: skip
     listed = OF_STATES | OF_GROUPS | OF_PARAMETERS | {"_unsharded_param", "_local_tensor"}
     assert used - own - listed == set()

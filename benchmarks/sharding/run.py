@@ -203,17 +203,8 @@ def report(task: Task, measured: Mapping[Case, Measured]) -> list[Verdict]:
         "MiB sent by four processes in a step; memory of each in units of its worker's weights; milliseconds of a step"
     )
     print()
-    header = [
-        "",
-        "sent",
-        "formula",
-        "between steps",
-        "formula",
-        "peak of a step",
-        "predicted",
-        "pipework",
-        "to PyTorch",
-    ]
+    memory = ["between steps", "formula", "peak of a step", "predicted"]
+    header = ["", "sent", "formula", *memory, "pipework", "to PyTorch"]
     harness.print_table(header, rows)
     return verdicts
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.fsdp import FSDPModule
 
+    from pipework.fsdp_private import FSDPParameter
+
 
 class FullySharded:
     """What FSDP shards of one stage, in one mini-batch.
@@ -108,9 +110,8 @@ class FullySharded:
             parameters: of the stage.
             leaves: for each of them the tensor with its gradient in `.grad`.
         """
-        for parameter, leaf in zip(parameters, leaves, strict=True):
-            each = self._by_shard.get(id(parameter))
-            if each is None or leaf.grad is None or each.reduce_dtype in (None, leaf.dtype):
+        for _, leaf, each in self._among(parameters, leaves):
+            if leaf.grad is None or each.reduce_dtype in (None, leaf.dtype):
                 continue
             gradient, leaf.grad = leaf.grad, None
             if each.accumulated is None:
@@ -120,8 +121,8 @@ class FullySharded:
 
     def present(self, parameters: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[bool]:
         """Whether each sharded one among these parameters has a gradient."""
-        pairs = [(self._by_shard[id(p)], leaf) for p, leaf in zip(parameters, leaves, strict=True) if self.has(p)]
-        return [each.accumulated is not None or leaf.grad is not None for each, leaf in pairs]
+        found = self._among(parameters, leaves)
+        return [each.accumulated is not None or leaf.grad is not None for _, leaf, each in found]
 
     def begin_reduce(
         self, parameters: Sequence[Tensor], leaves: Sequence[Tensor], wanted: Callable[[], Sequence[bool]]
@@ -133,10 +134,10 @@ class FullySharded:
             leaves: for each of them the tensor with its gradient in `.grad`, which is taken.
             wanted: says in the end, for each sharded one, whether any rank has a gradient of it.
         """
-        pairs = [(p, leaf, self._by_shard[id(p)]) for p, leaf in zip(parameters, leaves, strict=True) if self.has(p)]
+        sharded = self._among(parameters, leaves)
         self.reshard()
         try:
-            for parameter, leaf, each in pairs:
+            for parameter, leaf, each in sharded:
                 if each.accumulated is None and each.reduce_dtype not in (None, leaf.dtype):
                     each.accumulated = torch.zeros_like(leaf, dtype=each.reduce_dtype)
                 elif each.accumulated is None:
@@ -145,9 +146,9 @@ class FullySharded:
                 # FSDP adds to the gradient of the shard, and calls its hooks. That comes with the user's backward.
                 each.shard = parameter.detach().requires_grad_()
             self._states.begin_reduce()
-            found = [(id(leaf), each.shard.grad) for _, leaf, each in pairs]
+            found = [(id(leaf), each.shard.grad) for _, leaf, each in sharded]
         finally:
-            for parameter, _, each in pairs:
+            for parameter, _, each in sharded:
                 each.shard = parameter
         self._reduction = found, wanted
 
@@ -167,6 +168,13 @@ class FullySharded:
             for (leaf, gradient), comes in zip(found, wanted(), strict=True)
             if comes and gradient is not None
         }
+
+    def _among(
+        self, parameters: Iterable[Tensor], leaves: Iterable[Tensor]
+    ) -> list[tuple[Tensor, Tensor, FSDPParameter]]:
+        """The parameters among these that FSDP shards, with their leaves."""
+        pairs = zip(parameters, leaves, strict=True)
+        return [(parameter, leaf, self._by_shard[id(parameter)]) for parameter, leaf in pairs if self.has(parameter)]
 
     def forget(self) -> None:
         """After a failure."""

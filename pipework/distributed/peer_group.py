@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.distributed_c10d import Store
 
+    from pipework.autograd.aliases import Aliases
     from pipework.autograd.factor import Factor
+    from pipework.autograd.fully_sharded import FullySharded
     from pipework.backend import MiniBatch, StepData, StepFacts, StepHeader
     from pipework.distributed.mesh import Mesh
     from pipework.distributed.rendezvous import Connections, RendezvousSpec
@@ -394,11 +396,7 @@ class PeerGroup:
         aliases, shared = spec.runs[stage].aliases, []
         sharded = aliases.sharded
         if sharded is not None:
-            present = sharded.present(aliases.parameters, aliases.leaves)
-            with self.monitor.progress.waits():
-                _finish_sharded(spec)  # of an earlier stage: one holds buffers at a time
-                wanted = (lambda: present) if replicas is None else replicas.begin_any_of_each(present)
-                sharded.begin_reduce(aliases.parameters, aliases.leaves, wanted)
+            self._reduce_sharded(spec, aliases, sharded)
         if replicas is None:
             return
         for parameter, leaf in zip(aliases.parameters, aliases.leaves, strict=True):
@@ -410,6 +408,13 @@ class PeerGroup:
                 leaf.grad.div_(len(self._replicas))
         with self.monitor.progress.waits():  # the first time in a step for what the other replicas train
             replicas.begin(shared)
+
+    def _reduce_sharded(self, spec: RunSpec, aliases: Aliases, sharded: FullySharded) -> None:
+        replicas, present = self._connections.replicas, sharded.present(aliases.parameters, aliases.leaves)
+        with self.monitor.progress.waits():
+            _finish_sharded(spec)  # of an earlier stage: one holds buffers at a time
+            wanted = (lambda: present) if replicas is None else replicas.begin_any_of_each(present)
+            sharded.begin_reduce(aliases.parameters, aliases.leaves, wanted)
 
     def complete(self, spec: RunSpec) -> None:
         """After the last action: completes the gradients."""

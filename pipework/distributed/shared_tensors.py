@@ -115,7 +115,7 @@ def refuse_any_different(found: Difference, ranks: Sequence[int], dimensions: Se
     if found.different:
         over = ", ".join(map(repr, dimensions))
         raise ValueError(
-            f"ranks {', '.join(map(str, ranks))}, which compute the same layers together, over {over} of the mesh, "
+            f"{_ranks(ranks)}, which compute the same layers together, over {over} of the mesh, "
             f"have different values of {_listed(found.different)}: seed alike on all ranks before the model is made, "
             f"or load the same values. {_WAYS_OUT}"
         )

@@ -12,7 +12,7 @@ Of W bytes of weights, G of gradients and O of the optimizer's state on a worker
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -75,45 +75,58 @@ class Sharing:
         return "\n".join([self.title, *aligned(rows, left={0})])
 
 
+class _Choice(NamedTuple):
+    """What replicas share.
+
+    Attributes:
+        name: of the choice.
+        weights: among how many ranks weights and gradients are spread.
+        state: among how many the optimizer's state is.
+        whole_stages: see `Pipe`.
+    """
+
+    name: str
+    weights: int
+    state: int
+    whole_stages: int | None = None
+
+
 def sharing(prediction: Prediction, replicas: int) -> Sharing:
     """See `Prediction.sharing`."""
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
         raise ValueError(f"replicas is the number of replicas of the pipe, a positive integer: got {replicas!r}")
     schedule = prediction.simulation.schedule
     stages = max(schedule.placement.count(worker) for worker in range(schedule.workers))
-    choices: list[tuple[str, bool, bool, int | None]] = [
-        ("replicas", False, False, None),
-        ("ZeRO-1", False, True, None),
-        ("fully_shard", True, True, None),
+    choices = [_Choice("replicas", 1, 1), _Choice("ZeRO-1", 1, replicas), _Choice("fully_shard", replicas, replicas)]
+    choices += [
+        _Choice(f"fully_shard, whole_stages={number}", replicas, replicas, number)
+        for number in (2, 1)
+        if number < stages
     ]
-    choices += [(f"fully_shard, whole_stages={number}", True, True, number) for number in (2, 1) if number < stages]
     title = f"the largest of {schedule.workers} workers x {replicas} replicas: {schedule.title}"
-    return Sharing(title, tuple([_largest(prediction, replicas, *choice) for choice in choices]))
+    return Sharing(title, tuple([_largest(prediction, choice) for choice in choices]))
 
 
-def _largest(
-    prediction: Prediction, replicas: int, choice: str, shares_weights: bool, shares_state: bool, whole: int | None
-) -> RankBytes:
+def _largest(prediction: Prediction, choice: _Choice) -> RankBytes:
     schedule = prediction.simulation.schedule
     workers = [torch.device("meta", worker) for worker in range(schedule.workers)]  # each has a device for itself
-    held = _held(prediction, replicas if shares_weights else 1, whole)
     peaks = device_peaks(
         prediction.simulation.timeline,
         prediction.actions,
         [workers[worker] for worker in schedule.placement],
         prediction.outputs,
-        held,
+        _held(prediction, choice.weights, choice.whole_stages),
     )
     found = []
     for worker, device in enumerate(workers):
         own = [each for each, place in zip(prediction.stages, schedule.placement, strict=True) if place == worker]
-        optimizer = sum(each.optimizer for each in own) // (replicas if shares_state else 1)
-        weights = sum(each.weights for each in own) // (replicas if shares_weights else 1)
+        optimizer = sum(each.optimizer for each in own) // choice.state
+        weights = sum(each.weights for each in own) // choice.weights
         buffers = sum(each.buffers for each in own)
         total, of_parameters = peaks[device]
         found.append(
             RankBytes(
-                choice,
+                choice.name,
                 worker,
                 of_parameters.weights + buffers,
                 of_parameters.gradients,
@@ -140,8 +153,9 @@ def _held(prediction: Prediction, replicas: int, whole_stages: int | None) -> Ma
     for worker, order in enumerate(schedule.orders):
         of_worker = [stage for stage, place in enumerate(schedule.placement) if place == worker]
         weights = {stage: prediction.stages[stage].weights for stage in of_worker}
+        shards = sum(weights.values()) // replicas
         if replicas == 1:
-            held |= {action: Held(sum(weights.values()), 0) for action in order}
+            held |= {action: Held(shards, 0) for action in order}
             continue
         gathered: dict[int, int] = {}
         freed = being_reduced = 0
@@ -155,6 +169,5 @@ def _held(prediction: Prediction, replicas: int, whole_stages: int | None) -> Ma
                 gradients, on_cpu = prediction.stages[stage].gradients, prediction.devices[stage].type == "cpu"
                 being_reduced = gradients * (2 if on_cpu else 1)  # gloo copies what it reduces
                 freed += gradients - gradients // replicas
-            shards = sum(weights.values()) // replicas
             held[action] = Held(shards + sum(gathered.values()), being_reduced - freed)
     return held

@@ -112,9 +112,10 @@ def test_a_plan_whose_stages_need_more_than_their_layers_is_not_made_again(monke
 
     monkeypatch.setattr("pipework.profiling.plan_that_fits.best_plans", planned)
     monkeypatch.setattr("pipework.profiling.plan_that_fits.measured_plan", a_tenth_more)
-    with pytest.raises(
-        ValueError, match=r"worker \d \(cpu\) needs .*, measured as a whole, .* it fits with a limit of"
-    ):
+    totals = [each.total for each in made.workers]
+    worst = totals.index(max(totals))  # measured times may have cut the layers in either way
+    text = rf"worker {worst} \(cpu\) needs .*, measured as a whole, .* it fits with a limit of"
+    with pytest.raises(ValueError, match=text):
         plan(layers(), X, **OPTIONS, memory=2 * limit)  # two workers share the CPU's
     assert limits == pytest.approx([limit, limit / 1.1, limit / 1.1])
 

@@ -300,8 +300,10 @@ def works_on(mesh: Mesh) -> None:
     """Replica 1 begins to reduce the last stage only when replica 0 is in the backward of the stage before it."""
     first, store = mesh.data_parallel_rank == 0, mesh.store
     functions: list[Callable[[], None]] = [lambda: None] * 4
-    functions[1] = (lambda: store.set("at stage 1", "")) if first else functions[1]
-    functions[3] = functions[3] if first else (lambda: store.wait(["at stage 1"], timedelta(seconds=30)))
+    if first:
+        functions[1] = lambda: store.set("at stage 1", "")
+    else:
+        functions[3] = lambda: store.wait(["at stage 1"], timedelta(seconds=30))
     blocks = model("sharded", mesh.device_mesh["dp"])
     layers = nn.Sequential(*map(Called, blocks, functions))
     pipe = Pipe(layers, CHUNKS, balance=[1] * 4, schedule="looped-bfs", loss_fn=F.mse_loss, mesh=mesh)
