@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from pipework.assignment.assignment import Assignment
     from pipework.autograd.factor import Factor
+    from pipework.model.local_parameters import Dimensions
     from pipework.runtime.peers import Peers
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import Key
@@ -37,7 +38,7 @@ class PipeSpec:
         skips: the skip connections between them.
         settings: the pipe's other arguments, as JSON values.
         tensors: the parameters and buffers of this process's stages, by name.
-        local_names: of the parameters that each process has values of its own of.
+        local_names: of the parameters that processes have values of their own of, and over which dimensions.
         grad_scaler: of the pipe; None: there is none.
         open_workers: starts the pipe's workers, if they do not run, and passes them to `Backend.use`.
     """
@@ -48,7 +49,7 @@ class PipeSpec:
     skips: Sequence[Skip]
     settings: Mapping[str, Any]
     tensors: Iterable[tuple[str, Tensor]]
-    local_names: frozenset[str]
+    local_names: Mapping[str, Dimensions]
     grad_scaler: torch.amp.GradScaler | None
     open_workers: Callable[[], object]
 

@@ -19,7 +19,7 @@ from pipework.executor import Executor
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.checkpoint import AS_SCHEDULED, MODES
 from pipework.model.layers import Layers, refuse_own_behaviour
-from pipework.model.local_parameters import matching_names
+from pipework.model.local_parameters import local_dimensions, patterns_of
 from pipework.model.loss.function_identity import function_identity
 from pipework.model.loss.settings import LossSettings
 from pipework.model.materialize import on_meta
@@ -102,11 +102,14 @@ class Pipe(Layers):
         mesh: what `pipework.init()` returned, or a `DeviceMesh`: each worker is a process, and this one holds the
             layers of its own stages only. Then the pipe is made and called by all processes alike. Its dimension "pp"
             has the workers of one pipe, "dp" replicas of it, and any further one, such as "tp", the processes that
-            compute the same layers together on the same data. None: the workers are threads of this process.
+            compute the same layers together on the same data; `pipework.Mesh.of` takes other dimensions of replicas.
+            None: the workers are threads of this process.
         local_parameters: names of parameters, with ``*`` for any characters, that each process has values of its own
             of, such as ``["*.experts.*"]`` for experts that are spread over the replicas, or shards that a layer cuts
-            by hand. They are neither compared nor averaged over the other dimensions of the mesh; their gradients
-            are divided by the number of replicas, because the loss is the mean of theirs. DTensors need no name here.
+            by hand. If the mesh has several dimensions beside "pp", it says over which of them:
+            ``{"*.experts.*": "ep"}``, or a list of names. Over these they are neither compared nor averaged; their
+            gradients are divided by the number of replicas, because the loss is the mean of theirs. DTensors need no
+            name here.
         whole_stages: of layers that FSDP2 shards over "dp" (`fully_shard`), at most so many stages of a worker have
             whole parameters at a time: those that it needs next. Fewer take less memory and gather more often. None:
             all stages of the worker, from the beginning of a call to its end.
@@ -153,7 +156,7 @@ class Pipe(Layers):
         check_finite: bool = False,
         one_thread: bool | None = None,
         mesh: Mesh | DeviceMesh | None = None,
-        local_parameters: Sequence[str] = (),
+        local_parameters: Sequence[str] | Mapping[str, str | Sequence[str]] = (),
         whole_stages: int | None = None,
         plan: Plan | Mapping[str, Any] | None = None,
         memory: float | str | Mapping[str, float | str] | None = None,
@@ -205,7 +208,8 @@ class Pipe(Layers):
             backend = backend_for(mesh, devices)
             assignment = assign(module, schedule, chunks, balance, backend.devices)
             here = backend.own_stages(assignment)
-        local_names = matching_names(module, local_parameters)
+        patterns = patterns_of(local_parameters)
+        local_names = local_dimensions(module, patterns)
         if whole_stages is not None:
             refuse_whole_stages(whole_stages)
         if plan is not None:
@@ -268,7 +272,7 @@ class Pipe(Layers):
             "check_finite": bool(check_finite),
             "grad_scaler": grad_scaler is not None,
             "training": module.training,
-            "local_parameters": sorted(local_parameters),
+            "local_parameters": sorted(map(list, patterns.items()), key=str),
             "whole_stages": whole_stages,
             "random key of layers on the meta device": key,
         }

@@ -123,24 +123,17 @@ class DistributedBackend:
         """Returns when all processes have come and agree about the pipe."""
         mesh, placement = self.mesh, spec.assignment.placement
         self.is_first, self.is_last = mesh.worker == placement[0], mesh.worker == placement[-1]
-        if spec.local_names and mesh.data_parallel_size > 1 and len(mesh.layer_ranks) > 1:
-            over = ", ".join(map(repr, mesh.layer_dimensions))
-            raise ValueError(
-                f"local_parameters are given for a mesh with replicas and with {over}, and nothing says over which of "
-                "these dimensions the parameters are local: their gradients would be averaged over too few ranks. "
-                "Make such parameters DTensors, by distribute_tensor(...) over the dimension that is meant"
-            )
         named = list(spec.tensors)
         refuse_foreign_meshes(named, mesh.everyone, mesh.same_layers)
         check_parameters(spec.partitions, placement, mesh.ranks, mesh.worker, spec.grad_scaler)
         pairs = [(stage, stage + 1) for stage in range(len(placement) - 1)]
         pairs += [pair for skip in spec.skips for pair in skip.hops]
         self._whole_stages = spec.settings["whole_stages"]
-        self._local_names = spec.local_names
+        self._local_names = frozenset(spec.local_names)
         agreed = contract(spec.module, spec.assignment, **spec.settings)
         tied = tied_parameters(spec.partitions, placement)
         self._tied_stages = [each.stages for each in tied]
-        tensors = SharedTensors(named, spec.local_names)
+        tensors = SharedTensors(named, mesh, spec.local_names)
         self._group = PeerGroup(mesh, RendezvousSpec(placement, pairs, tied, agreed), tensors, spec.open_workers)
         self._leave_to_others(spec)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import sys
@@ -23,7 +24,7 @@ from pipework.distributed.health.process_calls import ProcessCalls
 from pipework.distributed.store_prefix import attempt_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from pipework.distributed.transport.channel import Group
 
@@ -41,18 +42,19 @@ _NO_TIMEOUT = timedelta(days=7)
 class Mesh:
     """The processes of a job: each is a worker of a pipe.
 
-    There is a pipe for each place in the other dimensions: in "dp" it is a replica, which is given other data; in any
-    further one, such as "tp", it computes its part of the same layers on the same data.
+    There is a pipe for each place in the other dimensions: in those of the replicas, such as "dp", each is given other
+    data; in any further one, such as "tp", it computes its part of the same layers on the same data.
 
     Attributes:
-        device_mesh: PyTorch's own, with the dimension "pp" (the workers of one pipe), perhaps "dp" (replicas), and
-            perhaps further ones, over which the layers themselves are sharded.
+        device_mesh: PyTorch's own, with the dimension "pp" (the workers of one pipe), perhaps those of the replicas,
+            and perhaps further ones, over which the layers themselves are sharded.
         device: of this process.
         store: through which the processes communicate beside their transfers.
         detect: seconds without a heartbeat after which a process is lost.
         action_timeout: seconds in one action after which a process is stuck; None: no limit.
         timeout: seconds to wait for other processes when a pipe is made.
         grace: seconds that a running action may still take when another process has failed; then this process is ended.
+        replica_dimensions: those of the replicas; one that the mesh does not have counts as of size 1.
 
     Raises:
         ValueError: a time is out of range.
@@ -65,6 +67,7 @@ class Mesh:
     action_timeout: float | None = None
     timeout: float = 300.0
     grace: float = 5.0
+    replica_dimensions: tuple[str, ...] = (REPLICAS,)
 
     def __post_init__(self) -> None:
         refuse_times(self.detect, self.action_timeout, self.timeout, self.grace)
@@ -74,6 +77,7 @@ class Mesh:
         cls,
         device_mesh: DeviceMesh,
         *,
+        replicas: Sequence[str] = (REPLICAS,),
         detect: float = 10.0,
         action_timeout: float | None = None,
         timeout: float = 300.0,
@@ -81,8 +85,18 @@ class Mesh:
     ) -> Mesh:
         """A mesh from a `DeviceMesh` that the user has made; the times are those of `init`.
 
+        Args:
+            device_mesh: with a dimension "pp".
+            replicas: the dimensions along which each rank is given other data, such as ``("dp", "ep")`` for experts
+                that are spread over "ep". The first one varies slowest in the number of a replica.
+            detect: see `init`.
+            action_timeout: see `init`.
+            timeout: see `init`.
+            grace: see `init`.
+
         Raises:
-            ValueError: it has no dimension "pp", or this process is not in it, or a time is out of range.
+            ValueError: it has no dimension "pp", or not those of the replicas, or this process is not in it, or a time
+                is out of range.
         """
         names = device_mesh.mesh_dim_names or ()
         if PIPELINE not in names:
@@ -91,10 +105,18 @@ class Mesh:
                 "replicas if there are any, and any other names for dimensions over which the layers themselves are "
                 'sharded, as in init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))'
             )
+        along = (replicas,) if isinstance(replicas, str) else tuple(replicas)
+        unknown = [name for name in along if name not in names or name == PIPELINE]
+        if along != (REPLICAS,) and (unknown or len({*along}) < len(along)):
+            raise ValueError(
+                f"replicas={replicas!r}: wanted dimensions of the DeviceMesh, each once and without 'pp', along which "
+                f"the ranks are given other data; it has {tuple(names)}"
+            )
         if device_mesh.get_coordinate() is None:
             raise ValueError(f"this process, rank {dist.get_rank()}, is not in the DeviceMesh")
         device = _current_device(device_mesh.device_type)
-        return cls(device_mesh, device, torch_private.default_store(), detect, action_timeout, timeout, grace)
+        times = detect, action_timeout, timeout, grace
+        return cls(device_mesh, device, torch_private.default_store(), *times, replica_dimensions=along)
 
     @property
     def rank(self) -> int:
@@ -114,19 +136,25 @@ class Mesh:
     @property
     def data_parallel_size(self) -> int:
         """The number of replicas."""
-        return self.device_mesh.size(self._names.index(REPLICAS)) if REPLICAS in self._names else 1
+        return len(self._among_replicas())
 
     @property
     def data_parallel_rank(self) -> int:
         """The number of this process's replica."""
-        return self.device_mesh.get_local_rank(REPLICAS) if self.data_parallel_size > 1 else 0
+        return self._among_replicas().index(self.rank)
 
     @property
     def replicas(self) -> list[int] | None:
         """The ranks with the same stages as this one, one of each replica; None if there is one replica."""
-        if self.data_parallel_size == 1:
-            return None
-        return dist.get_process_group_ranks(self.device_mesh.get_group(REPLICAS))
+        ranks = self._among_replicas()
+        return ranks if len(ranks) > 1 else None
+
+    @property
+    def some_replicas(self) -> list[list[int]]:
+        """The ranks of those replicas that differ from this one in some of several dimensions only."""
+        along = [name for name in self.replica_dimensions if self._size(name) > 1]
+        fewer = [kept for count in range(1, len(along)) for kept in itertools.combinations(along, count)]
+        return [self.same_layers_at({*self._names} - {*kept}) for kept in fewer]
 
     @property
     def uses_nccl(self) -> bool:
@@ -141,7 +169,8 @@ class Mesh:
     @property
     def layout(self) -> dict[str, Any]:
         """The dimensions and the ranks, as JSON can express them; the same on all ranks."""
-        return {"dimensions": list(self._names), "ranks": self.device_mesh.mesh.tolist()}
+        along = [name for name in self.replica_dimensions if name in self._names]
+        return {"dimensions": list(self._names), "of replicas": along, "ranks": self.device_mesh.mesh.tolist()}
 
     @property
     def pipe(self) -> int:
@@ -161,13 +190,21 @@ class Mesh:
     @property
     def layer_ranks(self) -> list[int]:
         """The ranks that compute the layers of this one together with it, on the same data; see `LayerGroup`."""
-        by_replica = self._by_pipe().reshape(self.data_parallel_size, -1, len(self.ranks))
-        return [int(rank) for rank in by_replica[self.data_parallel_rank, :, self.worker]]
+        return self.same_layers_at(self.replica_dimensions)
 
     @property
     def same_layers(self) -> list[int]:
         """The ranks that hold the layers of this one, or a part of them, in all replicas."""
         return self.everyone[self.worker :: len(self.ranks)]
+
+    def same_layers_at(self, dimensions: Collection[str]) -> list[int]:
+        """Those of `same_layers` that have this one's place in some dimensions."""
+        own = self.device_mesh.get_coordinate()
+        assert own is not None, "checked when the mesh was made"
+        fixed = {PIPELINE, *dimensions}
+        index = [place if name in fixed else slice(None) for name, place in zip(self._names, own, strict=True)]
+        here = {*self.device_mesh.mesh[tuple(index)].flatten().tolist()}
+        return [rank for rank in self.same_layers if rank in here]
 
     def place(self, position: int) -> dict[str, int]:
         """The place of a rank in all dimensions but "pp", for messages; dimensions of size 1 are left out.
@@ -175,8 +212,8 @@ class Mesh:
         Args:
             position: of the rank in `everyone`.
         """
-        names = [name for name in (REPLICAS, *self._layer_names()) if name in self._names]
-        sizes = [self.device_mesh.size(self._names.index(name)) for name in names]
+        names = [name for name in self._in_order() if name != PIPELINE]
+        sizes = [self._size(name) for name in names]
         places = torch.unravel_index(torch.tensor(position // len(self.ranks)), sizes) if sizes else ()
         return {name: int(place) for name, size, place in zip(names, sizes, places, strict=True) if size > 1}
 
@@ -196,11 +233,19 @@ class Mesh:
         return self.device_mesh.mesh_dim_names or ()
 
     def _layer_names(self) -> list[str]:
-        return [name for name in self._names if name not in (PIPELINE, REPLICAS)]
+        return [name for name in self._names if name not in (PIPELINE, *self.replica_dimensions)]
+
+    def _in_order(self) -> list[str]:
+        return [name for name in (*self.replica_dimensions, *self._layer_names(), PIPELINE) if name in self._names]
+
+    def _size(self, name: str) -> int:
+        return self.device_mesh.size(self._names.index(name)) if name in self._names else 1
+
+    def _among_replicas(self) -> list[int]:
+        return self.same_layers_at(self._layer_names())
 
     def _by_pipe(self) -> torch.Tensor:
-        order = [name for name in (REPLICAS, *self._layer_names(), PIPELINE) if name in self._names]
-        return self.device_mesh.mesh.permute([self._names.index(name) for name in order])
+        return self.device_mesh.mesh.permute([self._names.index(name) for name in self._in_order()])
 
 
 def init(

@@ -23,7 +23,7 @@ from pipework.distributed.health.monitor import HealthMonitor
 from pipework.distributed.health.preemption import Preemption
 from pipework.distributed.health.status import describe_action
 from pipework.distributed.layer_collectives import break_layer_groups, is_broken_collective, refuse_broken_groups
-from pipework.distributed.mesh import PIPES, REPLICAS
+from pipework.distributed.mesh import PIPES
 from pipework.distributed.rendezvous import Rendezvous
 from pipework.distributed.shared_tensors import refuse_other_shards
 from pipework.distributed.step_header import StepHeaders
@@ -110,7 +110,7 @@ class PeerGroup:
         control = self._connections.groups["control"]
         self._found_inf = FoundInf(self._connections.groups["everyone"], mesh.device)
         self._tensors = tensors
-        self._replicas = mesh.replicas or ()
+        self._has_groups = len(mesh.layer_ranks) > 1 or tensors.are_collective
         self._headers = StepHeaders(
             control,
             self.ranks,
@@ -161,7 +161,8 @@ class PeerGroup:
 
         Raises:
             PipelineError: another rank has failed.
-            RuntimeError: another thread of this process is in a call.
+            RuntimeError: another thread of this process is in a call of this pipe, or of one whose layers have the same
+                groups.
         """
         if not self._in_call.acquire(blocking=False):
             if self._caller == threading.get_ident():
@@ -176,18 +177,19 @@ class PeerGroup:
             )
         self._caller = threading.get_ident()
         try:
-            self.monitor.begin(what)
-            try:
-                yield
-            except BaseException as error:
-                if self._is_of_layers(error):  # on the calling thread
-                    raise self.explained(error) from None
-                if error is not self._common_error:
-                    self.monitor.report(error, _where(error))
-                raise
-            finally:
-                self._common_error = None
-                self.monitor.end()
+            with self.mesh.calls.in_groups(what) if self._has_groups else contextlib.nullcontext():
+                self.monitor.begin(what)
+                try:
+                    yield
+                except BaseException as error:
+                    if self._is_of_layers(error):  # on the calling thread
+                        raise self.explained(error) from None
+                    if error is not self._common_error:
+                        self.monitor.report(error, _where(error))
+                    raise
+                finally:
+                    self._common_error = None
+                    self.monitor.end()
         finally:
             self._in_call.release()
 
@@ -266,16 +268,14 @@ class PeerGroup:
         """
         assert self._connections.tied is not None
         elsewhere = self._connections.tied.counted_elsewhere
-        mine = norms_of_stages(stages, {*elsewhere, *self._tensors.local}, norm_type)
+        local = self._tensors.local
+        mine = norms_of_stages(stages, {*elsewhere, *local}, norm_type)
         gathered = self._gather("control", self.ranks, json.dumps(mine), compares_losses=True)
         norms = [json.loads(text) for text in gathered]
-        if self._tensors.local:
-            own = {
-                stage: [each for each in parameters if id(each) in self._tensors.local]
-                for stage, parameters in stages.items()
-            }
-            texts = self._gather("everyone", self.everyone, json.dumps(norms_of_stages(own, elsewhere, norm_type)))
-            norms += [json.loads(text) for text in texts]
+        if local:
+            own = {stage: [each for each in parameters if id(each) in local] for stage, parameters in stages.items()}
+            found = norms_of_stages(own, elsewhere, norm_type, lambda each: local[id(each)][0] == self.mesh.rank)
+            norms += map(json.loads, self._gather("everyone", self.everyone, json.dumps(found)))
         return norm_of_all(norms, norm_type)
 
     def _gather(self, name: str, ranks: Sequence[int], text: str, *, compares_losses: bool = False) -> list[str]:
@@ -332,14 +332,14 @@ class PeerGroup:
         """See `pipework.runtime.peers.Peers`."""
         for run in spec.runs.values():
             if run.sharded is not None:
-                refuse_other_shards(run.sharded.parameters)
+                refuse_other_shards(run.sharded.parameters, self.mesh)
         replicas = self._connections.replicas
         if replicas is not None and spec.differentiates:
             shared = [
                 each
                 for run in spec.runs.values()
                 for each in run.aliases.parameters
-                if self._tensors.is_shared(each, self._replicas) or (run.sharded is not None and run.sharded.has(each))
+                if self._tensors.averaged_over(each) or (run.sharded is not None and run.sharded.has(each))
             ]
             replicas.compare(shared, self._headers.losses.marks)
         return RankTransport(self.worker, spec, self._connections, self)
@@ -390,24 +390,25 @@ class PeerGroup:
         """Begins to average the gradients of a stage, which are complete, over the replicas.
 
         The rows of all replicas have come to a parameter that only this one has, so its gradient is complete but for
-        the mean: the loss is the mean of the replicas' losses.
+        the mean: the loss is the mean of the replicas' losses. Of several that have it, each got the rows of some.
         """
-        replicas = self._connections.replicas
-        aliases, shared = spec.runs[stage].aliases, []
+        every, aliases = self._connections.every_replicas, spec.runs[stage].aliases
         sharded = aliases.sharded
         if sharded is not None:
             self._reduce_sharded(spec, aliases, sharded)
-        if replicas is None:
+        if not every:
             return
+        shared: dict[tuple[int, ...], list[Tensor]] = {each.ranks: [] for each in every}
         for parameter, leaf in zip(aliases.parameters, aliases.leaves, strict=True):
             if sharded is not None and sharded.has(parameter):
                 continue
-            if self._tensors.is_shared(parameter, self._replicas):
-                shared.append(leaf)
+            if ranks := self._tensors.averaged_over(parameter):
+                shared[ranks].append(leaf)
             elif leaf.grad is not None:
-                leaf.grad.div_(len(self._replicas))
+                leaf.grad.div_(len(every[0].ranks))
         with self.monitor.progress.waits():  # the first time in a step for what the other replicas train
-            replicas.begin(shared)
+            for replicas in every:
+                replicas.begin(shared[replicas.ranks])
 
     def _reduce_sharded(self, spec: RunSpec, aliases: Aliases, sharded: FullySharded) -> None:
         replicas, present = self._connections.replicas, sharded.present(aliases.parameters, aliases.leaves)
@@ -421,8 +422,8 @@ class PeerGroup:
         connections = self._connections
         _finish_sharded(spec)
         if spec.differentiates:
-            if connections.replicas is not None:
-                connections.replicas.finish()
+            for replicas in connections.every_replicas:
+                replicas.finish()
             assert connections.tied is not None
             connections.tied.add_up(spec.runs)
         if spec.scaler is not None:
@@ -483,7 +484,8 @@ class PeerGroup:
         """A rank in messages."""
         place = self.mesh.place(position)
         which = [named_stages(self._placement, position % len(self.ranks))]
-        which += [f"{'replica' if name == REPLICAS else name} {number}" for name, number in place.items()]
+        only = self.mesh.replica_dimensions
+        which += [f"{'replica' if only == (name,) else name} {number}" for name, number in place.items()]
         return f"rank {self.everyone[position]} ({', '.join(which)})"
 
     def _hear_of_failure(self) -> None:

@@ -58,6 +58,7 @@ class Connections:
         groups: of ranks of the CPU, by name: "control" is of all workers of this pipe, "everyone" of all ranks.
         channels: to the workers that this one has to do with.
         replicas: the ranks that hold the same stages; None: there are no others.
+        some_replicas: by their ranks, those of them that share parameters which the others do not.
         tied: the parameters that other ranks have, too.
         layers: the ranks that compute the same layers on the same data; None: there are no others.
     """
@@ -65,8 +66,14 @@ class Connections:
     groups: dict[str, Group] = field(default_factory=dict)
     channels: dict[int, Channel] = field(default_factory=dict)
     replicas: DataParallel | None = None
+    some_replicas: dict[tuple[int, ...], DataParallel] = field(default_factory=dict)
     tied: TiedParameters | None = None
     layers: LayerGroup | None = None
+
+    @property
+    def every_replicas(self) -> list[DataParallel]:
+        """All that average gradients, in the order in which each replica uses them; the first is of all replicas."""
+        return [] if self.replicas is None else [self.replicas, *self.some_replicas.values()]
 
     def abort(self) -> None:
         """Ends all transfers for good."""
@@ -74,8 +81,8 @@ class Connections:
             channel.abort()
         for group in list(self.groups.values()):
             break_group(group)
-        if self.replicas is not None:
-            self.replicas.abort()
+        for replicas in self.every_replicas:
+            replicas.abort()
         if self.layers is not None:
             self.layers.abort()
 
@@ -150,16 +157,15 @@ class Rendezvous:
         self._connect(own)
         made.groups["control"] = self._group(own, "control", range(len(mesh.ranks)), mesh.worker)
         made.groups["everyone"] = self._group(self._store, "everyone", range(len(mesh.everyone)), position)
-        if (same := mesh.replicas) is not None:
-            name = f"replicas of worker {mesh.worker} at {mesh.layer_dimensions}"
-            group = self._group(self._store, name, same, mesh.rank)
-            device_group = None
-            if mesh.uses_nccl:
-                device_group = self._group(self._store, f"{name}, NCCL", same, mesh.rank, nccl=True)
-            made.replicas = DataParallel(group, same, device_group)
-            found = self._tensors.compare(same, *made.replicas.extremes(self._tensors.digests(same)))
-            refuse_some_different(found)
-            made.replicas.share_values(self._tensors.among(same), self._tensors.not_local())
+        if mesh.replicas is not None:
+            made.replicas = self._data_parallel(mesh.replicas)
+            made.some_replicas = {tuple(ranks): self._data_parallel(ranks) for ranks in mesh.some_replicas}
+            every = [(mesh.replicas, made.replicas), *made.some_replicas.items()]
+            for ranks, replicas in every:
+                found = self._tensors.compare(ranks, *replicas.extremes(self._tensors.digests(ranks)))
+                refuse_some_different(found)
+            for ranks, replicas in every:
+                replicas.share_values(self._tensors.averaged(ranks), self._tensors.trainable())
         if len(same_layers := mesh.layer_ranks) > 1:
             name = f"layers of worker {mesh.worker} of replica {mesh.data_parallel_rank}"
             group = self._group(self._store, name, same_layers, mesh.rank)
@@ -169,6 +175,14 @@ class Rendezvous:
             refuse_any_different(found, same_layers, made.layers.dimensions)
         made.tied = TiedParameters(self._spec.tied, placement, mesh.worker, made.channels, mesh.ranks)
         made.tied.share_values()
+
+    def _data_parallel(self, ranks: Sequence[int]) -> DataParallel:
+        mesh, name = self._mesh, f"replicas on {ranks}"
+        group = self._group(self._store, name, ranks, mesh.rank)
+        device_group = None
+        if mesh.uses_nccl:
+            device_group = self._group(self._store, f"{name}, NCCL", ranks, mesh.rank, nccl=True)
+        return DataParallel(group, ranks, device_group, mesh.data_parallel_size)
 
     def _connect(self, store: Store) -> None:
         """Makes a channel to each worker that this one exchanges messages with; both sides in the same order."""

@@ -1,8 +1,8 @@
 """Shared tensors: the parameters and buffers that ranks with the same layers must have the same values of.
 
 Replicas share all of them, and so do the ranks of a layer group. Not shared are DTensors of which each rank has another
-part, and the parameters that the user has named as local. Experts that are spread over the replicas have the same names
-and shapes on each, so nothing but their values tells that they are not the same.
+part, and the parameters that the user has named as local over some dimensions of the mesh. Experts that are spread over
+the replicas have the same names and shapes on each, so nothing but their values tells that they are not the same.
 """
 
 from __future__ import annotations
@@ -13,13 +13,22 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from pipework.distributed.data_digest import data_digest, tells_rows
-from pipework.distributed.mesh import REPLICAS
-from pipework.values.dtensor import differs_over, is_dtensor, local_part, placement_text
+from pipework.values.dtensor import (
+    differs_over,
+    is_dtensor,
+    is_over_processes,
+    local_part,
+    placement_text,
+    sharding_ranks,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from torch import Tensor
+
+    from pipework.distributed.mesh import Mesh
+    from pipework.model.local_parameters import Dimensions
 
 _SHOWN: Final = 3  # names in a message
 _WAYS_OUT: Final = (
@@ -45,15 +54,25 @@ class SharedTensors:
 
     Args:
         named: all of them, the same names in the same order on all ranks that have these layers.
-        local_names: of the parameters that each rank has values of its own of.
+        mesh: of the ranks.
+        local_names: of the parameters that ranks have values of their own of, and over which dimensions of the mesh.
 
     Attributes:
-        local: the ids of these parameters.
+        local: by the ids of these parameters, the ranks that have the same values as this one.
+
+    Raises:
+        ValueError: the mesh does not have such dimensions, or has several and nothing is said.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]], local_names: Collection[str] = ()) -> None:
+    def __init__(
+        self, named: Iterable[tuple[str, Tensor]], mesh: Mesh, local_names: Mapping[str, Dimensions] | None = None
+    ) -> None:
         self._named = list(named)
-        self.local = frozenset(id(tensor) for name, tensor in self._named if name in local_names)
+        local_names = local_names or {}
+        same = {over: mesh.same_layers_at(_local_over(over, mesh)) for over in {*local_names.values()}}
+        self.local = {id(tensor): same[local_names[name]] for name, tensor in self._named if name in local_names}
+        every = [mesh.replicas, *mesh.some_replicas] if mesh.replicas else []
+        self._averaging = sorted(map(tuple, every), key=len, reverse=True)
 
     def among(self, ranks: Sequence[int]) -> list[tuple[str, Tensor]]:
         """Those that these ranks share, by name."""
@@ -61,11 +80,28 @@ class SharedTensors:
 
     def is_shared(self, tensor: Tensor, ranks: Sequence[int]) -> bool:
         """Whether these ranks must have the same values of a tensor."""
-        return id(tensor) not in self.local and not differs_over(tensor, ranks)
+        same = self.local.get(id(tensor), ranks)
+        return {*ranks} <= {*same} and not differs_over(tensor, ranks)
 
-    def not_local(self) -> list[tuple[str, Tensor]]:
-        """Those that are not local, by name: also DTensors of which each rank has another part."""
-        return [(name, tensor) for name, tensor in self._named if id(tensor) not in self.local]
+    def averaged_over(self, tensor: Tensor) -> tuple[int, ...]:
+        """The ranks over which the gradient of a tensor is averaged: most replicas that share it; () if none do."""
+        if id(tensor) not in self.local and not is_dtensor(tensor):  # as most
+            return self._averaging[0] if self._averaging else ()
+        return next((ranks for ranks in self._averaging if self.is_shared(tensor, ranks)), ())
+
+    def averaged(self, ranks: Sequence[int]) -> list[tuple[str, Tensor]]:
+        """Those whose gradients are averaged over just these ranks, by name."""
+        return [(name, tensor) for name, tensor in self._named if self.averaged_over(tensor) == tuple(ranks)]
+
+    def trainable(self) -> list[tuple[str, Tensor]]:
+        """Those that are not local to this rank, by name: also DTensors of which each rank has another part."""
+        alone = {number for number, ranks in self.local.items() if len(ranks) == 1}
+        return [(name, tensor) for name, tensor in self._named if id(tensor) not in alone]
+
+    @property
+    def are_collective(self) -> bool:
+        """Whether layers with these tensors call collectives, as far as the tensors tell."""
+        return bool(self.local) or any(is_over_processes(tensor) for _, tensor in self._named)
 
     def digest_of_trained(self) -> int:
         """A number that differs if other parameters are trained."""
@@ -148,23 +184,43 @@ def refuse_foreign_meshes(
             )
 
 
-def refuse_other_shards(parameters: Iterable[Tensor]) -> None:
-    """Raises a ValueError if FSDP shards parameters over something else than the dimension of the replicas.
+def refuse_other_shards(parameters: Iterable[Tensor], mesh: Mesh) -> None:
+    """Raises a ValueError if FSDP shards parameters over other ranks than the replicas.
 
     Args:
         parameters: the shards.
+        mesh: of the pipe.
     """
+    replicas = {*(mesh.replicas or [mesh.rank])}
     for parameter in parameters:
-        if is_dtensor(parameter):
-            names = parameter.device_mesh.mesh_dim_names or ()
-            over = [name for name, each in zip(names, parameter.placements, strict=False) if not each.is_replicate()]
-            if REPLICAS in over:
-                continue
+        if any({*ranks} == replicas for ranks in sharding_ranks(parameter)):
+            continue
+        along = mesh.replica_dimensions
+        one = f"mesh[{along[0]!r}]" if len(along) == 1 else f"mesh[{', '.join(map(repr, along))}]._flatten()"
         raise ValueError(
             f"fully_shard has sharded a parameter of shape {tuple(parameter.shape)} ({placement_text(parameter)}), and "
             "not over the replicas of the pipe: its ranks must be given other rows each, so make the mesh with a "
-            "dimension 'dp', and shard over that, fully_shard(layer, mesh=mesh['dp'])"
+            f"dimension for them, such as 'dp', and shard over all replicas, here fully_shard(layer, mesh={one})"
         )
+
+
+def _local_over(given: Dimensions, mesh: Mesh) -> Sequence[str]:
+    """The dimensions over which parameters are local.
+
+    Raises:
+        ValueError: the mesh does not have them, or nothing is said and it has several.
+    """
+    every, large = mesh.dimensions_of_layers, list(mesh.place(mesh.everyone.index(mesh.rank)))
+    if given is None and len(large) > 1:
+        raise ValueError(
+            f"local_parameters does not say over which of {', '.join(map(repr, large))} parameters are local: give "
+            f"the dimension with the names, such as local_parameters={{'*.experts.*': {large[0]!r}}}, or several"
+        )
+    if unknown := [name for name in given or () if name not in every]:
+        raise ValueError(
+            f"local_parameters has the dimension {unknown[0]!r}: wanted one of the mesh beside 'pp', which has {every}"
+        )
+    return every if given is None else given
 
 
 def _ranks(ranks: Sequence[int]) -> str:

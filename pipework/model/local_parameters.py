@@ -1,8 +1,9 @@
-"""Parameters that each process has values of its own of, chosen by patterns of names."""
+"""Parameters that processes have values of their own of, chosen by patterns of names."""
 
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pipework.model.state_names import state_name
@@ -12,29 +13,57 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+Dimensions = tuple[str, ...] | None
+"""Those of a mesh, by name; None: all."""
 
-def matching_names(module: nn.Sequential, patterns: Sequence[str]) -> frozenset[str]:
-    """The names of the parameters that match any of the patterns, in which ``*`` stands for any characters.
+
+def patterns_of(given: Sequence[str] | Mapping[str, str | Sequence[str]]) -> dict[str, Dimensions]:
+    """What a user has given, in one form: for each pattern the dimensions over which its parameters are local.
 
     Raises:
-        TypeError: `patterns` is no sequence of texts.
+        TypeError: it is neither a sequence of texts nor a mapping from texts to one text or several.
+
+    Example:
+        >>> patterns_of(["*.experts.*"]), patterns_of({"*.experts.*": "ep"})
+        ({'*.experts.*': None}, {'*.experts.*': ('ep',)})
+    """
+    found: dict[str, Dimensions]
+    if isinstance(given, Mapping):
+        found = {name: (over,) if isinstance(over, str) else tuple(over or ()) for name, over in given.items()}
+    else:
+        found = dict.fromkeys([] if isinstance(given, str) else given)
+    texts = [*found, *(name for over in found.values() for name in over or ())]
+    if isinstance(given, str) or () in found.values() or not all(isinstance(text, str) for text in texts):
+        raise TypeError(
+            "local_parameters is a list of names, such as ['*.experts.*'], or says over which dimensions of the mesh "
+            f"they are local, such as {{'*.experts.*': 'ep'}}: got {given!r}"
+        )
+    return found
+
+
+def local_dimensions(module: nn.Sequential, patterns: Mapping[str, Dimensions]) -> dict[str, Dimensions]:
+    """The parameters that match any of the patterns, in which ``*`` stands for any characters, with their dimensions.
+
+    A parameter that matches several is local over the dimensions of all of them.
+
+    Raises:
         ValueError: a pattern matches no parameter of the model.
 
     Example:
         >>> from torch import nn
-        >>> sorted(matching_names(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["1.*"]))
-        ['1.bias', '1.weight']
+        >>> local_dimensions(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {"1.*": ("ep",), "1.b*": None})
+        {'1.weight': ('ep',), '1.bias': None}
     """
-    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f"local_parameters is a list of names, such as ['*.experts.*']: got {patterns!r}")
     if not patterns:
-        return frozenset()
+        return {}
     names = [state_name(module._modules, name) for name, _ in module.named_parameters(remove_duplicate=False)]
-    found: set[str] = set()
-    for pattern in patterns:
+    found: dict[str, Dimensions] = {}
+    for pattern, over in patterns.items():
         matching = fnmatch.filter(names, pattern)
         if not matching:
             some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             raise ValueError(f"local_parameters has {pattern!r}, which matches no parameter of the model: {some}")
-        found.update(matching)
-    return frozenset(found)
+        for name in matching:
+            before = found.get(name, ())
+            found[name] = None if over is None or before is None else tuple(sorted({*before, *over}))
+    return found

@@ -61,13 +61,16 @@ def differs_over(tensor: Tensor, ranks: Sequence[int]) -> bool:
 
     A `_StridedShard` answers `is_shard()` with False, so that is not asked.
     """
+    return any({*ranks} & {*sharding} - {dist.get_rank()} for sharding in sharding_ranks(tensor))
+
+
+def sharding_ranks(tensor: Tensor) -> list[list[int]]:
+    """For each dimension of a mesh over which a DTensor is not replicated, the ranks of the job along it."""
     if not is_dtensor(tensor):
-        return False
-    others = {*ranks} - {dist.get_rank()}
-    return any(
-        not placement.is_replicate() and others & {*dist.get_process_group_ranks(tensor.device_mesh.get_group(number))}
-        for number, placement in enumerate(tensor.placements)
-    )
+        return []
+    mesh = tensor.device_mesh
+    numbers = [number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return [dist.get_process_group_ranks(mesh.get_group(number)) for number in numbers]
 
 
 def placement_text(tensor: Tensor) -> str:

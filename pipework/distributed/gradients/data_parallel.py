@@ -87,14 +87,18 @@ class DataParallel:
 
     Args:
         group: of these ranks.
-        ranks: their numbers in the job.
+        ranks: their numbers in the job; an attribute, too.
         device_group: of the same ranks, for tensors on accelerators; None: the first group takes these, too.
+        divisor: of the gradients: how many replicas there are, of which these may be some. None: as many as ranks.
     """
 
-    def __init__(self, group: Group, ranks: Sequence[int], device_group: Group | None = None) -> None:
+    def __init__(
+        self, group: Group, ranks: Sequence[int], device_group: Group | None = None, divisor: int | None = None
+    ) -> None:
         self._group: Any = group
         self._device_group: Any = device_group
-        self._ranks = ranks
+        self.ranks = tuple(ranks)
+        self._divisor = divisor or len(ranks)
         self._lock = threading.Lock()
         self._aborted = False
         self._reductions: list[_Reduction] = []
@@ -183,7 +187,7 @@ class DataParallel:
                     view.copy_(local_part(_placed_as(leaf.grad, leaf)))
                 leaf.grad = with_local_part(view, leaf)
             numbers = torch.view_as_real(flat) if flat.is_complex() else flat
-            numbers.div_(len(self._ranks))  # before the sum, as DistributedDataParallel does
+            numbers.div_(self._divisor)  # before the sum, as DistributedDataParallel does
             works.append(self._start("allreduce", numbers))
         if leaves:
             works.append(self._start("allreduce", present))
@@ -237,7 +241,7 @@ class DataParallel:
         total = torch.tensor([_COUNTS, number, number**2])
         self._wait(self._start("allreduce", total))
         self._refuse_another_call(total, _COUNTS)
-        if total[2] * len(self._ranks) == total[1] ** 2:  # only if all are equal
+        if total[2] * len(self.ranks) == total[1] ** 2:  # only if all are equal
             return number, number
         lowest, highest = self.extremes(torch.tensor([number]))
         return int(lowest), int(highest)
@@ -266,11 +270,11 @@ class DataParallel:
             return
         self._wait(comparison.work)
         self._refuse_another_call(comparison.total, _COMPARES)
-        if comparison.total[1] != comparison.mine[-1] * len(self._ranks):  # all replicas see this, and exchange more
+        if comparison.total[1] != comparison.mine[-1] * len(self.ranks):  # all replicas see this, and exchange more
             total = comparison.mine.clone()
             self._wait(self._start("allreduce", total))
-            self._trained.refuse_differences(comparison.mine, total, len(self._ranks))
-        if comparison.total[2] != comparison.delivered * len(self._ranks):
+            self._trained.refuse_differences(comparison.mine, total, len(self.ranks))
+        if comparison.total[2] != comparison.delivered * len(self.ranks):
             raise ValueError(
                 "loss.backward() was called on some replicas of the pipe and not on others, after one of the last "
                 "calls: their weights are not the same any more. Call it on all ranks"
@@ -278,7 +282,7 @@ class DataParallel:
 
     def _refuse_another_call(self, total: Tensor, mine: int) -> None:
         """Every call first sums a tensor of one form, since gloo ends a process that receives more than it expects."""
-        if total[0] != mine * len(self._ranks):
+        if total[0] != mine * len(self.ranks):
             raise LostConnectionError(None)  # the monitor knows in which call each rank is
 
     def _start(self, collective: str, tensor: Tensor, *options: Any) -> Any:

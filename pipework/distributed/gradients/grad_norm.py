@@ -15,7 +15,7 @@ from pipework import torch_private
 from pipework.values.dtensor import is_dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed.tensor import Placement
@@ -24,13 +24,20 @@ Norms = dict[str, list[tuple[str, float]]]
 """For each stage (its number as text, since these are keys of JSON) the dtype and the norm of each gradient."""
 
 
-def norms_of_stages(stages: Mapping[int, Sequence[Tensor]], elsewhere: Collection[int], norm_type: float) -> Norms:
+def norms_of_stages(
+    stages: Mapping[int, Sequence[Tensor]],
+    elsewhere: Collection[int],
+    norm_type: float,
+    counts: Callable[[Tensor], bool] | None = None,
+) -> Norms:
     """The norms of the gradients of one process.
 
     Args:
         stages: the parameters of each of its stages.
         elsewhere: the ids of parameters that another process counts.
         norm_type: the order of the norm, such as 2.0.
+        counts: whether this process counts a parameter. The norms of all are computed, since all processes that have a
+            part of a DTensor do that together. None: it counts all.
 
     Raises:
         TypeError: a gradient is sparse.
@@ -38,11 +45,13 @@ def norms_of_stages(stages: Mapping[int, Sequence[Tensor]], elsewhere: Collectio
     seen = set(elsewhere)
     places: list[int] = []
     gradients: list[Tensor] = []
+    counted: list[bool] = []
     for stage, parameters in stages.items():
         for parameter in parameters:
             if parameter.grad is not None and id(parameter) not in seen:
                 places.append(stage)
                 gradients.append(parameter.grad.detach())
+                counted.append(counts is None or counts(parameter))
             seen.add(id(parameter))
     for stage, gradient in zip(places, gradients, strict=True):
         if gradient.layout is not torch.strided:
@@ -51,8 +60,9 @@ def norms_of_stages(stages: Mapping[int, Sequence[Tensor]], elsewhere: Collectio
                 "which PyTorch has no norm: make the layer without sparse=True, or clip the gradients of the others"
             )
     norms: Norms = {str(stage): [] for stage in stages}
-    for stage, norm in zip(places, _norms(gradients, float(norm_type)), strict=True):
-        norms[str(stage)].append(norm)
+    for stage, norm, here in zip(places, _norms(gradients, float(norm_type)), counted, strict=True):
+        if here:
+            norms[str(stage)].append(norm)
     return norms
 
 

@@ -1,9 +1,13 @@
-"""The calls of all pipes of a process, so that ranks that call two pipes in another order find out why they wait."""
+"""The calls of all pipes of a process, so that ranks that call two pipes in another order find out why they wait.
+
+Pipes whose layers call collectives of the same groups are called one after the other.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 MOST: Final = 50
@@ -60,6 +64,7 @@ class ProcessCalls:
         self.place = ProcessPlace()
         self._left_out: set[int] = set()
         self._lock = threading.Lock()
+        self._in_groups = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """It hangs on the mesh, of which a copy is of another process."""
@@ -83,6 +88,27 @@ class ProcessCalls:
         if threading.current_thread() is threading.main_thread():
             with self._lock:
                 self.place = self.place._replace(pipe=0)
+
+    @contextlib.contextmanager
+    def in_groups(self, what: str) -> Iterator[None]:
+        """Entered around a call of a pipe whose layers call collectives.
+
+        Args:
+            what: the name of the call.
+
+        Raises:
+            RuntimeError: another thread is in such a call.
+        """
+        if not self._in_groups.acquire(blocking=False):
+            raise RuntimeError(
+                f"a {what} of this pipe begins while another thread of this process calls another pipe over the same "
+                "mesh, and their layers have the same groups of processes: collectives of both would be mixed up. Make "
+                "the calls of both from one thread, or give each a mesh of its own, by init_device_mesh"
+            )
+        try:
+            yield
+        finally:
+            self._in_groups.release()
 
     def _set(self, inside: int, number: int, begun: int) -> None:
         with self._lock:

@@ -1,7 +1,9 @@
 """What goes with layers that are sharded over further dimensions of the mesh, and what is refused there."""
 
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -212,13 +214,6 @@ def other_meshes(mesh: Mesh) -> list[str]:
     return told
 
 
-def local_over_some(mesh: Mesh) -> str:
-    device_mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "pp", "tp"))
-    with pytest.raises(ValueError, match="local_parameters") as caught:
-        Pipe(blocks(), CHUNKS, loss_fn=F.mse_loss, mesh=device_mesh, local_parameters=["*.up.*"])
-    return str(caught.value)
-
-
 def seeds_apart(mesh: Mesh) -> None:
     """The first rank of a layer group draws the key for all, and stops are heard by all."""
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
@@ -292,72 +287,39 @@ def masks(mesh: Mesh) -> list[list[bool]]:
 # ---- experts over the replicas --------------------------------------------------------------------------------------
 
 
-class Exchange(torch.autograd.Function):
-    """Equal parts of the rows go to all ranks of a group."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        exchanged = torch.empty_like(x)
-        dist.all_to_all_single(exchanged, x.contiguous(), group=group)
-        return exchanged
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return Exchange.forward(ctx, gradients[0], ctx.group), None
+# ---- several threads ------------------------------------------------------------------------------------------------
 
 
-class Experts(nn.Module):
-    """Each replica has an expert of its own, and every expert gets the rows of all replicas."""
-
-    def __init__(self, group: Any, experts: int) -> None:
+class Waiting(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.gate = nn.Linear(WIDTH, WIDTH)
-        every = [nn.Linear(WIDTH, WIDTH) for _ in range(experts)]
-        self.experts = nn.ModuleList(every if group is None else [every[dist.get_rank(group)]])
-        self.group = group
+        self.entered, self.may_go_on = threading.Event(), threading.Event()
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.gate(x)
-        if self.group is None:
-            parts = hidden.tensor_split(len(self.experts))
-            return x + torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
-        # Half of the rows of each replica go to each expert, and come back.
-        computed = self.experts[0](Exchange.apply(hidden, self.group))  # type: ignore[no-untyped-call]
-        exchanged: Tensor = Exchange.apply(computed, self.group)  # type: ignore[no-untyped-call]
-        return x + exchanged
+        self.entered.set()
+        assert self.may_go_on.wait(30)
+        return x
 
 
-def experts(mesh: Mesh) -> list[str]:
-    assert mesh.replicas is not None
-    device_mesh = mesh.device_mesh
-    group = device_mesh["dp"].get_group()
-
-    def model(group: Any) -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(*[Experts(group, 2) for _ in range(2)])
-
-    def pipe_of(module: nn.Sequential, **options: Any) -> Pipe:
-        return Pipe(module, 2, balance=[1, 1], schedule="1f1b", loss_fn=F.mse_loss, mesh=mesh, **options)
-
-    with pytest.raises((ValueError, PipelineError)) as caught:
-        pipe_of(model(group))
-    pipe = pipe_of(model(group), local_parameters=["*.experts.*"])
-    x, y = data(mesh.data_parallel_rank)
-    pipe(x, target=y).backward()
-    total: dict[str, Tensor] = {}
-    for replica in range(2):
-        plain = model(None)
-        reference_step(plain, *data(replica), F.mse_loss, chunks=2, key=0)
-        for name, parameter in plain.named_parameters():
-            assert parameter.grad is not None
-            total[name] = total.get(name, torch.zeros(())) + parameter.grad / 2
-    true = torch.linalg.vector_norm(torch.stack([each.norm() for each in total.values()]))
-    for name, parameter in pipe.named_parameters():
-        wanted = total[name.replace("experts.0", f"experts.{mesh.data_parallel_rank}")]
-        torch.testing.assert_close(whole(parameter.grad), wanted, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(pipe.clip_grad_norm_(1.0), true)
-    return [str(caught.value)]
+def two_pipes(_: Mesh) -> str:
+    device_mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "tp"))
+    waiting = Waiting()
+    pipes = [
+        Pipe(nn.Sequential(*blocks(device_mesh["tp"]), layer), CHUNKS, loss_fn=F.mse_loss, mesh=device_mesh)
+        for layer in (waiting, nn.Identity())
+    ]
+    x, y = data()
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(lambda: pipes[0](x, target=y).backward())
+        assert waiting.entered.wait(30)
+        with pytest.raises(RuntimeError) as caught:
+            pipes[1](x, target=y)
+        waiting.may_go_on.set()
+        first.result()
+    pipes[1](x, target=y).backward()
+    for pipe in pipes:
+        close(pipe, gradients([7]))
+    return str(caught.value)
 
 
 # ---- the tests ------------------------------------------------------------------------------------------------------
@@ -397,11 +359,6 @@ def test_ranks_with_other_meshes(on_ranks: Run) -> None:
         assert 'mesh, first difference at dimensions.1: "tp" on rank 0, 1, 2; "dp" on rank 3' in name
 
 
-def test_local_parameters_of_replicas_and_of_layer_groups(on_ranks: Run) -> None:
-    for text in on_ranks(4, local_over_some):
-        assert "given for a mesh with replicas and with 'tp'" in text
-
-
 def test_one_key_and_one_stop_for_a_layer_group(on_ranks: Run) -> None:
     on_ranks(4, seeds_apart)
 
@@ -409,12 +366,6 @@ def test_one_key_and_one_stop_for_a_layer_group(on_ranks: Run) -> None:
 def test_masks_of_sharded_and_of_whole_activations(on_ranks: Run) -> None:
     for found in on_ranks(2, masks):
         assert found == [[True, False], [False, False], [False, False]]
-
-
-def test_experts_over_the_replicas(on_ranks: Run) -> None:
-    for (text,) in on_ranks(4, experts, init={"dp": 2}):
-        assert "different values of 0.experts.0.weight, 0.experts.0.bias" in text or "1.experts.0.weight" in text
-        assert "local_parameters=['*.experts.*']" in text
 
 
 def threads(mesh: Mesh) -> str:
@@ -440,3 +391,8 @@ def test_workers_that_are_threads_are_refused(on_ranks: Run) -> None:
     for text in on_ranks(2, threads):
         assert "Shard(dim=0) over tp" in text
         assert "this pipe has 2 workers that are threads" in text
+
+
+def test_pipes_over_one_mesh_are_called_one_after_the_other(on_ranks: Run) -> None:
+    for text in on_ranks(2, two_pipes):
+        assert "another thread of this process calls another pipe over the same mesh" in text
