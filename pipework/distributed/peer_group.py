@@ -10,6 +10,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pipework.distributed.agreement import agree
@@ -264,11 +265,16 @@ class PeerGroup:
             norm_type: the order of the norm.
 
         Raises:
-            ValueError: other ranks of the pipe brought other losses backward.
+            ValueError: other ranks of the pipe brought other losses backward, or some that have the same layers have
+                no gradient where others have one.
         """
         assert self._connections.tied is not None
         elsewhere = self._connections.tied.counted_elsewhere
-        local = self._tensors.local
+        local, layers = self._tensors.local, self._connections.layers
+        if layers is not None:  # which take the norm of a DTensor together
+            every = [each for parameters in stages.values() for each in parameters if id(each) not in local]
+            flags = torch.tensor([each.grad is not None for each in every], dtype=torch.int64)
+            self._tensors.refuse_some_missing(every, *self._on_worker(lambda: layers.extremes(flags)))
         mine = norms_of_stages(stages, {*elsewhere, *local}, norm_type)
         gathered = self._gather("control", self.ranks, json.dumps(mine), compares_losses=True)
         norms = [json.loads(text) for text in gathered]

@@ -131,6 +131,23 @@ class SharedTensors:
                 alike.append(name)
         return Difference(different, alike)
 
+    def refuse_some_missing(self, parameters: Sequence[Tensor], lowest: Tensor, highest: Tensor) -> None:
+        """Raises a ValueError if ranks that compute the same layers together do not all have the same gradients.
+
+        Args:
+            parameters: of this rank.
+            lowest: for each of them 1 if all ranks have a gradient, else 0.
+            highest: 1 if any has one.
+        """
+        some = {id(each) for each, flag in zip(parameters, highest - lowest, strict=True) if flag}
+        if some:
+            raise ValueError(
+                "some of the ranks that compute the same layers together have no gradient of "
+                f"{_listed([name for name, tensor in self._named if id(tensor) in some])}, and others have one, so "
+                "they have no norm: use a layer on all of these ranks, or name parameters that each has for itself "
+                "as local_parameters"
+            )
+
 
 def refuse_some_different(found: Difference) -> None:
     """Raises a ValueError if replicas have the same values of some parameters, and other values of others.

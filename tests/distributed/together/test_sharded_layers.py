@@ -287,6 +287,21 @@ def masks(mesh: Mesh) -> list[list[bool]]:
 # ---- experts over the replicas --------------------------------------------------------------------------------------
 
 
+# ---- gradients that some ranks lack ---------------------------------------------------------------------------------
+
+
+def a_missing_gradient(mesh: Mesh) -> str:
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    pipe = Pipe(blocks(device_mesh["tp"]), CHUNKS, balance=[2, 2], loss_fn=F.mse_loss, mesh=device_mesh)
+    x, y = data()
+    pipe(x, target=y).backward()
+    if mesh.rank == 3:
+        pipe[0].up.weight.grad = None  # the layer 2
+    with pytest.raises((ValueError, PipelineError)) as caught:
+        pipe.clip_grad_norm_(1.0)
+    return str(caught.value)
+
+
 # ---- several threads ------------------------------------------------------------------------------------------------
 
 
@@ -396,3 +411,8 @@ def test_workers_that_are_threads_are_refused(on_ranks: Run) -> None:
 def test_pipes_over_one_mesh_are_called_one_after_the_other(on_ranks: Run) -> None:
     for text in on_ranks(2, two_pipes):
         assert "another thread of this process calls another pipe over the same mesh" in text
+
+
+def test_a_gradient_that_a_rank_of_a_layer_group_lacks_is_named(on_ranks: Run) -> None:
+    for text in on_ranks(4, a_missing_gradient):
+        assert "some of the ranks that compute the same layers together have no gradient of 2.up.weight, and" in text
