@@ -42,6 +42,41 @@ class Returns(nn.Module):
         return self.function(self.linear(x))
 
 
+class Broadcast(nn.Module):
+    """A parameter whose gradient comes through a view: PyTorch takes over its memory, that of the loss's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bias.view(1).expand(len(x))
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 5])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_gradient_with_the_memory_of_that_of_the_loss(checkpoint: str, schedule: str, chunks: int) -> None:
+    def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return output.sum()
+
+    for layers in ([Broadcast()], [Broadcast(), nn.Identity(), nn.Identity()]):
+        workers = len(layers)
+        pipe = Pipe(
+            nn.Sequential(*layers),
+            chunks,
+            checkpoint,
+            schedule=schedule,
+            loss_fn=summed,
+            loss_reduction="sum",
+            balance=[1] * workers,
+            devices=["cpu"] * workers,
+        )
+        for step in range(1, 4):
+            pipe(torch.ones(chunks, 1), target=torch.ones(chunks)).backward()
+            assert pipe[0].bias.grad == step * chunks
+
+
 class Overwrite(nn.Module):
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         a.mul_(2)

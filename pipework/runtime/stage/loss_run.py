@@ -39,7 +39,8 @@ class LossRun:
         self.targets: dict[int, tuple[tuple[Tensor, ...], Any]] = {}
         self.taker = stage.layers[-1].number if loss.function is None else -1
         self.trains = trains
-        self._gradients: tuple[Tensor | None, ...] = ()
+        self._like: Tensor | None = None  # a loss
+        self._seeds: list[Tensor] = []
         self._detached: set[int] = set()  # micro-batches whose loss has no graph
 
     def receive(self, micro_batch: int, message: Message) -> None:
@@ -58,17 +59,25 @@ class LossRun:
             self._loss.sample.take()
 
     def begin(self, loss: Tensor) -> None:
-        """Makes the gradient of a micro-batch's loss, with the first one."""
-        if not self._gradients:
-            scale = self._loss.scale
-            seed = loss.new_empty(()).copy_(scale) if isinstance(scale, Tensor) else loss.new_full((), scale)
-            self._gradients = (seed,)
+        """Makes the gradients of all micro-batches' losses, with the first one."""
+        if self._like is None:
+            self._like = loss.new_empty(())
+            self._make_seeds()
 
     def gradients(self, outputs: int) -> tuple[Tensor | None, ...]:
         """The gradients of the outputs: the loss, which comes first, has one."""
-        if len(self._gradients) != outputs:
-            self._gradients = (self._gradients[0], *[None] * (outputs - 1))
-        return self._gradients
+        if not self._seeds:
+            self._make_seeds()
+        seed = self._seeds.pop()
+        return (seed,) if outputs == 1 else (seed, *[None] * (outputs - 1))
+
+    def _make_seeds(self) -> None:
+        """Each has memory of its own: autograd adds to that of one that has come to a parameter through views."""
+        like, scale = self._like, self._loss.scale
+        assert like is not None, "F comes first"
+        shape = (self._loss.micro_batches,) if type(like) is Tensor else ()
+        seeds = like.new_empty(shape).copy_(scale) if isinstance(scale, Tensor) else like.new_full(shape, scale)
+        self._seeds = list(seeds.unbind()) if shape else [seeds]
 
     def outputs(
         self, output: Any, micro_batch: int, enter_stream: Callable[[int, int], None] | None, *, grad: bool
