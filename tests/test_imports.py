@@ -81,7 +81,7 @@ MAY_IMPORT = {
     "distributed.gradients": {"distributed.transport", "model", "values"},
     "distributed.health": set(),
     "distributed.transport": {"runtime", "runtime.skips", "values"},
-    "testing": {"distributed", "model", "runtime", "runtime.random"},
+    "testing": {"autograd", "distributed", "model", "runtime", "runtime.random"},
     "device_check": {"__init__", "runtime", "testing"},
     "backend": {"runtime"},
     "executor": {

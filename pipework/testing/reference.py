@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipework.autograd.shared_memory import SharedMemory
 from pipework.model.given import MicroBatches
 from pipework.testing.random import micro_batch_random
 
@@ -52,7 +53,7 @@ def reference_backward(
         >>> reference_backward(model, torch.randn(3, 4), torch.sum, chunks=2, key=0).output.shape
         torch.Size([3, 4])
     """
-    with gradients_added(model):
+    with gradients_added(model) as memory:
         outputs = []
         for micro_batch, rows in enumerate(micro_batches(inputs, chunks)):
             with micro_batch_random(model, key, micro_batch):
@@ -70,6 +71,7 @@ def reference_backward(
         for output, gradient in zip(outputs, gradients, strict=True):
             if output.requires_grad:
                 output.backward(gradient)
+                memory.separate([gradient])
     return Reference(joined([output.detach() for output in outputs], inputs), loss.detach())
 
 
@@ -100,12 +102,15 @@ def micro_batches(inputs: Any, chunks: int) -> list[tuple[Any, ...]]:
 
 
 @contextlib.contextmanager
-def gradients_added(model: nn.Module) -> Iterator[None]:
-    """A context; at its end the gradients that were computed in it are added to the former ones, in one addition."""
+def gradients_added(model: nn.Module) -> Iterator[SharedMemory]:
+    """A context; at its end the gradients that were computed in it are added to the former ones, in one addition.
+
+    It gives what is to be called after each backward.
+    """
     before = [parameter.grad for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = None
-    yield
+    yield SharedMemory(list(model.parameters()))
     for parameter, earlier in zip(model.parameters(), before, strict=True):
         if earlier is not None:
             parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad

@@ -69,7 +69,7 @@ def reference_step(
         amounts = [len(rows[0]) for rows in pieces] if loss_weight is None else [float(loss_weight(t)) for t in targets]
         factors = [amount / sum(amounts) for amount in amounts]
     parts, outputs = [], []
-    with gradients_added(model):
+    with gradients_added(model) as memory:
         for number, (rows, its_target, factor) in enumerate(zip(pieces, targets, factors, strict=True)):
             # A loss function draws from the stream of one more layer.
             with micro_batch_random(model, key, number):
@@ -79,6 +79,7 @@ def reference_step(
                 part = loss.new_zeros(())
             if part.requires_grad:
                 torch.autograd.backward(part)
+                memory.separate(())
             parts.append(part.detach())
             outputs.append(output)
     total, *others = parts

@@ -77,6 +77,53 @@ def test_a_gradient_with_the_memory_of_that_of_the_loss(checkpoint: str, schedul
             assert pipe[0].bias.grad == step * chunks
 
 
+class Axes(nn.Module):
+    """Two parameters whose gradients come through views of one tensor, that of the input if there is one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.rows.unsqueeze(0) + self.columns.unsqueeze(0))
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 6])
+@pytest.mark.parametrize("schedule", [None, "gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_gradients_that_share_memory(layers: int, checkpoint: str, schedule: str | None, chunks: int) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    model = nn.Sequential(*[Axes() for _ in range(layers)]).double()
+    if layers > 1:
+        model[2].rows = model[0].rows  # tied, in another stage
+    plain = copy.deepcopy(model)
+    for factor in (1.0, 0.5):  # two steps that add up
+        (factor * nn.functional.mse_loss(plain(x), y)).backward()
+        for layer in plain:  # PyTorch would add twice, too
+            layer.columns.grad = layer.columns.grad.clone()
+    pipe = Pipe(
+        copy.deepcopy(model),
+        chunks,
+        checkpoint,
+        schedule=schedule or "gpipe",
+        loss_fn=nn.functional.mse_loss if schedule else None,
+        balance=[1] * layers,
+        devices=["cpu"] * layers,
+    )
+    for factor in (1.0, 0.5):
+        loss = pipe(x, target=y) if schedule else nn.functional.mse_loss(pipe(x), y)
+        (factor * loss).backward(retain_graph=schedule is None)
+    if schedule is None:  # once more along the same graph
+        loss.backward()
+        pipe(x).backward(
+            -torch.autograd.grad(nn.functional.mse_loss(out := pipe(x).detach().requires_grad_(), y), out)[0]
+        )
+    for found, wanted in zip(pipe.parameters(), held(plain, pipe).parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-12, atol=1e-15)
+
+
 class Overwrite(nn.Module):
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         a.mul_(2)

@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge
 from pipework import torch_private
 from pipework.autograd import boundary, hidden_parameters
 from pipework.autograd.aliases import Aliases
+from pipework.autograd.shared_memory import SharedMemory
 from pipework.autograd.stray_gradients import explain_freed_graph
 from pipework.autograd.weight_split.store import WeightGradientStore
 from pipework.runtime.failure import add_note
@@ -152,6 +153,7 @@ class StageRun:
         self._guard = None if stream is None else stream.guard
         if self._gets_gradients is not None:
             self._gets_gradients.connect(endpoint)
+        self._memory = SharedMemory(self.aliases.leaves)
         self._watched = not (self.meter is None and self._guard is None and self._skips is None)
         self._started = started
         self._retain_graph = retain_graph
@@ -324,6 +326,8 @@ class StageRun:
     def _end_backward(self, micro_batch: int) -> None:
         if self._weight_store is not None:
             self._weight_store.add_weight_gradients(micro_batch, again=self._retain_graph)
+            if self._memory.pending:
+                self._memory.separate(())
             self._check_parameters()
         if self.sharded is not None:
             self.sharded.accumulate(self.aliases.parameters, self.aliases.leaves)
@@ -350,6 +354,8 @@ class StageRun:
             of_leaves: tuple[Tensor | None, ...] = (None,) * len(leaves)
             if starts:
                 of_leaves = boundary.gradients(leaves, self._run_backward, starts, seeds, False)
+                if self._memory.pending:
+                    self._memory.separate((*of_leaves, *seeds))
             if self._send_gradient is not None:
                 self._send_gradient(micro_batch, (of_leaves, None))
             return
@@ -374,7 +380,10 @@ class StageRun:
             refuse_non_finite(of_leaves, f"the gradient of an input of stage {self._index}")
             self._check_parameters()
         if self.tied is not None:
+            SharedMemory(self.aliases.leaves).separate((*of_leaves, *seeds))  # a gradient that is handed on comes anew
             self.tied.hand_on(micro_batch)
+        elif self._memory.pending:
+            self._memory.separate((*of_leaves, *seeds))
         if self._skips is not None:
             of_leaves = self._skips.send_gradients(micro_batch, of_leaves)
         if self._send_gradient is not None:
