@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from pipework.runtime.step import Step
     from pipework.runtime.transport import Message
 
+_NO_TOKEN: Final = torch.zeros((), dtype=torch.float64, device="cpu")
+"""Before the first node, unless it is rooted."""
+
 FREED: Final = (
     "pipework: this mini-batch has gone backward before. Call the pipe again for a new loss, or the first backward "
     "with retain_graph=True; for several losses of one call add them up and go backward once"
@@ -142,10 +145,7 @@ class StageNode(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        shared: Backward,
-        stage: int,
-        outputs: tuple[Tensor, ...] | None,
-        fixed: list[Tensor],
+        which: tuple[Backward, int, tuple[Tensor, ...] | None, Sequence[Tensor]],
         token: Tensor,
         *sources: Tensor,
     ) -> Any:
@@ -153,17 +153,15 @@ class StageNode(torch.autograd.Function):
 
         Args:
             ctx: the node.
-            shared: the source of the gradients, common to the nodes of this mini-batch.
-            stage: its number.
-            outputs: the joined outputs if this is the last stage.
-            fixed: the outputs that require no gradient.
+            which: the source of the gradients, common to the nodes of this mini-batch; the number of the stage; the
+                joined outputs if this is the last one, and those of them that require no gradient. In one argument,
+                since PyTorch looks at each.
             token: connects the node with the previous stage's.
             sources: for stage 0 the pipe's input tensors; then the stage's parameters.
         """
         # The node must not refer to an output, which refers to the node: the cycle would outlive the user's last
         # reference.
-        ctx.shared = shared
-        ctx.stage = stage
+        ctx.shared, ctx.stage, outputs, fixed = which
         ctx.is_last = outputs is not None
         ctx.set_materialize_grads(False)
         # Saved and read so that a second backward without retain_graph raises PyTorch's own error.
@@ -201,9 +199,11 @@ class StageNode(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         of_inputs = shared.of_inputs(factor, retain_graph=retain_graph) if ctx.stage == 0 else []
         of_parameters = shared.of_parameters(ctx.stage, factor, retain_graph=retain_graph)
-        carrying = torch.zeros_like(token)
-        carrying.pipework_factor = factor  # type: ignore[attr-defined]
-        return (None, None, None, None, carrying, *of_inputs, *of_parameters)
+        carrying = None
+        if ctx.needs_input_grad[1]:
+            carrying = torch.zeros_like(token)
+            carrying.pipework_factor = factor  # type: ignore[attr-defined]
+        return (None, carrying, *of_inputs, *of_parameters)
 
 
 def attach(
@@ -233,11 +233,11 @@ def attach(
     """
     fixed = [output for output, needs in zip(outputs, differentiable, strict=True) if not needs]
     apply: Callable[..., Any] = StageNode.apply
-    token = torch.zeros((), dtype=torch.float64, device="cpu", requires_grad=rooted)
+    token = torch.zeros((), dtype=torch.float64, device="cpu", requires_grad=True) if rooted else _NO_TOKEN
     if arrived is not None:
         token.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
     *others, last = stages
     for stage in others:
-        token = apply(shared, stage, None, [], token, *(inputs if stage == 0 else ()), *shared.step.parameters(stage))
+        token = apply((shared, stage, None, ()), token, *(inputs if stage == 0 else ()), *shared.step.parameters(stage))
     sources = (*(inputs if last == 0 else ()), *shared.step.parameters(last))
-    return apply(shared, last, outputs, fixed, token, *sources)  # type: ignore[no-any-return]
+    return apply((shared, last, outputs, fixed), token, *sources)  # type: ignore[no-any-return]

@@ -332,7 +332,7 @@ def _sizes(rows: int, count: int) -> list[int]:
 
 def _leaves(tensor: Tensor, sizes: Sequence[int] | None, count: int) -> Sequence[Tensor]:
     """The tensor's part in each micro-batch, with a version counter of its own; without sizes the whole tensor."""
-    whole = tensor.detach()
+    whole = tensor.detach() if tensor.requires_grad or sizes is None else tensor
     if sizes is None:
         pieces: Sequence[Tensor] = [whole] * count
         return [piece.detach().requires_grad_() for piece in pieces] if tensor.requires_grad else pieces

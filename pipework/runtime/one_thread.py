@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from pipework.runtime.loop import run_actions
 from pipework.runtime.random import kernels
+from pipework.runtime.worker import may_execute
 
 if TYPE_CHECKING:
-    import contextlib
     from collections.abc import Sequence
 
     from pipework.runtime.worker import RunConditions, WorkerRun
@@ -39,17 +39,15 @@ class OneThreadRun:
         """Executes the actions; the failure keeps an exception."""
         self._conditions.run(self._execute)
 
-    def _execute(self, stack: contextlib.ExitStack) -> None:
+    def _execute(self) -> None:
         failure, workers = self._conditions.failure, list(dict.fromkeys(self._workers))
         handlers = {place: handler for worker in workers for place, handler in worker.handlers.items()}
         finished = None if workers[0].finished is None else self._finished
-        for worker in workers:
-            worker.enter(stack)
-        stack.enter_context(kernels.drawing_from(None))
-        run_actions(self._order, handlers, failure, finished, self._starting)
-        if not failure.happened:
-            for worker in workers:
-                worker.finish()
+        with may_execute(workers), kernels.drawing_from(None):
+            run_actions(self._order, handlers, failure, finished, self._starting)
+            if not failure.happened:
+                for worker in workers:
+                    worker.finish()
 
     def _starting(self, action: Action) -> None:
         worker = self._workers[action.stage]

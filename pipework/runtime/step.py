@@ -279,7 +279,8 @@ class Step:
                 "this mini-batch went forward before the process was forked, and its workers' threads stayed behind; "
                 "call the pipe again in this process"
             )
-        engine.workers.refuse_own_thread()
+        if not begins:
+            engine.workers.refuse_own_thread()
         micro_batches = self._program.schedule.micro_batches
         differentiates = orders is not self._program.forwards
         modes = Modes.capture()
@@ -357,9 +358,10 @@ class Step:
             )
             undelivered.clear()
         transport.close()
+        is_last = not (begins and self._loss is None) and not retain_graph
         if begins:
-            self._versions.report()
-        if not (begins and self._loss is None) and not retain_graph:
+            self._versions.report(is_last=is_last)
+        if is_last:
             self._versions.forget()
             self._variables = None
         if failure.happened:

@@ -45,13 +45,12 @@ class RunConditions(NamedTuple):
     turn: threading.Lock | None
     starting: Callable[[Action], None] | None = None
 
-    def run(self, execute: Callable[[contextlib.ExitStack], None]) -> None:
-        """Executes something on this thread in the caller's modes and settings. The failure keeps an exception.
-
-        Args:
-            execute: is given the stack of what is to be left at the end.
-        """
+    def run(self, execute: Callable[[], None]) -> None:
+        """Executes something on this thread in the caller's modes and settings. The failure keeps an exception."""
         try:
+            if self.turn is None and self.context is None and not self.modes:  # the usual case
+                execute()
+                return
             with contextlib.ExitStack() as stack:
                 if self.turn is not None:
                     stack.enter_context(self.turn)
@@ -59,7 +58,7 @@ class RunConditions(NamedTuple):
                     stack.enter_context(self.context.entered())
                 if self.modes:
                     stack.enter_context(self.modes.entered())
-                execute(stack)
+                execute()
         except Stopped:
             pass
         except BaseException as error:  # entering or leaving a context
@@ -129,31 +128,32 @@ class WorkerRun:
         """Executes the actions; the failure keeps an exception."""
         self._conditions.run(self._execute)
 
-    def _execute(self, stack: contextlib.ExitStack) -> None:
+    def _execute(self) -> None:
         failure = self._conditions.failure
-        self.enter(stack)
-        stack.enter_context(kernels.drawing_from(self._stream))
-        run_actions(self._order, self.handlers, failure, self.finished, self._conditions.starting)
-        if not failure.happened:
-            self.finish()
+        with may_execute([self]), kernels.drawing_from(self._stream):
+            run_actions(self._order, self.handlers, failure, self.finished, self._conditions.starting)
+            if not failure.happened:
+                self.finish()
 
-    def enter(self, stack: contextlib.ExitStack) -> None:
-        """From now on, until the stack is left, this thread may execute the actions."""
-        # Where no Ctrl-C can come between putting an alias in and taking it out: on a worker's thread, or with handlers
-        # that are kept from raising.
-        later: list[Aliases] = []
+    @property
+    def aliases(self) -> list[Aliases]:
+        """Those of the stages."""
+        return [run.aliases for run in self._runs]
+
+    def gathered_later(self) -> list[Aliases]:
+        """Those of the stages that the schedule gathers."""
         for run in self._runs:
             if run.sharded is not None:  # which costs a look at the whole order
-                later = self._gathered_later()
                 break
-        stack.enter_context(standing_in([run.aliases for run in self._runs], later))
-        if self._marks is not None:
-            self._clock = self._device.clock()
-
-    def _gathered_later(self) -> list[Aliases]:
-        """Those of the stages that the schedule gathers."""
+        else:
+            return []
         scheduled = {action.stage for action in self._order if action.kind == "UNSHARD"}
         return [run.aliases for stage, run in zip(self._stages, self._runs, strict=True) if stage in scheduled]
+
+    def start_clock(self) -> None:
+        """For what is recorded."""
+        if self._marks is not None:
+            self._clock = self._device.clock()
 
     def take_thread(self) -> None:
         """What this thread launches next is this worker's."""
@@ -188,3 +188,17 @@ class WorkerRun:
         end = self._clock.now()
         sizes = (0, 0, 0) if self._meter is None else self._meter.read(action.stage, action.micro_batch)
         self._marks.append((action, self._start, end, sizes))
+
+
+def may_execute(workers: Sequence[WorkerRun]) -> contextlib.AbstractContextManager[None]:
+    """A context in which this thread may execute the actions of some workers.
+
+    To be entered where no Ctrl-C can come between putting an alias in and taking it out: on a worker's thread, or with
+    handlers that are kept from raising.
+    """
+    for worker in workers:
+        worker.start_clock()
+    if len(workers) == 1:  # the usual case
+        return standing_in(workers[0].aliases, workers[0].gathered_later())
+    later = [each for worker in workers for each in worker.gathered_later()]
+    return standing_in([each for worker in workers for each in worker.aliases], later)
