@@ -68,7 +68,8 @@ _DIFFERENT = {
 
 _OTHER_DATA = (
     "Seed alike before data is drawn or shuffled, or give the layer group one sampler, pipe.sampler(dataset); other "
-    "rows belong to the dimension 'dp'"
+    "rows belong to replicas, along the dimension 'dp', or along others that are named: "
+    "pipework.Mesh.of(mesh, replicas=('dp', 'ep'))"
 )
 _WAYS_OUT = {
     "trained": "Freeze and unfreeze parameters on all of them",

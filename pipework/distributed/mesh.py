@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +25,7 @@ from pipework.distributed.health.process_calls import ProcessCalls
 from pipework.distributed.store_prefix import attempt_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection
 
     from pipework.distributed.transport.channel import Group
 
@@ -105,7 +106,9 @@ class Mesh:
                 "replicas if there are any, and any other names for dimensions over which the layers themselves are "
                 'sharded, as in init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))'
             )
-        along = (replicas,) if isinstance(replicas, str) else tuple(replicas)
+        along = (
+            (replicas,) if isinstance(replicas, str) else tuple(replicas) if isinstance(replicas, Sequence) else (None,)
+        )
         unknown = [name for name in along if name not in names or name == PIPELINE]
         if along != (REPLICAS,) and (unknown or len({*along}) < len(along)):
             raise ValueError(
@@ -116,7 +119,9 @@ class Mesh:
             raise ValueError(f"this process, rank {dist.get_rank()}, is not in the DeviceMesh")
         device = _current_device(device_mesh.device_type)
         times = detect, action_timeout, timeout, grace
-        return cls(device_mesh, device, torch_private.default_store(), *times, replica_dimensions=along)
+        return cls(
+            device_mesh, device, torch_private.default_store(), *times, replica_dimensions=tuple(map(str, along))
+        )
 
     @property
     def rank(self) -> int:

@@ -34,6 +34,7 @@ from pipework.runtime.failure import Failure
 from pipework.runtime.random.streams import draw_key
 from pipework.schedule.placement import named_stages
 from pipework.timeline.shared_clock import intervals_as_text, intervals_from_text
+from pipework.values.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from pipework.autograd.factor import Factor
     from pipework.autograd.fully_sharded import FullySharded
     from pipework.backend import MiniBatch, StepData, StepFacts, StepHeader
+    from pipework.distributed.gradients.data_parallel import DataParallel
     from pipework.distributed.mesh import Mesh
     from pipework.distributed.rendezvous import Connections, RendezvousSpec
     from pipework.distributed.shared_tensors import SharedTensors
@@ -122,6 +124,7 @@ class PeerGroup:
         )
         self._open_workers = weakref.WeakMethod(open_workers)
         self._workers: weakref.ref[WorkerThreads] | None = None  # the pipe replaces them with its layers
+        self._unequal: int | None = None  # micro-batches in this call, until they are compared with other replicas'
         self._in_call = threading.Lock()  # held during a call
         self._caller = 0  # the thread that makes the call
         self._lock = threading.Lock()
@@ -178,19 +181,19 @@ class PeerGroup:
             )
         self._caller = threading.get_ident()
         try:
-            with self.mesh.calls.in_groups(what) if self._has_groups else contextlib.nullcontext():
-                self.monitor.begin(what)
-                try:
+            self.monitor.begin(what)
+            try:
+                with self.mesh.calls.in_groups(what) if self._has_groups else contextlib.nullcontext():
                     yield
-                except BaseException as error:
-                    if self._is_of_layers(error):  # on the calling thread
-                        raise self.explained(error) from None
-                    if error is not self._common_error:
-                        self.monitor.report(error, _where(error))
-                    raise
-                finally:
-                    self._common_error = None
-                    self.monitor.end()
+            except BaseException as error:
+                if self._is_of_layers(error):  # on the calling thread
+                    raise self.explained(error) from None
+                if error is not self._common_error:
+                    self.monitor.report(error, _where(error))
+                raise
+            finally:
+                self._common_error = None
+                self.monitor.end()
         finally:
             self._in_call.release()
 
@@ -272,13 +275,13 @@ class PeerGroup:
         elsewhere = self._connections.tied.counted_elsewhere
         local, layers = self._tensors.local, self._connections.layers
         if layers is not None:  # which take the norm of a DTensor together
-            every = [each for parameters in stages.values() for each in parameters if id(each) not in local]
+            every = [each for part in stages.values() for each in part if id(each) not in local or is_dtensor(each)]
             flags = torch.tensor([each.grad is not None for each in every], dtype=torch.int64)
             self._tensors.refuse_some_missing(every, *self._on_worker(lambda: layers.extremes(flags)))
         mine = norms_of_stages(stages, {*elsewhere, *local}, norm_type)
         gathered = self._gather("control", self.ranks, json.dumps(mine), compares_losses=True)
         norms = [json.loads(text) for text in gathered]
-        if local:
+        if self._tensors.any_are_local:
             own = {stage: [each for each in parameters if id(each) in local] for stage, parameters in stages.items()}
             found = norms_of_stages(own, elsewhere, norm_type, lambda each: local[id(each)][0] == self.mesh.rank)
             norms += map(json.loads, self._gather("everyone", self.everyone, json.dumps(found)))
@@ -339,15 +342,13 @@ class PeerGroup:
         for run in spec.runs.values():
             if run.sharded is not None:
                 refuse_other_shards(run.sharded.parameters, self.mesh)
-        replicas = self._connections.replicas
-        if replicas is not None and spec.differentiates:
-            shared = [
-                each
-                for run in spec.runs.values()
-                for each in run.aliases.parameters
-                if self._tensors.averaged_over(each) or (run.sharded is not None and run.sharded.has(each))
-            ]
-            replicas.compare(shared, self._headers.losses.marks)
+        if spec.differentiates:
+            for replicas in self._connections.every_replicas:
+                trained = [each for run in spec.runs.values() for each in run.aliases.parameters]
+                compared = [each for each in trained if self._tensors.is_compared(each, replicas.ranks)]
+                replicas.compare(compared, self._headers.losses.marks)
+            exchange = self._tensors.any_are_local or any(self._in_parts(run.aliases) for run in spec.runs.values())
+            self._unequal = spec.micro_batches if self._connections.every_replicas and exchange else None
         return RankTransport(self.worker, spec, self._connections, self)
 
     def compare_micro_batches(self, count: int) -> None:
@@ -356,9 +357,9 @@ class PeerGroup:
         lowest, highest = (count, count) if replicas is None else replicas.extremes_of(count)
         if lowest != highest:
             raise ValueError(
-                f"the replicas have {lowest} to {highest} micro-batches, and whole_stages gathers weights in an order "
-                "that depends on their number: give all replicas mini-batches of one size, such as by "
-                "pipe.sampler(dataset, drop_last=True), or leave whole_stages out"
+                f"the replicas have {lowest} to {highest} micro-batches, and whole_stages, or layers with "
+                "local_parameters or with DTensors over the replicas, need as many on each: give all mini-batches of "
+                "one size, such as by pipe.sampler(dataset, drop_last=True)"
             )
 
     def starting(self, action: Action) -> None:
@@ -366,6 +367,10 @@ class PeerGroup:
         progress = self.monitor.progress
         progress.action = action
         progress.count += 1
+        if self._unequal is not None:
+            count, self._unequal = self._unequal, None
+            with progress.waits():
+                self.compare_micro_batches(count)
         if self.faults:
             self.faults.strike(action.kind, action.stage, action.micro_batch)
 
@@ -405,6 +410,7 @@ class PeerGroup:
         if not every:
             return
         shared: dict[tuple[int, ...], list[Tensor]] = {each.ranks: [] for each in every}
+        self._complete_parts(every[0], aliases)
         for parameter, leaf in zip(aliases.parameters, aliases.leaves, strict=True):
             if sharded is not None and sharded.has(parameter):
                 continue
@@ -415,6 +421,27 @@ class PeerGroup:
         with self.monitor.progress.waits():  # the first time in a step for what the other replicas train
             for replicas in every:
                 replicas.begin(shared[replicas.ranks])
+
+    def _complete_parts(self, replicas: DataParallel, aliases: Aliases) -> None:
+        """Gives zeros to a part of a gradient that no row has come to, if other replicas have theirs.
+
+        Either all parts of a DTensor have a gradient or none: the ranks that have them take its norm together.
+        """
+        leaves = self._in_parts(aliases)
+        if leaves:
+            with self.monitor.progress.waits():
+                present = replicas.begin_any_of_each([leaf.grad is not None for leaf in leaves])()
+            for leaf, wanted in zip(leaves, present, strict=True):
+                if wanted and leaf.grad is None:
+                    leaf.grad = torch.zeros_like(leaf)
+
+    def _in_parts(self, aliases: Aliases) -> list[Tensor]:
+        """The leaves of DTensors of which replicas have different parts, but for those of FSDP."""
+        if aliases.dtensor is None:  # as mostly
+            return []
+        sharded, pairs = aliases.sharded, zip(aliases.parameters, aliases.leaves, strict=True)
+        by_fsdp = {id(each) for each in aliases.parameters if sharded is not None and sharded.has(each)}
+        return [leaf for each, leaf in pairs if id(each) not in by_fsdp and self._tensors.in_parts(each)]
 
     def _reduce_sharded(self, spec: RunSpec, aliases: Aliases, sharded: FullySharded) -> None:
         replicas, present = self._connections.replicas, sharded.present(aliases.parameters, aliases.leaves)

@@ -159,13 +159,13 @@ class Rendezvous:
         made.groups["everyone"] = self._group(self._store, "everyone", range(len(mesh.everyone)), position)
         if mesh.replicas is not None:
             made.replicas = self._data_parallel(mesh.replicas)
-            made.some_replicas = {tuple(ranks): self._data_parallel(ranks) for ranks in mesh.some_replicas}
-            every = [(mesh.replicas, made.replicas), *made.some_replicas.items()]
-            for ranks, replicas in every:
+            made.some_replicas = {ranks: self._data_parallel(ranks) for ranks in self._tensors.averaging[1:]}
+            for replicas in made.every_replicas:
+                ranks = replicas.ranks
                 found = self._tensors.compare(ranks, *replicas.extremes(self._tensors.digests(ranks)))
                 refuse_some_different(found)
-            for ranks, replicas in every:
-                replicas.share_values(self._tensors.averaged(ranks), self._tensors.trainable())
+            for replicas in made.every_replicas:
+                replicas.share_values(self._tensors.averaged(replicas.ranks), self._tensors.compared(replicas.ranks))
         if len(same_layers := mesh.layer_ranks) > 1:
             name = f"layers of worker {mesh.worker} of replica {mesh.data_parallel_rank}"
             group = self._group(self._store, name, same_layers, mesh.rank)

@@ -8,6 +8,7 @@ the replicas have the same names and shapes on each, so nothing but their values
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 _SHOWN: Final = 3  # names in a message
 _WAYS_OUT: Final = (
     "If each rank has its own, such as experts or shards that a layer cuts by hand, name them: "
-    "Pipe(..., local_parameters=['*.experts.*'])"
+    "Pipe(..., local_parameters=['*.experts.*']), or {'*.experts.*': 'ep'} if the mesh has several dimensions beside "
+    "'pp'"
 )
 
 
@@ -58,10 +60,13 @@ class SharedTensors:
         local_names: of the parameters that ranks have values of their own of, and over which dimensions of the mesh.
 
     Attributes:
-        local: by the ids of these parameters, the ranks that have the same values as this one.
+        any_are_local: whether any of the model are, here or in other stages.
+        local: by the ids of those that are local, the ranks that have the same values as this one.
+        averaging: the groups of ranks over which gradients are averaged; the first has all replicas.
 
     Raises:
-        ValueError: the mesh does not have such dimensions, or has several and nothing is said.
+        ValueError: the mesh does not have such dimensions, or has several and nothing is said; or a DTensor is spread
+            over ranks that do not go with it.
     """
 
     def __init__(
@@ -71,8 +76,16 @@ class SharedTensors:
         local_names = local_names or {}
         same = {over: mesh.same_layers_at(_local_over(over, mesh)) for over in {*local_names.values()}}
         self.local = {id(tensor): same[local_names[name]] for name, tensor in self._named if name in local_names}
-        every = [mesh.replicas, *mesh.some_replicas] if mesh.replicas else []
-        self._averaging = sorted(map(tuple, every), key=len, reverse=True)
+        self.any_are_local = bool(local_names)
+        self._replicas = tuple(mesh.replicas or ())
+        self.averaging = [self._replicas, *map(tuple, mesh.some_replicas)] if self._replicas else []
+        self.averaging.sort(key=len, reverse=True)
+        self._averaged_over: dict[int, tuple[int, ...]] = {}
+        for name, tensor in self._named:
+            if id(tensor) in self.local or is_dtensor(tensor):
+                self._averaged_over[id(tensor)] = self._find_averaging(name, tensor)
+        used = {*self._averaged_over.values(), self._replicas}
+        self.averaging = [ranks for ranks in self.averaging if ranks in used]
 
     def among(self, ranks: Sequence[int]) -> list[tuple[str, Tensor]]:
         """Those that these ranks share, by name."""
@@ -85,23 +98,52 @@ class SharedTensors:
 
     def averaged_over(self, tensor: Tensor) -> tuple[int, ...]:
         """The ranks over which the gradient of a tensor is averaged: most replicas that share it; () if none do."""
-        if id(tensor) not in self.local and not is_dtensor(tensor):  # as most
-            return self._averaging[0] if self._averaging else ()
-        return next((ranks for ranks in self._averaging if self.is_shared(tensor, ranks)), ())
+        found = self._averaged_over.get(id(tensor))
+        if found is None:  # as most; or the layer was sharded after the pipe was made
+            return self._find_averaging("a parameter", tensor) if is_dtensor(tensor) else self._replicas
+        return found
+
+    def _find_averaging(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+        """See `averaged_over`. Raises a ValueError if the ranks of a DTensor do not go with those of the replicas."""
+        lines = sharding_ranks(tensor)
+        if id(tensor) in self.local and any(not {*line} <= {*self.local[id(tensor)]} for line in lines):
+            raise ValueError(
+                f"{name} is one of the local_parameters, of which ranks have values of their own, and it is sharded "
+                f"over such ranks ({placement_text(tensor)}): shard it over others, leave it out of fully_shard by "
+                "ignored_params=, or take it out of local_parameters"
+            )
+        found = next((ranks for ranks in self.averaging if self.is_shared(tensor, ranks)), ())
+        parts = math.prod(len({*line} & {*self._replicas}) or 1 for line in lines)
+        if id(tensor) not in self.local and parts * max(1, len(found)) != max(1, len(self._replicas)):
+            raise ValueError(
+                f"{name} is sharded over some of the replicas ({placement_text(tensor)}), and nothing says which of "
+                "the others have the same part: give the pipe's mesh a dimension for that before Pipe(...), shard "
+                "over a slice of it, such as mesh['ep'], and name it in pipework.Mesh.of(mesh, replicas=('dp', 'ep'))"
+            )
+        return found
+
+    def is_compared(self, tensor: Tensor, ranks: Sequence[int]) -> bool:
+        """Whether these replicas must all train a parameter, or none of them."""
+        over = self.averaged_over(tensor)
+        everyone = tuple(ranks) == self._replicas  # all that hold a part of a DTensor take its norm together
+        return over == tuple(ranks) or (everyone and is_dtensor(tensor) and id(tensor) not in self.local)
+
+    def compared(self, ranks: Sequence[int]) -> list[tuple[str, Tensor]]:
+        """Those of which these replicas must train the same, by name."""
+        return [(name, tensor) for name, tensor in self._named if self.is_compared(tensor, ranks)]
+
+    def in_parts(self, tensor: Tensor) -> bool:
+        """Whether replicas have different parts of a tensor."""
+        return differs_over(tensor, self._replicas)
 
     def averaged(self, ranks: Sequence[int]) -> list[tuple[str, Tensor]]:
         """Those whose gradients are averaged over just these ranks, by name."""
         return [(name, tensor) for name, tensor in self._named if self.averaged_over(tensor) == tuple(ranks)]
 
-    def trainable(self) -> list[tuple[str, Tensor]]:
-        """Those that are not local to this rank, by name: also DTensors of which each rank has another part."""
-        alone = {number for number, ranks in self.local.items() if len(ranks) == 1}
-        return [(name, tensor) for name, tensor in self._named if id(tensor) not in alone]
-
     @property
     def are_collective(self) -> bool:
-        """Whether layers with these tensors call collectives, as far as the tensors tell."""
-        return bool(self.local) or any(is_over_processes(tensor) for _, tensor in self._named)
+        """Whether layers may call collectives, as far as the tensors tell."""
+        return self.any_are_local or any(is_over_processes(tensor) for _, tensor in self._named)
 
     def digest_of_trained(self) -> int:
         """A number that differs if other parameters are trained."""
@@ -144,8 +186,8 @@ class SharedTensors:
             raise ValueError(
                 "some of the ranks that compute the same layers together have no gradient of "
                 f"{_listed([name for name, tensor in self._named if id(tensor) in some])}, and others have one, so "
-                "they have no norm: use a layer on all of these ranks, or name parameters that each has for itself "
-                "as local_parameters"
+                "they have no norm: use a layer on all of these ranks. If each has a parameter of its own that is no "
+                "DTensor, name it in local_parameters"
             )
 
 
@@ -212,7 +254,7 @@ def refuse_other_shards(parameters: Iterable[Tensor], mesh: Mesh) -> None:
     for parameter in parameters:
         if any({*ranks} == replicas for ranks in sharding_ranks(parameter)):
             continue
-        along = mesh.replica_dimensions
+        along = [name for name in mesh.dimensions_of_layers if name in mesh.replica_dimensions] or ["dp"]
         one = f"mesh[{along[0]!r}]" if len(along) == 1 else f"mesh[{', '.join(map(repr, along))}]._flatten()"
         raise ValueError(
             f"fully_shard has sharded a parameter of shape {tuple(parameter.shape)} ({placement_text(parameter)}), and "

@@ -1,9 +1,9 @@
-"""Parameters that processes have values of their own of, chosen by patterns of names."""
+"""Parameters and buffers that processes have values of their own of, chosen by patterns of names."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from pipework.model.state_names import state_name
@@ -27,27 +27,37 @@ def patterns_of(given: Sequence[str] | Mapping[str, str | Sequence[str]]) -> dic
         >>> patterns_of(["*.experts.*"]), patterns_of({"*.experts.*": "ep"})
         ({'*.experts.*': None}, {'*.experts.*': ('ep',)})
     """
-    found: dict[str, Dimensions]
-    if isinstance(given, Mapping):
-        found = {name: (over,) if isinstance(over, str) else tuple(over or ()) for name, over in given.items()}
-    else:
-        found = dict.fromkeys([] if isinstance(given, str) else given)
-    texts = [*found, *(name for over in found.values() for name in over or ())]
-    if isinstance(given, str) or () in found.values() or not all(isinstance(text, str) for text in texts):
-        raise TypeError(
-            "local_parameters is a list of names, such as ['*.experts.*'], or says over which dimensions of the mesh "
-            f"they are local, such as {{'*.experts.*': 'ep'}}: got {given!r}"
-        )
+    wrong = TypeError(
+        "local_parameters is a list of names, such as ['*.experts.*'], or says over which dimensions of the mesh they "
+        f"are local, such as {{'*.experts.*': 'ep'}}: got {given!r}"
+    )
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise wrong
+    found: dict[str, Dimensions] = {}
+    for pattern in given:
+        over = given[pattern] if isinstance(given, Mapping) else None
+        names = (over,) if isinstance(over, str) else over
+        if not isinstance(pattern, str) or (isinstance(given, Mapping) and not _are_texts(names)):
+            raise wrong
+        found[pattern] = None if names is None else tuple(names)
     return found
 
 
-def local_dimensions(module: nn.Sequential, patterns: Mapping[str, Dimensions]) -> dict[str, Dimensions]:
-    """The parameters that match any of the patterns, in which ``*`` stands for any characters, with their dimensions.
+def _are_texts(names: object) -> bool:
+    """Whether these are texts, and at least one."""
+    every = tuple(names) if isinstance(names, Iterable) else ()
+    return bool(every) and all(isinstance(name, str) for name in every)
 
-    A parameter that matches several is local over the dimensions of all of them.
+
+def local_dimensions(module: nn.Sequential, patterns: Mapping[str, Dimensions]) -> dict[str, Dimensions]:
+    """The parameters and buffers that match any of the patterns, in which ``*`` stands for any characters.
+
+    Returns:
+        By each of their names, the dimensions over which they are local: those of all patterns that match any of the
+        names, since a tied parameter has several.
 
     Raises:
-        ValueError: a pattern matches no parameter of the model.
+        ValueError: a pattern matches nothing of the model.
 
     Example:
         >>> from torch import nn
@@ -56,14 +66,16 @@ def local_dimensions(module: nn.Sequential, patterns: Mapping[str, Dimensions]) 
     """
     if not patterns:
         return {}
-    names = [state_name(module._modules, name) for name, _ in module.named_parameters(remove_duplicate=False)]
-    found: dict[str, Dimensions] = {}
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    names = {state_name(module._modules, name): tensor for name, tensor in tensors}
+    over_of: dict[int, Dimensions] = {}
     for pattern, over in patterns.items():
         matching = fnmatch.filter(names, pattern)
         if not matching:
-            some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            some = ", ".join([*names][:3]) + (", ..." if len(names) > 3 else "")
             raise ValueError(f"local_parameters has {pattern!r}, which matches no parameter of the model: {some}")
         for name in matching:
-            before = found.get(name, ())
-            found[name] = None if over is None or before is None else tuple(sorted({*before, *over}))
-    return found
+            before = over_of.get(id(names[name]), ())
+            both = None if over is None or before is None else tuple(sorted({*before, *over}))
+            over_of[id(names[name])] = both
+    return {name: over_of[id(tensor)] for name, tensor in names.items() if id(tensor) in over_of}

@@ -201,6 +201,124 @@ def test_experts_over_a_dimension_with_data_of_its_own(on_ranks: Run) -> None:
         assert "shard over all replicas, here fully_shard(layer, mesh=mesh['dp', 'ep']._flatten())" in sharded
 
 
+class Lazy(nn.Module):
+    """Experts of which the last one gets no rows, so that its rank has no gradient."""
+
+    def __init__(self, inner: nn.Module, unused: bool) -> None:
+        super().__init__()
+        self.inner, self.unused = inner, unused
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.inner.gate(x)  # type: ignore[operator]
+        return hidden if self.unused else hidden + F.linear(x, self.inner.weight.to_local()[0])  # type: ignore[operator, union-attr]
+
+
+class Biased(nn.Module):
+    """An expert with a buffer of its own, and a name that another layer has for its weight, too."""
+
+    def __init__(self, weight: nn.Parameter, bias: float) -> None:
+        super().__init__()
+        self.mine = weight
+        self.register_buffer("bias", torch.full((), bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.linear(x, self.mine) + self.bias
+
+
+def odd_experts(mesh: Mesh) -> list[str]:
+    """Two replicas of two workers."""
+    replica, dp = mesh.data_parallel_rank, mesh.device_mesh["dp"]
+    told = []
+
+    # Experts in one stage only, beside one that has none.
+    torch.manual_seed(0)
+    pipe = pipe_of(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts(dp.get_group())), mesh, local_parameters=["1.experts.*"]
+    )
+    total: dict[str, Tensor] = {}
+    for seed in range(2):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts(None))
+        reference_step(plain, *data(seed), F.mse_loss, chunks=2, key=0)
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            total[name] = total.get(name, torch.zeros(())) + parameter.grad / 2
+    x, y = data(replica)
+    pipe(x, target=y).backward()
+    true = torch.linalg.vector_norm(torch.stack([each.norm() for each in total.values()]))
+    torch.testing.assert_close(pipe.clip_grad_norm_(1e9), true)
+
+    # As many micro-batches on each.
+    with pytest.raises((ValueError, PipelineError)) as caught:
+        pipe(x[: 1 + replica], target=y[: 1 + replica])
+    told.append(str(caught.value))
+    dist.barrier()
+
+    # A part of a DTensor without a gradient.
+    layers = nn.Sequential(*[Lazy(StackedExperts(each, dp), unused=replica == 1) for each in experts()])  # type: ignore[arg-type]
+    pipe = pipe_of(layers, mesh)
+    pipe(x, target=y).backward()
+    weights = [each for name, each in pipe.named_parameters() if name.endswith("weight") and "gate" not in name]
+    for weight in weights:
+        assert isinstance(weight.grad, DTensor)
+        assert weight.grad.to_local().any() == (replica == 0)
+    assert pipe.clip_grad_norm_(1.0) > 0
+
+    # A buffer of an expert, and one name of a tied parameter.
+    torch.manual_seed(replica)
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    tied = nn.Sequential(*[Biased(weight, float(replica)) for _ in range(2)])
+    pipe = pipe_of(tied, mesh, local_parameters=["1.mine", "*.bias"])
+    assert pipe[0].bias == replica
+    torch.testing.assert_close(pipe[0].mine, weight)
+    pipe(x, target=y).backward()
+    gathered: list[Any] = [None] * 4
+    dist.all_gather_object(gathered, [pipe[0].mine.grad, pipe.clip_grad_norm_(1e9)])
+    assert not torch.equal(gathered[0][0], gathered[2][0])
+    norms = torch.stack([gathered[0][0].norm(), gathered[2][0].norm()])
+    torch.testing.assert_close(gathered[0][1], torch.linalg.vector_norm(norms))
+
+    # What FSDP shards is of all replicas.
+    module = experts(dp.get_group())
+    for layer in module:
+        fully_shard(layer, mesh=dp)
+    with pytest.raises((ValueError, PipelineError)) as caught:
+        pipe_of(module, mesh, local_parameters=["*.experts.*"])
+    told.append(str(caught.value))
+    return told
+
+
+def test_odd_experts(on_ranks: Run) -> None:
+    for counts, sharded in on_ranks(4, odd_experts, init={"dp": 2}):
+        assert "the replicas have 1 to 2 micro-batches" in counts
+        assert "leave it out of fully_shard by ignored_params=" in sharded
+
+
+def parts_of_the_replicas(_: Mesh) -> str:
+    """A DTensor over some of the replicas, of which the pipe's mesh knows nothing; and a frozen expert."""
+    ranks, own = (
+        init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        for sizes, names in (((4, 1), ("dp", "pp")), ((2, 2), ("edp", "ep")))
+    )
+    stacked = nn.Sequential(*[StackedExperts(each, own["ep"]) for each in experts()])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="some of the replicas") as caught:
+        pipe_of(stacked, Mesh.of(ranks))
+    device_mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "pp", "ep"))
+    mesh, module = Mesh.of(device_mesh, replicas=("dp", "ep")), experts(device_mesh["ep"].get_group())
+    if device_mesh["ep"].get_local_rank() == 1:
+        module[0].experts.requires_grad_(False)  # type: ignore[union-attr]
+    pipe = pipe_of(module, mesh, local_parameters={"*.experts.*": "ep"})
+    x, y = data(pipe.data_parallel_rank)
+    pipe(x, target=y).backward()
+    assert pipe.clip_grad_norm_(1.0) > 0
+    return str(caught.value)
+
+
+def test_experts_over_ranks_that_the_mesh_does_not_know(on_ranks: Run) -> None:
+    for text in on_ranks(4, parts_of_the_replicas):
+        assert "0.weight is sharded over some of the replicas (Shard(dim=0) over ep)" in text
+
+
 def with_a_pipe(_: Mesh) -> None:
     over_some_replicas((2, 2, 2), ("dp", "pp", "ep"))
     over_some_replicas((2, 2, 2), ("ep", "dp", "pp"))

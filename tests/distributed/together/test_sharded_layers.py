@@ -327,13 +327,11 @@ def two_pipes(_: Mesh) -> str:
     with ThreadPoolExecutor(1) as other:
         first = other.submit(lambda: pipes[0](x, target=y).backward())
         assert waiting.entered.wait(30)
-        with pytest.raises(RuntimeError) as caught:
+        with pytest.raises((RuntimeError, PipelineError)) as caught:
             pipes[1](x, target=y)
         waiting.may_go_on.set()
         first.result()
-    pipes[1](x, target=y).backward()
-    for pipe in pipes:
-        close(pipe, gradients([7]))
+    close(pipes[0], gradients([7]))
     return str(caught.value)
 
 
@@ -409,7 +407,7 @@ def test_workers_that_are_threads_are_refused(on_ranks: Run) -> None:
 
 
 def test_pipes_over_one_mesh_are_called_one_after_the_other(on_ranks: Run) -> None:
-    for text in on_ranks(2, two_pipes):
+    for text in on_ranks(2, two_pipes):  # also if it was so on another rank
         assert "another thread of this process calls another pipe over the same mesh" in text
 
 
