@@ -135,11 +135,11 @@ def break_group(group: Group) -> None:
     """Ends all transfers of a group, also those that other threads wait for. The group cannot be used any more.
 
     A wait that times out closes all connections of a gloo group for good, which ends every other wait: this is the only
-    way to end a wait of another thread.
+    way to end a wait of another thread. A connection that the other rank has closed fails at once, and closes no
+    other: so it is tried with each.
     """
-    if group.size() > 1:
+    for other in {*range(group.size())} - {group.rank()}:
         with contextlib.suppress(RuntimeError):
-            other = (group.rank() + 1) % group.size()
             group.recv([torch.empty(1)], other, _BREAKING_TAG).wait(timedelta(milliseconds=1))
 
 
