@@ -56,6 +56,7 @@ class Broadcast(nn.Module):
 @pytest.mark.parametrize("chunks", [1, 2, 3, 5])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.one_process("it makes pipes of threads")
 def test_a_gradient_with_the_memory_of_that_of_the_loss(checkpoint: str, schedule: str, chunks: int) -> None:
     def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return output.sum()
@@ -92,6 +93,7 @@ class Axes(nn.Module):
 @pytest.mark.parametrize("schedule", [None, "gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.one_process("it makes pipes of threads")
 def test_gradients_that_share_memory(layers: int, checkpoint: str, schedule: str | None, chunks: int) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
