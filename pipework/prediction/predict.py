@@ -106,11 +106,11 @@ class Prediction:
 
         Example:
             >>> from pipework import Pipe
-            >>> module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+            >>> module = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
             >>> pipe = Pipe(module, chunks=4, balance=[2, 1], devices=["cpu", "cpu"])
-            >>> prediction = pipe.predict(torch.randn(16, 4), optimizer=2, timeout=0)
+            >>> prediction = pipe.predict(torch.randn(16, 32), optimizer=2, timeout=0)
             >>> [(each.choice, each.between_steps) for each in prediction.sharing(replicas=2).ranks]
-            [('replicas', 480), ('ZeRO-1', 320), ('fully_shard', 240)]
+            [('replicas', 12672), ('ZeRO-1', 8448), ('fully_shard', 6336)]
         """
         return sharing(self, replicas)
 
