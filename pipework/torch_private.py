@@ -343,6 +343,25 @@ def memory_key(tensor: Tensor) -> int | None:
         return None
 
 
+_uses_of_storage: Callable[[int], int] = _find(torch, "_C._storage_Use_Count", lambda storage: 0)
+_OWN_USES: Final = 2  # of the tensor, and of the storage's Python object
+
+
+def is_held_elsewhere(tensor: Tensor) -> bool:
+    """Whether another tensor, in Python or inside of autograd, has the memory of this one, too. Fallback: False.
+
+    Example:
+        >>> x = torch.zeros(3)
+        >>> is_held_elsewhere(x), is_held_elsewhere(x[1:])
+        (False, True)
+    """
+    storage = tensor.untyped_storage()
+    return _has(torch.UntypedStorage, "_cdata") and _uses_of_storage(storage_key(storage)) > _OWN_USES
+
+
+viewed: Callable[[Tensor], Tensor | None] = _attribute(Tensor, "_base", None)
+"""The tensor of which another one is a view; None: it is none. Fallback: None."""
+
 ALIGNMENT: Final = 64
 """The memory of a new tensor on the CPU begins at a multiple of so many bytes. This is no name, but it is not public
 either. If it changes, a result may differ in its last bit."""

@@ -60,8 +60,23 @@ def enter(leaf: Tensor) -> Tensor:
 
 
 def mark_unchangeable(leaf: Tensor) -> None:
-    """Marks a view of a leaf of the caller, whose values no layer may change."""
+    """Marks a view of a leaf of the caller, or of a parameter, whose values no layer may change."""
     leaf.pipework_unchangeable = True  # type: ignore[attr-defined]
+
+
+def is_of_leaf(output: Tensor) -> bool:
+    """Whether an output is a leaf that requires a gradient, or a view of one, such as a parameter.
+
+    PyTorch refuses to change it in place, and after the cut would not know it any more.
+
+    Example:
+        >>> weight = torch.ones(2, 2, requires_grad=True)
+        >>> is_of_leaf(weight[0]), is_of_leaf(weight * 2), is_of_leaf(weight.detach())
+        (True, False, False)
+    """
+    base = torch_private.viewed(output)
+    leaf = output if base is None else base
+    return output.requires_grad and leaf.is_leaf and leaf.requires_grad
 
 
 def is_unchangeable(leaf: Tensor) -> bool:

@@ -6,7 +6,8 @@ tensor may have its memory (https://github.com/pytorch/pytorch/issues/34082). Af
     x + (rows.unsqueeze(0) + columns.unsqueeze(0))
 
 `rows.grad` and `columns.grad` are one memory, and the gradients of the next micro-batch would be added twice. It may
-also be what this stage sends to another one, or has received: that one would see the sums.
+also be what this stage sends to another one, has received, or keeps for a `W`, or what a user's hook has kept: they
+would see the sums.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class SharedMemory:
             gradient = leaf.grad
             assert gradient is not None
             key = _key(gradient)
-            if key in taken and key is not None:
+            if key is not None and (key in taken or torch_private.is_held_elsewhere(local_part(gradient))):
                 leaf.grad = gradient.clone()
             elif key is not None:
                 taken.add(key)

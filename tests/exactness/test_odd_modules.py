@@ -126,6 +126,149 @@ def test_gradients_that_share_memory(layers: int, checkpoint: str, schedule: str
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-12, atol=1e-15)
 
 
+class Projected(nn.Module):
+    """A gradient that waits for W, or is kept by a hook, comes to a parameter, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.position = nn.Linear(4, 4), nn.Parameter(torch.randn(3, 4))
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) + self.position.unsqueeze(0)
+        if y.requires_grad:
+            y.register_hook(self.kept.append)
+        return torch.tanh(y)
+
+
+class Transposed(nn.Module):
+    """In W, its gradient is a view of what other stages still have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.einsum("ija->jia", self.weight)
+
+
+class Energy(nn.Module):
+    """Differentiates by its input alone: its own parameters get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            point = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(torch.tanh(self.linear(point)).sum(), point)
+        return x + slope
+
+
+class EnergyAgain(Energy):
+    """Does so in the middle of the pipe's backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def saving(x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(Energy.forward(self, x))
+
+        return torch_checkpoint.checkpoint(saving, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.one_process("it makes pipes of threads")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-zb", "zb-v", "v-half"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize(
+    ("kind", "rows"), [(Projected, 4), (Transposed, 8), (Energy, 8), (EnergyAgain, 8)], ids=lambda value: str(value)
+)
+def test_gradients_beside_those_that_wait(kind: type[nn.Module], rows: int, checkpoint: str, schedule: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[layer for _ in range(4) for layer in (kind(), nn.Linear(4, 4))]).double()
+    stages = 2 if schedule == "zb-h1" or schedule == "1f1b" else 4
+    pipe = Pipe(
+        copy.deepcopy(plain),
+        4,
+        checkpoint,
+        schedule=schedule,
+        loss_fn=nn.functional.mse_loss,
+        balance=[1, 16 // stages - 1, *[8 // stages] * (stages - 2)],
+        devices=["cpu"] * 2,
+    )
+    for _ in range(3):
+        x, y = torch.randn(2, rows, 3, 4, dtype=torch.float64)
+        for model in (plain, pipe):
+            model.zero_grad()
+            for layer in model:
+                vars(layer).get("kept", []).clear()
+        if kind is Transposed:  # its parameters have as many rows as a micro-batch
+            loss = sum(nn.functional.mse_loss(plain(a), b) / 4 for a, b in zip(x.chunk(4), y.chunk(4), strict=True))
+        else:
+            loss = nn.functional.mse_loss(plain(x), y)
+        loss.backward()
+        pipe(x, target=y).backward()
+        for found, wanted in zip(pipe.parameters(), plain.parameters(), strict=True):
+            assert (found.grad is None) == (wanted.grad is None)
+            torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-10, atol=1e-13)
+        if kind is Projected:
+            for own, other in zip(list(pipe)[::2], list(plain)[::2], strict=True):
+                torch.testing.assert_close(torch.cat(own.kept), other.kept[0], rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.one_process("it makes pipes of threads")
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_a_parameter_that_is_handed_on_may_not_be_overwritten(schedule: str, checkpoint: str) -> None:
+    class Query(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.query.unsqueeze(0).expand(len(x), -1, -1)
+
+    model = nn.Sequential(Query(), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    before = model[0].query.detach().clone()
+    pipe = Pipe(
+        model, 2, checkpoint, schedule=schedule, loss_fn=nn.functional.mse_loss, balance=[1, 2], devices=["cpu"] * 2
+    )
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        pipe(torch.zeros(2, 1), target=torch.zeros(2, 3, 4))
+    assert torch.equal(before, pipe[0].query)
+
+
+@pytest.mark.one_process("it makes pipes of threads")
+def test_a_backward_that_overwrites_what_waits_is_refused() -> None:
+    class Reverse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            return gradients[0].neg_()
+
+    class Reversed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Reverse.apply(x) + self.linear(x.detach())  # type: ignore[no-any-return, no-untyped-call]
+
+    pipe = Pipe(
+        nn.Sequential(nn.Linear(4, 4), Reversed(), nn.Tanh(), nn.Linear(4, 4)),
+        4,
+        schedule="zb-h1",
+        loss_fn=nn.functional.mse_loss,
+        balance=[2, 2],
+        devices=["cpu"] * 2,
+    )
+    x = torch.randn(8, 4)  # its first micro-batch shows what can wait
+    with pytest.raises(RuntimeError, match="modified by an inplace operation while it waited for W"):
+        pipe(x, target=x)
+
+
 class Overwrite(nn.Module):
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         a.mul_(2)

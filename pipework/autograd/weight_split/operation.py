@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _version, _is_grad_enabled = torch_private.version, torch.is_grad_enabled
+_accumulates_all = torch_private.accumulates_all
 
 
 class DeferrableAlias(torch_private.TracedAsParameter):
@@ -53,7 +54,7 @@ class Operation:
             tensors made of it.
     """
 
-    __slots__ = ("_queue", "_unpack", "_version", "kept", "parameters")
+    __slots__ = ("_gradient_version", "_queue", "_unpack", "_version", "kept", "parameters")
     name: str
     deciding: int | None = 1
     parameters: tuple[DeferrableAlias, ...]
@@ -100,6 +101,8 @@ class Operation:
         gradient, kept = gradients[0], self.kept
         if gradient is None:
             return
+        if not _accumulates_all() and self.parameters[0].weight_store.accumulates:
+            return  # a layer differentiates something for itself, in the middle of I: torch.autograd.grad
         if _is_grad_enabled():
             raise RuntimeError(
                 f"a layer differentiates a gradient (create_graph=True) that goes through {self.name}, which it did "
@@ -113,7 +116,17 @@ class Operation:
                 f"input of {self.name}, of shape {tuple(kept.shape)}, is at version {version}; expected version "
                 f"{self._version} instead"
             )
+        self._gradient_version = _version(gradient)
         self._queue.append((self, kept, gradient))
+
+    def refuse_overwritten(self, gradient: Tensor) -> None:
+        """Raises a RuntimeError if the gradient of the output was changed between I and W."""
+        if _version(gradient) != self._gradient_version:
+            raise RuntimeError(
+                f"the gradient of an output of {self.name}, of shape {tuple(gradient.shape)}, has been modified by an "
+                "inplace operation while it waited for W: a backward of a layer, or a hook, changes the gradient that "
+                "it is given. Let it return a new tensor, or use a schedule without I and W, such as '1f1b'"
+            )
 
 
 class OperationWithBias(Operation):

@@ -118,10 +118,14 @@ class WeightGradientStore:
     Args:
         known: by the id of a parameter, whether its gradient is deferred; the store adds what it learns.
         new_queue: makes a list for what a micro-batch defers.
+
+    Attributes:
+        accumulates: whether autograd said, where I began, that all gradients are accumulated.
     """
 
     def __init__(self, known: dict[int, bool], new_queue: Callable[[], Queue] = list) -> None:
         self._new_queue = new_queue
+        self.accumulates = False
         self._known = known
         self._queues: dict[int, Queue] = {}
         self._mixed: dict[int, dict[int, DeferrableAlias]] = {}
@@ -241,10 +245,15 @@ class WeightGradientStore:
         for gone in self._known.keys() - set(map(id, parameters)):  # another parameter may get this id
             del self._known[gone]
 
+    def nothing_to_differentiate(self, micro_batch: int) -> None:
+        """I, of outputs that need no gradient: drops what a layer has differentiated for itself in F."""
+        self._queues[micro_batch].clear()
+
     def differentiate(self, micro_batch: int, backward: Callable[[], None]) -> None:
         """I: runs autograd; what it computes of a deferred gradient is stored for W."""
         queue = self._queues[micro_batch]
         queue.clear()
+        self.accumulates = torch_private.accumulates_all()
         self._enter(micro_batch, queue, self._unknown.get(micro_batch, frozenset()))
         if micro_batch not in self._mixed:  # the usual case
             backward()
@@ -315,6 +324,7 @@ def _add_gradients(queue: Queue) -> None:
     queue.reverse()
     while queue:
         waiting, kept, gradient = queue.pop()  # frees the memory of each before the next
+        waiting.refuse_overwritten(gradient)
         for pair in waiting.gradients(kept, gradient):
             alias, part = pair
             if part.dtype is not alias.type_of_values:
@@ -346,6 +356,9 @@ class _Computed:
 
     def __init__(self, alias: DeferrableAlias) -> None:
         self.parameters = (alias,)
+
+    def refuse_overwritten(self, gradient: Tensor) -> None:
+        """See `Operation`: nothing else has the part."""
 
     def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
         """The part itself."""

@@ -212,7 +212,11 @@ class StageRun:
         if arrived:
             self._stashed.refuse_overwritten(arrived)
         # What is sent has no graph, and this frame must not keep the graph either.
+        of_leaves = [boundary.is_of_leaf(output) for output in outputs]
         outputs = tuple(map(_cut, outputs))
+        for output, refuses in zip(outputs, of_leaves, strict=True):
+            if refuses:
+                boundary.mark_unchangeable(output)
         if self._in_place.refuses:
             self._in_place.mark(outputs)
         if loss is not None:
@@ -371,6 +375,8 @@ class StageRun:
             seeds += tuple([gradient for _, gradient in begun])
         if not starts:
             of_leaves = (None,) * len(leaves)
+            if self._weight_store is not None:
+                self._weight_store.nothing_to_differentiate(micro_batch)
         elif self._guard is None:
             of_leaves = self._gradients(leaves, starts, seeds, micro_batch)
         else:
