@@ -117,6 +117,15 @@ class Aliases:
         """Differs after a parameter has been changed in place."""
         return list(map(torch_private.version, self.parameters))  # parameters and aliases share version counters
 
+    def has_memory_of(self, output: Tensor) -> bool:
+        """Whether an output is one of these aliases, or a view of one.
+
+        PyTorch refuses to change it in place, and after a cut of the graph would not know it any more.
+        """
+        base = torch_private.viewed(output)
+        source = output if base is None else base
+        return source.is_leaf and source.requires_grad and any(source is leaf for leaf in self.leaves)
+
     def standing_in(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the modules hold these aliases; see `standing_in`."""
         return standing_in([self])

@@ -64,21 +64,6 @@ def mark_unchangeable(leaf: Tensor) -> None:
     leaf.pipework_unchangeable = True  # type: ignore[attr-defined]
 
 
-def is_of_leaf(output: Tensor) -> bool:
-    """Whether an output is a leaf that requires a gradient, or a view of one, such as a parameter.
-
-    PyTorch refuses to change it in place, and after the cut would not know it any more.
-
-    Example:
-        >>> weight = torch.ones(2, 2, requires_grad=True)
-        >>> is_of_leaf(weight[0]), is_of_leaf(weight * 2), is_of_leaf(weight.detach())
-        (True, False, False)
-    """
-    base = torch_private.viewed(output)
-    leaf = output if base is None else base
-    return output.requires_grad and leaf.is_leaf and leaf.requires_grad
-
-
 def is_unchangeable(leaf: Tensor) -> bool:
     """Whether a leaf has that mark. It gets no alias, so that PyTorch refuses an in-place operation on it."""
     return getattr(leaf, "pipework_unchangeable", False)

@@ -212,9 +212,9 @@ class StageRun:
         if arrived:
             self._stashed.refuse_overwritten(arrived)
         # What is sent has no graph, and this frame must not keep the graph either.
-        of_leaves = [boundary.is_of_leaf(output) for output in outputs]
+        of_parameters = list(map(self.aliases.has_memory_of, outputs))
         outputs = tuple(map(_cut, outputs))
-        for output, refuses in zip(outputs, of_leaves, strict=True):
+        for output, refuses in zip(outputs, of_parameters, strict=True):
             if refuses:
                 boundary.mark_unchangeable(output)
         if self._in_place.refuses:
