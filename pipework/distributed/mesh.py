@@ -7,7 +7,6 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -23,9 +22,10 @@ from pipework.distributed.faults import faults_from_environment
 from pipework.distributed.health import process_exit
 from pipework.distributed.health.process_calls import ProcessCalls
 from pipework.distributed.store_prefix import attempt_prefix
+from pipework.model.local_parameters import texts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from pipework.distributed.transport.channel import Group
 
@@ -106,11 +106,8 @@ class Mesh:
                 "replicas if there are any, and any other names for dimensions over which the layers themselves are "
                 'sharded, as in init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))'
             )
-        along = (
-            (replicas,) if isinstance(replicas, str) else tuple(replicas) if isinstance(replicas, Sequence) else (None,)
-        )
-        unknown = [name for name in along if name not in names or name == PIPELINE]
-        if along != (REPLICAS,) and (unknown or len({*along}) < len(along)):
+        along = texts_of(replicas)
+        if along is None or (along != (REPLICAS,) and not _are_dimensions(along, names)):
             raise ValueError(
                 f"replicas={replicas!r}: wanted dimensions of the DeviceMesh, each once and without 'pp', along which "
                 f"the ranks are given other data; it has {tuple(names)}"
@@ -119,9 +116,7 @@ class Mesh:
             raise ValueError(f"this process, rank {dist.get_rank()}, is not in the DeviceMesh")
         device = _current_device(device_mesh.device_type)
         times = detect, action_timeout, timeout, grace
-        return cls(
-            device_mesh, device, torch_private.default_store(), *times, replica_dimensions=tuple(map(str, along))
-        )
+        return cls(device_mesh, device, torch_private.default_store(), *times, replica_dimensions=along)
 
     @property
     def rank(self) -> int:
@@ -401,6 +396,11 @@ def group_of(
         return cast("Group", kind(*place))
     own = list(devices) or network_devices()
     return cast("Group", torch_private.gloo_group(*place, own, _NO_TIMEOUT))
+
+
+def _are_dimensions(given: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether these are dimensions of a mesh beside the pipe's, each once."""
+    return {*given} <= {*names} - {PIPELINE} and len({*given}) == len(given)
 
 
 def _own_device(local_rank: int, neighbours: int) -> torch.device:

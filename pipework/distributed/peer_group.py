@@ -17,6 +17,7 @@ from pipework.distributed.agreement import agree
 from pipework.distributed.all_gather import all_gather
 from pipework.distributed.delivered_losses import Delivered
 from pipework.distributed.faults import Faults
+from pipework.distributed.gradients.averaging import Averaging
 from pipework.distributed.gradients.found_inf import FoundInf
 from pipework.distributed.gradients.grad_norm import norm_of_all, norms_of_stages
 from pipework.distributed.health.errors import PREEMPTED
@@ -42,11 +43,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.distributed_c10d import Store
 
-    from pipework.autograd.aliases import Aliases
     from pipework.autograd.factor import Factor
-    from pipework.autograd.fully_sharded import FullySharded
     from pipework.backend import MiniBatch, StepData, StepFacts, StepHeader
-    from pipework.distributed.gradients.data_parallel import DataParallel
     from pipework.distributed.mesh import Mesh
     from pipework.distributed.rendezvous import Connections, RendezvousSpec
     from pipework.distributed.shared_tensors import SharedTensors
@@ -124,7 +122,13 @@ class PeerGroup:
         )
         self._open_workers = weakref.WeakMethod(open_workers)
         self._workers: weakref.ref[WorkerThreads] | None = None  # the pipe replaces them with its layers
-        self._unequal: int | None = None  # micro-batches in this call, until they are compared with other replicas'
+        self._averaging = Averaging(
+            self._connections.every_replicas,
+            tensors,
+            self.monitor.progress.waits,
+            gathers_in_order=spec.contract["whole_stages"] is not None,
+        )
+        self._uncompared: int | None = None  # the micro-batches of this call, until they are compared with others'
         self._in_call = threading.Lock()  # held during a call
         self._caller = 0  # the thread that makes the call
         self._lock = threading.Lock()
@@ -343,34 +347,18 @@ class PeerGroup:
             if run.sharded is not None:
                 refuse_other_shards(run.sharded.parameters, self.mesh)
         if spec.differentiates:
-            for replicas in self._connections.every_replicas:
-                trained = [each for run in spec.runs.values() for each in run.aliases.parameters]
-                compared = [each for each in trained if self._tensors.is_compared(each, replicas.ranks)]
-                replicas.compare(compared, self._headers.losses.marks)
-            exchange = self._tensors.any_are_local or any(self._in_parts(run.aliases) for run in spec.runs.values())
-            self._unequal = spec.micro_batches if self._connections.every_replicas and exchange else None
+            self._averaging.compare(spec, self._headers.losses.marks)
+        self._uncompared = spec.micro_batches if self._averaging.needs_equal_counts(spec) else None
         return RankTransport(self.worker, spec, self._connections, self)
-
-    def compare_micro_batches(self, count: int) -> None:
-        """Raises a ValueError on all replicas if they have other numbers of micro-batches."""
-        replicas = self._connections.replicas
-        lowest, highest = (count, count) if replicas is None else replicas.extremes_of(count)
-        if lowest != highest:
-            raise ValueError(
-                f"the replicas have {lowest} to {highest} micro-batches, and whole_stages, or layers with "
-                "local_parameters or with DTensors over the replicas, need as many on each: give all mini-batches of "
-                "one size, such as by pipe.sampler(dataset, drop_last=True)"
-            )
 
     def starting(self, action: Action) -> None:
         """See `pipework.runtime.peers.Peers`."""
         progress = self.monitor.progress
         progress.action = action
         progress.count += 1
-        if self._unequal is not None:
-            count, self._unequal = self._unequal, None
-            with progress.waits():
-                self.compare_micro_batches(count)
+        if self._uncompared is not None:
+            count, self._uncompared = self._uncompared, None
+            self._averaging.refuse_other_counts(count)
         if self.faults:
             self.faults.strike(action.kind, action.stage, action.micro_batch)
 
@@ -398,67 +386,15 @@ class PeerGroup:
         return self.monitor.error()
 
     def reduce(self, spec: RunSpec, stage: int) -> None:
-        """Begins to average the gradients of a stage, which are complete, over the replicas.
-
-        The rows of all replicas have come to a parameter that only this one has, so its gradient is complete but for
-        the mean: the loss is the mean of the replicas' losses. Of several that have it, each got the rows of some.
-        """
-        every, aliases = self._connections.every_replicas, spec.runs[stage].aliases
-        sharded = aliases.sharded
-        if sharded is not None:
-            self._reduce_sharded(spec, aliases, sharded)
-        if not every:
-            return
-        shared: dict[tuple[int, ...], list[Tensor]] = {each.ranks: [] for each in every}
-        self._complete_parts(every[0], aliases)
-        for parameter, leaf in zip(aliases.parameters, aliases.leaves, strict=True):
-            if sharded is not None and sharded.has(parameter):
-                continue
-            if ranks := self._tensors.averaged_over(parameter):
-                shared[ranks].append(leaf)
-            elif leaf.grad is not None:
-                leaf.grad.div_(len(every[0].ranks))
-        with self.monitor.progress.waits():  # the first time in a step for what the other replicas train
-            for replicas in every:
-                replicas.begin(shared[replicas.ranks])
-
-    def _complete_parts(self, replicas: DataParallel, aliases: Aliases) -> None:
-        """Gives zeros to a part of a gradient that no row has come to, if other replicas have theirs.
-
-        Either all parts of a DTensor have a gradient or none: the ranks that have them take its norm together.
-        """
-        leaves = self._in_parts(aliases)
-        if leaves:
-            with self.monitor.progress.waits():
-                present = replicas.begin_any_of_each([leaf.grad is not None for leaf in leaves])()
-            for leaf, wanted in zip(leaves, present, strict=True):
-                if wanted and leaf.grad is None:
-                    leaf.grad = torch.zeros_like(leaf)
-
-    def _in_parts(self, aliases: Aliases) -> list[Tensor]:
-        """The leaves of DTensors of which replicas have different parts, but for those of FSDP."""
-        if aliases.dtensor is None:  # as mostly
-            return []
-        sharded, pairs = aliases.sharded, zip(aliases.parameters, aliases.leaves, strict=True)
-        by_fsdp = {id(each) for each in aliases.parameters if sharded is not None and sharded.has(each)}
-        return [leaf for each, leaf in pairs if id(each) not in by_fsdp and self._tensors.in_parts(each)]
-
-    def _reduce_sharded(self, spec: RunSpec, aliases: Aliases, sharded: FullySharded) -> None:
-        replicas, present = self._connections.replicas, sharded.present(aliases.parameters, aliases.leaves)
-        with self.monitor.progress.waits():
-            _finish_sharded(spec)  # of an earlier stage: one holds buffers at a time
-            wanted = (lambda: present) if replicas is None else replicas.begin_any_of_each(present)
-            sharded.begin_reduce(aliases.parameters, aliases.leaves, wanted)
+        """REDUCE_GRAD: begins to average the gradients of a stage, which are complete, over the replicas."""
+        self._averaging.begin(spec, stage)
 
     def complete(self, spec: RunSpec) -> None:
         """After the last action: completes the gradients."""
-        connections = self._connections
-        _finish_sharded(spec)
+        self._averaging.finish(spec)
         if spec.differentiates:
-            for replicas in connections.every_replicas:
-                replicas.finish()
-            assert connections.tied is not None
-            connections.tied.add_up(spec.runs)
+            assert self._connections.tied is not None
+            self._connections.tied.add_up(spec.runs)
         if spec.scaler is not None:
             every = [run.aliases for run in spec.runs.values()]
             leaves = [leaf for aliases in every for leaf in aliases.leaves]
@@ -538,14 +474,6 @@ class PeerGroup:
     def _is_of_layers(self, error: BaseException) -> bool:
         """Whether a layer of this rank has seen that another rank left a collective."""
         return len(self.mesh.same_layers) > 1 and is_broken_collective(error)
-
-
-def _finish_sharded(spec: RunSpec) -> None:
-    """Waits for the gradients of shards that are being reduced."""
-    for run in spec.runs.values():
-        gradients = None if run.sharded is None else run.sharded.finish_reduce()
-        if gradients is not None:
-            run.aliases.set_reduced(gradients)
 
 
 def _cut(text: str) -> tuple[str, str, str]:

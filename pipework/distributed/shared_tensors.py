@@ -78,8 +78,8 @@ class SharedTensors:
         self.local = {id(tensor): same[local_names[name]] for name, tensor in self._named if name in local_names}
         self.any_are_local = bool(local_names)
         self._replicas = tuple(mesh.replicas or ())
-        self.averaging = [self._replicas, *map(tuple, mesh.some_replicas)] if self._replicas else []
-        self.averaging.sort(key=len, reverse=True)
+        every = [self._replicas, *map(tuple, mesh.some_replicas)] if self._replicas else []
+        self.averaging = sorted(every, key=len, reverse=True)
         self._averaged_over: dict[int, tuple[int, ...]] = {}
         for name, tensor in self._named:
             if id(tensor) in self.local or is_dtensor(tensor):
@@ -98,22 +98,17 @@ class SharedTensors:
 
     def averaged_over(self, tensor: Tensor) -> tuple[int, ...]:
         """The ranks over which the gradient of a tensor is averaged: most replicas that share it; () if none do."""
-        found = self._averaged_over.get(id(tensor))
-        if found is None:  # as most; or the layer was sharded after the pipe was made
-            return self._find_averaging("a parameter", tensor) if is_dtensor(tensor) else self._replicas
-        return found
+        if id(tensor) in self._averaged_over:
+            return self._averaged_over[id(tensor)]
+        if not is_dtensor(tensor):  # as most
+            return self._replicas
+        return self._find_averaging("a parameter", tensor)  # of a layer that was sharded after the pipe was made
 
     def _find_averaging(self, name: str, tensor: Tensor) -> tuple[int, ...]:
-        """See `averaged_over`. Raises a ValueError if the ranks of a DTensor do not go with those of the replicas."""
-        lines = sharding_ranks(tensor)
-        if id(tensor) in self.local and any(not {*line} <= {*self.local[id(tensor)]} for line in lines):
-            raise ValueError(
-                f"{name} is one of the local_parameters, of which ranks have values of their own, and it is sharded "
-                f"over such ranks ({placement_text(tensor)}): shard it over others, leave it out of fully_shard by "
-                "ignored_params=, or take it out of local_parameters"
-            )
+        """See `averaged_over`. Raises a ValueError if the ranks of a DTensor do not go with those that share it."""
+        self._refuse_shards_of_local(name, tensor)
         found = next((ranks for ranks in self.averaging if self.is_shared(tensor, ranks)), ())
-        parts = math.prod(len({*line} & {*self._replicas}) or 1 for line in lines)
+        parts = math.prod(len({*line} & {*self._replicas}) or 1 for line in sharding_ranks(tensor))
         if id(tensor) not in self.local and parts * max(1, len(found)) != max(1, len(self._replicas)):
             raise ValueError(
                 f"{name} is sharded over some of the replicas ({placement_text(tensor)}), and nothing says which of "
@@ -121,6 +116,15 @@ class SharedTensors:
                 "over a slice of it, such as mesh['ep'], and name it in pipework.Mesh.of(mesh, replicas=('dp', 'ep'))"
             )
         return found
+
+    def _refuse_shards_of_local(self, name: str, tensor: Tensor) -> None:
+        same = self.local.get(id(tensor))
+        if same is not None and not all({*line} <= {*same} for line in sharding_ranks(tensor)):
+            raise ValueError(
+                f"{name} is one of the local_parameters, of which ranks have values of their own, and it is sharded "
+                f"over such ranks ({placement_text(tensor)}): shard it over others, leave it out of fully_shard by "
+                "ignored_params=, or take it out of local_parameters"
+            )
 
     def is_compared(self, tensor: Tensor, ranks: Sequence[int]) -> bool:
         """Whether these replicas must all train a parameter, or none of them."""

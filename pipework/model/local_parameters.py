@@ -27,26 +27,26 @@ def patterns_of(given: Sequence[str] | Mapping[str, str | Sequence[str]]) -> dic
         >>> patterns_of(["*.experts.*"]), patterns_of({"*.experts.*": "ep"})
         ({'*.experts.*': None}, {'*.experts.*': ('ep',)})
     """
-    wrong = TypeError(
+    patterns = None if isinstance(given, str) else texts_of(given)
+    if patterns is not None:
+        found = {each: texts_of(given[each]) if isinstance(given, Mapping) else None for each in patterns}
+        if not isinstance(given, Mapping) or all(found.values()):
+            return found
+    raise TypeError(
         "local_parameters is a list of names, such as ['*.experts.*'], or says over which dimensions of the mesh they "
         f"are local, such as {{'*.experts.*': 'ep'}}: got {given!r}"
     )
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise wrong
-    found: dict[str, Dimensions] = {}
-    for pattern in given:
-        over = given[pattern] if isinstance(given, Mapping) else None
-        names = (over,) if isinstance(over, str) else over
-        if not isinstance(pattern, str) or (isinstance(given, Mapping) and not _are_texts(names)):
-            raise wrong
-        found[pattern] = None if names is None else tuple(names)
-    return found
 
 
-def _are_texts(names: object) -> bool:
-    """Whether these are texts, and at least one."""
-    every = tuple(names) if isinstance(names, Iterable) else ()
-    return bool(every) and all(isinstance(name, str) for name in every)
+def texts_of(given: object) -> tuple[str, ...] | None:
+    """One text or several, as a tuple; None: it is something else.
+
+    Example:
+        >>> texts_of("dp"), texts_of(["dp", "ep"]), texts_of(5), texts_of([5])
+        (('dp',), ('dp', 'ep'), None, None)
+    """
+    every = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (None,)
+    return every if all(isinstance(each, str) for each in every) else None
 
 
 def local_dimensions(module: nn.Sequential, patterns: Mapping[str, Dimensions]) -> dict[str, Dimensions]:

@@ -1,5 +1,6 @@
 """Gradients that concern several ranks.
 
+* `averaging`: which gradients are averaged over which replicas.
 * `data_parallel`: the mean over replicas.
 * `tied`: the sum for a parameter that stages of several ranks use.
 * `grad_norm`: the norm of the gradients of all ranks.

@@ -76,7 +76,6 @@ class RankEndpoint:
         self._posted: dict[Address, Channel] = {}
         self._unposted: dict[Channel, deque[Address]] = {}
         self._results: list[tuple[int, tuple[Tensor | None, ...], Any]] = []
-        self._has_compared = False  # with other replicas, before weights are gathered in the schedule's order
         self._ways: dict[tuple[str, int, int], list[str]] = {}
 
     def sender(self, kind: str, stage: int) -> Send:
@@ -164,9 +163,6 @@ class RankEndpoint:
 
     def _unshard(self, action: Action) -> None:
         with self._peer_group.monitor.progress.waits():
-            if not self._has_compared:
-                self._has_compared = True
-                self._peer_group.compare_micro_batches(self._spec.micro_batches)
             self._spec.runs[action.stage].aliases.gather()
 
     def _post(self, action: Action) -> None:

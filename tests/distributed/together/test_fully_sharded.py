@@ -443,7 +443,7 @@ def test_replicas_that_differ(on_ranks: Run) -> None:
     for trained, counts in on_ranks(4, differences, init={"dp": 2}):
         assert "the replicas train different parameters: " in trained
         assert "norm.weight, " in trained
-        assert "the replicas have 2 to 4 micro-batches, and whole_stages, or layers with" in counts
+        assert "the replicas have 2 to 4 micro-batches, and whole_stages, or layers with local_parameters" in counts
 
 
 def test_the_first_call_may_be_in_inference_mode(on_ranks: Run) -> None:
