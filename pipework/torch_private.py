@@ -343,20 +343,23 @@ def memory_key(tensor: Tensor) -> int | None:
         return None
 
 
-_uses_of_storage: Callable[[int], int] = _find(torch, "_C._storage_Use_Count", lambda storage: 0)
-_OWN_USES: Final = 2  # of the tensor, and of the storage's Python object
+_OWN_USES: Final = 2  # of the tensor itself, and of the function that counts
+_uses_of_storage: Callable[[int], int] = _find(torch, "_C._storage_Use_Count", lambda storage: _OWN_USES + 1)
+_knows_uses = _has(torch.UntypedStorage, "_cdata")
 
 
 def is_held_elsewhere(tensor: Tensor) -> bool:
-    """Whether another tensor, in Python or inside of autograd, has the memory of this one, too. Fallback: False.
+    """Whether another tensor, in Python or inside of autograd, has the memory of this one, too.
+
+    False for tensors without a memory of their own, as sparse and nested ones. Fallback: True.
 
     Example:
         >>> x = torch.zeros(3)
-        >>> is_held_elsewhere(x), is_held_elsewhere(x[1:])
-        (False, True)
+        >>> is_held_elsewhere(x), is_held_elsewhere(x[1:]), is_held_elsewhere(x.to_sparse())
+        (False, True, False)
     """
-    storage = tensor.untyped_storage()
-    return _has(torch.UntypedStorage, "_cdata") and _uses_of_storage(storage_key(storage)) > _OWN_USES
+    key = memory_key(tensor)
+    return key is not None and (not _knows_uses or _uses_of_storage(key) > _OWN_USES)
 
 
 viewed: Callable[[Tensor], Tensor | None] = _attribute(Tensor, "_base", None)

@@ -59,19 +59,12 @@ class BatchVersions:
         version = torch_private.version
         return [(version(tensor), list(map(version, parts))) for tensor, parts in self._pairs[first:]]
 
-    def report(self, *, is_last: bool = False) -> None:
-        """After the layers have run: where they have changed a slice in place, the tensor has changed.
-
-        Args:
-            is_last: no backward will come any more, so the tensors are dropped.
-        """
+    def report(self) -> None:
+        """After the layers have run: where they have changed a slice in place, the tensor has changed."""
         for (tensor, parts), (_, versions) in zip(self._pairs, self._versions, strict=True):
             if versions != list(map(torch_private.version, parts)):
                 increment_version(tensor)
-        if is_last:
-            self.forget()
-        else:
-            self._versions = self._counted()
+        self._versions = self._counted()
 
     def spread(self) -> None:
         """Before a backward: where the caller has changed a tensor in place, its slices and aliases have changed."""

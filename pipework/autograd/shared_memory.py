@@ -7,7 +7,7 @@ tensor may have its memory (https://github.com/pytorch/pytorch/issues/34082). Af
 
 `rows.grad` and `columns.grad` are one memory, and the gradients of the next micro-batch would be added twice. It may
 also be what this stage sends to another one, has received, or keeps for a `W`, or what a user's hook has kept: they
-would see the sums.
+would see the sums. So the first gradient of each leaf is copied if anything else holds its memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipework import torch_private
 from pipework.values.dtensor import local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -38,38 +38,22 @@ class SharedMemory:
         >>> memory = SharedMemory([rows, columns])
         >>> for micro_batch in range(2):
         ...     (rows.unsqueeze(0) + columns.unsqueeze(0)).sum().backward()
-        ...     memory.separate(())
+        ...     memory.separate()
         >>> rows.grad, columns.grad
         (tensor([2., 2., 2.]), tensor([2., 2., 2.]))
     """
 
-    __slots__ = ("_taken", "pending")
+    __slots__ = ("pending",)
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         self.pending = leaves
-        self._taken: set[int] = set()
 
-    def separate(self, others: Iterable[Tensor | None]) -> None:
-        """After a backward: gives each new gradient memory of its own.
-
-        Args:
-            others: gradients with which this backward began, or which it gave to other tensors.
-        """
-        new = [leaf for leaf in self.pending if leaf.grad is not None]
-        if not new:
-            return
-        self.pending = [leaf for leaf in self.pending if leaf.grad is None]
-        taken = self._taken | {_key(other) for other in others if other is not None}
-        for leaf in new:
-            gradient = leaf.grad
-            assert gradient is not None
-            key = _key(gradient)
-            if key is not None and (key in taken or torch_private.is_held_elsewhere(local_part(gradient))):
-                leaf.grad = gradient.clone()
-            elif key is not None:
-                taken.add(key)
-                self._taken.add(key)
-
-
-def _key(gradient: Tensor) -> int | None:
-    return torch_private.memory_key(local_part(gradient))
+    def separate(self) -> None:
+        """After a backward, while the caller has what it began with and what it gave to other tensors."""
+        still_pending = []
+        for leaf in self.pending:
+            if leaf.grad is None:
+                still_pending.append(leaf)
+            elif torch_private.is_held_elsewhere(local_part(leaf.grad)):
+                leaf.grad = leaf.grad.clone()
+        self.pending = still_pending

@@ -211,6 +211,7 @@ class Step:
             run.aliases.take_gradients()  # a backward that wanted some parameters only left the others' gradients lying
         sent = [("B", len(self._engine.placement) - 1, [(tensors, None) for tensors in gradients])]
         with generator_given_up(), self._engine.peers.calling("backward"):
+            self._engine.workers.refuse_own_thread()
             received = self._run(self._program.others, sent, self._returned, begins=False, retain_graph=retain_graph)
         return received[0] if received else []
 
@@ -279,8 +280,6 @@ class Step:
                 "this mini-batch went forward before the process was forked, and its workers' threads stayed behind; "
                 "call the pipe again in this process"
             )
-        if not begins:
-            engine.workers.refuse_own_thread()
         micro_batches = self._program.schedule.micro_batches
         differentiates = orders is not self._program.forwards
         modes = Modes.capture()
@@ -358,10 +357,9 @@ class Step:
             )
             undelivered.clear()
         transport.close()
-        is_last = not (begins and self._loss is None) and not retain_graph
         if begins:
-            self._versions.report(is_last=is_last)
-        if is_last:
+            self._versions.report()
+        if not (begins and self._loss is None) and not retain_graph:
             self._versions.forget()
             self._variables = None
         if failure.happened:

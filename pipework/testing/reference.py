@@ -71,7 +71,7 @@ def reference_backward(
         for output, gradient in zip(outputs, gradients, strict=True):
             if output.requires_grad:
                 output.backward(gradient)
-                memory.separate([gradient])
+                memory.separate()
     return Reference(joined([output.detach() for output in outputs], inputs), loss.detach())
 
 

@@ -79,7 +79,7 @@ def reference_step(
                 part = loss.new_zeros(())
             if part.requires_grad:
                 torch.autograd.backward(part)
-                memory.separate(())
+                memory.separate()
             parts.append(part.detach())
             outputs.append(output)
     total, *others = parts

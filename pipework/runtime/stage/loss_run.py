@@ -59,10 +59,9 @@ class LossRun:
             self._loss.sample.take()
 
     def begin(self, loss: Tensor) -> None:
-        """Makes the gradients of all micro-batches' losses, with the first one."""
+        """Remembers the form of a loss, with the first one."""
         if self._like is None:
             self._like = loss.new_empty(())
-            self._make_seeds()
 
     def gradients(self, outputs: int) -> tuple[Tensor | None, ...]:
         """The gradients of the outputs: the loss, which comes first, has one."""
@@ -72,7 +71,7 @@ class LossRun:
         return (seed,) if outputs == 1 else (seed, *[None] * (outputs - 1))
 
     def _make_seeds(self) -> None:
-        """Each has memory of its own: autograd adds to that of one that has come to a parameter through views."""
+        """Makes the gradients of all micro-batches' losses. Each has memory of its own: a backward may overwrite it."""
         like, scale = self._like, self._loss.scale
         assert like is not None, "F comes first"
         shape = (self._loss.micro_batches,) if type(like) is Tensor else ()

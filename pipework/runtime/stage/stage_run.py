@@ -331,7 +331,7 @@ class StageRun:
         if self._weight_store is not None:
             self._weight_store.add_weight_gradients(micro_batch, again=self._retain_graph)
             if self._memory.pending:
-                self._memory.separate(())
+                self._memory.separate()
             self._check_parameters()
         if self.sharded is not None:
             self.sharded.accumulate(self.aliases.parameters, self.aliases.leaves)
@@ -359,7 +359,7 @@ class StageRun:
             if starts:
                 of_leaves = boundary.gradients(leaves, self._run_backward, starts, seeds, False)
                 if self._memory.pending:
-                    self._memory.separate((*of_leaves, *seeds))
+                    self._memory.separate()
             if self._send_gradient is not None:
                 self._send_gradient(micro_batch, (of_leaves, None))
             return
@@ -375,8 +375,6 @@ class StageRun:
             seeds += tuple([gradient for _, gradient in begun])
         if not starts:
             of_leaves = (None,) * len(leaves)
-            if self._weight_store is not None:
-                self._weight_store.nothing_to_differentiate(micro_batch)
         elif self._guard is None:
             of_leaves = self._gradients(leaves, starts, seeds, micro_batch)
         else:
@@ -386,10 +384,10 @@ class StageRun:
             refuse_non_finite(of_leaves, f"the gradient of an input of stage {self._index}")
             self._check_parameters()
         if self.tied is not None:
-            SharedMemory(self.aliases.leaves).separate((*of_leaves, *seeds))  # a gradient that is handed on comes anew
+            SharedMemory(self.aliases.leaves).separate()  # a gradient that is handed on comes anew
             self.tied.hand_on(micro_batch)
         elif self._memory.pending:
-            self._memory.separate((*of_leaves, *seeds))
+            self._memory.separate()
         if self._skips is not None:
             of_leaves = self._skips.send_gradients(micro_batch, of_leaves)
         if self._send_gradient is not None:
