@@ -107,10 +107,8 @@ class InnerLoss:
             "for example with reduction='mean', or with .mean()"
         )
 
-    def outputs(self, output: Any, part: Tensor) -> tuple[tuple[Tensor, ...], Structure | None]:
-        """The outputs of the last stage: the loss, then the output without its graph if it is kept."""
-        if not self.keeps_output:
-            return (part,), None
+    def with_output(self, part: Tensor, output: Any) -> tuple[tuple[Tensor, ...], Structure | None]:
+        """The outputs of the last stage if its output is kept: the loss, then the output without its graph."""
         tensors, structure = nested.flatten(output)
         return (part, *(tensor.detach() for tensor in tensors)), structure
 

@@ -31,6 +31,7 @@ class LossRun:
         targets: for each micro-batch the tensors, and the whole.
         taker: the number of the layer that takes the target; -1: none does.
         trains: as above, or an input of the stage gets a gradient.
+        seeds: the gradients of losses whose B is still to come; empty before the first B.
     """
 
     def __init__(self, loss: InnerLoss, stage: Stage, *, trains: bool) -> None:
@@ -40,7 +41,7 @@ class LossRun:
         self.taker = stage.layers[-1].number if loss.function is None else -1
         self.trains = trains
         self._like: Tensor | None = None  # a loss
-        self._seeds: list[Tensor] = []
+        self.seeds: list[Tensor] = []
         self._detached: set[int] = set()  # micro-batches whose loss has no graph
 
     def receive(self, micro_batch: int, message: Message) -> None:
@@ -65,9 +66,9 @@ class LossRun:
 
     def gradients(self, outputs: int) -> tuple[Tensor | None, ...]:
         """The gradients of the outputs: the loss, which comes first, has one."""
-        if not self._seeds:
+        if not self.seeds:
             self._make_seeds()
-        seed = self._seeds.pop()
+        seed = self.seeds.pop()
         return (seed,) if outputs == 1 else (seed, *[None] * (outputs - 1))
 
     def _make_seeds(self) -> None:
@@ -76,7 +77,7 @@ class LossRun:
         assert like is not None, "F comes first"
         shape = (self._loss.micro_batches,) if type(like) is Tensor else ()
         seeds = like.new_empty(shape).copy_(scale) if isinstance(scale, Tensor) else like.new_full(shape, scale)
-        self._seeds = list(seeds.unbind()) if shape else [seeds]
+        self.seeds = list(seeds.unbind()) if shape else [seeds]
 
     def outputs(
         self, output: Any, micro_batch: int, enter_stream: Callable[[int, int], None] | None, *, grad: bool
@@ -106,7 +107,7 @@ class LossRun:
         part = loss.part(value, micro_batch)
         if sample is not None:
             sample.gave(micro_batch, value)
-        return loss.outputs(output, part)
+        return loss.with_output(part, output) if loss.keeps_output else ((part,), None)
 
     def _see_detached(self, output: Any, micro_batch: int) -> None:
         """Raises a RuntimeError if no micro-batch's loss has a graph, although there is something to train."""

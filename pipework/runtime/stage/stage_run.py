@@ -349,7 +349,8 @@ class StageRun:
         if self._loss is None:
             gradients = self._receive_gradient(micro_batch)[0]
         else:  # the gradient of the loss is its scale
-            gradients = self._loss.gradients(len(graphs[micro_batch][1]))
+            of_losses, count = self._loss.seeds, len(graphs[micro_batch][1])
+            gradients = (of_losses.pop(),) if of_losses and count == 1 else self._loss.gradients(count)
         if not self._has_extras:
             leaves, roots = graphs.pop(micro_batch)
             starts, seeds = _differentiable(roots, gradients)

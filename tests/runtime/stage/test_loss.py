@@ -80,10 +80,9 @@ def test_what_has_no_weight_does_not_count() -> None:
     assert InnerLoss(mean, micro_batches=2).counted == {0, 1}
 
 
-def test_the_output_goes_with_the_loss_if_it_is_wanted() -> None:
+def test_the_output_goes_with_the_loss() -> None:
     part, output = torch.tensor(1.0), {"logits": torch.ones(2, requires_grad=True) * 2, "rows": 2}
-    assert InnerLoss(mean).outputs(output, part) == ((part,), None)
-    (first, logits), structure = InnerLoss(mean, keeps_output=True).outputs(output, part)
+    (first, logits), structure = InnerLoss(mean, keeps_output=True).with_output(part, output)
     assert first is part
     assert not logits.requires_grad
     assert structure is not None
