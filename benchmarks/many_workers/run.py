@@ -3,7 +3,8 @@
 Layers that sleep instead of computing, forward and backward, so that two cores stand for sixteen devices. The real
 runtime runs every schedule; the simulation predicts its makespan from the times that the layers were asked to sleep.
 What is left is what the runtime, its threads and Python cost. From the recorded costs the simulation predicts it again,
-with and without the time that a value needs from worker to worker.
+with and without the time that a value needs from worker to worker. Beside schedules that split no backwards runs a bare
+pipeline of threads, which does nothing that it need not do.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks import harness
 from benchmarks.harness import Verdict
+from benchmarks.many_workers import bare
 from benchmarks.schedules import TRAINING
 from benchmarks.sleeping import Alarm, Sleeper, sleeping_in_halves, without_timer_slack
 from pipework.pipe import Pipe
@@ -28,7 +30,7 @@ MICRO_BATCHES = 32
 
 def loss_of(output: Tensor, _: Tensor) -> Tensor:
     """Next to nothing."""
-    return output.sum()
+    return output.mean()
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Result:
         recorded: the makespans of the recorded timelines.
         wall: forward and backward as the caller sees them, not recorded.
         awake: the same when no layer sleeps: the host's work alone.
+        bare: the wall-clock time of a bare pipeline of threads; None: it has no such schedule.
         slept: the mean real sleep over the mean asked one.
         action: the mean recorded action over the mean asked sleep.
         from_costs: the makespan simulated from the recorded costs.
@@ -73,18 +76,24 @@ class Result:
     recorded: list[float]
     wall: list[float]
     awake: list[float]
+    bare: list[float] | None
     slept: float
     action: float
     from_costs: float
     without_transfer: float
 
 
-def training(case: Case, alarm: Alarm, micro_batches: int, *, asleep: bool = True) -> tuple[Pipe, Callable[[], None]]:
-    """A pipe of one sleeping layer for each stage, and what runs one mini-batch."""
-    layers = [
+def sleepers(case: Case, alarm: Alarm, *, asleep: bool = True) -> list[Sleeper]:
+    """A layer for each stage."""
+    return [
         Sleeper(alarm, *((forward, backward) if asleep else (0.0, 0.0)), weight_share=0.5)
         for forward, backward in zip(case.forward, case.backward, strict=True)
     ]
+
+
+def training(case: Case, alarm: Alarm, micro_batches: int, *, asleep: bool = True) -> tuple[Pipe, Callable[[], None]]:
+    """A pipe of one sleeping layer for each stage, and what runs one mini-batch."""
+    layers = sleepers(case, alarm, asleep=asleep)
     pipe = Pipe(
         nn.Sequential(*layers),
         micro_batches,
@@ -112,7 +121,11 @@ def measure(case: Case, micro_batches: int, rounds: int) -> Result:
     recorded_pipe, recorded = training(case, alarm, micro_batches)
     _, asleep = training(case, alarm, micro_batches)
     _, awake = training(case, alarm, micro_batches, asleep=False)
+    schedule, outside = recorded_pipe.schedule(micro_batches), not case.inside
     turns = {"recorded": harness.timed(recorded), "asleep": harness.timed(asleep), "awake": harness.timed(awake)}
+    if case.inside and schedule.kinds <= {"F", "B"}:
+        inputs = [torch.zeros(1, 1, requires_grad=True) for _ in range(micro_batches)]
+        turns["bare"] = harness.timed(bare.step_of(schedule, sleepers(case, Alarm(alarm.lateness)), inputs))
     harness.alternate(turns, rounds=1, warm_up=0)  # the first steps do not count
     alarm.slept.clear()
     with recorded_pipe.record() as recording:
@@ -121,13 +134,13 @@ def measure(case: Case, micro_batches: int, rounds: int) -> Result:
     lines = [recording.timeline(step) for step in recording.steps]
     actions = [mean(interval.end - interval.start for interval in line.intervals) for line in lines]
     asked, real = (mean(column) for column in zip(*alarm.slept, strict=True))
-    schedule, outside = recorded_pipe.schedule(micro_batches), not case.inside
     costs = replace(recording.costs(), transfer=0.0)
     return Result(
         predicted=simulate(schedule, case.costs, loss_outside=outside).makespan,
         recorded=[line.makespan for line in lines],
         wall=seconds["asleep"],
         awake=seconds["awake"],
+        bare=seconds.get("bare"),
         slept=real / asked,
         action=median(actions) / asked,
         from_costs=recording.predicted().makespan,
@@ -199,6 +212,7 @@ def report(results: Sequence[tuple[Case, Result]], micro_batches: int, milliseco
                 f"{result.without_transfer / recorded - 1:+.2%}",
                 f"{median(result.wall) * 1e3:.1f}",
                 f"{excess['wall-clock']:+.2f}%",
+                "" if result.bare is None else f"{median(result.bare) / result.predicted - 1:+.2%}",
                 f"{median(result.awake) * 1e3:.1f}",
                 f"{result.slept - 1:+.2%}",
                 f"{result.action - 1:+.2%}",
@@ -207,7 +221,7 @@ def report(results: Sequence[tuple[Case, Result]], micro_batches: int, milliseco
         for clock, above in excess.items():
             most.setdefault((case.label, clock), []).append(above)
     header = ["schedule", "workers", "simulated", "recorded", "", "from costs", "without transfer"]
-    harness.print_table([*header, "wall-clock", "", "awake", "real sleep", "action"], rows)
+    harness.print_table([*header, "wall-clock", "", "bare threads", "awake", "real sleep", "action"], rows)
     return [
         Verdict(f"{label}, at most: {clock} above simulated makespan", max(above), TOLERANCE, "%")
         for (label, clock), above in most.items()
