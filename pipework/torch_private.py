@@ -343,7 +343,7 @@ def memory_key(tensor: Tensor) -> int | None:
         return None
 
 
-_OWN_USES: Final = 2  # of the tensor itself, and of the function that counts
+_OWN_USES: Final = 2  # of the tensor, and of the storage's Python object
 _uses_of_storage: Callable[[int], int] = _find(torch, "_C._storage_Use_Count", lambda storage: _OWN_USES + 1)
 _knows_uses = _has(torch.UntypedStorage, "_cdata")
 
@@ -358,8 +358,11 @@ def is_held_elsewhere(tensor: Tensor) -> bool:
         >>> is_held_elsewhere(x), is_held_elsewhere(x[1:]), is_held_elsewhere(x.to_sparse())
         (False, True, False)
     """
-    key = memory_key(tensor)
-    return key is not None and (not _knows_uses or _uses_of_storage(key) > _OWN_USES)
+    try:
+        storage = tensor.untyped_storage()  # its Python object must live while uses are counted
+    except (NotImplementedError, RuntimeError):
+        return False
+    return not _knows_uses or _uses_of_storage(storage_key(storage)) > _OWN_USES
 
 
 viewed: Callable[[Tensor], Tensor | None] = _attribute(Tensor, "_base", None)

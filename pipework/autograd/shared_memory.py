@@ -49,7 +49,10 @@ class SharedMemory:
         self.pending = leaves
 
     def separate(self) -> None:
-        """After a backward, while the caller has what it began with and what it gave to other tensors."""
+        """After a backward, while the caller has what it began with and what it gave to other tensors.
+
+        Each `.grad` must be a tensor of its own, as autograd makes it: what is counted are the tensors of a memory.
+        """
         still_pending = []
         for leaf in self.pending:
             if leaf.grad is None:

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -25,7 +26,7 @@ from pipework.distributed.store_prefix import attempt_prefix
 from pipework.model.local_parameters import texts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection
 
     from pipework.distributed.transport.channel import Group
 
@@ -106,11 +107,13 @@ class Mesh:
                 "replicas if there are any, and any other names for dimensions over which the layers themselves are "
                 'sharded, as in init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))'
             )
-        along = texts_of(replicas)
+        along = (
+            texts_of(replicas) if isinstance(replicas, Sequence) else None
+        )  # a set has another order in each process
         if along is None or (along != (REPLICAS,) and not _are_dimensions(along, names)):
             raise ValueError(
-                f"replicas={replicas!r}: wanted dimensions of the DeviceMesh, each once and without 'pp', along which "
-                f"the ranks are given other data; it has {tuple(names)}"
+                f"replicas={replicas!r}: wanted a dimension of the DeviceMesh or a tuple of them, each once and "
+                f"without 'pp', along which the ranks are given other data; it has {tuple(names)}"
             )
         if device_mesh.get_coordinate() is None:
             raise ValueError(f"this process, rank {dist.get_rank()}, is not in the DeviceMesh")

@@ -1,5 +1,6 @@
 """Gradients and parameters whose memory other tensors have, too: nothing may be added to it, or written into it."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -121,6 +122,22 @@ class Transposed(nn.Module):
         return x + torch.einsum("ija->jia", self.weight)
 
 
+class Added(nn.Module):
+    """In W, the gradients of two parameters are one tensor: that of the output, which a hook has kept, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(2, 3, 4)), nn.Parameter(torch.randn(2, 3, 4))
+        self.factors = nn.Parameter(torch.randn(2, 2, 4, 4))
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.baddbmm(self.first, x, self.factors[0]) + torch.baddbmm(self.second, x, self.factors[1])
+        if y.requires_grad:
+            y.register_hook(self.kept.append)
+        return y
+
+
 class Energy(nn.Module):
     """Differentiates by its input alone: its own parameters get no gradient."""
 
@@ -149,7 +166,7 @@ class EnergyAgain(Energy):
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize(
     ("kind", "rows"),
-    [(Projected, 4), (Transposed, 8), (Energy, 8), (EnergyAgain, 8)],
+    [(Projected, 4), (Transposed, 8), (Added, 8), (Energy, 8), (EnergyAgain, 8)],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_gradients_beside_those_that_wait(kind: type[nn.Module], rows: int, checkpoint: str, schedule: str) -> None:
@@ -171,7 +188,7 @@ def test_gradients_beside_those_that_wait(kind: type[nn.Module], rows: int, chec
             model.zero_grad()
             for layer in model:
                 vars(layer).get("kept", []).clear()
-        if kind is Transposed:  # its parameters have as many rows as a micro-batch
+        if kind in (Transposed, Added):  # its parameters have as many rows as a micro-batch
             loss = sum(nn.functional.mse_loss(plain(a), b) / 4 for a, b in zip(x.chunk(4), y.chunk(4), strict=True))
         else:
             loss = nn.functional.mse_loss(plain(x), y)
@@ -180,6 +197,8 @@ def test_gradients_beside_those_that_wait(kind: type[nn.Module], rows: int, chec
         for found, wanted in zip(pipe.parameters(), plain.parameters(), strict=True):
             assert (found.grad is None) == (wanted.grad is None)
             torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-10, atol=1e-13)
+        for layer in list(pipe)[::2] if kind is Added else ():
+            torch.testing.assert_close(torch.stack(layer.kept).sum(0), layer.first.grad, rtol=1e-10, atol=1e-13)
         if kind is Projected:
             for own, other in zip(list(pipe)[::2], list(plain)[::2], strict=True):
                 torch.testing.assert_close(torch.cat(own.kept), other.kept[0], rtol=1e-10, atol=1e-13)
@@ -266,3 +285,45 @@ def test_a_loss_that_overwrites_its_gradient(schedule: str) -> None:
     doubled(plain(x), y).backward()
     pipe(x, target=y).backward()
     torch.testing.assert_close(pipe[0].weight.grad, plain.weight.grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
+def test_a_forward_may_differentiate_the_graph_of_an_earlier_micro_batch(schedule: str) -> None:
+    class Looks(nn.Module):
+        def __init__(self, looks: bool) -> None:
+            super().__init__()
+            self.linear, self.looks = nn.Linear(4, 4), looks
+            self.last: tuple[torch.Tensor, torch.Tensor] | None = None
+            self.seen = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.tanh(self.linear(x))
+            if self.looks and self.last is not None:
+                inputs, outputs = self.last
+                with contextlib.suppress(RuntimeError):  # its backward is over
+                    torch.autograd.grad(outputs.sum(), inputs, retain_graph=True)
+                    self.seen += 1
+            self.last = (x, y) if x.requires_grad else None
+            return y
+
+    gradients: list[list[torch.Tensor]] = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        layer = Looks(looks)
+        pipe = Pipe(
+            nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4)),
+            4,
+            "never",
+            schedule=schedule,
+            loss_fn=nn.functional.mse_loss,
+            balance=[2, 1],
+            devices=["cpu"] * 2,
+        )
+        x = torch.randn(8, 4)
+        for _ in range(3):
+            layer.last = None
+            pipe(x, target=x).backward()
+        assert bool(layer.seen) == looks
+        gradients.append([parameter.grad for parameter in pipe.parameters()])
+    for found, wanted in zip(*gradients, strict=True):
+        assert torch.equal(found, wanted)

@@ -219,14 +219,7 @@ class WeightGradientStore:
                 self._mixed_lastingly.add(id(alias))
 
     def end(self) -> None:
-        """The forward is over: decides which of the parameters that it used are deferred.
-
-        What waits already are gradients that a layer has asked for itself.
-        """
-        self._queue.clear()
-        self._decide()
-
-    def _decide(self) -> None:
+        """The forward is over: decides which of the parameters that it used are deferred."""
         if self._used:
             self._spread()
             for alias in self._used.values():
@@ -252,21 +245,26 @@ class WeightGradientStore:
         for gone in self._known.keys() - set(map(id, parameters)):  # another parameter may get this id
             del self._known[gone]
 
+    def nothing_to_differentiate(self, micro_batch: int) -> None:
+        """I, of outputs that need no gradient: drops what a layer has differentiated for itself in F."""
+        self._queues[micro_batch].clear()
+
     def differentiate(self, micro_batch: int, backward: Callable[[], None]) -> None:
         """I: runs autograd; what it computes of a deferred gradient is stored for W."""
         queue = self._queues[micro_batch]
+        queue.clear()
         self.accumulates = torch_private.accumulates_all()
         self._enter(micro_batch, queue, self._unknown.get(micro_batch, frozenset()))
         if micro_batch not in self._mixed:  # the usual case
             backward()
-            self._decide()  # for layers that were computed in I only
+            self.end()  # for layers that were computed in I only
             return
         mixed = list(self._mixed[micro_batch].values())
         before = [alias.grad for alias in mixed]
         for alias in mixed:
             alias.grad = None
         backward()
-        self._decide()
+        self.end()
         for alias, gradient in zip(mixed, before, strict=True):
             if alias.grad is not None:
                 queue.append((_Computed(alias), alias.grad, alias.grad))
@@ -348,7 +346,8 @@ def _add(sums: dict[Any, tuple[DeferrableAlias, Tensor]], key: Any, pair: tuple[
 
 def _add_to_buffer(alias: DeferrableAlias, part: Tensor) -> None:
     if alias.grad is None:
-        alias.grad = part
+        # A tensor of its own, as autograd would make: the part may be the output's gradient, which others have, too.
+        alias.grad = part.detach()
     else:
         alias.grad.add_(part)
 

@@ -5,8 +5,8 @@
     a parameter that only this rank has          divided by the number of replicas
     what FSDP shards                             reduced by FSDP, see `FullySharded`
 
-The loss is the mean of the replicas' losses. The rows of all of them have come to a parameter that only one has, so its
-gradient is complete but for the mean; of several that have it, each got the rows of some.
+The loss is the mean of the replicas' losses. A parameter that one rank alone has was used by the rows of all replicas,
+so its gradient is already the sum, and is divided. Of one that several ranks have, each has the gradient of some rows.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class LossRun:
         targets: for each micro-batch the tensors, and the whole.
         taker: the number of the layer that takes the target; -1: none does.
         trains: as above, or an input of the stage gets a gradient.
-        seeds: the gradients of losses whose B is still to come; empty before the first B.
+        seeds: gradients of losses whose B is still to come; empty: the next B makes some.
     """
 
     def __init__(self, loss: InnerLoss, stage: Stage, *, trains: bool) -> None:
@@ -56,10 +56,11 @@ class LossRun:
     def clear(self) -> None:
         """Drops every tensor."""
         self.targets.clear()
+        self.seeds, self._like = [], None
         if self._loss.sample is not None:
             self._loss.sample.take()
 
-    def begin(self, loss: Tensor) -> None:
+    def note_form(self, loss: Tensor) -> None:
         """Remembers the form of a loss, with the first one."""
         if self._like is None:
             self._like = loss.new_empty(())

@@ -220,7 +220,7 @@ class StageRun:
         if self._in_place.refuses:
             self._in_place.mark(outputs)
         if loss is not None:
-            loss.begin(outputs[0])
+            loss.note_form(outputs[0])
         if self.meter is not None:
             self.meter.sending(outputs)
         if self._ports is not None:
@@ -350,6 +350,7 @@ class StageRun:
             gradients = self._receive_gradient(micro_batch)[0]
         else:  # the gradient of the loss is its scale
             of_losses, count = self._loss.seeds, len(graphs[micro_batch][1])
+            # The usual case without a call.
             gradients = (of_losses.pop(),) if of_losses and count == 1 else self._loss.gradients(count)
         if not self._has_extras:
             leaves, roots = graphs.pop(micro_batch)
@@ -376,6 +377,8 @@ class StageRun:
             seeds += tuple([gradient for _, gradient in begun])
         if not starts:
             of_leaves = (None,) * len(leaves)
+            if self._weight_store is not None:
+                self._weight_store.nothing_to_differentiate(micro_batch)
         elif self._guard is None:
             of_leaves = self._gradients(leaves, starts, seeds, micro_batch)
         else:

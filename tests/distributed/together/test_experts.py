@@ -389,8 +389,9 @@ def hand_cut(_: Mesh) -> None:
         ),
         device_mesh["tp"].get_local_rank(),
     )
-    with pytest.raises(ValueError, match="given other data"):
-        Mesh.of(device_mesh, replicas=("dp", "ep"))
+    for unknown in (("dp", "ep"), {"dp", "tp"}):
+        with pytest.raises(ValueError, match="given other data"):
+            Mesh.of(device_mesh, replicas=unknown)  # type: ignore[arg-type]
 
 
 def test_shards_cut_by_hand_beside_replicas(on_ranks: Run) -> None:
