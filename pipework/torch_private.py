@@ -337,8 +337,13 @@ def memory_key(tensor: Tensor) -> int | None:
         >>> memory_key(x) == memory_key(x[1:]), memory_key(x.to_sparse())
         (True, None)
     """
+    storage = _storage_of(tensor)
+    return None if storage is None else storage_key(storage)
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     try:
-        return storage_key(tensor.untyped_storage())
+        return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
 
@@ -358,11 +363,8 @@ def is_held_elsewhere(tensor: Tensor) -> bool:
         >>> is_held_elsewhere(x), is_held_elsewhere(x[1:]), is_held_elsewhere(x.to_sparse())
         (False, True, False)
     """
-    try:
-        storage = tensor.untyped_storage()  # its Python object must live while uses are counted
-    except (NotImplementedError, RuntimeError):
-        return False
-    return not _knows_uses or _uses_of_storage(storage_key(storage)) > _OWN_USES
+    storage = _storage_of(tensor)  # its Python object must live while uses are counted
+    return storage is not None and (not _knows_uses or _uses_of_storage(storage_key(storage)) > _OWN_USES)
 
 
 viewed: Callable[[Tensor], Tensor | None] = _attribute(Tensor, "_base", None)
