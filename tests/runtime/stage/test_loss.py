@@ -1,10 +1,12 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pipework.runtime.stage.loss import InnerLoss, mean_weights, total
+from pipework.runtime.stage.loss_run import LossRun
 from pipework.values.nested import flatten
 
 
@@ -80,8 +82,12 @@ def test_what_has_no_weight_does_not_count() -> None:
     assert InnerLoss(mean, micro_batches=2).counted == {0, 1}
 
 
-def test_the_output_goes_with_the_loss() -> None:
+def test_the_output_goes_with_the_loss_if_it_is_wanted() -> None:
     part, output = torch.tensor(1.0), {"logits": torch.ones(2, requires_grad=True) * 2, "rows": 2}
+    stage = SimpleNamespace(layers=[SimpleNamespace(number=0)], training=True)
+    run = LossRun(InnerLoss(lambda output, target: part), stage, trains=True)  # type: ignore[arg-type]
+    run.receive(0, ((torch.ones(2),), None))
+    assert run.outputs(output, 0, None, grad=False) == ((part,), None)
     (first, logits), structure = InnerLoss(mean, keeps_output=True).with_output(part, output)
     assert first is part
     assert not logits.requires_grad
