@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pipework.integrations.pretrained import load_pretrained, save_pretrained
     from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
     from pipework.model.checkpoint import is_checkpointing, is_recomputing
+    from pipework.model.chunk import Chunk, NoChunk
     from pipework.model.given import MicroBatches
-    from pipework.model.no_chunk import NoChunk
     from pipework.model.sequential import PipeSequential
     from pipework.model.with_device import WithDevice
     from pipework.pipe import Pipe
@@ -38,6 +38,7 @@ __all__ = [
     "Pipe",
     "attach",
     "to_sequential",
+    "Chunk",
     "NoChunk",
     "MicroBatches",
     "PipeSequential",
@@ -84,8 +85,8 @@ def __getattr__(name: str) -> object:
         "pipework.integrations.pretrained": ("load_pretrained", "save_pretrained"),
         "pipework.model.batchnorm": ("DeferredBatchNorm", "convert_deferred_batch_norm"),
         "pipework.model.checkpoint": ("is_checkpointing", "is_recomputing"),
+        "pipework.model.chunk": ("Chunk", "NoChunk"),
         "pipework.model.given": ("MicroBatches",),
-        "pipework.model.no_chunk": ("NoChunk",),
         "pipework.model.sequential": ("PipeSequential",),
         "pipework.model.with_device": ("WithDevice",),
         "pipework.pipe": ("Pipe",),

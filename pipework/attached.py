@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from pipework.assignment.assignment import assign
 from pipework.assignment.from_plan import checked_plan, planned_arguments
-from pipework.attached_forward import AttachedForward, LossOf, Placed, by_name
+from pipework.attached_forward import AttachedForward, LossOf, Placed, SplitByName, by_name
 from pipework.balance import balance_by_time
 from pipework.integrations import adapter_for
 from pipework.model.batchnorm import convert_deferred_batch_norm
+from pipework.model.layout import Layout
 from pipework.model.parts.check import adds_up, check_parts
-from pipework.model.parts.cut import Cuttable, arguments_of, refuse_own_forward
+from pipework.model.parts.cut import Cuttable, arguments_of, as_given, refuse_own_forward
 from pipework.model.parts.execution.part import Message
 from pipework.model.parts.execution.result import LossPlace
 from pipework.model.parts.originals import OwnParameters, take_over
@@ -23,7 +24,7 @@ from pipework.pipe import Pipe, backend_for
 from pipework.pipe_warning import warn_caller
 from pipework.profiling.first_mini_batch import AUTO, FirstMiniBatch, refuse_memory
 from pipework.schedule.edges import recomputed
-from pipework.signatures import signature_of
+from pipework.signatures import positional_names, signature_of
 from pipework.values import nested
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import pipework
     from pipework.backend import Backend
     from pipework.distributed.mesh import Mesh
+    from pipework.model.own_split import OwnSplit
     from pipework.planning.plan import Plan
     from pipework.schedule import Schedule, ScheduleSpec
 
@@ -103,6 +105,7 @@ def attach(
     check: bool = True,
     plan: Plan | Mapping[str, Any] | None = None,
     memory: float | str | Mapping[str, float | str] | None = None,
+    split: OwnSplit | None = None,
 ) -> pipework.Pipe:
     """Makes a pipe of a model, and lets the model's forward run in it.
 
@@ -115,7 +118,9 @@ def attach(
 
     Args:
         model: any module that computes its loss itself if it is given the target.
-        sample: a small batch, with the target; see `to_sequential`.
+        sample: a small batch, with the target; see `to_sequential`. It decides along which dimension each tensor of
+            later batches is cut: the one that has the sample's number of rows, which no other size may equal. `Chunk`
+            and `NoChunk` in the sample say it themselves.
         target: the argument of the forward that the loss needs. A call without it returns what the model returns, and
             is for evaluation only, unless the schedule ("gpipe", "looped-bfs") has all backwards after all forwards.
         loss_reduction: see `Pipe`: what the model itself does over the rows, 'mean' or 'sum'.
@@ -140,13 +145,15 @@ def attach(
         plan: `pipe.plan` of a pipe that was attached to such a model: it decides chunks, checkpoint, balance and
             schedule, and the devices unless they are given. With schedule='auto': options of `pipework.plan`.
         memory: with schedule='auto': see `Pipe`.
+        split: see `Pipe`. All arguments but the target are given to the function by their names, and what it returns
+            is passed to the model in the same way.
 
     Returns:
         The pipe. `pipe.eval()` is not needed: it follows `model.train()` and `model.eval()`.
 
     Raises:
-        ValueError: the model cannot be cut, the sample lacks the target, or the parts give another result than the
-            model; the message says why.
+        ValueError: the model cannot be cut, the sample lacks the target or does not tell its rows, or the parts give
+            another result than the model; the message says why.
 
     Example:
         >>> class Net(nn.Module):
@@ -174,6 +181,8 @@ def attach(
     arguments, keywords = arguments_of(sample)
     signature = signature_of(type(model).forward.__get__(model))
     names = by_name(signature, arguments, keywords)
+    positional = positional_names(model)
+    layout = Layout(positional, target) if split else Layout.of_sample(positional, target, *as_given(sample))
     if target not in names:
         raise ValueError(
             f"the sample has no {target!r} (it has {', '.join(map(repr, names))}), so the forward would compute no "
@@ -234,7 +243,9 @@ def attach(
         one_thread=one_thread,
         deferred_batch_norm=deferred_batch_norm,
         mesh=mesh,
+        split=None if split is None else SplitByName(split, signature, target),
     )
+    pipe._executor.know(layout)
     if plan is not None:
         pipe._plan = plan  # the pipe was given its stages; this plan is of units
     here = [layer for layer in layers if layer in set(pipe)]

@@ -18,6 +18,7 @@ from pipework.values import nested
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pipework.model.own_split import OwnSplit
     from pipework.model.parts.cut import Cuttable
     from pipework.pipe import Pipe
 
@@ -145,6 +146,32 @@ class Placed:
                 "has placed it. transformers' Trainer and Accelerate would move it: train with "
                 "pipework.integrations.trainer.PipeTrainer, or leave the model out of accelerator.prepare()"
             ) from None
+
+
+class SplitByName:
+    """The function of `split=` for a model: it gets all arguments but the target by their names.
+
+    Args:
+        function: the caller's.
+        signature: of the model's forward.
+        target: the argument that the loss needs.
+    """
+
+    def __init__(self, function: OwnSplit, signature: inspect.Signature, target: str) -> None:
+        self._function = function
+        self._signature = signature
+        self._target = target
+
+    def __call__(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, chunks: int
+    ) -> list[tuple[Any, Any, Any]]:
+        """The micro-batches, each with its target among its arguments."""
+        names = by_name(self._signature, arguments, keywords)
+        names.pop(self._target, None)
+        parts = list(self._function((), names, target, chunks))
+        if target is None:
+            return parts
+        return [(inputs, {**named, self._target: of}, of) for inputs, named, of in parts]
 
 
 def _positional(

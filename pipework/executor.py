@@ -19,11 +19,13 @@ from pipework.model import microbatch
 from pipework.model.batchnorm import DeferredBatchNorm
 from pipework.model.given import Given, MicroBatches, given
 from pipework.model.layers import doubts_about_hooks
+from pipework.model.layout import Layout
 from pipework.model.loss.check import LossCheck
 from pipework.model.microbatch import Split
 from pipework.model.misspelt import refuse_misspelt
 from pipework.model.output_rows import OutputRows
-from pipework.model.rows import doubts_about_masks, modules_with_batch_second, watched
+from pipework.model.own_split import in_micro_batches
+from pipework.model.rows import modules_with_batch_second, watched
 from pipework.prediction.mini_batch_form import MiniBatchForm, batch_bytes, largest_micro_batch
 from pipework.prediction.predict import predict_step
 from pipework.prediction.stage_copy import Sample
@@ -38,6 +40,7 @@ from pipework.runtime.skips.skip import Skip
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
 from pipework.runtime.stage.loss import total
 from pipework.runtime.step import Step, StepOptions
+from pipework.signatures import positional_names
 from pipework.skip.layout import skip_edges
 from pipework.skip.verify import verify_skippables
 from pipework.values import nested
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
     from pipework.assignment.assignment import Assignment
     from pipework.backend import Backend
     from pipework.model.loss.settings import LossSettings
+    from pipework.model.own_split import OwnSplit
     from pipework.model.tuples import TupleRule
     from pipework.prediction.predict import Prediction
     from pipework.runtime.engine import Engine
@@ -77,6 +81,7 @@ class Executor:
         checkpoint: see `Pipe`.
         check_finite: see `Pipe`.
         one_thread: see `Pipe`.
+        own_split: see `split` of `Pipe`.
 
     Attributes:
         recording: receives the actions of mini-batches; None: nothing is recorded.
@@ -98,6 +103,7 @@ class Executor:
         checkpoint: str,
         check_finite: bool,
         one_thread: bool | None,
+        own_split: OwnSplit | None = None,
     ) -> None:
         self._assignment = assignment
         self._backend = backend
@@ -108,6 +114,9 @@ class Executor:
         self.checkpoint = checkpoint
         self._check_finite = check_finite
         self._one_thread = one_thread
+        self._own_split = own_split
+        self._layout: Layout | None = None
+        self._layout_is_fixed = False
         self.recording: Recording | None = None
         self.recorded_step = 0
         self._device_types = sorted({"cpu", *(device.type for device in assignment.devices)})
@@ -148,7 +157,10 @@ class Executor:
         """One mini-batch; see `Pipe.forward`. `training` is the pipe's flag; `doubts` gets what is to be warned of."""
         if self._backend.is_whole and return_output and target is None:
             raise _output_without_loss()
-        split = self._split(inputs, keyword_inputs) if self._backend.is_first else None
+        call = StepData(inputs, keyword_inputs, target)
+        if self._backend.is_first or self._backend.is_last:
+            inputs, keyword_inputs, target = self._cut_by_caller(inputs, keyword_inputs, target)
+        split = self._split(inputs, keyword_inputs, doubts) if self._backend.is_first else None
         if self._engine is None:
             doubts += doubts_about_hooks(self._partitions.values())
         engine = self.engine_in_use()
@@ -164,12 +176,13 @@ class Executor:
             returns_output=return_output,
             recorded=self.recording is not None,
         )
-        facts = self._backend.begin(header, split, StepData(inputs, keyword_inputs, target))
+        facts = self._backend.begin(header, split, call)
         inside = facts.inside
         split = split or _elsewhere(facts)
         targets, weighing = None, split.rows
         if inside and self._backend.is_last:
-            targets, weighing = split.targets(target, self._assignment.partitioning.devices[-1], self._end_ranks)
+            last = self._assignment.partitioning.devices[-1]
+            targets, weighing = split.targets(target, last, self._end_ranks, self._known_layout)
         micro_batches = len(split.rows)
         trains = training and context.grad
         try:
@@ -214,7 +227,7 @@ class Executor:
         if self._deferred:
             collecting = self._mini_batch_of_batch_norms(engine.lock)
         if "inputs" in looks:
-            watching = self._rows_watched(engine.lock, split.rows, inputs, keyword_inputs, doubts)
+            watching = self._rows_watched(engine.lock, split.rows, doubts)
         try:
             with collecting, watching:
                 if inside:
@@ -323,7 +336,8 @@ class Executor:
     ) -> Prediction:
         """See `Pipe.predict`."""
         devices = self._assignment.partitioning.devices
-        split = self._split(inputs, keyword_inputs)
+        inputs, keyword_inputs, target = self._cut_by_caller(inputs, keyword_inputs, target)
+        split = self._split(inputs, keyword_inputs, [])
         count = len(split.micro_batches)
         largest = largest_micro_batch(split)
         arguments, keywords = microbatch.arguments_of(split.micro_batches[largest])
@@ -333,7 +347,7 @@ class Executor:
         if target is None and not plain.loss_may_be_outside:
             raise self.loss.missing_target(plain.schedule.name, len(inputs), keyword_inputs, call="pipe.predict")
         if target is not None:
-            targets, weighing = split.targets(target, devices[-1])
+            targets, weighing = split.targets(target, devices[-1], layout=self._known_layout)
             loss = self.loss.inner(targets, weighing, devices[-1], grad=True, keeps_output=False)
             sample = replace(sample, loss=loss, target=nested.unflatten(*targets[largest]))
         program = self._program(count, self.checkpoint, inside=target is not None)
@@ -395,6 +409,7 @@ class Executor:
         self._keywords = frozenset()
         self._looks = _LOOKS
         self._output_rows = OutputRows()
+        self._layout = self._layout if self._layout_is_fixed else None
 
     def engine_in_use(self) -> Engine:
         """The stages and workers, made at the first mini-batch and again after a copy, an unpickling or a fork."""
@@ -447,17 +462,37 @@ class Executor:
         """The program of a schedule; a subclass may change the order."""
         return Program.of(schedule)
 
-    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> Split | Given:
-        """The mini-batch in micro-batches."""
+    def know(self, layout: Layout) -> None:
+        """What a sample says of the arguments."""
+        self._layout, self._layout_is_fixed = layout, True
+
+    @property
+    def _known_layout(self) -> Layout:
+        """What is known of the arguments; of a pipe's own layers the first mini-batch tells."""
+        if self._layout is None:
+            first = next(iter(self._layers), None)
+            self._layout = Layout(() if first is None or not self._backend.is_first else positional_names(first))
+        return self._layout
+
+    def _cut_by_caller(
+        self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], target: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The call as it is, or in the micro-batches that the function of the caller makes of it."""
+        if self._own_split is None or _is_cut(inputs, keyword_inputs):
+            return inputs, keyword_inputs, target
+        return in_micro_batches(self._own_split, inputs, keyword_inputs, target, self.chunks)
+
+    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], doubts: list[str]) -> Split | Given:
+        """The mini-batch in micro-batches; `doubts` gets what is to be warned of."""
         if not keyword_inputs:
             self._backend.check_inputs(inputs)
         elif not keyword_inputs.keys() <= self._keywords:
             refuse_misspelt(keyword_inputs, *next(self._layers.named_children()))
             self._keywords = frozenset(keyword_inputs)
         device = self._assignment.partitioning.devices[0]
-        if any(isinstance(value, MicroBatches) for value in (*inputs, *keyword_inputs.values())):
+        if _is_cut(inputs, keyword_inputs):
             return given(inputs, keyword_inputs, device)
-        return microbatch.split(inputs, keyword_inputs, self.chunks, device)
+        return microbatch.split(inputs, keyword_inputs, self.chunks, device, self._known_layout, doubts)
 
     def _refuse_checkpoint_around(self, inputs: Iterable[Tensor]) -> None:
         """Raises a RuntimeError if autograd saves tensors, whose hooks would call the pipe on one of its workers."""
@@ -485,21 +520,17 @@ class Executor:
                     batch_norm.commit()
 
     @contextlib.contextmanager
-    def _rows_watched(
-        self,
-        lock: threading.Lock,
-        rows: Sequence[int],
-        inputs: tuple[Any, ...],
-        keyword_inputs: dict[str, Any],
-        doubts: list[str],
-    ) -> Iterator[None]:
+    def _rows_watched(self, lock: threading.Lock, rows: Sequence[int], doubts: list[str]) -> Iterator[None]:
         """For the first mini-batch that is cut: looks for uses in which dimension 0 is not that of the rows."""
-        if self._backend.is_first and len(inputs) + len(keyword_inputs) > 1:
-            doubts += doubts_about_masks(inputs, keyword_inputs)
         with watched(modules_with_batch_second(self._layers.named_children()), {*rows}, lock) as found:
             yield
         self._looks -= {"inputs"}
         doubts += found
+
+
+def _is_cut(inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> bool:
+    """Whether the caller has cut the mini-batch."""
+    return any(isinstance(value, MicroBatches) for value in (*inputs, *keyword_inputs.values()))
 
 
 def _loss_and_output(

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from pipework.backend import Backend, ProcessGroupView
     from pipework.distributed.mesh import Mesh
+    from pipework.model.own_split import OwnSplit
     from pipework.planning.plan import Plan
     from pipework.prediction.predict import Prediction
     from pipework.schedule import Schedule, ScheduleSpec
@@ -118,6 +119,10 @@ class Pipe(Layers):
             schedule='auto' the first training mini-batch makes the plan, as `pipework.plan` does (so it takes half a
             minute longer), and these are its options, such as ``{"seconds": 10}``; chunks other than 1 stay as given.
         memory: with schedule='auto': the bytes that each device may hold, such as "24GiB"; see `pipework.plan`.
+        split: cuts a mini-batch that cannot be cut along the rows of its tensors: a function of the call's positional
+            arguments, a dict of its keyword arguments, its target and `chunks`. It returns for each micro-batch a tuple
+            of the first three. The rest is as if the call had these in `MicroBatches`. If workers are processes, those
+            that read the inputs or the target call it, each with the whole call.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`.
@@ -160,6 +165,7 @@ class Pipe(Layers):
         whole_stages: int | None = None,
         plan: Plan | Mapping[str, Any] | None = None,
         memory: float | str | Mapping[str, float | str] | None = None,
+        split: OwnSplit | None = None,
     ) -> None:
         planned: dict[str, tuple[Any, Any]] = {
             "chunks": (chunks, 1),
@@ -184,6 +190,7 @@ class Pipe(Layers):
                 "grad_scaler": grad_scaler,
                 "check_finite": check_finite,
                 "one_thread": one_thread,
+                "split": split,
             }
             self._wait_for_mini_batch(first, later)
             return
@@ -261,6 +268,7 @@ class Pipe(Layers):
             checkpoint=checkpoint,
             check_finite=bool(check_finite),
             one_thread=None if one_thread is None else bool(one_thread),
+            own_split=split,
         )
         settings = {
             "chunks": chunks,
@@ -269,6 +277,7 @@ class Pipe(Layers):
             "loss_reduction": loss_reduction,
             "loss_fn": function_identity(loss_fn),
             "loss_weight": function_identity(loss_weight),
+            "split": function_identity(split),
             "check_finite": bool(check_finite),
             "grad_scaler": grad_scaler is not None,
             "training": module.training,
@@ -465,10 +474,11 @@ class Pipe(Layers):
         the gradients, which are there already.
 
         Args:
-            inputs: go to the first layer, moved to its device. Tensors are split along dimension 0, everything else
-                goes to every micro-batch as it is. `MicroBatches` are split already.
+            inputs: go to the first layer, moved to its device. Tensors are split along their rows, everything else
+                goes to every micro-batch as it is. The first tensor has its rows in dimension 0, others where they have
+                this size in the first mini-batch. `Chunk` and `NoChunk` say otherwise. `MicroBatches` are split.
             target: what the loss compares the output with, any nested structure, moved to the last device and split
-                like the inputs, or `MicroBatches` like these. None: the loss is computed outside.
+                along dimension 0, or `MicroBatches` like the inputs. None: the loss is computed outside.
             return_output: return loss and output.
             outputs: if workers are processes: 'last' returns outputs in that of the last stage, and None in all others;
                 'all' returns them everywhere.
@@ -485,7 +495,8 @@ class Pipe(Layers):
         Raises:
             TypeError: there is no tensor among the inputs, or the loss is no tensor.
             ValueError: a tensor cannot be split, tensors have different numbers of rows or arguments different numbers
-                of micro-batches, rows cannot weigh the mean, the schedule needs a target, or the loss has dimensions.
+                of micro-batches, a list or an object has an entry for each row, rows cannot weigh the mean, the
+                schedule needs a target, or the loss has dimensions.
         """
         if (first := self._first) is not None:
             self._make_plan(first, inputs, keyword_inputs, target)

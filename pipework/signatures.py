@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import nn
+
 if sys.version_info >= (3, 14):
     import annotationlib
 
@@ -24,3 +26,19 @@ else:
     def signature_of(function: Callable[..., Any]) -> inspect.Signature:
         """`inspect.signature`."""
         return inspect.signature(function)
+
+
+def positional_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the positional arguments of a module's forward; none if they cannot be told.
+
+    Example:
+        >>> from torch import nn
+        >>> positional_names(nn.Linear(1, 1)), positional_names(nn.Bilinear(1, 1, 1))
+        (('input',), ('input1', 'input2'))
+    """
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = signature_of(module.forward).parameters.values()
+    except (TypeError, ValueError):  # of a function in C, or an object of the user's
+        return ()
+    return tuple([each.name for each in parameters if each.kind in kinds])

@@ -343,7 +343,7 @@ def test_grad_mode_is_read_where_the_pipe_is_called() -> None:
     [
         ((), TypeError, "inputs do not have any tensors"),
         ((5, "x", None), TypeError, "inputs do not have any tensors: got int, str, NoneType"),
-        ((torch.tensor(1.0),), ValueError, "input tensor 0 is 0-dimensional"),
+        ((torch.tensor(1.0),), ValueError, "'input' is 0-dimensional"),
         ((torch.ones(4, 4), torch.ones(3, 4)), ValueError, r"\(4, 4\).*\(3, 4\)"),
     ],
 )

@@ -59,15 +59,15 @@ class AdaptedExecutor(Executor):
         program = super()._checked(schedule)
         return replace(program, schedule=from_last_to_first(program.schedule))
 
-    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> microbatch.Split:
+    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], doubts: list[str]) -> microbatch.Split:
         whole: list[Tensor] = []
         unwrapped = tuple([_unwrapped(each, whole) for each in inputs])
-        tensors, structure, is_split = flattened((unwrapped, keyword_inputs))
+        tensors, structure, marks = flattened((unwrapped, keyword_inputs))
         kept = {id(tensor) for tensor in whole}
         sizes = tuple(
             [
-                _sizes(tensor, self.chunks) if split and id(tensor) not in kept else None
-                for tensor, split in zip(tensors, is_split, strict=True)
+                _sizes(tensor, self.chunks) if mark is None and id(tensor) not in kept else None
+                for tensor, mark in zip(tensors, marks, strict=True)
             ]
         )
         counts = list(dict.fromkeys(len(each) for each in sizes if each is not None))

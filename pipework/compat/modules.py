@@ -38,7 +38,7 @@ REEXPORTS: dict[str, dict[str, Sources]] = {
     "pipework.compat.sync": _COMMON
     | {
         "checkpoint": _PHASES | {"pipework.compat.checkpoints": ("checkpoint",)},
-        "microbatch": {"pipework.model.no_chunk": ("NoChunk",)},
+        "microbatch": {"pipework.compat.sync.no_chunk": ("NoChunk",)},
     },
     "pipework.compat.torchgpipe": _COMMON | _BALANCE,
     "pipework.compat.fairscale.nn.pipe": _COMMON | _BALANCE | {"checkpoint": _PHASES},

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
+from pipework.model.chunk import Chunk, NoChunk
 from pipework.model.moving import moved
-from pipework.model.no_chunk import NoChunk
 from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pipework.model.layout import Layout
     from pipework.runtime.transport import Message
     from pipework.values.nested import Structure
 
 Item = TypeVar("Item")
 
-NO_ROWS = -1
+NO_ROWS: Final = -1
 """In place of a micro-batch's rows: its tensors have no number of rows in common."""
+
+WHOLE: Final = -1
+"""In place of the dimension along which a tensor is cut: every micro-batch gets all of it."""
 
 
 class MicroBatches(Sequence[Any]):
@@ -51,7 +55,7 @@ class MicroBatches(Sequence[Any]):
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
-        if isinstance(values, Tensor | str | bytes | Mapping | NoChunk) or not isinstance(values, Iterable):
+        if isinstance(values, Tensor | str | bytes | Mapping | NoChunk | Chunk) or not isinstance(values, Iterable):
             raise TypeError(
                 f"MicroBatches got {type(values).__name__}: wanted a list with the value for each micro-batch, such as "
                 "MicroBatches([first, second])"
@@ -112,7 +116,11 @@ class Given:
         return GivenInputs(len(self.tensors), self.places)
 
     def targets(
-        self, target: Any, device: torch.device, readers: tuple[int | None, int | None] = (None, None)
+        self,
+        target: Any,
+        device: torch.device,
+        readers: tuple[int | None, int | None] = (None, None),
+        layout: Layout | None = None,
     ) -> tuple[list[Message], Sequence[int]]:
         """The targets of the micro-batches, and the rows that weigh their losses; see `Split.targets`.
 
@@ -299,37 +307,55 @@ def _for_each(named: dict[str, Any], count: int, call: Callable[[dict[str, Any]]
 
 
 def _value(value: Any) -> _Value:
-    tensors, structure, is_split = flattened(value, as_views=False)  # it may be in several micro-batches
-    return _Value(tensors, structure, tuple([tensor for tensor, own in zip(tensors, is_split, strict=True) if own]))
+    tensors, structure, marks = flattened(value, as_views=False)  # it may be in several micro-batches
+    return _Value(
+        tensors, structure, tuple([tensor for tensor, mark in zip(tensors, marks, strict=True) if mark != WHOLE])
+    )
 
 
-def flattened(value: Any, *, as_views: bool = True) -> tuple[tuple[Tensor, ...], Structure | None, tuple[bool, ...]]:
-    """The tensors of a value, the structure around them, and for each tensor whether it is split.
+def flattened(
+    value: Any, *, as_views: bool = True
+) -> tuple[tuple[Tensor, ...], Structure | None, tuple[int | None, ...]]:
+    """The tensors of a value, the structure around them, and how each of them is marked.
 
     Args:
         value: without `MicroBatches`.
-        as_views: whether a tensor in `NoChunk` becomes a view, as it may also be in the value without a wrapper.
+        as_views: whether a marked tensor becomes a view, as it may also be in the value without a mark.
+
+    Returns:
+        The last has the dimension of `Chunk`, `WHOLE` in `NoChunk`, and None for a tensor without a mark.
 
     Raises:
         TypeError: there are `MicroBatches` in it.
+        ValueError: a tensor in `Chunk` does not have its dimension.
     """
     if type(value) is Tensor:  # the usual case; subclasses take the general way below
-        return (value,), None, (True,)
-    whole: set[int] = set()
+        return (value,), None, (None,)
+    marks: dict[int, int] = {}
 
-    def unwrap(wrapper: NoChunk | MicroBatches) -> Tensor:
+    def unwrap(wrapper: NoChunk | Chunk | MicroBatches) -> Any:
         if isinstance(wrapper, MicroBatches):
             raise TypeError(
                 "MicroBatches is inside of another value: wanted it as a whole argument, or as the target, with the "
                 "nested value of each micro-batch in it, such as MicroBatches([{'x': first}, {'x': second}])"
             )
-        viewed = as_views and is_dense(wrapper.tensor)  # others have no views, and are never split
-        tensor = wrapper.tensor.view_as(wrapper.tensor) if viewed else wrapper.tensor
-        whole.add(id(tensor))
-        return tensor
+        inside, structure = nested.flatten(nested.replaced(wrapper.value, _MARKS, unwrap))
+        viewed = [tensor.view_as(tensor) if as_views and is_dense(tensor) else tensor for tensor in inside]
+        for tensor in viewed:  # what is not dense has no views, and is never split
+            marks.setdefault(id(tensor), WHOLE if isinstance(wrapper, NoChunk) else _dimension(wrapper, tensor))
+        return nested.unflatten(tuple(viewed), structure) if viewed else wrapper.value
 
-    tensors, structure = nested.flatten(nested.replaced(value, (NoChunk, MicroBatches), unwrap))
-    return tensors, structure, tuple([id(tensor) not in whole for tensor in tensors])
+    tensors, structure = nested.flatten(nested.replaced(value, _MARKS, unwrap))
+    return tensors, structure, tuple([marks.get(id(tensor)) for tensor in tensors])
+
+
+def _dimension(wrapper: Chunk, tensor: Tensor) -> int:
+    if not -tensor.dim() <= wrapper.dim < tensor.dim():
+        raise ValueError(
+            f"Chunk got dim={wrapper.dim} for a tensor of shape {tuple(tensor.shape)}: wanted one of its dimensions, "
+            "that of the rows"
+        )
+    return wrapper.dim % tensor.dim()
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -353,3 +379,6 @@ def refuse_gradient(target: Tensor) -> None:
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+_MARKS: Final = (NoChunk, Chunk, MicroBatches)

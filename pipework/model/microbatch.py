@@ -1,6 +1,6 @@
 """Splits a mini-batch into micro-batches, and joins their outputs.
 
-Tensors are split along dimension 0. Every micro-batch gets all other values as they are.
+Tensors are split along the dimension of their rows. Every micro-batch gets all other values as they are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipework.model.given import MicroBatches, flattened, is_dense, refuse_gradient
+from pipework.model.call_values import not_dense
+from pipework.model.given import WHOLE, MicroBatches, flattened, is_dense, refuse_gradient
+from pipework.model.layout import Layout
 from pipework.model.moving import moved
 from pipework.values import nested
 
@@ -31,6 +33,7 @@ class Split(NamedTuple):
             them.
         rows: of each micro-batch.
         slices: for each of `tensors` its parts; none if every micro-batch gets all of it.
+        dims: for each of `tensors` the dimension of its rows, or `WHOLE`.
     """
 
     tensors: tuple[Tensor, ...]
@@ -38,6 +41,7 @@ class Split(NamedTuple):
     micro_batches: list[Message]
     rows: Sequence[int]
     slices: Sequence[Sequence[Tensor]]
+    dims: Sequence[int]
 
     @property
     def is_given(self) -> bool:
@@ -51,6 +55,7 @@ class Split(NamedTuple):
         sizes: tuple[Sequence[int] | None, ...],
         structure: Structure | None,
         device: torch.device | None = None,
+        dims: Sequence[int] | None = None,
     ) -> Split:
         """Cuts tensors into the parts of the micro-batches.
 
@@ -59,18 +64,20 @@ class Split(NamedTuple):
             sizes: see above; at least one is not None, and all that are not None have the same length.
             structure: the structure around the tensors.
             device: the device that the tensors are moved to first; None: they stay.
+            dims: see above; None: the first of each.
         """
+        dims = [0] * len(tensors) if dims is None else dims
         rows = next(each for each in sizes if each is not None)
         if device is not None:
             tensors = tuple([moved(tensor, device) for tensor in tensors])
-        pieces = [_leaves(tensor, each, len(rows)) for tensor, each in zip(tensors, sizes, strict=True)]
+        pieces = [_leaves(*each, len(rows)) for each in zip(tensors, sizes, dims, strict=True)]
         slices = [() if each is None else parts for each, parts in zip(sizes, pieces, strict=True)]
-        return cls(tensors, sizes, [(leaves, structure) for leaves in zip(*pieces, strict=True)], rows, slices)
+        return cls(tensors, sizes, [(leaves, structure) for leaves in zip(*pieces, strict=True)], rows, slices, dims)
 
     @classmethod
     def elsewhere(cls, rows: int, micro_batches: int) -> Split:
         """A mini-batch whose tensors another process has."""
-        return cls((), (), [], _sizes(rows, micro_batches), [])
+        return cls((), (), [], _sizes(rows, micro_batches), [], [])
 
     @property
     def own_leaves(self) -> frozenset[int]:
@@ -80,13 +87,17 @@ class Split(NamedTuple):
     @property
     def splits(self) -> InputSplits:
         """The sizes of the parts, to join their gradients."""
-        return InputSplits(tuple([tensor.shape for tensor in self.tensors]), self.sizes)
+        return InputSplits(tuple([tensor.shape for tensor in self.tensors]), self.sizes, tuple(self.dims))
 
     def targets(
-        self, target: Any, device: torch.device, readers: tuple[int | None, int | None] = (None, None)
+        self,
+        target: Any,
+        device: torch.device,
+        readers: tuple[int | None, int | None] = (None, None),
+        layout: Layout | None = None,
     ) -> tuple[list[Message], Sequence[int]]:
         """The targets of the micro-batches, and the rows that weigh their losses; see `split_target`."""
-        return split_target(target, self.rows, device, readers), self.rows
+        return split_target(target, self.rows, device, readers, layout), self.rows
 
     def joined(self, outputs: Sequence[Message]) -> Joined:
         """The outputs of the mini-batch; see `join`."""
@@ -94,7 +105,12 @@ class Split(NamedTuple):
 
 
 def split(
-    arguments: tuple[Any, ...], keywords: dict[str, Any], chunks: int, device: torch.device | None = None
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    chunks: int,
+    device: torch.device | None = None,
+    layout: Layout | None = None,
+    doubts: list[str] | None = None,
 ) -> Split:
     """Splits the pipe's arguments into micro-batches whose numbers of rows differ by one at most.
 
@@ -106,6 +122,8 @@ def split(
         keywords: the keyword arguments.
         chunks: the wanted number of micro-batches.
         device: the device that the tensors are moved to first; None: they stay.
+        layout: what is known of the arguments, and learns from them; None: nothing.
+        doubts: gets a text for each value that is cut, and perhaps should not be.
 
     Raises:
         TypeError: there is no tensor to split among the inputs.
@@ -116,18 +134,21 @@ def split(
         [(3, 2), (2, 2), (2, 2), (2, 2)]
     """
     if len(arguments) == 1 and not keywords and isinstance(arguments[0], Tensor):
-        # A single tensor is sent without the structure of a call.
-        tensors, structure = nested.flatten(arguments[0])
-        is_split: tuple[bool, ...] = (True,)
+        flat = flattened(arguments[0])  # a single tensor is sent without the structure of a call
     else:
-        tensors, structure, is_split = flattened((arguments, keywords))
-    rows = _common_rows([tensor for tensor, split in zip(tensors, is_split, strict=True) if split], arguments, keywords)
+        flat = flattened((arguments, keywords))
+    layout = Layout() if layout is None else layout
+    dims, rows = layout.of_inputs(arguments, keywords, flat, chunks, [] if doubts is None else doubts)
     sizes = _sizes(rows, max(1, min(chunks, rows)))
-    return Split.of(tensors, tuple([sizes if split else None for split in is_split]), structure, device)
+    return Split.of(flat[0], tuple([None if dim == WHOLE else sizes for dim in dims]), flat[1], device, dims)
 
 
 def split_target(
-    target: Any, rows: Sequence[int], device: torch.device, readers: tuple[int | None, int | None] = (None, None)
+    target: Any,
+    rows: Sequence[int],
+    device: torch.device,
+    readers: tuple[int | None, int | None] = (None, None),
+    layout: Layout | None = None,
 ) -> list[Message]:
     """Splits the target of the loss like the inputs.
 
@@ -136,6 +157,7 @@ def split_target(
         rows: of each micro-batch.
         device: the device that the tensors are moved to.
         readers: the ranks that read the inputs and the target; None: this process does.
+        layout: what is known of the target; None: nothing.
 
     Raises:
         TypeError: it is `MicroBatches`.
@@ -150,24 +172,30 @@ def split_target(
             "the target is MicroBatches and the inputs are not: give both as MicroBatches, or neither; inputs that are "
             "not are split along dimension 0"
         )
-    tensors, structure, is_split = flattened(target)
+    flat = flattened(target)
+    tensors, structure, _ = flat
     total = sum(rows)
-    for tensor, split in zip(tensors, is_split, strict=True):
+    dims = (Layout() if layout is None else layout).of_target(target, flat, total)
+    for tensor, dim in zip(tensors, dims, strict=True):
         refuse_gradient(tensor)
-        if split and not is_dense(tensor):
-            raise _not_dense("a target tensor", tensor)
-        if split and (tensor.dim() == 0 or tensor.shape[0] != total):
+        if dim != WHOLE and not is_dense(tensor):
+            raise not_dense("a target tensor", tensor)
+        if dim != WHOLE and tensor.shape[dim : dim + 1] != (total,):
             raise _other_rows(total, tensor, *readers)
     there = [moved(tensor, device) for tensor in tensors]
     pieces = [
-        _leaves(tensor, list(rows) if split else None, len(rows)) for tensor, split in zip(there, is_split, strict=True)
+        _leaves(tensor, None if dim == WHOLE else list(rows), dim, len(rows))
+        for tensor, dim in zip(there, dims, strict=True)
     ]
     columns = list(zip(*pieces, strict=True)) if pieces else [()] * len(rows)
     return [(column, structure) for column in columns]
 
 
 def _other_rows(rows: int, target: Tensor, first: int | None, last: int | None) -> ValueError:
-    whole = "wrap a tensor that every micro-batch should get whole in NoChunk"
+    whole = (
+        "wrap a tensor that has its rows in another dimension in Chunk(value, dim=...), and one that every micro-batch "
+        "should get whole in NoChunk"
+    )
     shape = tuple(target.shape)
     if first == last:
         return ValueError(
@@ -276,52 +304,19 @@ class InputSplits(NamedTuple):
     Attributes:
         shapes: of the whole input tensors.
         sizes: for each of them its rows in each micro-batch; None: every micro-batch got all of it.
+        dims: for each of them the dimension of its rows.
     """
 
     shapes: tuple[torch.Size, ...]
     sizes: tuple[Sequence[int] | None, ...]
+    dims: tuple[int, ...]
 
     def join(self, gradients: Sequence[Message]) -> list[Tensor | None]:
         """For each input tensor its gradient; None where no micro-batch has one, or if nothing was sent back."""
         if not gradients:
             return [None] * len(self.shapes)
         columns = zip(*(tensors for tensors, _ in gradients), strict=True)
-        return [_joined_gradient(*each) for each in zip(self.shapes, self.sizes, columns, strict=True)]
-
-
-def _common_rows(tensors: Sequence[Tensor], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int:
-    if not tensors:
-        kinds = ", ".join(type(value).__name__ for value in (*arguments, *keywords.values())) or "nothing"
-        raise TypeError(
-            f"inputs do not have any tensors: got {kinds}; a mini-batch is split along dimension 0 of its tensors "
-            "(those in NoChunk are not split)"
-        )
-    for position, tensor in enumerate(tensors):
-        if not is_dense(tensor):
-            raise _not_dense(f"input tensor {position}", tensor)
-        if tensor.dim() == 0:
-            raise ValueError(
-                f"input tensor {position} is 0-dimensional and cannot be split into micro-batches; "
-                "give it a first dimension of the batch's rows, or wrap it in NoChunk, "
-                "so that every micro-batch gets it as it is"
-            )
-        if tensor.shape[0] != tensors[0].shape[0]:
-            raise ValueError(
-                "all input tensors must have the same number of rows (dimension 0), but "
-                f"input tensor 0 has shape {tuple(tensors[0].shape)} and "
-                f"input tensor {position} has shape {tuple(tensor.shape)}; "
-                "wrap a tensor that every micro-batch should get whole, such as a mask, in NoChunk"
-            )
-    return tensors[0].shape[0]
-
-
-def _not_dense(what: str, tensor: Tensor) -> ValueError:
-    kind = "a nested tensor" if tensor.is_nested else f"not dense (layout {tensor.layout})"
-    return ValueError(
-        f"{what} is {kind}, and only dense tensors are split into micro-batches along dimension 0: make it dense, "
-        "wrap it in NoChunk if every micro-batch should get it whole, or split the mini-batch yourself and give its "
-        "parts in MicroBatches"
-    )
+        return [_joined_gradient(*each) for each in zip(self.shapes, self.sizes, self.dims, columns, strict=True)]
 
 
 def _sizes(rows: int, count: int) -> list[int]:
@@ -330,23 +325,25 @@ def _sizes(rows: int, count: int) -> list[int]:
     return [least + 1] * more + [least] * (count - more)
 
 
-def _leaves(tensor: Tensor, sizes: Sequence[int] | None, count: int) -> Sequence[Tensor]:
+def _leaves(tensor: Tensor, sizes: Sequence[int] | None, dim: int, count: int) -> Sequence[Tensor]:
     """The tensor's part in each micro-batch, with a version counter of its own; without sizes the whole tensor."""
     whole = tensor.detach() if tensor.requires_grad or sizes is None else tensor
     if sizes is None:
         pieces: Sequence[Tensor] = [whole] * count
         return [piece.detach().requires_grad_() for piece in pieces] if tensor.requires_grad else pieces
     if whole.is_conj() or whole.is_neg():  # which the split below would copy
-        pieces = [piece.data for piece in whole.split_with_sizes(sizes)]
+        pieces = [piece.data for piece in whole.split_with_sizes(sizes, dim)]
     else:  # "unsafe" parts are views with version counters of their own; those of inference mode have none
-        pieces = torch.unsafe_split_with_sizes(whole, sizes)
+        pieces = torch.unsafe_split_with_sizes(whole, sizes, dim)
     if tensor.requires_grad:
         for piece in pieces:
             piece.requires_grad_()
     return pieces
 
 
-def _joined_gradient(shape: torch.Size, sizes: Sequence[int] | None, column: Sequence[Tensor | None]) -> Tensor | None:
+def _joined_gradient(
+    shape: torch.Size, sizes: Sequence[int] | None, dim: int, column: Sequence[Tensor | None]
+) -> Tensor | None:
     """The gradient of one input tensor."""
     present = [gradient for gradient in column if gradient is not None]
     if not present:
@@ -358,9 +355,10 @@ def _joined_gradient(shape: torch.Size, sizes: Sequence[int] | None, column: Seq
         return like
     return torch.cat(
         [
-            like.new_zeros((rows, *shape[1:])) if gradient is None else gradient
+            like.new_zeros((*shape[:dim], rows, *shape[dim + 1 :])) if gradient is None else gradient
             for rows, gradient in zip(sizes, column, strict=True)
-        ]
+        ],
+        dim,
     )
 
 

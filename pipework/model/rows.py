@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import torch_private
-from pipework.model.no_chunk import NoChunk
 from pipework.runtime.stage.returned import layer_text
-from pipework.values import nested
 
 if TYPE_CHECKING:
     import threading
@@ -119,45 +117,3 @@ def _doubt(shape: tuple[int, ...], sizes: Collection[int]) -> str | None:
     # A layer that has transposed its input has the rows in dimension 1, perhaps several of them side by side.
     transposed = not shape[1] or any(size and shape[1] % size == 0 for size in sizes)
     return "either" if transposed else "batch first"
-
-
-def doubts_about_masks(arguments: Sequence[Any], keywords: dict[str, Any]) -> list[str]:
-    """A text for each input that is split along dimension 0, but may be a mask between the positions of a sequence.
-
-    Such a mask is square, and another input has as many positions as the batch has rows.
-
-    Args:
-        arguments: the positional inputs.
-        keywords: the others.
-
-    Example:
-        >>> len(doubts_about_masks([torch.zeros(4, 4, 8), torch.zeros(4, 4)], {}))
-        1
-    """
-    named = [(f"input {number}", value) for number, value in enumerate(arguments)]
-    named += [(f"input {name!r}", value) for name, value in keywords.items()]
-    tensors = [(name, tensor) for name, value in named for tensor in _split_tensors(value)]
-    return [
-        f"{name} has the shape {tuple(mask.shape)} and is split like the rows of the batch. If it is a mask between "
-        f"the {len(mask)} positions of a sequence, every micro-batch needs all of it: wrap it in NoChunk. If it has a "
-        f"row for each row of the batch, {IGNORE}"
-        for number, (name, mask) in enumerate(tensors)
-        if number
-        and mask.dim() == 2
-        and mask.shape[0] == mask.shape[1]
-        and _may_be_mask(mask)
-        and any(_has_positions(other, len(mask)) for _, other in tensors if other is not mask)
-    ]
-
-
-def _split_tensors(value: Any) -> tuple[Tensor, ...]:
-    return nested.flatten(nested.replaced(value, NoChunk, lambda _: None))[0]
-
-
-def _may_be_mask(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.bool or tensor.is_floating_point()
-
-
-def _has_positions(tensor: Tensor, count: int) -> bool:
-    """Whether dimension 1 has so many positions: of vectors, or of numbers such as tokens."""
-    return tensor.dim() >= (3 if _may_be_mask(tensor) else 2) and tensor.shape[1] == count

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipework.model.given import Given
+from pipework.model.given import WHOLE, Given
 from pipework.model.microbatch import arguments_of
 from pipework.prediction.stage_copy import Sample
 from pipework.values import nested
@@ -46,7 +46,7 @@ class MiniBatchForm:
     Attributes:
         tensors: of the micro-batch.
         structure: around them.
-        is_split: for each tensor whether it has the rows of the micro-batch only.
+        dims: for each tensor the dimension of the rows of the micro-batch; `WHOLE`: it has no rows of its own.
         rows: of the mini-batch; 0: the caller has made the micro-batches.
         micro_batches: how many there are.
         batch: devices of the mini-batch's inputs and targets, and their bytes.
@@ -55,7 +55,7 @@ class MiniBatchForm:
 
     tensors: tuple[Tensor, ...]
     structure: Any
-    is_split: tuple[bool, ...]
+    dims: tuple[int, ...]
     rows: int
     micro_batches: int
     batch: tuple[tuple[torch.device, int], ...]
@@ -71,11 +71,10 @@ class MiniBatchForm:
         target = None
         if targets is not None:
             target = tuple(map(_on_meta, targets[largest][0])), targets[largest][1]
-        sizes_of_parts = (None,) * len(tensors) if isinstance(split, Given) else split.sizes
         return cls(
             tuple(map(_on_meta, tensors)),
             structure,
-            tuple([each is not None for each in sizes_of_parts]),
+            (WHOLE,) * len(tensors) if isinstance(split, Given) else tuple(split.dims),
             0 if split.is_given else sum(split.rows),
             len(split.rows),
             batch_bytes(split, targets, devices),
@@ -85,12 +84,12 @@ class MiniBatchForm:
     def sample(self, micro_batches: int, tuples: TupleRule, loss: InnerLoss | None) -> Sample:
         """The largest of so many micro-batches."""
         before, rows = -(-self.rows // self.micro_batches), -(-self.rows // micro_batches)
-        tensors = [_cut(each, rows) if cut else each for each, cut in zip(self.tensors, self.is_split, strict=True)]
+        tensors = [_cut(each, rows, dim) for each, dim in zip(self.tensors, self.dims, strict=True)]
         arguments, keywords = arguments_of((tuple(tensors), self.structure))
         if self.target is None:
             return Sample(arguments, keywords, tuples=tuples)
         whole, structure = self.target
-        target = [_cut(each, rows) if self.rows and each.dim() and len(each) == before else each for each in whole]
+        target = [_cut(each, rows, 0 if self.rows and each.shape[:1] == (before,) else WHOLE) for each in whole]
         return Sample(arguments, keywords, loss, nested.unflatten(tuple(target), structure), tuples)
 
 
@@ -102,7 +101,8 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
 
 
-def _cut(tensor: Tensor, rows: int) -> Tensor:
-    return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta").requires_grad_(
-        tensor.requires_grad
-    )
+def _cut(tensor: Tensor, rows: int, dim: int) -> Tensor:
+    if dim == WHOLE:
+        return tensor
+    shape = (*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :])
+    return torch.empty(shape, dtype=tensor.dtype, device="meta").requires_grad_(tensor.requires_grad)

@@ -96,7 +96,9 @@ class SampleBatch:
         full, left = divmod(sum(whole.rows), rows)
         sizes = [rows] * full + [left] * (left > 0)
         ((_, structure),) = whole.micro_batches
-        parts = microbatch.Split.of(whole.tensors, tuple([each and sizes for each in whole.sizes]), structure)
+        parts = microbatch.Split.of(
+            whole.tensors, tuple([each and sizes for each in whole.sizes]), structure, dims=whole.dims
+        )
         largest = largest_micro_batch(parts)
         arguments, keywords = microbatch.arguments_of(parts.micro_batches[largest])
         sample = Sample(arguments, keywords, tuples=self.tuples)

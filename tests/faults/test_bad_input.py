@@ -60,7 +60,7 @@ def test_unequal_rows(pipe: Pipe) -> None:
     ],
 )
 def test_only_dense_tensors_are_split(pipe: Pipe, tensor: torch.Tensor, kind: str) -> None:
-    with pytest.raises(ValueError, match=f"input tensor 0 is {kind}.* only dense tensors are split .*NoChunk"):
+    with pytest.raises(ValueError, match=f"'input' is {kind}.* only dense tensors are split .*NoChunk"):
         pipe(tensor)
     with_loss = Pipe(nn.Sequential(*pipe), 4, balance=[2], devices=["cpu"], loss_fn=nn.functional.mse_loss)
     with pytest.raises(ValueError, match=f"a target tensor is {kind}"):

@@ -80,7 +80,7 @@ class BesideUnfilled(Beside):
         return super().forward(x * self.other, labels)
 
 
-BATCH = {"x": torch.ones(4, 4), "labels": torch.zeros(4, 4)}
+BATCH = {"x": torch.ones(6, 4), "labels": torch.zeros(6, 4)}
 
 
 def on_meta(kind: Callable[[], Any], *balance: int) -> tuple[Any, Pipe]:

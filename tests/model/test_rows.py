@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from pipework import MicroBatches, NoChunk, Pipe, PipeWarning
+from pipework import MicroBatches, Pipe, PipeWarning
 from pipework.model.rows import modules_with_batch_second
 
 
@@ -164,57 +164,7 @@ def test_compiled_layers_get_no_hooks() -> None:
     assert not modules_with_batch_second([("0", compiled), ("1", torch.jit.script(nn.LSTM(8, 8)))])
 
 
-# Masks
-
-
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if mask is not None and len(mask) != x.shape[1]:
-            mask = None  # this test is about what is warned of
-        return self.attention(x, x, x, attn_mask=mask)[0]
-
-
-def masked_pipe() -> Pipe:
-    return Pipe(nn.Sequential(Masked(), nn.Linear(8, 8)), 2, balance=[1, 1], devices=["cpu", "cpu"])
-
-
-def test_a_mask_with_as_many_rows_as_the_batch() -> None:
-    x, mask = torch.randn(6, 6, 8), torch.zeros(6, 6)
-    pipe = masked_pipe()
-    with pytest.warns(PipeWarning, match=r"^input 1 has the shape \(6, 6\) and is split.*wrap it in NoChunk") as seen:
-        pipe(x, mask)
-    assert len(seen) == 1
-    assert seen[0].filename == __file__
-    pipe(x, mask)
-    with pytest.warns(PipeWarning, match="^input 'mask' has the shape"):
-        masked_pipe()(x, mask=mask.bool())
-    masked_pipe()(x, NoChunk(mask))
-
-
-@pytest.mark.parametrize(
-    ("x", "other"),
-    [
-        (torch.randn(6, 5, 8), torch.zeros(6, 6)),
-        (torch.randn(6, 6, 8), torch.zeros(6, 5)),
-        (torch.randn(6, 6, 8), torch.zeros(6, 6, dtype=torch.long)),
-        (torch.randn(6, 6, 8), torch.zeros(6, 6, 1)),
-        (torch.randn(6, 6), torch.zeros(6, 6)),
-    ],
-)
-def test_other_inputs_are_no_masks(x: Tensor, other: Tensor) -> None:
-    class First(nn.Module):
-        def forward(self, x: Tensor, other: Tensor) -> Tensor:
-            return x
-
-    pipe = Pipe(nn.Sequential(First(), nn.Tanh()), 2, balance=[1, 1], devices=["cpu", "cpu"])
-    assert torch.equal(pipe(x, other), x.tanh())
-
-
 def test_a_warning_can_be_ignored() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=PipeWarning)
-        masked_pipe()(torch.randn(6, 6, 8), torch.zeros(6, 6))
+        pipe_of(encoder())(torch.randn(8, 6, 8))

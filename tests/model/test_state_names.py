@@ -28,7 +28,7 @@ class Net(nn.Module):
         return x if labels is None else (nn.functional.mse_loss(x, labels), x)
 
 
-BATCH = {"x": torch.ones(4, 4), "labels": torch.zeros(4, 4)}
+BATCH = {"x": torch.ones(6, 4), "labels": torch.zeros(6, 4)}
 
 
 def pipe_of(net: nn.Module, *balance: int) -> Pipe:

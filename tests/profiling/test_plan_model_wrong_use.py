@@ -31,7 +31,7 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 OF_A_MODEL: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sample": None}, TypeError, "plan got no sample|inputs do not have any tensors"),
     ({"sample": 1.0}, TypeError, "inputs do not have any tensors: got float"),
-    ({"sample": torch.tensor(1.0)}, ValueError, "input tensor 0 is 0-dimensional"),
+    ({"sample": torch.tensor(1.0)}, ValueError, "'input 0' is 0-dimensional"),
     ({"sample": X[:0], "target": Y[:0]}, ValueError, "the sample has no rows"),
     ({"sample": X.to("meta")}, ValueError, r"the sample is on the meta device, .* give rates=Rates\(...\)"),
     ({"module": model().to("meta")}, ValueError, "the model is on the meta device"),

@@ -17,10 +17,10 @@ from pipework.compat.adapter import (
     refuse_shared_parameters,
     refuse_unfit,
 )
+from pipework.compat.sync.no_chunk import NoChunk
 from pipework.compat.sync.partitions import cpu_workers, group, merged
 from pipework.model import with_device
 from pipework.model.layers import doubts_about_hooks
-from pipework.model.no_chunk import NoChunk
 from pipework.model.sequential import PipeSequential
 from pipework.pipe_warning import warn_caller
 from pipework.skip.verify import verify_skippables

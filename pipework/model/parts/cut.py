@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
 from typing import TYPE_CHECKING, Any
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pipework import torch_private
+from pipework.model.chunk import Chunk, NoChunk
 from pipework.model.given import MicroBatches
-from pipework.model.no_chunk import NoChunk
 from pipework.model.parts.adapter import PlainAdapter
 from pipework.model.parts.analysis.dry_run import DryRun
 from pipework.model.parts.analysis.other_generators import generators_put_back
@@ -24,7 +23,8 @@ from pipework.model.parts.execution import run as runs
 from pipework.model.parts.execution.part import Part
 from pipework.model.parts.execution.plan import END, PartPlan, Source, Trace, unit_of
 from pipework.model.parts.execution.skeleton import Skeleton
-from pipework.signatures import signature_of
+from pipework.signatures import positional_names, signature_of
+from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -195,7 +195,7 @@ class Cuttable:
         model = self._skeleton.copy(self.units, lambda name: True, stand_ins, shares=False)
         run = DryRun(kind, self.adapter.side_outputs, device, stand_ins, draw)
         inputs = self.adapter.inputs(arguments, keywords)
-        run.follow_inputs(_positional(model), *inputs)
+        run.follow_inputs(positional_names(model), *inputs)
         for name, parameter in self._own_parameters().items():
             run.follow(parameter, [Source("parameter", name, 0)])
         for name, unit in self.units.items():
@@ -276,26 +276,25 @@ def arguments_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         >>> arguments_of({"x": 1}), arguments_of((1, 2)), arguments_of(3)
         (((), {'x': 1}), ((1, 2), {}), ((3,), {}))
     """
+    arguments, keywords = as_given(sample)
+    return tuple(map(_of_one, arguments)), {name: _of_one(each) for name, each in keywords.items()}
+
+
+def as_given(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword arguments of a sample, with `Chunk`, `NoChunk` and `MicroBatches` around them."""
     if isinstance(sample, tuple):
-        return tuple([_of_one(each) for each in sample]), {}
+        return sample, {}
     try:
-        keywords = dict(**sample)  # also of mappings that are no dict, such as transformers' BatchEncoding
+        return (), dict(**sample)  # also of mappings that are no dict, such as transformers' BatchEncoding
     except TypeError:
-        return (_of_one(sample),), {}
-    return (), {name: _of_one(each) for name, each in keywords.items()}
+        return (sample,), {}
 
 
 def _of_one(value: Any) -> Any:
     """What one micro-batch gets of an argument."""
     if isinstance(value, MicroBatches):
         return value[0]
-    return value.tensor if isinstance(value, NoChunk) else value
-
-
-def _positional(model: nn.Module) -> tuple[str, ...]:
-    """The names of the positional arguments of a module's forward."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple([each.name for each in signature_of(model.forward).parameters.values() if each.kind in kinds])
+    return nested.replaced(value, (NoChunk, Chunk), lambda mark: mark.value)
 
 
 def _own_copy(tensor: Tensor) -> Tensor:

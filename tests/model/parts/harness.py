@@ -76,7 +76,7 @@ def assert_same(actual: nn.Module, expected: nn.Module, but: Iterable[str] = ())
 
 def attached(model: nn.Module, batch: dict[str, Any], **options: Any) -> Pipe:
     """A pipe for a model on the CPU, that is attached with the first rows of a mini-batch."""
-    sample = pytree.tree_map(lambda leaf: leaf[:2].clone() if isinstance(leaf, Tensor) else leaf, batch)
+    sample = pytree.tree_map(lambda leaf: leaf[:7].clone() if isinstance(leaf, Tensor) else leaf, batch)
     options = {"chunks": 2, "devices": ["cpu", "cpu"], **options}
     return attach(model, sample, **options)
 

@@ -370,9 +370,9 @@ def batch_of(kind: type[nn.Module], rows: int = 8) -> dict[str, Any]:
         return torch.randint(0, 3, (rows,), generator=generator)
 
     batches: dict[type[nn.Module], Callable[[], dict[str, Any]]] = {
-        UNet: lambda: {"x": normal(2, 8), "labels": normal(2, 8)},
+        UNet: lambda: {"x": normal(2, 12), "labels": normal(2, 12)},
         TwoTower: lambda: {"left": normal(WIDTH), "right": normal(WIDTH), "labels": classes().clamp(max=1).float()},
-        ResNet: lambda: {"x": normal(3, 8, 8), "labels": classes()},
+        ResNet: lambda: {"x": normal(3, 12, 12), "labels": classes()},
         EncoderDecoder: lambda: {"ids": tokens(4), "decoder_ids": tokens(4), "labels": tokens(4)},
         Vision: lambda: {"pixels": normal(4, 4), "labels": classes()},
         TiedHead: lambda: {"ids": tokens(4), "mask": tokens(4) > 2, "labels": tokens(4)},

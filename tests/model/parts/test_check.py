@@ -96,7 +96,7 @@ class Merging(nn.Module):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_adapters_stay_as_they_are(training: bool) -> None:
-    model, x = Merging().train(training), torch.randn(4, 4)
+    model, x = Merging().train(training), torch.randn(6, 4)
     before = [layer.weight.clone() for layer in model.layers]
     attach(model, {"x": x, "labels": x}, chunks=2, devices=["cpu"] * 2)
     assert all(layer.merged is not training for layer in model.layers)

@@ -1,0 +1,301 @@
+"""Along which dimension each tensor of a call has the rows of the batch, learned from the first batch or a sample.
+
+The first tensor of a call has its rows in dimension 0, and another one where its size is the number of rows. It may
+have this size by coincidence, as a mask of shape [tokens, tokens] in a batch of as many rows. So what is ambiguous is
+warned of in a pipe's first mini-batch, and refused in the sample of `attach`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from torch import Tensor
+
+from pipework.model.call_values import (
+    Value,
+    described,
+    has_entries,
+    holds_tensors,
+    may_be_offsets,
+    places_of,
+    refuse_uncut,
+    values_in,
+)
+from pipework.model.given import WHOLE, MicroBatches
+from pipework.values import nested
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from pipework.values.nested import Structure
+
+    Flat = tuple[Sequence[Tensor], Structure | None, Sequence[int | None]]  # what `flattened` returns
+
+_WAYS: Final = (
+    "Chunk(value, dim=...) says in which dimension the rows are, and NoChunk(value) that every micro-batch needs all "
+    "of it; split= and MicroBatches cut in any other way"
+)
+
+
+class Layout:
+    """What is known of the arguments of one model.
+
+    Args:
+        names: of the positional arguments; further ones are called ``input 3``.
+        target: what the target is called.
+
+    Attributes:
+        dims: for each value by its name, such as ``images[0]``, the dimension of its rows, or `WHOLE`.
+    """
+
+    def __init__(self, names: Sequence[str] = (), target: str = "target") -> None:
+        self.names = tuple(names)
+        self.target = target
+        self.dims: dict[str, int] = {}
+        # Of the latest inputs and of the latest target: their nesting and marks, and what was found.
+        self._latest: dict[str, tuple[Structure | None, Sequence[int | None], tuple[int, ...]]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is kept to be fast, which cannot be copied."""
+        return {**self.__dict__, "_latest": {}}
+
+    @classmethod
+    def of_sample(
+        cls, names: Sequence[str], target: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> Self:
+        """What the sample of `attach` says; one in `MicroBatches` says nothing.
+
+        Args:
+            names: see above.
+            target: see above.
+            arguments: the positional arguments of the sample.
+            keywords: the others.
+
+        Raises:
+            ValueError: the rows of a value cannot be told from its other sizes; the message names each such value.
+
+        Example:
+            >>> import torch
+            >>> sample = {"ids": torch.ones(2, 5), "positions": torch.ones(3, 2, 5)}
+            >>> Layout.of_sample((), "labels", (), sample).dims
+            {'ids': 0, 'positions': 1}
+        """
+        layout = cls(names, target)
+        if any(isinstance(value, MicroBatches) for value in (*arguments, *keywords.values())):
+            return layout
+        nodes = list(layout._values(arguments, keywords))
+        first = _first(nodes, layout.dims)
+        if first is None:
+            return layout
+        rows, unclear = _rows(first), []
+        for name, value, mark in nodes:
+            places = places_of(value, rows)
+            layout.dims[name] = mark if mark is not None else places[0] if places else WHOLE
+            is_unclear = isinstance(value, Tensor) and (len(places) != 1 or may_be_offsets(value))
+            if mark is None and (is_unclear or has_entries(value, rows)):
+                unclear.append(described(name, value))
+        if unclear:
+            raise ValueError(
+                f"the sample has {rows} rows (dimension {first.mark} of {first.name!r}), and does not say how "
+                f"other batches are to be cut: {', '.join(unclear)}. Take a sample of a number of rows that no other "
+                f"size equals, or mark values in it: {_WAYS}"
+            )
+        return layout
+
+    def of_inputs(
+        self, arguments: Sequence[Any], keywords: Mapping[str, Any], flat: Flat, chunks: int, doubts: list[str]
+    ) -> tuple[tuple[int, ...], int]:
+        """The dimension of the rows of each tensor of a call, or `WHOLE`, and the number of rows.
+
+        Args:
+            arguments: the positional arguments.
+            keywords: the others.
+            flat: their tensors; see `flattened`.
+            chunks: at most so many micro-batches are made.
+            doubts: gets a text for each value that is cut, and perhaps should not be.
+
+        Raises:
+            TypeError: there is no tensor to cut.
+            ValueError: a tensor has no rows, or others; or a value that is no tensor has as many entries.
+        """
+        tensors, structure, marks = flat
+        dims, found = self._remembered("inputs", structure, marks), self.dims
+        if dims is None:
+            nodes = list(self._values(arguments, keywords))
+            first = _first(nodes, self.dims)
+            if first is None:
+                kinds = ", ".join(type(value).__name__ for value in (*arguments, *keywords.values())) or "nothing"
+                raise TypeError(
+                    f"inputs do not have any tensors: got {kinds}; a mini-batch is split along the rows of its tensors "
+                    "(those in NoChunk are not split)"
+                )
+            is_cut = min(chunks, _rows(first)) > 1
+            found = self._found(nodes, first)
+            dims = _in_order(nodes, found, tensors, marks)
+            if is_cut:
+                doubts += self._doubts(nodes, first, found)
+                self._refuse_values(nodes, _rows(first))
+                self.dims = {**self.dims, **found}
+                self._remember("inputs", structure, marks, dims)
+        rows = {_size(tensor, dim) for tensor, dim in zip(tensors, dims, strict=True) if dim != WHOLE}
+        if len(rows) > 1:
+            _refuse_unequal(self._values(arguments, keywords), found)
+        return dims, rows.pop()
+
+    def of_target(self, target: Any, flat: Flat, rows: int) -> tuple[int, ...]:
+        """The same for a target, whose tensors have rows in dimension 0 unless a mark or a sample says otherwise.
+
+        Args:
+            target: the target.
+            flat: its tensors; see `flattened`.
+            rows: of the mini-batch.
+
+        Raises:
+            ValueError: a value that is no tensor has as many entries.
+        """
+        tensors, structure, marks = flat
+        dims = self._remembered("target", structure, marks)
+        if dims is None:
+            nodes = list(values_in(self.target, target))
+            found = {name: self.dims.get(name, 0) for name, value, _ in nodes if isinstance(value, Tensor)}
+            dims = _in_order(nodes, found, tensors, marks)
+            if rows > 1:
+                self._refuse_values(nodes, rows, also=list)
+                self._remember("target", structure, marks, dims)
+        return dims
+
+    def _values(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[Value]:
+        for number, value in enumerate(arguments):
+            yield from values_in(self.names[number] if number < len(self.names) else f"input {number}", value)
+        for name, value in keywords.items():
+            yield from values_in(name, value)
+
+    def _remembered(
+        self, which: str, structure: Structure | None, marks: Sequence[int | None]
+    ) -> tuple[int, ...] | None:
+        form, before, dims = self._latest.get(which, (None, None, None))
+        return dims if before == marks and nested.same_nesting(form, structure) else None
+
+    def _remember(
+        self, which: str, structure: Structure | None, marks: Sequence[int | None], dims: tuple[int, ...]
+    ) -> None:
+        if structure is not None:  # the caller's objects are not kept
+            places = [leaf if isinstance(leaf, nested.Place) else None for leaf in structure.leaves]
+            structure = nested.Structure(structure.spec, tuple(places))
+        self._latest[which] = structure, marks, dims
+
+    def _found(self, nodes: Sequence[Value], first: Value) -> dict[str, int]:
+        """For each value without a mark the dimension of its rows, or `WHOLE`, by its name."""
+        found, rows = {}, _rows(first)
+        for name, value, mark in nodes:
+            if mark is None:
+                places = places_of(value, rows) if value is not first.value else []
+                found[name] = self.dims.get(name, _usual(value, places))
+        if _other_value(nodes, found, rows):  # then the size alone says too little
+            found = {name: dim if name in self.dims or dim == WHOLE else 0 for name, dim in found.items()}
+        return found
+
+    def _doubts(self, nodes: Sequence[Value], first: Value, found: Mapping[str, int]) -> list[str]:
+        """A text for each value that is cut where it is not clear that its rows are."""
+        rows = _rows(first)
+        doubts = []
+        for name, value, mark in nodes:
+            if mark is not None or name in self.dims or value is first.value:
+                continue
+            dim, places = found[name], places_of(value, rows)
+            if holds_tensors(value) and len(value) == rows:
+                why = f"each of its tensors is cut, but it may have one entry for each of the batch's {rows} rows"
+            elif len(places) > 1:
+                others = " or ".join(str(each) for each in places if each != dim)
+                why = f"it is cut along dimension {dim}, but dimension {others} may also be the batch's {rows} rows"
+            elif places and dim:
+                why = f"it is cut along dimension {dim}, the only one of as many as the batch's {rows} rows"
+            elif places and (other := _other_value(nodes, found, rows)):
+                why = f"it is cut into the {rows} rows of the batch, but {rows} is also another size of {other!r}"
+            elif places and may_be_offsets(value):
+                why = f"it is cut into the {rows} rows of the batch, but it may hold offsets into another tensor"
+            else:
+                continue
+            doubts.append(f"{described(name, value)}: {why}. {_WAYS}. Chunk(value, dim={max(dim, 0)}) confirms it")
+        return doubts
+
+    def _refuse_values(self, nodes: Iterable[Value], rows: int, also: type | tuple[type, ...] = ()) -> None:
+        """Raises a ValueError for a value that is no tensor, and may have an entry for each row.
+
+        Args:
+            nodes: the values.
+            rows: of the mini-batch.
+            also: containers of tensors that are refused, too, although their tensors are cut.
+        """
+        for name, value, mark in nodes:
+            is_cut = holds_tensors(value) and not isinstance(value, also)
+            if mark is None and name not in self.dims and has_entries(value, rows) and not is_cut:
+                raise ValueError(
+                    f"{described(name, value)}, as many as the batch has rows, and only tensors are cut. If each row "
+                    "has one of them, give a tensor, or cut the batch yourself, with split= or MicroBatches; if every "
+                    "micro-batch needs all of it, give NoChunk(value)"
+                )
+
+
+def _refuse_unequal(nodes: Iterable[Value], found: Mapping[str, int]) -> None:
+    """Raises a ValueError that names two tensors with different numbers of rows."""
+    dims = [
+        (node, found[node.name] if node.mark is None else node.mark) for node in nodes if isinstance(node.value, Tensor)
+    ]
+    cut = [(node.name, tuple(node.value.shape), dim, _size(node.value, dim)) for node, dim in dims if dim != WHOLE]
+    name, shape, dim, rows = cut[0]
+    other, its_shape, its_dim, _ = next(each for each in cut if each[-1] != rows)
+    raise ValueError(
+        f"all tensors of a batch must have the same number of rows, but {name!r} has the shape {shape} with {rows} "
+        f"rows in dimension {dim}, and {other!r} has the shape {its_shape} and is cut along dimension {its_dim}. "
+        f"{_WAYS}"
+    )
+
+
+def _in_order(
+    nodes: Iterable[Value], found: Mapping[str, int], tensors: Sequence[Tensor], marks: Sequence[int | None]
+) -> tuple[int, ...]:
+    """What was found for each tensor, or its mark."""
+    by_tensor: dict[int, int] = {}
+    for name, value, mark in nodes:
+        if mark is None and isinstance(value, Tensor):
+            by_tensor.setdefault(id(value), found[name])
+    return tuple([by_tensor[id(t)] if mark is None else mark for t, mark in zip(tensors, marks, strict=True)])
+
+
+def _first(nodes: Iterable[Value], dims: Mapping[str, int]) -> Value | None:
+    """The first tensor that is cut, marked with the dimension of its rows; None: there is none.
+
+    Raises:
+        ValueError: a tensor has no rows.
+    """
+    first = None
+    for name, value, mark in nodes:
+        known = dims.get(name) if mark is None else mark
+        if isinstance(value, Tensor) and known != WHOLE:
+            refuse_uncut(name, value)
+            first = first or Value(name, value, known or 0)
+    return first
+
+
+def _rows(first: Value) -> int:
+    return _size(first.value, first.mark or 0)
+
+
+def _size(tensor: Tensor, dim: int) -> int:
+    return tensor.shape[dim] if dim < tensor.dim() else -1
+
+
+def _usual(value: Any, places: Sequence[int]) -> int:
+    """Where a value has its rows if nothing is known of it: in dimension 0, unless another one alone has the size."""
+    if not isinstance(value, Tensor):
+        return WHOLE
+    return 0 if not places or 0 in places else places[0]
+
+
+def _other_value(nodes: Iterable[Value], found: Mapping[str, int], rows: int) -> str | None:
+    """A tensor that has the number of rows as another size, too."""
+    for name, value, mark in nodes:
+        if any(dim != (found[name] if mark is None else mark) for dim in places_of(value, rows)):
+            return name
+    return None

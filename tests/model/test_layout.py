@@ -1,0 +1,276 @@
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.flex_attention import create_block_mask
+
+from pipework import Chunk, MicroBatches, NoChunk, Pipe, PipeWarning, attach
+from pipework.model.given import WHOLE
+from pipework.model.layout import Layout
+
+CC = ["cpu", "cpu"]
+
+
+class First(nn.Module):
+    """Keeps what it was given, for each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def forward(self, ids: Tensor, position_ids: Any = None, **more: Any) -> Tensor:
+        self.seen.append(more or position_ids)
+        return ids.float()
+
+
+def made(chunks: int = 2, **options: Any) -> tuple[Pipe, First]:
+    first = First()
+    return Pipe(nn.Sequential(first, nn.Tanh()), chunks, balance=[1, 1], devices=CC, **options), first
+
+
+def ids(rows: int, tokens: int) -> Tensor:
+    return torch.arange(rows * tokens).view(rows, tokens)
+
+
+AMBIGUOUS = {
+    "rows in two dimensions": (
+        (3, 6),
+        torch.zeros(3, 3, 6),
+        "along dimension 0, but dimension 1 may also be the batch",
+    ),
+    "not the first": ((4, 6), torch.zeros(3, 4, 6), "along dimension 1, the only one of as many as the batch's 4 rows"),
+    "tokens as many as rows": ((6, 6), torch.zeros(6, 5), "but 6 is also another size of 'ids'"),
+    "a mask": ((6, 5), torch.zeros(6, 6), "along dimension 0, but dimension 1 may also be"),
+    "offsets": ((4, 5), torch.tensor([0, 8, 10, 20]), "but it may hold offsets into another tensor"),
+    "a list": ((4, 5), [torch.zeros(4, 2)] * 4, "one entry for each of the batch's 4 rows"),
+}
+
+
+@pytest.mark.parametrize("case", AMBIGUOUS)
+def test_what_is_ambiguous_is_warned_of_once_by_its_name(case: str) -> None:
+    shape, value, words = AMBIGUOUS[case]
+    pipe, _ = made()
+    with pytest.warns(PipeWarning, match=f"^'position_ids' .*{words}.*Chunk.*NoChunk.*split=.*MicroBatches") as seen:
+        pipe(ids(*shape), value)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    pipe(ids(*shape), value)
+    with pytest.warns(PipeWarning, match="^'position_ids' "):
+        made()[0](ids(*shape), position_ids=value)
+    made()[0](ids(*shape), NoChunk(value))
+    made(1)[0](ids(*shape), value)  # nothing is cut
+
+
+def test_values_inside_of_others_have_names() -> None:
+    pipe, _ = made()
+    with pytest.warns(PipeWarning) as seen:
+        pipe(ids(4, 6), images={"a": [torch.zeros(4, 4)]}, rest=torch.zeros(4))
+    assert [str(each.message).split(" has ")[0] for each in seen] == ["\"images['a'][0]\"", "'rest'"]
+
+
+@pytest.mark.parametrize("value", [torch.zeros(4), torch.zeros(4, 3, 2), {"a": torch.zeros(4, 1)}, (torch.zeros(4),)])
+def test_what_is_clear_is_not(value: Any) -> None:
+    pipe, first = made()
+    pipe(ids(4, 6), value)
+    leaves = [nested if isinstance(nested, Tensor) else next(iter(nested.values())) if isinstance(nested, dict)
+              else nested[0] for nested in first.seen]  # fmt: skip
+    assert [len(leaf) for leaf in leaves] == [2, 2]
+
+
+def test_a_dimension_that_is_said_is_cut_and_its_gradients_are_joined() -> None:
+    class Add(nn.Module):
+        def forward(self, x: Tensor, position: Any) -> Tensor:
+            return x * position["p"][0].sum(0)[:, None]
+
+    x, p = torch.randn(5, 3), torch.randn(4, 5, requires_grad=True)
+    pipe = Pipe(nn.Sequential(Add(), nn.Tanh()), 2, balance=[1, 1], devices=CC)
+    output = pipe(x, Chunk({"p": [p]}, dim=-1))
+    assert torch.equal(output, (x * p.sum(0)[:, None]).tanh())
+    output.square().sum().backward()
+    got, p.grad = p.grad, None
+    (x * p.sum(0)[:, None]).tanh().square().sum().backward()
+    assert torch.equal(got, p.grad)
+
+
+def test_the_rows_of_the_first_may_be_said_too() -> None:
+    pipe, first = made(3)
+    turned = Pipe(nn.Sequential(first, nn.Flatten(0)), 3, balance=[1, 1], devices=CC)
+    turned(Chunk(ids(6, 4), dim=1), torch.zeros(4, 2))
+    assert [len(each) for each in first.seen] == [2, 1, 1]
+    with pytest.raises(ValueError, match=r"Chunk got dim=2 for a tensor of shape \(6, 4\)"):
+        pipe(Chunk(ids(6, 4), dim=2))
+
+
+def test_what_a_first_mini_batch_has_shown_holds_for_the_next() -> None:
+    pipe, first = made()
+    with pytest.warns(PipeWarning, match="along dimension 1"):
+        pipe(ids(4, 6), torch.zeros(3, 4, 6))
+    first.seen.clear()
+    pipe(ids(3, 6), torch.zeros(3, 3, 6))  # ambiguous now
+    assert [tuple(each.shape) for each in first.seen] == [(3, 2, 6), (3, 1, 6)]
+    with pytest.raises(ValueError, match=r"'ids' has the shape \(4, 6\) with 4 rows.*'position_ids' .*dimension 1"):
+        pipe(ids(4, 6), torch.zeros(4, 3, 6))
+    pipe[0] = First()  # other arguments
+    with pytest.warns(PipeWarning, match="along dimension 0, but"):
+        pipe(ids(3, 6), torch.zeros(3, 3, 6))
+
+
+def test_a_list_that_is_no_list_of_rows_at_first_never_is() -> None:
+    pipe, first = made()
+    pipe(ids(8, 5), [2, 3])
+    pipe(ids(2, 5), [2, 3])
+    assert first.seen == [[2, 3]] * 4
+
+
+REFUSED = {
+    "strings": ["a"] * 4,
+    "numbers": (1, 2, 3, 4),
+    "an array": numpy.zeros((4, 2)),
+    "a block mask": create_block_mask(lambda b, h, q, k: q >= k, 4, 1, 128, 128, device="cpu"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_an_entry_for_each_row_and_is_not_cut_is_refused(case: str) -> None:
+    value = REFUSED[case]
+    with pytest.raises(ValueError, match=r"^'position_ids' is a .* with 4 entries, as many .*split=.*NoChunk\(value\)"):
+        made()[0](ids(4, 6), value)
+    made()[0](ids(8, 6), value)
+    pipe, first = made()
+    pipe(ids(4, 6), NoChunk(value))
+    assert all(each is value or each == value for each in first.seen)
+    pipe, first = made()
+    pipe(MicroBatches(ids(4, 6).split(2)), MicroBatches([1, 2]))
+    assert sorted(first.seen) == [1, 2]
+
+
+def test_one_mask_for_all_rows_goes_to_all() -> None:
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, 1, 128, 128, device="cpu")
+    pipe, first = made()
+    pipe(ids(4, 6), mask)
+    assert all(each is mask for each in first.seen)
+
+
+def test_unequal_rows_name_the_arguments_and_the_ways() -> None:
+    with pytest.raises(
+        ValueError, match=r"'ids' .*\(7, 4\) with 7 rows.*'position_ids\[0\]' has the shape \(5,\).*Chunk"
+    ):
+        made()[0](ids(7, 4), [torch.zeros(5 + n) for n in range(7)])
+
+
+@pytest.mark.parametrize(
+    "target", [["a"] * 4, [{"boxes": torch.zeros(4, 2)}] * 4, numpy.zeros(4), {"names": ("a", "b", "c", "d")}]
+)
+def test_targets_are_looked_at_too(target: Any) -> None:
+    pipe, _ = made(loss_fn=lambda output, target: output.mean())
+    with pytest.raises(ValueError, match=r"^[\"']target.* is a .*with 4 entries, as many as the batch has rows"):
+        pipe(ids(4, 6).float(), target=target)
+    pipe(ids(4, 6).float(), target=NoChunk(target))
+
+
+def test_a_target_with_its_rows_elsewhere() -> None:
+    targets = []
+    pipe, _ = made(loss_fn=lambda output, target: (targets.append(target), output.mean())[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PipeWarning)
+        pipe(ids(4, 6), target=Chunk(torch.zeros(3, 4), dim=1))
+    assert {tuple(target.shape) for target in targets[:2]} == {(3, 2)}
+    with pytest.raises(ValueError, match=r"a target tensor has shape \(3, 4\): wanted as many rows; wrap .*Chunk\("):
+        pipe(ids(4, 6), target=torch.zeros(3, 4))
+
+
+# Samples
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(40, 8), nn.Linear(8, 1)
+
+    def forward(self, ids: Tensor, position_ids: Any = None, extra: Any = None, labels: Tensor | None = None) -> Any:
+        x = self.embed(ids)
+        if position_ids is not None:
+            x = x + position_ids.float().mean(0)[..., None]
+        if extra is not None:
+            x = x * extra["scale"]
+        logits = self.head(x).squeeze(-1)
+        return logits if labels is None else {"loss": functional.mse_loss(logits, labels.mT), "logits": logits}
+
+
+def batch(rows: int, tokens: int) -> dict[str, Any]:
+    return {
+        "ids": ids(rows, tokens) % 40,
+        "position_ids": torch.arange(3 * rows * tokens).view(3, rows, tokens),
+        "extra": {"scale": NoChunk(torch.linspace(0.5, 2, tokens)[:, None])},
+        "labels": torch.arange(rows * tokens).view(tokens, rows) / 10,
+    }
+
+
+def test_a_sample_says_how_later_batches_are_cut() -> None:
+    model = Model()
+    attach(model, batch(2, 5), chunks=3, balance=[1, 1], devices=CC, check=False)
+    later = batch(6, 6)
+    later["extra"]["scale"] = later["extra"]["scale"].value  # the sample has said it
+    loss = model(**later)["loss"]
+    loss.backward()
+    got = model.head.weight.grad
+    model.zero_grad()
+    plain = copy.deepcopy(model)
+    del plain.forward
+    parts = [
+        {
+            "ids": later["ids"][rows],
+            "position_ids": later["position_ids"][:, rows],
+            "extra": later["extra"],
+            "labels": later["labels"][:, rows],
+        }
+        for rows in torch.arange(6).tensor_split(3)
+    ]
+    expected = sum(plain(**part)["loss"] / 3 for part in parts)
+    expected.backward()
+    torch.testing.assert_close(loss.detach(), expected.detach())
+    torch.testing.assert_close(got, plain.head.weight.grad)
+
+
+def sample(**changes: Any) -> dict[str, Any]:
+    return {"ids": ids(3, 5), "labels": torch.zeros(3, 5)} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"position_ids": torch.zeros(3, 3, 5)}, r"'position_ids' has the shape \(3, 3, 5\)"),
+        ({"ids": ids(3, 3)}, r"'ids' has the shape \(3, 3\)"),
+        ({"position_ids": torch.zeros(1, 5)}, r"'position_ids' has the shape \(1, 5\)"),
+        ({"extra": {"names": ["a", "b", "c"]}}, r"\"extra\['names'\]\" is a list with 3 entries"),
+        ({"extra": numpy.zeros((3, 4))}, "'extra' is a ndarray with 3 entries"),
+        ({"extra": torch.tensor([0, 4, 9])}, r"'extra' has the shape \(3,\)"),
+        ({"extra": REFUSED["a block mask"], "ids": ids(4, 5), "labels": torch.zeros(4, 5)}, "is a BlockMask with 4"),
+    ],
+)
+def test_samples_that_do_not_tell_are_refused(changes: dict[str, Any], words: str) -> None:
+    given = sample(**changes)
+    with pytest.raises(
+        ValueError, match=rf"the sample has . rows .*of 'ids'.*: {words}.*another|{words}.*no other size"
+    ):
+        attach(Model(), given, chunks=2, devices=CC)
+
+
+def test_marks_in_a_sample_tell() -> None:
+    given = sample(position_ids=Chunk(torch.zeros(3, 3, 5), dim=1), extra=NoChunk(["a", "b", "c"]))
+    assert Layout.of_sample((), "labels", (), given).dims == {
+        "ids": 0, "labels": 0, "position_ids": 1,
+        "extra": WHOLE, "extra[0]": WHOLE, "extra[1]": WHOLE, "extra[2]": WHOLE,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_knows_as_much(copied: Callable[[Layout], Layout]) -> None:
+    layout = copied(Layout.of_sample(("x",), "y", (torch.ones(2, 3),), {}))
+    assert (layout.names, layout.target, layout.dims) == (("x",), "y", {"x": 0})
