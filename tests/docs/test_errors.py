@@ -42,6 +42,8 @@ REFUSED = {
     "training a layer that `torch.jit` scripted or traced, unless it is frozen": "was made by torch.jit",
     "recomputing an embedding with `max_norm`": "so each forward changes its weight in place",
     "a pipe inside of `torch.utils.checkpoint` with `use_reentrant=False`": "a pipe recomputes by itself, as Pipe(",
+    "a list, an array or an object with an entry for each row, as input or target": "as many as the batch has rows",
+    "a sample of `attach` whose number of rows is another size of it, too": "does not say how other batches are to be cut",
     "a sparse or nested tensor that would be split": "only dense tensors are split",
     "outputs that are nested differently for each micro-batch": "micro-batch 0 gave ",
     "a plan for another model, or for this one before its layers were changed": "for another model: layer ",
@@ -60,7 +62,7 @@ WARNED_OF = {
     "losses on which backward() is never called": "loss.backward() was called on none of the first ",
     "targets are padded unequally": "loss_weight=lambda target: (target != ",
     "is no mean over rows": "over rows: ",
-    "an input": "and is split",
+    "an input": "one entry for each of the batch's ",
     "or a module": "takes dimension 1 for the batch",
     "an output": "joined along it, it is ",
 }

@@ -72,7 +72,7 @@ def list_of_rows(draw: random.Random, rows: int, sizes: list[int]) -> Argument:
             Tensor.tolist,
             lambda values: tuple(values.tolist()),
             lambda values: [str(value) for value in values.tolist()],
-            lambda values: numpy.array(values),
+            lambda values: numpy.array(values.tolist()),
             lambda values: [value.expand(size) for value in values],
         ]
     )
