@@ -43,7 +43,7 @@ REFUSED = {
     "recomputing an embedding with `max_norm`": "so each forward changes its weight in place",
     "a pipe inside of `torch.utils.checkpoint` with `use_reentrant=False`": "a pipe recomputes by itself, as Pipe(",
     "a list, an array or an object with an entry for each row, as input or target": "as many as the batch has rows",
-    "a sample of `attach` whose number of rows is another size of it, too": "does not say how other batches are to be cut",
+    "a sample of `attach` whose number of rows equals another size": "does not say how other batches are to be cut",
     "a sparse or nested tensor that would be split": "only dense tensors are split",
     "outputs that are nested differently for each micro-batch": "micro-batch 0 gave ",
     "a plan for another model, or for this one before its layers were changed": "for another model: layer ",
