@@ -176,6 +176,7 @@ def outcome(seed: int) -> str:
     return "warned" if any(issubclass(each.category, PipeWarning) for each in seen) else "silent"
 
 
+@pytest.mark.one_process("how a batch is cut has nothing to do with the workers")
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_no_batch_is_cut_wrongly_in_silence(group: int) -> None:
     outcomes = {seed: outcome(seed) for seed in range(group, BATCHES, GROUPS)}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pipework import DeferredBatchNorm, MicroBatches, NoChunk, PipeSequential
+from pipework import Chunk, DeferredBatchNorm, MicroBatches, NoChunk, PipeSequential
 from tests.conftest import WAYS
 from tests.ranks import held
 
@@ -208,6 +208,42 @@ def test_several_and_keyword_inputs_with_one_given_whole(way: Any, checkpoint: s
         torch.testing.assert_close(mask.grad, expected)
     for a, b in zip(pipe.parameters(), held(module, pipe).parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+class Scaled(nn.Module):
+    """The rows are in dimension 0 of one input, and in dimension 1 of another."""
+
+    def forward(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return x * scales.sum(0)[:, None]
+
+
+def cut_by_hand(arguments: Any, keywords: Any, target: Any, chunks: int) -> list[Any]:
+    cuts = (arguments[0].tensor_split(chunks), keywords["scales"].tensor_split(chunks, 1))
+    targets = [None] * chunks if target is None else target.tensor_split(chunks)
+    return [((x,), {"scales": scales}, part) for x, scales, part in zip(*cuts, targets, strict=True)]
+
+
+@pytest.mark.filterwarnings("ignore:'scales' has the shape:pipework.PipeWarning")
+@pytest.mark.parametrize("cut", ["marked", "learned", "by hand"])
+def test_rows_in_another_dimension(way: Any, cut: str) -> None:
+    def total(output: Any, target: torch.Tensor) -> torch.Tensor:
+        joined = torch.cat(list(output)) if isinstance(output, MicroBatches) else output
+        return (joined * target).sum()
+
+    module = nn.Sequential(Scaled(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    split = cut_by_hand if cut == "by hand" else None
+    pipe = way.pipe(module, 3, balance=[1, 1, 1, 1], loss_fn=total, loss_reduction="sum", split=split)
+    x, target = torch.randn(7, 3), torch.randn(7, 3)
+    scales = torch.randn(4, 7, requires_grad=True)
+    expected = scales.detach().clone().requires_grad_()
+    for rows in torch.arange(7).tensor_split(3):
+        total(module[1:](module[0](x[rows], expected[:, rows])), target[rows]).backward()
+    given = Chunk(scales, dim=1) if cut == "marked" else scales
+    way.loss(pipe, (x,), target, total, scales=given).backward()
+    if pipe.is_first:
+        assert torch.equal(scales.grad, expected.grad)
+    for name, parameter in held(module, pipe).named_parameters():
+        assert torch.equal(pipe.get_parameter(name).grad, parameter.grad), name
 
 
 @pytest.mark.parametrize("balance", [[2], [1, 1]])
