@@ -19,7 +19,7 @@ from pipework.model import microbatch
 from pipework.model.batchnorm import DeferredBatchNorm
 from pipework.model.given import Given, MicroBatches, given
 from pipework.model.layers import doubts_about_hooks
-from pipework.model.loss.check import LossCheck
+from pipework.model.loss.check import doubts_about_loss, may_be_other
 from pipework.model.microbatch import Split
 from pipework.model.misspelt import refuse_misspelt
 from pipework.model.output_rows import OutputRows
@@ -180,11 +180,9 @@ class Executor:
             self._refuse_loss_outside(program, len(inputs), keyword_inputs, everywhere=everywhere)
         self._refuse_misplaced(facts, return_output=return_output)
         looks = self._looks if self.warns and not split.is_given and micro_batches > 1 else frozenset[str]()
-        inner, check = None, None
+        inner, padding = None, None
         if inside:
-            inner, check = self._inner_loss(
-                targets, weighing, looks, doubts, grad=context.grad, keeps_output=return_output
-            )
+            inner, padding = self._inner_loss(targets, weighing, looks, grad=context.grad, keeps_output=return_output)
         key = Key(facts.key)
         if training:
             key.value()
@@ -232,14 +230,13 @@ class Executor:
             # A process that has nothing to train may leave its backward out.
             has_backward = trains and any(step.parameters(stage) for stage in step.stages)
             arrived = self._backend.expect_backward() if has_backward else None
-            scale = inner.scale_in(results[0][0][0].dtype)
-            shared = LossInside(step, split.splits.join, returned, scale, arrived)
+            inner_scale = inner.scale_in(results[0][0][0].dtype)
+            shared = LossInside(step, split.splits.join, returned, inner_scale, arrived)
             if self.warns and has_backward:
                 doubts += self._undelivered.doubts()
                 self._undelivered.add(shared)
             outputs = [(tensors[1:], structure) for tensors, structure in results] if has_output else []
-            if check is not None:
-                doubts += check.doubts(inner, split.rows)
+            doubts += doubts_about_loss(self.loss, inner, split.rows, padding)
             loss, output = _loss_and_output(results, outputs, split, shared, rooted=rooted)
             if outputs and self.warns and not split.is_given:
                 doubts += self._output_rows.doubts(outputs, split.rows)
@@ -292,24 +289,24 @@ class Executor:
         targets: Sequence[Message] | None,
         weighing: Sequence[int],
         looks: frozenset[str],
-        doubts: list[str],
         *,
         grad: bool,
         keeps_output: bool,
-    ) -> tuple[InnerLoss, LossCheck | None]:
-        """The loss inside; in the first mini-batch also what tells whether the function is a mean over rows."""
-        check = None
-        if targets is not None and self.warns:
-            padding = self.loss.doubt(targets, weighing)
-            doubts += [padding] if padding else []
-            if "loss" in looks:
-                self._looks -= {"loss"}
-                if not padding and self.loss.weight is None:  # a weight says what mean is meant
-                    check = LossCheck.of(self.loss.function)
-        last = self._assignment.partitioning.devices[-1]
-        sample = None if check is None else check.sample
-        inner = self.loss.inner(targets, weighing, last, grad=grad, keeps_output=keeps_output, sample=sample)
-        return inner, check
+    ) -> tuple[InnerLoss, str | None]:
+        """The loss inside, which in the first mini-batch keeps what its function sees; a doubt about targets."""
+        padding = self.loss.doubt(targets, weighing) if targets is not None and self.warns else None
+        looks_at_function = targets is not None and "loss" in looks
+        if looks_at_function:
+            self._looks -= {"loss"}
+        inner = self.loss.inner(
+            targets,
+            weighing,
+            self._assignment.partitioning.devices[-1],
+            grad=grad,
+            keeps_output=keeps_output,
+            seen=[] if looks_at_function and may_be_other(self.loss.function) else None,
+        )
+        return inner, padding
 
     def predict(
         self,

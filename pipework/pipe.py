@@ -83,7 +83,9 @@ class Pipe(Layers):
             `Schedule` of your own, or a `ScheduleSpec` that makes one of any size. All but 'gpipe' and 'looped-bfs'
             need the loss inside, `pipe(x, target=y)`. 'auto': the first training mini-batch is planned, see `plan`.
         loss_fn: from the output and the target of a micro-batch to its loss, a 0-dimensional tensor. None: if a target
-            is given, the last layer takes it as its last positional argument and returns the loss.
+            is given, the last layer takes it as its last positional argument and returns the loss. After the first
+            mini-batch a function that is not PyTorch's is called once more, without gradients, for two micro-batches
+            together: a warning says if that is not the mean or sum of its values for each.
         loss_reduction: 'mean': the loss of the mini-batch is the mean of its micro-batches' losses, weighted by rows;
             'sum': their sum.
         loss_weight: from a micro-batch's target to its weight in the mean, in place of its rows, such as

@@ -59,7 +59,7 @@ WARNED_OF = {
     "other layers or hooks": "keep those that it was made of",
     "losses on which backward() is never called": "loss.backward() was called on none of the first ",
     "targets are padded unequally": "loss_weight=lambda target: (target != ",
-    "is no mean over rows": "over rows: ",
+    "is no mean over rows": "mean over rows",
     "an input": "and is split",
     "or a module": "takes dimension 1 for the batch",
     "an output": "joined along it, it is ",

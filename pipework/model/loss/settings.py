@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipework.runtime.stage.loss_sample import LossSample
+    from pipework.runtime.stage.loss import SeenLoss
     from pipework.runtime.transport import Message
 
 REDUCTIONS = ("mean", "sum")
@@ -159,7 +159,7 @@ class LossSettings:
         *,
         grad: bool,
         keeps_output: bool,
-        sample: LossSample | None = None,
+        seen: list[SeenLoss] | None = None,
     ) -> InnerLoss:
         """The loss that the last stage computes for one mini-batch.
 
@@ -169,15 +169,16 @@ class LossSettings:
             device: of the last stage.
             grad: whether gradients are needed.
             keeps_output: whether the output is returned, too.
-            sample: keeps what the function gets and gives, if given.
+            seen: see `InnerLoss`.
         """
+        weights = None if self.reduction == "sum" or targets is None else mean_weights(self._amounts(targets, rows))
         return InnerLoss(
             self.function,
-            None if self.reduction == "sum" or targets is None else mean_weights(self._amounts(targets, rows)),
+            weights,
             1.0 if self.grad_scaler is None or not grad else _scale_of(self.grad_scaler, device),
             keeps_output,
             len(rows),
-            sample,
+            seen,
         )
 
     def _amounts(self, targets: Sequence[Message], rows: Sequence[int]) -> Sequence[float] | Tensor:
@@ -230,7 +231,8 @@ class LossSettings:
         return (
             f"targets have the value {ignored}, which losses leave out of their mean, and micro-batches have unequal "
             "numbers of them, but loss_fn is a function of its own, so the pipe weighs micro-batches by rows. Give "
-            f"Pipe loss_weight=lambda target: (target != {ignored}).sum() for the mean over all targets that count"
+            f"Pipe loss_weight=lambda target: (target != {ignored}).sum() for the mean over all targets that count; or "
+            'loss_reduction="sum", if loss_fn is a sum'
         )
 
 
