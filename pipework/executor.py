@@ -20,6 +20,7 @@ from pipework.model.batchnorm import DeferredBatchNorm
 from pipework.model.given import Given, MicroBatches, given
 from pipework.model.layers import doubts_about_hooks
 from pipework.model.loss.check import doubts_about_loss, may_be_other
+from pipework.model.loss.settings import checked_scale
 from pipework.model.microbatch import Split
 from pipework.model.misspelt import refuse_misspelt
 from pipework.model.output_rows import OutputRows
@@ -144,10 +145,12 @@ class Executor:
         training: bool,
         return_output: bool,
         everywhere: bool,
+        loss_scale: Any = None,
     ) -> Any:
         """One mini-batch; see `Pipe.forward`. `training` is the pipe's flag; `doubts` gets what is to be warned of."""
         if self._backend.is_whole and return_output and target is None:
             raise _output_without_loss()
+        scale = checked_scale(loss_scale, self._assignment.partitioning.devices[-1])
         split = self._split(inputs, keyword_inputs) if self._backend.is_first else None
         if self._engine is None:
             doubts += doubts_about_hooks(self._partitions.values())
@@ -163,6 +166,7 @@ class Executor:
             everywhere=everywhere,
             returns_output=return_output,
             recorded=self.recording is not None,
+            scales_loss=loss_scale is not None,
         )
         facts = self._backend.begin(header, split, StepData(inputs, keyword_inputs, target))
         inside = facts.inside
@@ -178,11 +182,13 @@ class Executor:
             raise self._backend.common_error(error) from None
         if not inside and trains:
             self._refuse_loss_outside(program, len(inputs), keyword_inputs, everywhere=everywhere)
-        self._refuse_misplaced(facts, return_output=return_output)
+        self._refuse_misplaced(facts, return_output=return_output, scaled=loss_scale is not None)
         looks = self._looks if self.warns and not split.is_given and micro_batches > 1 else frozenset[str]()
         inner, padding = None, None
         if inside:
-            inner, padding = self._inner_loss(targets, weighing, looks, grad=context.grad, keeps_output=return_output)
+            inner, padding = self._inner_loss(
+                targets, weighing, looks, scale, grad=context.grad, keeps_output=return_output
+            )
         key = Key(facts.key)
         if training:
             key.value()
@@ -271,8 +277,8 @@ class Executor:
         if reader is not None and not everywhere:
             raise self._backend.common_error(self.loss.outside_of_one_rank(reader))
 
-    def _refuse_misplaced(self, facts: StepFacts, *, return_output: bool) -> None:
-        """Raises an error if a target is where nobody reads it, or an output is asked for beside no loss."""
+    def _refuse_misplaced(self, facts: StepFacts, *, return_output: bool, scaled: bool) -> None:
+        """Raises an error if a target is where nobody reads it, or an output or a scale is for a loss that is none."""
         if facts.target_is_unread:
             first, last = self._end_ranks
             raise self._backend.common_error(
@@ -283,12 +289,20 @@ class Executor:
             )
         if return_output and not facts.inside:
             raise self._backend.common_error(_output_without_loss())
+        if scaled and not facts.inside:
+            raise self._backend.common_error(
+                ValueError(
+                    "loss_scale= multiplies the loss of pipe(x, target=y), and there is no target: multiply a loss "
+                    "that is computed outside of the pipe yourself"
+                )
+            )
 
     def _inner_loss(
         self,
         targets: Sequence[Message] | None,
         weighing: Sequence[int],
         looks: frozenset[str],
+        scale: float | Tensor,
         *,
         grad: bool,
         keeps_output: bool,
@@ -304,6 +318,7 @@ class Executor:
             self._assignment.partitioning.devices[-1],
             grad=grad,
             keeps_output=keeps_output,
+            scale=scale,
             seen=[] if looks_at_function and may_be_other(self.loss.function) else None,
         )
         return inner, padding

@@ -458,6 +458,7 @@ class Pipe(Layers):
         *inputs: Any,
         target: Any = None,
         return_output: bool = False,
+        loss_scale: float | Tensor | None = None,
         outputs: Literal["last", "all"] = "last",
         **keyword_inputs: Any,
     ) -> Any:
@@ -472,6 +473,11 @@ class Pipe(Layers):
             target: what the loss compares the output with, any nested structure, moved to the last device and split
                 like the inputs, or `MicroBatches` like these. None: the loss is computed outside.
             return_output: return loss and output.
+            loss_scale: with a target, multiplies the loss that is returned, and already the loss of each micro-batch
+                before its backward, such as 1 / 8 for the mean over 8 mini-batches whose gradients are accumulated. A
+                factor outside, `(pipe(x, target=y) / 8).backward()`, multiplies gradients that are there already,
+                which differs if a backward is not linear, as with a hook that clamps. A positive number, or a
+                0-dimensional tensor; if workers are processes, that of the last stage's process counts.
             outputs: if workers are processes: 'last' returns outputs in that of the last stage, and None in all others;
                 'all' returns them everywhere.
             keyword_inputs: like `inputs`.
@@ -487,7 +493,8 @@ class Pipe(Layers):
         Raises:
             TypeError: there is no tensor among the inputs, or the loss is no tensor.
             ValueError: a tensor cannot be split, tensors have different numbers of rows or arguments different numbers
-                of micro-batches, rows cannot weigh the mean, the schedule needs a target, or the loss has dimensions.
+                of micro-batches, rows cannot weigh the mean, the schedule needs a target, the loss has dimensions, or
+                `loss_scale` is no positive number.
         """
         if (first := self._first) is not None:
             self._make_plan(first, inputs, keyword_inputs, target)
@@ -514,6 +521,7 @@ class Pipe(Layers):
                 training=self.training,
                 return_output=return_output,
                 everywhere=outputs == "all",
+                loss_scale=loss_scale,
             )
         # Not before: a warning may be an error, and the call has succeeded, in other processes too.
         for doubt in doubts:

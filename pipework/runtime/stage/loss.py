@@ -34,8 +34,8 @@ class InnerLoss:
     Attributes:
         function: from output and target to the loss; None: the last layer takes the target as its last positional
             argument and returns the loss.
-        weights: the factor of each micro-batch's loss; None: none has one. A tensor is on the device of the loss: the
-            caller's stream computes it, and the host may not know its value yet.
+        weights: the factor of each micro-batch's loss, with the call's `loss_scale`; None: none has one. A tensor is on
+            the device of the loss: the caller's stream computes it, and the host may not know its value yet.
         scale: gradients carry this factor, so that small ones survive in float16; a tensor as for a weight.
         keeps_output: whether the output is returned with the loss.
         micro_batches: how many there are.

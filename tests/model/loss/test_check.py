@@ -1,5 +1,6 @@
 """Loss functions that are not what the pipe takes them for are noticed, and sums told from means."""
 
+import contextlib
 import gc
 import math
 import random
@@ -259,6 +260,13 @@ def test_the_advice_for_a_sum_gives_the_loss_of_the_whole_batch() -> None:
     x, y = rows_of(16), padded(16)
     pipe = pipe_of(sum_of_counted, loss_reduction="sum")
     torch.testing.assert_close(pipe(x, target=y), sum_of_counted(nn.Sequential(*pipe)(x), y))
+
+
+def test_a_scaled_loss_is_compared_as_such() -> None:
+    x, y = rows_of(16), padded(16)
+    for options in ({"loss_reduction": "sum"}, {}):
+        with pytest.warns(PipeWarning, match="is no ") if not options else contextlib.nullcontext():
+            pipe_of(sum_of_counted, **options)(x, target=y, loss_scale=0.25)
 
 
 def test_nested_outputs() -> None:
