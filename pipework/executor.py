@@ -9,6 +9,7 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import nn
 
 from pipework.autograd.batch_versions import BatchVersions
@@ -41,12 +42,12 @@ from pipework.runtime.stage.loss import total
 from pipework.runtime.step import Step, StepOptions
 from pipework.skip.layout import skip_edges
 from pipework.skip.verify import verify_skippables
+from pipework.spot_checks import FIRST
 from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    import torch
     from torch import Tensor
 
     from pipework.assignment.assignment import Assignment
@@ -118,6 +119,7 @@ class Executor:
         self._looks = _LOOKS
         self._output_rows = OutputRows()
         self._undelivered = UndeliveredLosses()
+        self._scaler_looks = FIRST
         self._deferred: list[DeferredBatchNorm] = []
         self._engine: Engine | None = None
         self._make_locks()
@@ -236,8 +238,14 @@ class Executor:
             # A process that has nothing to train may leave its backward out.
             has_backward = trains and any(step.parameters(stage) for stage in step.stages)
             arrived = self._backend.expect_backward() if has_backward else None
-            inner_scale = inner.scale_in(results[0][0][0].dtype)
-            shared = LossInside(step, split.splits.join, returned, inner_scale, arrived)
+            shared = LossInside(
+                step,
+                split.splits.join,
+                returned,
+                inner.scale_in(results[0][0][0].dtype),
+                arrived,
+                lacks_scaler=has_backward and loss_scale is None and self._lacks_scaler(step, context),
+            )
             if self.warns and has_backward:
                 doubts += self._undelivered.doubts()
                 self._undelivered.add(shared)
@@ -296,6 +304,14 @@ class Executor:
                     "that is computed outside of the pipe yourself"
                 )
             )
+
+    def _lacks_scaler(self, step: Step, context: CallerContext) -> bool:
+        """Whether float16 gradients were computed without a scale; looked at in the first training steps."""
+        if self.loss.grad_scaler is not None or not self._scaler_looks:
+            return False
+        self._scaler_looks -= 1
+        dtypes = {parameter.dtype for stage in step.stages for parameter in step.parameters(stage)}
+        return torch.float16 in dtypes.union(autocast.dtype for autocast in context.autocasts)
 
     def _inner_loss(
         self,
