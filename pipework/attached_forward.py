@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipework.model.parts.cut import Cuttable
     from pipework.pipe import Pipe
 
-_OF_PIPE: Final = frozenset({"target", "return_output", "outputs"})  # arguments of a call of a pipe
+_OF_PIPE: Final = frozenset({"target", "return_output", "loss_scale", "outputs"})  # arguments of a call of a pipe
 
 
 class LossOf:
@@ -82,6 +82,7 @@ class AttachedForward:
             self._refuse_to_generate()
             return type(model).forward(model, *arguments, **keywords)
         keywords = self._adapter.mini_batch(keywords)
+        scale = None if "loss_scale" in self.__signature__.parameters else keywords.pop("loss_scale", None)
         if not _OF_PIPE.isdisjoint(keywords):
             arguments, keywords = _positional(self.__signature__, arguments, keywords)
         self._following.update()
@@ -96,8 +97,9 @@ class AttachedForward:
                     f"the loss inside: give {self._target}=, or call the model in eval() or under torch.no_grad(); a "
                     "loss of your own, of what the model returns, needs attach(..., schedule='gpipe')"
                 )
-            return pipe(*arguments, **keywords, outputs=self._outputs)
-        got = pipe(*arguments, **keywords, target=labels, return_output=not trains, outputs=self._outputs)
+            return pipe(*arguments, **keywords, loss_scale=scale, outputs=self._outputs)
+        options = {"return_output": not trains, "loss_scale": scale, "outputs": self._outputs}
+        got = pipe(*arguments, **keywords, target=labels, **options)
         loss, result = (got, None) if trains else got
         if result is None:
             form = self._adapter.form(copy.copy(self._form), names)

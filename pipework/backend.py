@@ -63,6 +63,7 @@ class StepHeader(NamedTuple):
         everywhere: whether every process gets the outputs.
         returns_output: whether the output is returned beside the loss.
         recorded: whether the workers' actions are recorded.
+        scales_loss: whether there is a `loss_scale`. The last rank's counts.
     """
 
     training: bool
@@ -70,6 +71,7 @@ class StepHeader(NamedTuple):
     everywhere: bool
     returns_output: bool
     recorded: bool
+    scales_loss: bool = False
 
 
 class StepData(NamedTuple):

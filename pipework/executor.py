@@ -9,6 +9,7 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import nn
 
 from pipework.autograd.batch_versions import BatchVersions
@@ -20,7 +21,8 @@ from pipework.model.batchnorm import DeferredBatchNorm
 from pipework.model.given import Given, MicroBatches, given
 from pipework.model.layers import doubts_about_hooks
 from pipework.model.layout import Layout
-from pipework.model.loss.check import LossCheck
+from pipework.model.loss.check import doubts_about_loss, may_be_other
+from pipework.model.loss.settings import checked_scale
 from pipework.model.microbatch import Split
 from pipework.model.misspelt import refuse_misspelt
 from pipework.model.output_rows import OutputRows
@@ -43,12 +45,12 @@ from pipework.runtime.step import Step, StepOptions
 from pipework.signatures import positional_names
 from pipework.skip.layout import skip_edges
 from pipework.skip.verify import verify_skippables
+from pipework.spot_checks import FIRST
 from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    import torch
     from torch import Tensor
 
     from pipework.assignment.assignment import Assignment
@@ -126,6 +128,7 @@ class Executor:
         self._looks = _LOOKS
         self._output_rows = OutputRows()
         self._undelivered = UndeliveredLosses()
+        self._scaler_looks = FIRST
         self._deferred: list[DeferredBatchNorm] = []
         self._engine: Engine | None = None
         self._make_locks()
@@ -153,10 +156,12 @@ class Executor:
         training: bool,
         return_output: bool,
         everywhere: bool,
+        loss_scale: Any = None,
     ) -> Any:
         """One mini-batch; see `Pipe.forward`. `training` is the pipe's flag; `doubts` gets what is to be warned of."""
         if self._backend.is_whole and return_output and target is None:
             raise _output_without_loss()
+        scale = checked_scale(loss_scale, self._assignment.partitioning.devices[-1])
         call = StepData(inputs, keyword_inputs, target)
         if self._backend.is_first or self._backend.is_last:
             inputs, keyword_inputs, target = self._cut_by_caller(inputs, keyword_inputs, target)
@@ -175,6 +180,7 @@ class Executor:
             everywhere=everywhere,
             returns_output=return_output,
             recorded=self.recording is not None,
+            scales_loss=loss_scale is not None,
         )
         facts = self._backend.begin(header, split, call)
         inside = facts.inside
@@ -191,12 +197,12 @@ class Executor:
             raise self._backend.common_error(error) from None
         if not inside and trains:
             self._refuse_loss_outside(program, len(inputs), keyword_inputs, everywhere=everywhere)
-        self._refuse_misplaced(facts, return_output=return_output)
+        self._refuse_misplaced(facts, return_output=return_output, scaled=loss_scale is not None)
         looks = self._looks if self.warns and not split.is_given and micro_batches > 1 else frozenset[str]()
-        inner, check = None, None
+        inner, padding = None, None
         if inside:
-            inner, check = self._inner_loss(
-                targets, weighing, looks, doubts, grad=context.grad, keeps_output=return_output
+            inner, padding = self._inner_loss(
+                targets, weighing, looks, scale, grad=context.grad, keeps_output=return_output
             )
         key = Key(facts.key)
         if training:
@@ -245,14 +251,19 @@ class Executor:
             # A process that has nothing to train may leave its backward out.
             has_backward = trains and any(step.parameters(stage) for stage in step.stages)
             arrived = self._backend.expect_backward() if has_backward else None
-            scale = inner.scale_in(results[0][0][0].dtype)
-            shared = LossInside(step, split.splits.join, returned, scale, arrived)
+            shared = LossInside(
+                step,
+                split.splits.join,
+                returned,
+                inner.scale_in(results[0][0][0].dtype),
+                arrived,
+                lacks_scaler=has_backward and loss_scale is None and self._lacks_scaler(step, context),
+            )
             if self.warns and has_backward:
                 doubts += self._undelivered.doubts()
                 self._undelivered.add(shared)
             outputs = [(tensors[1:], structure) for tensors, structure in results] if has_output else []
-            if check is not None:
-                doubts += check.doubts(inner, split.rows)
+            doubts += doubts_about_loss(self.loss, inner, split.rows, padding)
             loss, output = _loss_and_output(results, outputs, split, shared, rooted=rooted)
             if outputs and self.warns and not split.is_given:
                 doubts += self._output_rows.doubts(outputs, split.rows)
@@ -287,8 +298,8 @@ class Executor:
         if reader is not None and not everywhere:
             raise self._backend.common_error(self.loss.outside_of_one_rank(reader))
 
-    def _refuse_misplaced(self, facts: StepFacts, *, return_output: bool) -> None:
-        """Raises an error if a target is where nobody reads it, or an output is asked for beside no loss."""
+    def _refuse_misplaced(self, facts: StepFacts, *, return_output: bool, scaled: bool) -> None:
+        """Raises an error if a target is where nobody reads it, or an output or a scale is for a loss that is none."""
         if facts.target_is_unread:
             first, last = self._end_ranks
             raise self._backend.common_error(
@@ -299,30 +310,47 @@ class Executor:
             )
         if return_output and not facts.inside:
             raise self._backend.common_error(_output_without_loss())
+        if scaled and not facts.inside:
+            raise self._backend.common_error(
+                ValueError(
+                    "loss_scale= multiplies the loss of pipe(x, target=y), and there is no target: multiply a loss "
+                    "that is computed outside of the pipe yourself"
+                )
+            )
+
+    def _lacks_scaler(self, step: Step, context: CallerContext) -> bool:
+        """Whether float16 gradients were computed without a scale; looked at in the first training steps."""
+        if self.loss.grad_scaler is not None or not self._scaler_looks:
+            return False
+        self._scaler_looks -= 1
+        dtypes = {parameter.dtype for stage in step.stages for parameter in step.parameters(stage)}
+        return torch.float16 in dtypes.union(autocast.dtype for autocast in context.autocasts)
 
     def _inner_loss(
         self,
         targets: Sequence[Message] | None,
         weighing: Sequence[int],
         looks: frozenset[str],
-        doubts: list[str],
+        scale: float | Tensor,
         *,
         grad: bool,
         keeps_output: bool,
-    ) -> tuple[InnerLoss, LossCheck | None]:
-        """The loss inside; in the first mini-batch also what tells whether the function is a mean over rows."""
-        check = None
-        if targets is not None and self.warns:
-            padding = self.loss.doubt(targets, weighing)
-            doubts += [padding] if padding else []
-            if "loss" in looks:
-                self._looks -= {"loss"}
-                if not padding and self.loss.weight is None:  # a weight says what mean is meant
-                    check = LossCheck.of(self.loss.function)
-        last = self._assignment.partitioning.devices[-1]
-        sample = None if check is None else check.sample
-        inner = self.loss.inner(targets, weighing, last, grad=grad, keeps_output=keeps_output, sample=sample)
-        return inner, check
+    ) -> tuple[InnerLoss, str | None]:
+        """The loss inside, which in the first mini-batch keeps what its function sees; a doubt about targets."""
+        padding = self.loss.doubt(targets, weighing) if targets is not None and self.warns else None
+        looks_at_function = targets is not None and "loss" in looks
+        if looks_at_function:
+            self._looks -= {"loss"}
+        inner = self.loss.inner(
+            targets,
+            weighing,
+            self._assignment.partitioning.devices[-1],
+            grad=grad,
+            keeps_output=keeps_output,
+            scale=scale,
+            seen=[] if looks_at_function and may_be_other(self.loss.function) else None,
+        )
+        return inner, padding
 
     def predict(
         self,

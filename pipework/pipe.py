@@ -84,7 +84,9 @@ class Pipe(Layers):
             `Schedule` of your own, or a `ScheduleSpec` that makes one of any size. All but 'gpipe' and 'looped-bfs'
             need the loss inside, `pipe(x, target=y)`. 'auto': the first training mini-batch is planned, see `plan`.
         loss_fn: from the output and the target of a micro-batch to its loss, a 0-dimensional tensor. None: if a target
-            is given, the last layer takes it as its last positional argument and returns the loss.
+            is given, the last layer takes it as its last positional argument and returns the loss. After the first
+            mini-batch a function that is not PyTorch's is called once more, without gradients, for two micro-batches
+            together: a warning says if that is not the mean or sum of its values for each.
         loss_reduction: 'mean': the loss of the mini-batch is the mean of its micro-batches' losses, weighted by rows;
             'sum': their sum.
         loss_weight: from a micro-batch's target to its weight in the mean, in place of its rows, such as
@@ -465,6 +467,7 @@ class Pipe(Layers):
         *inputs: Any,
         target: Any = None,
         return_output: bool = False,
+        loss_scale: float | Tensor | None = None,
         outputs: Literal["last", "all"] = "last",
         **keyword_inputs: Any,
     ) -> Any:
@@ -480,6 +483,11 @@ class Pipe(Layers):
             target: what the loss compares the output with, any nested structure, moved to the last device and split
                 along dimension 0, or `MicroBatches` like the inputs. None: the loss is computed outside.
             return_output: return loss and output.
+            loss_scale: with a target, multiplies the loss that is returned, and already the loss of each micro-batch
+                before its backward, such as 1 / 8 for the mean over 8 mini-batches whose gradients are accumulated. A
+                factor outside, `(pipe(x, target=y) / 8).backward()`, multiplies gradients that are there already,
+                which differs if a backward is not linear, as with a hook that clamps. A positive number, or a
+                0-dimensional tensor; if workers are processes, that of the last stage's process counts.
             outputs: if workers are processes: 'last' returns outputs in that of the last stage, and None in all others;
                 'all' returns them everywhere.
             keyword_inputs: like `inputs`.
@@ -496,7 +504,7 @@ class Pipe(Layers):
             TypeError: there is no tensor among the inputs, or the loss is no tensor.
             ValueError: a tensor cannot be split, tensors have different numbers of rows or arguments different numbers
                 of micro-batches, a list or an object has an entry for each row, rows cannot weigh the mean, the
-                schedule needs a target, or the loss has dimensions.
+                schedule needs a target, the loss has dimensions, or `loss_scale` is no positive number.
         """
         if (first := self._first) is not None:
             self._make_plan(first, inputs, keyword_inputs, target)
@@ -523,6 +531,7 @@ class Pipe(Layers):
                 training=self.training,
                 return_output=return_output,
                 everywhere=outputs == "all",
+                loss_scale=loss_scale,
             )
         # Not before: a warning may be an error, and the call has succeeded, in other processes too.
         for doubt in doubts:

@@ -110,6 +110,38 @@ def test_plans_that_are_refused(wrong: str) -> None:
     assert "forward" not in vars(model)
 
 
+class Takes(Vision):
+    """Its forward has an argument of the name that a call of a pipe has, too."""
+
+    def forward(self, pixels: Tensor, labels: Tensor | None = None, loss_scale: float = 1.0) -> Any:
+        return super().forward(pixels * loss_scale, labels)
+
+
+def test_a_call_takes_a_factor_of_the_loss() -> None:
+    model, plain, batch = Vision(), Vision(), batch_of(Vision)
+    plain.load_state_dict(model.state_dict())
+    attached(model, batch, chunks=4)
+    attached(plain, batch, chunks=4)
+    scaled, loss = loss_in(model(**batch, loss_scale=1 / 8)), loss_in(plain(**batch)) / 8
+    assert torch.equal(scaled, loss)
+    scaled.backward()
+    loss.backward()
+    assert_same(model, plain)
+    with torch.no_grad():
+        assert torch.equal(loss_in(model.eval()(**batch, loss_scale=1 / 8)), loss_in(plain.eval()(**batch)) / 8)
+    with pytest.raises(ValueError, match="loss_scale= multiplies the loss"), torch.no_grad():
+        model(batch["pixels"], loss_scale=1 / 8)
+
+
+def test_a_forward_with_an_argument_of_that_name_gets_it_itself() -> None:
+    model, plain, batch = Takes(), Takes(), batch_of(Vision)
+    plain.load_state_dict(model.state_dict())
+    attached(model, batch, chunks=4)
+    loss_in(model(**batch, loss_scale=0.5)).backward()
+    plain_step(plain, {**batch, "loss_scale": 0.5}, 4)
+    assert_same(model, plain)
+
+
 @pytest.mark.parametrize("balance", [[1, 5], [2, 4], [5, 1], [2, 2, 2], [1] * 6])
 def test_random_numbers_do_not_depend_on_the_cut(balance: list[int]) -> None:
     results = []

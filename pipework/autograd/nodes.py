@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 _NO_TOKEN: Final = torch.zeros((), dtype=torch.float64, device="cpu")
 """Before the first node, unless it is rooted."""
 
+_LARGE: Final = 128.0
+"""A scaler begins with 65536; the weight of a loss is hardly ever so large."""
+
 FREED: Final = (
     "pipework: this mini-batch has gone backward before. Call the pipe again for a new loss, or the first backward "
     "with retain_graph=True; for several losses of one call add them up and go backward once"
@@ -101,6 +104,7 @@ class LossInside:
         scale: the factor of all gradients.
         arrived: is given the factor of a backward that has come to the first node, see `attach`.
         begun: called when a backward begins.
+        lacks_scaler: whether a factor as large as that of a `GradScaler` is refused, since it comes too late.
     """
 
     step: Step
@@ -109,6 +113,7 @@ class LossInside:
     scale: float | Tensor = 1.0
     arrived: Callable[[Factor], None] | None = None
     begun: Callable[[], None] | None = None
+    lacks_scaler: bool = False
     _latest: Factor | None = field(default=None, init=False)
 
     def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> Factor | None:
@@ -119,6 +124,13 @@ class LossInside:
         if self.begun is not None:
             self.begun()
         self._latest = Factor.of(gradient, self.scale)
+        if self.lacks_scaler and self._latest.number >= _LARGE:
+            raise RuntimeError(
+                f"the loss was multiplied by {self._latest.number:g} before its backward, as a GradScaler does. But "
+                "the pipe had computed its gradients in float16 without it, so small ones have become 0: give Pipe or "
+                "attach grad_scaler=scaler; the loop stays as it is. A factor of another kind belongs into the call: "
+                "pipe(x, target=y, loss_scale=factor)"
+            )
         return self._latest
 
     def end(self, _: Tensor) -> None:

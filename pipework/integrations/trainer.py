@@ -99,7 +99,16 @@ class PipeTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """The loss, which the last stage computes on its own device, as `Trainer` wants it."""
-        return super().training_step(model, inputs, num_items_in_batch).to(self.args.device)
+        steps = self.current_gradient_accumulation_steps
+        counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        if not (steps == 1 or counted or self.compute_loss_func or self.label_smoother):
+            # Else `Trainer` would divide the loss afterwards, when the pipe has computed its gradients.
+            inputs = {**inputs, "loss_scale": 1 / steps}
+            self.current_gradient_accumulation_steps = 1
+        try:
+            return super().training_step(model, inputs, num_items_in_batch).to(self.args.device)
+        finally:
+            self.current_gradient_accumulation_steps = steps
 
     # ---- each replica has other rows --------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-_OWN: Final = ("target", "return_output", "outputs")  # of `Pipe.forward`
+_OWN: Final = ("target", "return_output", "loss_scale", "outputs")  # of `Pipe.forward`
 
 
 def refuse_misspelt(keywords: Iterable[str], name: str, layer: nn.Module) -> None:

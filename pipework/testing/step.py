@@ -27,6 +27,7 @@ def reference_step(
     *,
     loss_reduction: str = "mean",
     loss_weight: Callable[[Any], Any] | None = None,
+    loss_scale: float = 1.0,
 ) -> Reference:
     """Runs forward and backward like `pipe(*inputs, target=target)` with any schedule, to the last bit.
 
@@ -44,6 +45,7 @@ def reference_step(
         key: of the random numbers; see `micro_batch_random`.
         loss_reduction: of the pipe.
         loss_weight: of the pipe.
+        loss_scale: of the call; it multiplies each micro-batch's factor.
 
     Returns:
         The loss and the joined outputs; without a `loss_fn` there are no outputs.
@@ -68,13 +70,14 @@ def reference_step(
     else:
         amounts = [len(rows[0]) for rows in pieces] if loss_weight is None else [float(loss_weight(t)) for t in targets]
         factors = [amount / sum(amounts) for amount in amounts]
+    factors = [factor * loss_scale for factor in factors]
     parts, outputs = [], []
     with gradients_added(model) as memory:
         for number, (rows, its_target, factor) in enumerate(zip(pieces, targets, factors, strict=True)):
             # A loss function draws from the stream of one more layer.
             with micro_batch_random(model, key, number):
                 loss, output = _loss(model, rows, its_target, loss_fn)
-            part = loss if loss_reduction == "sum" else loss * factor
+            part = loss * factor
             if factor == 0.0:  # a mean over no element is NaN, and 0 * NaN is NaN, too
                 part = loss.new_zeros(())
             if part.requires_grad:

@@ -37,7 +37,7 @@ def model() -> nn.Sequential:
 
 
 def waits(
-    pipe: Pipe, *, inside: bool = True, where: str = "sim", scale: float = 1.0, clip: bool = False
+    pipe: Pipe, *, inside: bool = True, where: str = "sim", scale: float = 1.0, clip: bool = False, **options: Any
 ) -> dict[str, int]:
     """Why the host waits in a step, after those in which outputs are compared."""
     optimizer = torch.optim.AdamW(pipe.parameters(), foreach=True)
@@ -48,7 +48,7 @@ def waits(
     for _ in range(MINI_BATCHES + 1):
         simulated.synchronize_all()
         simulated.reset_counts()
-        loss = pipe(x, target=y) if inside else functional.cross_entropy(pipe(x), y)
+        loss = pipe(x, target=y, **options) if inside else functional.cross_entropy(pipe(x), y)
         (loss * scale).backward()
         if clip:
             pipe.clip_grad_norm_(1.0)
@@ -88,6 +88,7 @@ def test_no_wait_for_a_loss_outside_scales_norms_and_several_workers_on_a_device
     scaler.scale(torch.ones((), device="sim:3"))
     assert waits(pipe_of(grad_scaler=scaler)) == {}
     assert waits(pipe_of(), scale=0.25) == {}
+    assert waits(pipe_of(), loss_scale=torch.tensor(0.25, device="sim:3")) == {}
     assert waits(pipe_of(), clip=True) == {}
     assert waits(pipe_of(devices=["sim:0", "sim:0", "sim:3", "sim:3"])) == {}
     assert waits(pipe_of(deferred_batch_norm=True)) == {}

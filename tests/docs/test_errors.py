@@ -27,6 +27,9 @@ REFUSED = {
     "a layer draws from Python's `random`, numpy or a `torch.Generator` of its own, or counts calls": "another output",
     "`optimizer.step()` between forward and backward, with the loss outside": "modified by an inplace operation since",
     "a `loss_fn` that is a module with parameters": "make it the last layer",
+    "with the loss inside, a `GradScaler` that the pipe does not know, if autocast or a parameter is in float16": (
+        "before its backward, as a GradScaler does"
+    ),
     "a schedule whose backwards are not in ascending order": "in another order than 0, 1, 2, ",
     "other inputs or targets on one rank of a pipe than on another": "was given other ",
     "`loss.backward()` on some ranks of a pipe only": "loss.backward() was called on rank ",
@@ -61,7 +64,7 @@ WARNED_OF = {
     "other layers or hooks": "keep those that it was made of",
     "losses on which backward() is never called": "loss.backward() was called on none of the first ",
     "targets are padded unequally": "loss_weight=lambda target: (target != ",
-    "is no mean over rows": "over rows: ",
+    "is no mean over rows": "mean over rows",
     "an input": "one entry for each of the batch's ",
     "or a module": "takes dimension 1 for the batch",
     "an output": "joined along it, it is ",

@@ -1,5 +1,6 @@
 """The pipe beside the rest of PyTorch: compiled layers, scalers, hooks, parametrizations, autocast, other modes."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -129,12 +130,35 @@ def test_small_gradients_in_float16_survive_if_the_pipe_knows_the_scaler(way: An
         pipe = way.pipe(plain, 3, balance=[1, 1, 1, 1], loss_fn=tiny, grad_scaler=scaler if knows else None)
         with torch.autocast("cpu", dtype=torch.float16):
             loss = pipe(x, target=y)
+        if not knows:
+            with pytest.raises(RuntimeError, match=r"before its backward, as a GradScaler does.*grad_scaler=scaler"):
+                scaler.scale(loss).backward()
+            assert gradients(pipe) == [None] * len(gradients(pipe))
+            pipe.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                (pipe(x, target=y) / 4).backward()
+            assert not any(gradient.any() for gradient in gradients(pipe)), "all of them vanish without the scaler"
+            continue
         scaler.scale(loss).backward()
         for gradient, expected in zip(gradients(pipe), gradients(held(exact, pipe)), strict=True):
-            if knows:
-                torch.testing.assert_close(gradient.double() / 2**16, expected, rtol=0.05, atol=2e-11)
-            else:
-                assert not gradient.any(), "all of them vanish, so that the scaler is needed"
+            torch.testing.assert_close(gradient.double() / 2**16, expected, rtol=0.05, atol=2e-11)
+
+
+@pytest.mark.parametrize("way", ["1f1b"], indirect=True)
+@pytest.mark.parametrize("case", ["float16 parameters", "loss_scale", "float32", "a small factor", "later"])
+def test_a_factor_is_taken_for_a_scaler_only_where_gradients_are_in_float16_and_have_no_scale(
+    way: Any, case: str
+) -> None:
+    half, other = case == "float16 parameters", {"loss_scale": 2.0} if case == "loss_scale" else {}
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    pipe = way.pipe(plain.half() if half else plain, 3, balance=[1, 1, 1, 1], loss_fn=F.mse_loss)
+    x, y = torch.randn(6, 8, dtype=plain[0].weight.dtype), torch.randn(6, 4, dtype=plain[0].weight.dtype)
+    for _ in range(4 if case == "later" else 0):
+        pipe(x, target=y).backward()
+    with torch.autocast("cpu", dtype=torch.float16, enabled=not half and case != "float32"):
+        loss = pipe(x, target=y, **other)
+    with pytest.raises(RuntimeError, match="as a GradScaler does") if half else contextlib.nullcontext():
+        (loss * (64 if case == "a small factor" else 1024)).backward()
 
 
 @pytest.mark.parametrize("way", INSIDE, indirect=True)

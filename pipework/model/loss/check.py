@@ -1,8 +1,8 @@
-"""Whether a loss function of the user's own is a mean, or a sum, over rows: only then can a pipe compute it in parts.
+"""Whether a loss function of the user's own is what the pipe takes it for: a mean, weighed as the pipe does, or a sum.
 
 After the first mini-batch the function is called once more, with the outputs and targets of two micro-batches
-together. If it is a mean over rows, that is the weighted mean of its values for each of them. The root of a mean, a
-contrastive loss or a sum is not. A function of which a further call might be noticed is not called (`pure_function`).
+together. If it can be computed in parts, that is the weighted mean, or the sum, of its values for each of them. The
+root of a mean and a contrastive loss are neither.
 """
 
 from __future__ import annotations
@@ -10,26 +10,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.func import functional_call
 
 from pipework import torch_private
 from pipework.model.loss.inner_function import InnerFunction
-from pipework.model.loss.pure_function import PureFunction, is_plain
 from pipework.model.rows import IGNORE
 from pipework.runtime.caller_modes import Modes
 from pipework.runtime.random.on_devices import generators_left_alone
-from pipework.runtime.stage.loss_sample import MOST_BYTES, LossSample
 from pipework.values import nested
 from pipework.values.equality import same
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipework.runtime.stage.loss import InnerLoss
-    from pipework.runtime.stage.loss_sample import Kept
+    from pipework.model.loss.settings import LossSettings
+    from pipework.runtime.stage.loss import InnerLoss, SeenLoss
+    from pipework.runtime.transport import Message
+
+_SUM: Final = 'It seems to be a sum: give Pipe loss_reduction="sum"'
 
 
 def may_be_other(function: Any) -> bool:
@@ -45,125 +47,97 @@ def may_be_other(function: Any) -> bool:
     return function is not None and getattr(function, "__module__", "") != nn.functional.__name__
 
 
-class LossCheck:
-    """The check of one loss function, from before a mini-batch until after it.
+def doubts_about_loss(settings: LossSettings, loss: InnerLoss, rows: Sequence[int], padding: str | None) -> list[str]:
+    """One text if the loss of two micro-batches together is not what the pipe makes of the loss of each.
 
-    Attributes:
-        sample: of the mini-batch.
+    Nothing is known if they cannot be joined, if the function fails on them, has a state, or draws random numbers.
+
+    Args:
+        settings: of the loss.
+        loss: of the mini-batch; what it has seen is dropped.
+        rows: of the micro-batches.
+        padding: the text if the numbers do not show a sum.
     """
-
-    def __init__(self, function: PureFunction) -> None:
-        self._function = function
-        self.sample = LossSample()
-
-    @classmethod
-    def of(cls, function: Any) -> Self | None:
-        """None if nothing is to be checked, or the further call might be noticed, as by a mode of the caller's."""
-        if not may_be_other(function) or Modes.capture():
-            return None
-        pure = PureFunction.of(function, MOST_BYTES)
-        return None if pure is None else cls(pure)
-
-    def doubts(self, loss: InnerLoss, rows: Sequence[int]) -> list[str]:
-        """One text if the loss of two micro-batches together is not what the pipe makes of the loss of each.
-
-        Nothing is known if outputs cannot be joined, if the function fails on them, has a state, or draws random
-        numbers. The sample is empty afterwards.
-
-        Args:
-            loss: of the mini-batch.
-            rows: of the micro-batches.
-        """
-        pairs, values = self.sample.take()
-        if len(values) < 2 or self._function.has_changed_tensors:
-            return []
-        shares = (1.0, 1.0) if loss.weights is None else tuple(map(float, loss.weights[:2]))
-        total = sum(shares) if loss.weights is not None else 1.0
+    seen, loss.seen = loss.seen or [], None
+    if len(seen) == 2 and not Modes.capture():  # a mode of the caller's may count calls
         # The step has succeeded, whatever the function makes of outputs that no layer has returned.
-        with contextlib.suppress(Exception), torch.no_grad(), generators_left_alone(values[0].device):
-            parts = [value.item() for value in values]
-            combined = sum(share / total * part for share, part in zip(shares, parts, strict=True))
-            outputs, targets = zip(*pairs, strict=True)
-            together = _together(outputs, rows, may_be_whole=False), _together(targets, rows, may_be_whole=True)
-            whole = self._called(*together)
-            least = _tolerance(pairs[0][0], values[0])
-            close = functools.partial(_close, scale=max(map(abs, (whole, combined, *parts))), tolerance=least)
-            if not all(map(math.isfinite, (whole, combined, *parts))) or close(whole, combined):
-                return []
-            alone = [nested.unflatten(kept.tensors, kept.structure) for kept in pairs[0]]
-            if close(self._called(*alone), parts[0]):  # else it draws random numbers, or has a state
-                return [_text(loss, combined, whole, rows, is_sum=close(whole, sum(parts)))]
-        return []
-
-    def _called(self, output: Any, target: Any) -> float:
-        # Compiled, it would be compiled anew for other rows, and perhaps for any number of them.
-        value = self._function.uncompiled()(output, target)
-        if not isinstance(value, Tensor) or value.dim():
-            raise _UnknownError
-        return value.item()
+        with contextlib.suppress(Exception), torch.no_grad(), generators_left_alone(seen[0].value.device):
+            found = _doubt(settings, loss, seen, rows)
+            if found is not None and (padding is None or _SUM in found):
+                return [found]
+    return [] if padding is None else [padding]
 
 
-def _text(loss: InnerLoss, combined: float, whole: float, rows: Sequence[int], *, is_sum: bool) -> str:
-    if loss.weights is None:
-        kind, advice = "sum", "If it is a mean, leave loss_reduction out"
-    elif is_sum:
-        kind, advice = "mean", 'It seems to be a sum: give Pipe loss_reduction="sum"'
+def _doubt(settings: LossSettings, loss: InnerLoss, seen: Sequence[SeenLoss], rows: Sequence[int]) -> str | None:
+    one, other = (each.value.item() for each in seen)
+    outputs = _joined(seen[0].output, seen[1].output, rows)
+    whole = _called(loss.function, outputs, _joined(seen[0].target, seen[1].target, rows))
+    of_sum = taken = one + other
+    if loss.weights is not None and settings.reduction == "mean":
+        shares = [float(weight) for weight in loss.weights[:2]]
+        taken = (shares[0] * one + shares[1] * other) / sum(shares)
+    numbers = (whole, taken, one, other)
+    least = _tolerance(seen[0]) * max(0.01, *map(abs, numbers))  # a loss near 0 is a difference of larger numbers
+    close = functools.partial(math.isclose, rel_tol=0.0, abs_tol=least)
+    if close(whole, taken) or not all(map(math.isfinite, numbers)):
+        return None
+    alone = [nested.unflatten(*value) for value in (seen[0].output, seen[0].target)]
+    if not close(_called(loss.function, *alone), one):  # it draws random numbers, or has a state
+        return None
+    own = settings.weight is not None
+    kind = "sum over rows" if settings.reduction == "sum" else "mean by loss_weight" if own else "mean over rows"
+    if close(whole, of_sum) and not close(one, 0.0) and not close(other, 0.0):
+        advice = _SUM + (" in place of loss_weight" if own else "")
+    elif close(whole, (rows[0] * one + rows[1] * other) / (rows[0] + rows[1])):
+        advice = f"It seems to be a mean over rows: leave {'loss_weight' if own else 'loss_reduction'} out"
     else:
-        kind, advice = "mean", "If it is a mean over something else, such as tokens, give Pipe loss_weight="
+        other_weight = "another loss_weight=" if own else "loss_weight="
+        advice = f"If it is a mean over something else, such as tokens, give Pipe {other_weight}"
     return (
-        f"{loss.source} is no {kind} over rows: for the first two micro-batches together ({rows[0] + rows[1]} rows) it "
-        f"gives {whole:.6g}, and the {kind} of its values for each, which the pipe takes, is {combined:.6g}. So loss "
-        f"and gradients are not those of the whole mini-batch. {advice}; any other function of the whole batch belongs "
-        f"outside of the pipe: schedule='gpipe', and the loss of pipe(x). Otherwise {IGNORE}"
+        f"{loss.source} is no {kind}: for the first two micro-batches together ({rows[0] + rows[1]} rows) it gives "
+        f"{whole:.6g}, and its values for each, {one:.6g} and {other:.6g}, make {taken:.6g} in the pipe. So loss and "
+        f"gradients are not those of the whole mini-batch. {advice}; any other function of the whole batch belongs "
+        "outside of the pipe: schedule='gpipe', and the loss of pipe(x). pipe.verify(x, target=y) compares everything. "
+        f"Otherwise {IGNORE}"
     )
 
 
-class _UnknownError(Exception):
-    """It cannot be told what the loss of the whole is."""
-
-
-def _together(both: Sequence[Kept], rows: Sequence[int], *, may_be_whole: bool) -> Any:
-    """Two outputs or two targets, joined along rows.
+def _joined(one: Message, other: Message, rows: Sequence[int]) -> Any:
+    """Two outputs or targets, joined along rows. A tensor that both micro-batches got stays as it is.
 
     Raises:
-        _UnknownError: they are not made of rows, or hold objects that the function may change.
+        ValueError: they are not made of rows.
     """
-    one, other = both
-    leaves = () if one.structure is None else one.structure.leaves
-    if not all(isinstance(leaf, nested.Place) or is_plain(leaf) for leaf in leaves):
-        raise _UnknownError
-    if len(one.tensors) != len(other.tensors) or not same(one.structure, other.structure):
-        raise _UnknownError
+    if not same(one[1], other[1]):
+        raise ValueError
     joined = []
-    for number, (first, second) in enumerate(zip(one.tensors, other.tensors, strict=True)):
-        if may_be_whole and one.places[number] == other.places[number]:  # every micro-batch got all of it
-            joined.append(first)
-        elif _are_rows(first, second, rows):
-            joined.append(torch.cat([first, second]))
-        else:
-            raise _UnknownError
-    return nested.unflatten(tuple(joined), one.structure)
+    for first, second in zip(one[0], other[0], strict=True):
+        if first.data_ptr() != second.data_ptr():
+            each, rest = divmod(len(first), rows[0])
+            # If they are equal, they may have nothing to do with rows.
+            if rest or len(second) != each * rows[1] or torch.equal(first, second):
+                raise ValueError
+            first = torch.cat([first, second])
+        joined.append(first)
+    return nested.unflatten(tuple(joined), one[1])
 
 
-def _are_rows(first: Tensor, second: Tensor, rows: Sequence[int]) -> bool:
-    """Whether two tensors have equally many entries for each row, and are not one that has nothing to do with rows."""
-    if not first.dim() or not second.dim() or first.shape[1:] != second.shape[1:]:
-        return False
-    each, rest = divmod(first.shape[0], rows[0])
-    return not rest and second.shape[0] == each * rows[1] and not torch.equal(first, second)
+def _called(function: Any, output: Any, target: Any) -> float:
+    """The loss, computed by a function that is not compiled: it would be compiled anew for other rows."""
+    function = torch_private.uncompiled(function)
+    if isinstance(function, nn.Module):
+        buffers = {name: buffer.clone() for name, buffer in function.named_buffers()}
+        function = functools.partial(functional_call, function, buffers)
+        return float(function((output, target)).item())
+    return float(function(output, target).item())
 
 
-def _tolerance(output: Kept, value: Tensor) -> float:
+def _tolerance(seen: SeenLoss) -> float:
     """How much two ways of summing differ at most, relative to the loss."""
-    dtypes = [tensor.dtype for tensor in (*output.tensors, value) if tensor.is_floating_point()]
+    dtypes = [tensor.dtype for tensor in (*seen.output[0], seen.value) if tensor.is_floating_point()]
     epsilon = max(torch.finfo(dtype).eps for dtype in dtypes)
     if torch_private.any_autocast():
         epsilon = max(epsilon, torch.finfo(torch.bfloat16).eps)
     # On an accelerator products in float32 may have the precision of TF32.
-    least = 1e-4 if value.device.type == "cpu" else 2e-3
+    least = 1e-4 if seen.value.device.type == "cpu" else 2e-3
     return max(8 * epsilon, least) if epsilon > 1e-10 else 1e-8
-
-
-def _close(one: float, other: float, *, scale: float, tolerance: float) -> bool:
-    # A loss near 0 is a difference of larger numbers.
-    return abs(one - other) <= tolerance * max(scale, 0.01)

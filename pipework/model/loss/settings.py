@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, SupportsFloat, cast
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipework.runtime.stage.loss_sample import LossSample
+    from pipework.runtime.stage.loss import SeenLoss
     from pipework.runtime.transport import Message
 
 REDUCTIONS = ("mean", "sum")
@@ -159,7 +160,8 @@ class LossSettings:
         *,
         grad: bool,
         keeps_output: bool,
-        sample: LossSample | None = None,
+        scale: float | Tensor = 1.0,
+        seen: list[SeenLoss] | None = None,
     ) -> InnerLoss:
         """The loss that the last stage computes for one mini-batch.
 
@@ -169,15 +171,19 @@ class LossSettings:
             device: of the last stage.
             grad: whether gradients are needed.
             keeps_output: whether the output is returned, too.
-            sample: keeps what the function gets and gives, if given.
+            scale: of the call, see `checked_scale`.
+            seen: see `InnerLoss`.
         """
+        weights = None if self.reduction == "sum" or targets is None else mean_weights(self._amounts(targets, rows))
+        if targets is not None and (isinstance(scale, torch.Tensor) or scale != 1.0):
+            weights = tuple([weight * scale for weight in weights or (1.0,) * len(rows)])
         return InnerLoss(
             self.function,
-            None if self.reduction == "sum" or targets is None else mean_weights(self._amounts(targets, rows)),
+            weights,
             1.0 if self.grad_scaler is None or not grad else _scale_of(self.grad_scaler, device),
             keeps_output,
             len(rows),
-            sample,
+            seen,
         )
 
     def _amounts(self, targets: Sequence[Message], rows: Sequence[int]) -> Sequence[float] | Tensor:
@@ -230,8 +236,34 @@ class LossSettings:
         return (
             f"targets have the value {ignored}, which losses leave out of their mean, and micro-batches have unequal "
             "numbers of them, but loss_fn is a function of its own, so the pipe weighs micro-batches by rows. Give "
-            f"Pipe loss_weight=lambda target: (target != {ignored}).sum() for the mean over all targets that count"
+            f"Pipe loss_weight=lambda target: (target != {ignored}).sum() for the mean over all targets that count; or "
+            'loss_reduction="sum", if loss_fn is a sum'
         )
+
+
+def checked_scale(scale: Any, device: torch.device) -> float | Tensor:
+    """The `loss_scale` of a call: a number, or on an accelerator a tensor, for whose value the host does not wait.
+
+    Args:
+        scale: given by the caller; None: 1.
+        device: of the last stage.
+
+    Raises:
+        ValueError: it is no positive number.
+
+    Example:
+        >>> checked_scale(torch.tensor(0.125), torch.device("cpu"))
+        0.125
+    """
+    if scale is None:
+        return 1.0
+    trains = getattr(scale, "requires_grad", False)
+    if isinstance(scale, SupportsFloat) and getattr(scale, "ndim", 0) == 0 and not trains:
+        if isinstance(scale, torch.Tensor) and is_accelerator(scale.device) and is_accelerator(device):
+            return scale.to(device, torch.float32)
+        if 0.0 < float(scale) < math.inf:
+            return float(scale)
+    raise ValueError(f"loss_scale is {scale!r}: wanted a positive number, or a 0-dimensional tensor that has no graph")
 
 
 def _scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> float | Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,16 @@ from pipework.values import nested
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pipework.runtime.stage.loss_sample import LossSample
+    from pipework.runtime.transport import Message
     from pipework.values.nested import Structure
+
+
+class SeenLoss(NamedTuple):
+    """What a loss function got and gave for a micro-batch."""
+
+    output: Message
+    target: Message
+    value: Tensor
 
 
 @dataclass  # not frozen: made for each step, and a frozen one takes twice as long
@@ -26,12 +34,12 @@ class InnerLoss:
     Attributes:
         function: from output and target to the loss; None: the last layer takes the target as its last positional
             argument and returns the loss.
-        weights: the factor of each micro-batch's loss; None: none has one. A tensor is on the device of the loss: the
-            caller's stream computes it, and the host may not know its value yet.
+        weights: the factor of each micro-batch's loss, with the call's `loss_scale`; None: none has one. A tensor is on
+            the device of the loss: the caller's stream computes it, and the host may not know its value yet.
         scale: gradients carry this factor, so that small ones survive in float16; a tensor as for a weight.
         keeps_output: whether the output is returned with the loss.
         micro_batches: how many there are.
-        sample: keeps what the function gets and gives; None: not in this mini-batch.
+        seen: gets the first two micro-batches; None: not in this mini-batch.
     """
 
     function: Callable[[Any, Any], Tensor] | None
@@ -39,7 +47,7 @@ class InnerLoss:
     scale: float | Tensor = 1.0
     keeps_output: bool = False
     micro_batches: int = 1
-    sample: LossSample | None = None
+    seen: list[SeenLoss] | None = None
 
     @cached_property
     def counted(self) -> frozenset[int]:

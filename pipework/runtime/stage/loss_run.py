@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch import Tensor
 
 from pipework.runtime.failure import add_note
+from pipework.runtime.stage.loss import SeenLoss
 from pipework.runtime.stage.returned import layer_text, note_returned
 from pipework.values import nested
 
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
     from pipework.runtime.stage.stage import Stage
     from pipework.runtime.transport import Message
     from pipework.values.nested import Structure
+
+# A loss of more numbers than this is mostly one over words, and outputs that are kept longer would be felt.
+MOST_BYTES: Final = 64 * 2**20
 
 
 class LossRun:
@@ -57,8 +63,7 @@ class LossRun:
         """Drops every tensor."""
         self.targets.clear()
         self.seeds, self._like = [], None
-        if self._loss.sample is not None:
-            self._loss.sample.take()
+        self._loss.seen = None
 
     def note_form(self, loss: Tensor) -> None:
         """Remembers the form of a loss, with the first one."""
@@ -91,12 +96,10 @@ class LossRun:
             enter_stream: before the loss is computed, if random numbers may be drawn.
             grad: whether gradients are wanted.
         """
-        loss, value, sample = self._loss, output, self._loss.sample
+        loss, value = self._loss, output
         if loss.function is not None:
             if enter_stream is not None:
                 enter_stream(self._stage.layers[-1].number + 1, micro_batch)
-            if sample is not None:
-                sample.keep(micro_batch, output, self.targets[micro_batch])
             try:
                 value = loss.function(output, self.targets[micro_batch][1])
             except BaseException as error:
@@ -106,9 +109,18 @@ class LossRun:
         if grad and isinstance(value, Tensor) and not value.requires_grad and self._stage.training:
             self._see_detached(output, micro_batch)
         part = loss.part(value, micro_batch)
-        if sample is not None:
-            sample.gave(micro_batch, value)
+        if loss.seen is not None and micro_batch == len(loss.seen) < 2:  # else a recomputation, or one more
+            self._keep(loss.seen, output, value, micro_batch)
         return loss.with_output(part, output) if loss.keeps_output else ((part,), None)
+
+    def _keep(self, seen: list[SeenLoss], output: Any, value: Tensor, micro_batch: int) -> None:
+        with contextlib.suppress(TypeError):  # a tensor with a gradient within an object
+            (loss, *tensors), structure = self._loss.with_output(value.detach(), output)
+            target = nested.flatten(self.targets[micro_batch][1])
+            every = (*tensors, *target[0])
+            plain = all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in every)
+            if plain and sum(tensor.nbytes for tensor in every) <= MOST_BYTES:
+                seen.append(SeenLoss((tuple(tensors), structure), target, loss))
 
     def _see_detached(self, output: Any, micro_batch: int) -> None:
         """Raises a RuntimeError if no micro-batch's loss has a graph, although there is something to train."""

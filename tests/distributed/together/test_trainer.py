@@ -166,6 +166,33 @@ def test_two_replicas_take_the_mean_over_the_tokens_of_both(on_ranks: Run, tmp_p
 
 
 @pytest.mark.thorough
+def test_the_number_of_accumulated_mini_batches_divides_before_the_backward(tmp_path: Path) -> None:
+    """As without a pipe, also if a backward is not linear; the loss is a mean, which `Trainer` itself divides."""
+    import transformers
+
+    def clamp(layer: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+    trainers = []
+    for kind in ("pipe", "plain"):
+        settings = {"gradient_accumulation_steps": 3, "num_train_epochs": 1, "max_grad_norm": 0.0}
+        trainer = trainer_of(tmp_path, None, eval_strategy="no", save_strategy="no", **settings)
+        if kind == "plain":
+            trainer = transformers.Trainer(llama(), trainer.args, train_dataset=rows(9))
+            trainer.remove_callback(transformers.PrinterCallback)
+        trainer.model.model.layers[0].mlp.register_forward_hook(clamp)
+        trainer.model_accepts_loss_kwargs = False
+        trainer.train_dataset = [row for row in rows(36) if (row["labels"] != -100).all()]  # equal weights
+        trainer.train()
+        trainers.append(trainer)
+    one, other = ([entry for entry in map(list, logged(each)) if len(entry) == 5] for each in trainers)
+    assert len(one) == 1
+    for entry, same in zip(one, other, strict=True):
+        assert entry == pytest.approx(same, rel=1e-5)
+
+
+@pytest.mark.thorough
 def test_loss_scaling_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"fp16=True .*take bf16=True"):
         trainer_of(tmp_path, None, fp16=True)

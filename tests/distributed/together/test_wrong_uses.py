@@ -228,6 +228,17 @@ def right_backwards(mesh: Mesh) -> None:
             partly.backward()
     assert (own[0].grad is not None) == pipe.is_last
     loss()
+    pipe.requires_grad_(True)
+    gradients = []
+    for options in ({}, {"loss_scale": 0.125 if pipe.is_last else 0.5}):  # the last rank's counts
+        pipe.zero_grad()
+        gradients.append(pipe(x, target=y, **options))
+        gradients[-1].backward()
+        gradients += [each.grad for each in own]
+    half = len(gradients) // 2
+    assert all(torch.equal(one * 0.125, other) for one, other in zip(gradients[:half], gradients[half:], strict=True))
+    with pytest.raises((ValueError, PipelineError), match="the ranks call the pipe differently: scales_loss is "):
+        pipe(x, target=y, **({"loss_scale": 0.5} if pipe.is_first else {}))
 
 
 def right_backwards_of_replicas(mesh: Mesh) -> None:

@@ -1,5 +1,6 @@
-"""Loss functions that are no mean over rows are noticed; all others are left alone."""
+"""Loss functions that are not what the pipe takes them for are noticed, and sums told from means."""
 
+import contextlib
 import gc
 import math
 import random
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipework import MicroBatches, NoChunk, Pipe, PipeWarning
-from pipework.model.loss.pure_function import PureFunction
-from pipework.runtime.stage.loss_sample import LossSample
+from pipework.runtime.stage.loss import InnerLoss
 from pipework.testing import reference_step
 
 
@@ -74,7 +74,9 @@ def test_a_mean_that_is_added_up() -> None:
         return functional.mse_loss(output, target)
 
     x = rows_of(16)
-    with pytest.warns(PipeWarning, match="is no sum over rows: .* If it is a mean, leave loss_reduction out"):
+    with pytest.warns(
+        PipeWarning, match="is no sum over rows: .* seems to be a mean over rows: leave loss_reduction out"
+    ):
         pipe_of(mean, loss_reduction="sum")(x, target=x)
     pipe_of(mean)(x, target=x)
 
@@ -85,7 +87,7 @@ def test_the_two_numbers() -> None:
     parts = [root(output[n : n + 4], x[n : n + 4]).item() for n in (0, 4)]
     with pytest.warns(PipeWarning) as seen:
         pipe(x, target=x)
-    numbers = re.search(r"it gives ([\d.]+), .* which the pipe takes, is ([\d.]+)\.", str(seen[0].message))
+    numbers = re.search(r"it gives ([\d.]+), .* make ([\d.]+) in the pipe\.", str(seen[0].message))
     assert numbers is not None
     assert float(numbers[1]) == pytest.approx(root(output[:8], x[:8]).item(), rel=1e-5)
     assert float(numbers[2]) == pytest.approx(sum(parts) / 2, rel=1e-5)
@@ -195,9 +197,76 @@ def test_outputs_that_cannot_be_joined_and_micro_batches_of_the_caller() -> None
         pipe(x, target=x)
 
 
-def test_a_weight_says_what_mean_is_meant() -> None:
-    x = rows_of(10)
-    pipe_of(lambda output, target: functional.mse_loss(output, target), loss_weight=lambda target: 1)(x, target=x)
+def padded(count: int) -> Tensor:
+    target = torch.arange(count) % 4
+    target[:3] = -100
+    return target
+
+
+def counted(target: Tensor) -> Tensor:
+    return (target != -100).sum()
+
+
+def sum_of_counted(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "options", "advice"),
+    [
+        (
+            sum_of_counted,
+            {},
+            r'\(sum_of_counted\) is no mean over rows: .* seems to be a sum: give Pipe loss_r.*="sum";',
+        ),
+        (
+            sum_of_counted,
+            {"loss_weight": counted},
+            r'is no mean by loss_weight: .* loss_r.*="sum" in place of loss_weight',
+        ),
+        (
+            masked,
+            {"loss_weight": len},
+            "is no mean by loss_weight: .* something else, such as tokens, give Pipe another",
+        ),
+        (total, {"loss_weight": lambda target: target.ne(0).sum()}, "seems to be a sum"),
+        (
+            lambda output, target: functional.cross_entropy(output, target, reduction="sum") / len(target),
+            {"loss_weight": counted},
+            "seems to be a mean over rows: leave loss_weight out",
+        ),
+        (
+            lambda output, target: functional.cross_entropy(output, target, reduction="sum") / len(target),
+            {"loss_reduction": "sum"},
+            "is no sum over rows: .* a mean over rows: leave loss_reduction out",
+        ),
+    ],
+)
+def test_sum_and_mean_are_told_apart_also_with_a_weight(
+    loss_fn: Callable[..., Any], options: dict[str, Any], advice: str
+) -> None:
+    x, y = rows_of(16), padded(16)
+    if loss_fn is masked:
+        y = y.masked_fill(y == -100, -1)
+    if loss_fn is total:
+        y = x.clone()
+        y[:3] = 0
+    with pytest.warns(PipeWarning, match=advice) as seen:
+        pipe_of(loss_fn, **options)(x, target=y)
+    assert len(seen) == 1
+
+
+def test_the_advice_for_a_sum_gives_the_loss_of_the_whole_batch() -> None:
+    x, y = rows_of(16), padded(16)
+    pipe = pipe_of(sum_of_counted, loss_reduction="sum")
+    torch.testing.assert_close(pipe(x, target=y), sum_of_counted(nn.Sequential(*pipe)(x), y))
+
+
+def test_a_scaled_loss_is_compared_as_such() -> None:
+    x, y = rows_of(16), padded(16)
+    for options in ({"loss_reduction": "sum"}, {}):
+        with pytest.warns(PipeWarning, match="is no ") if not options else contextlib.nullcontext():
+            pipe_of(sum_of_counted, **options)(x, target=y, loss_scale=0.25)
 
 
 def test_nested_outputs() -> None:
@@ -211,7 +280,7 @@ def test_nested_outputs() -> None:
 
 
 def test_large_outputs_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipework.runtime.stage.loss_sample.MOST_BYTES", 127)
+    monkeypatch.setattr("pipework.runtime.stage.loss_run.MOST_BYTES", 127)
     x = rows_of(16)
     pipe_of(root)(x, target=x)
 
@@ -222,75 +291,21 @@ def test_half_precision_is_compared_as_such() -> None:
         pipe_of(lambda output, target: (output @ output.T).diagonal().mean())(x, target=x)
 
 
-def test_a_function_that_would_notice_it_sees_no_further_call() -> None:
+def test_a_function_is_called_once_more_and_buffers_do_not_see_it() -> None:
     calls: list[int] = []
 
     def mean(output: Tensor, target: Tensor) -> Tensor:
         calls.append(len(output))
-        return root(output, target)
+        return functional.mse_loss(output, target)
 
     x, counting = rows_of(16), Counting()
     pipe = pipe_of(mean)
     pipe(x, target=x)
     pipe(x, target=x)
-    assert calls == [4] * 8
+    assert calls == [4, 4, 4, 4, 8, 4, 4, 4, 4]
     pipe_of(counting)(x, target=x)
-    assert counting.seen == [4] * 4
+    assert counting.seen == [4, 4, 4, 4, 8, 4]  # alone once more, since the two together had another loss
     assert counting.calls == 4
-
-
-def test_an_object_in_the_target_is_not_changed_once_more() -> None:
-    def noting(output: Tensor, target: dict[str, Any]) -> Tensor:
-        target["seen"].add(len(output))
-        return root(output, target["y"])
-
-    seen: set[int] = set()
-    x = rows_of(16)
-    pipe_of(noting)(x, target={"y": x, "seen": seen})
-    assert seen == {4}
-
-
-class Centered:
-    """A bound method of it is the loss function, and moves an average."""
-
-    def __init__(self) -> None:
-        self.center = torch.zeros(4)
-        self.weight = 1.0
-
-    def moving(self, output: Tensor, target: Tensor) -> Tensor:
-        self.center = 0.9 * self.center + 0.1 * output.detach().mean(0)
-        return root(output - self.center, target)
-
-    def still(self, output: Tensor, target: Tensor) -> Tensor:
-        return root(output, target) * self.weight
-
-
-def test_a_tensor_that_the_function_changes_in_place() -> None:
-    center = torch.zeros(4)
-
-    def moving(output: Tensor, target: Tensor) -> Tensor:
-        center.lerp_(output.detach().mean(0), 0.1)
-        return root(output - center, target)
-
-    x = rows_of(16)
-    pipe = pipe_of(moving)
-    pipe(x, target=x)
-    expected = torch.zeros(4)
-    for part in nn.Sequential(*pipe)(x).detach().chunk(4):
-        expected.lerp_(part.mean(0), 0.1)
-    assert torch.equal(center, expected)
-
-
-def test_a_bound_method_is_called_on_a_copy() -> None:
-    x, moving = rows_of(16), Centered()
-    pipe = pipe_of(moving.moving)
-    pipe(x, target=x)  # its own state makes another loss of the same output, so nothing is known
-    expected = torch.zeros(4)
-    for part in nn.Sequential(*pipe)(x).detach().chunk(4):
-        expected = 0.9 * expected + 0.1 * part.mean(0)
-    assert torch.equal(moving.center, expected)
-    with pytest.warns(PipeWarning, match="is no mean over rows"):
-        pipe_of(Centered().still)(x, target=x)
 
 
 class Root(nn.MSELoss):
@@ -315,23 +330,6 @@ def test_modules_of_the_whole_batch(kind: type[nn.Module]) -> None:
         pipe_of(kind())(x, target=x)
 
 
-def test_large_objects_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipework.model.loss.check.MOST_BYTES", 4000)
-    x = rows_of(16)
-    pipe_of(Scaled(1001))(x, target=x)
-    with pytest.warns(PipeWarning, match="is no mean over rows"):
-        pipe_of(Scaled(1000))(x, target=x)
-
-
-def test_a_function_that_processes_share_is_called_equally_often() -> None:
-    def reduced(output: Tensor, target: Tensor) -> Tensor:
-        total = (output - target).square().sum()
-        torch.distributed.all_reduce(total)
-        return total.sqrt()
-
-    assert PureFunction.of(reduced, 2**20) is None
-
-
 def test_a_failed_step_keeps_no_sample() -> None:
     def finite(output: Tensor, target: Tensor) -> Tensor:
         if target.isnan().any():
@@ -342,15 +340,14 @@ def test_a_failed_step_keeps_no_sample() -> None:
     x[-1] = math.nan
     with pytest.raises(ValueError, match="not a number") as error:
         pipe_of(finite)(x, target=x)
-    samples = [each for each in gc.get_objects() if type(each) is LossSample]
-    assert samples
-    assert [each.take() for each in samples] == [([], [])] * len(samples)
+    losses = [each for each in gc.get_objects() if type(each) is InnerLoss and each.function is finite]
+    assert [each.seen for each in losses] == [None]
     assert error.value is not None  # it is alive until here
 
 
 def test_is_asked_about_a_function_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("pipework.model.loss.check.may_be_other", lambda function: asked.append(function))
+    monkeypatch.setattr("pipework.executor.may_be_other", lambda function: asked.append(function))
     pipe, x = pipe_of(nn.MSELoss()), rows_of(16)
     for _ in range(3):
         pipe(x, target=x)

@@ -435,6 +435,7 @@ def test_a_mean_of_nothing_is_not_a_number(way: Any, loss_fn: Any, hidden: bool)
 
 
 @inside
+@pytest.mark.filterwarnings("ignore:loss_fn .distance. is no mean by loss_weight")  # which is meant
 def test_weights_are_asked_for_in_order_before_anything_runs(way: Any) -> None:
     happened: list[Any] = []
 
