@@ -1,16 +1,19 @@
-"""Adapters of PEFT, whose files hold no other weights."""
+"""Adapters of PEFT, whose files hold no other weights. PEFT itself names and writes them."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from typing import TYPE_CHECKING, Any, Final
+import functools
+import warnings
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+import torch
 
 from pipework.saving.collective import run_on_all_ranks
-from pipework.saving.tensor_files import Kind, open_tensors, write_by_name, write_tensors
+from pipework.saving.tensor_files import Kind, open_tensors, write_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -20,74 +23,134 @@ if TYPE_CHECKING:
 _FILE: Final = "adapter_model.safetensors"
 
 
+class AdapterFile(NamedTuple):
+    """The file of one adapter.
+
+    Attributes:
+        path: of the file, which may not be there.
+        names: of its tensors: from those in the file to those in the model.
+        embeddings: the same of the embeddings below the adapter, which it has or lacks.
+    """
+
+    path: Path
+    names: dict[str, str]
+    embeddings: dict[str, str]
+
+    def read(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        """The tensors that this process wants of the file, by their names in the model; None: the file lacks it.
+
+        Raises:
+            ValueError: the file is of another adapter.
+        """
+        with open_tensors(self.path) as opened:
+            if unknown := sorted(opened.names - self.names.keys() - self.embeddings.keys()):
+                raise ValueError(
+                    f"{self.path} has {unknown[0]}, for which the adapter here has no tensor: make it with the "
+                    "configuration that the saved one had, or load it with PEFT before the pipe is attached"
+                )
+            named = {**{key: name for key, name in self.embeddings.items() if key in opened.names}, **self.names}
+            own = {key: name for key, name in named.items() if name in wanted}
+            return {name: opened.read(key) if key in opened.names else None for key, name in own.items()}
+
+
 def is_adapted(model: nn.Module) -> bool:
     """Whether a model is wrapped by PEFT."""
     return hasattr(model, "get_base_model") and hasattr(model, "peft_config")
 
 
-def save_adapters(group: ProcessGroupView, models: Sequence[nn.Module], state: dict[str, Tensor], folder: Path) -> None:
-    """Writes the adapters of a model as PEFT does: one file for each, and its configuration.
-
-    PEFT reads no sharded adapters: each process writes a file of its own, and the first one joins them.
+def save_adapters(
+    group: ProcessGroupView, model: Any, state: dict[str, Tensor], folder: Path, embeddings: bool | Literal["auto"]
+) -> None:
+    """Lets PEFT write the adapters of a model, in the first process, with what the others have of them.
 
     Args:
         group: the processes, all of which call it.
-        models: the copies of the wrapper in the parts of this process.
+        model: the copy of the wrapper in one of the parts of this process.
         state: the parameters and buffers of this process, by their names in the model.
         folder: of all adapters; those that are not called "default" have a folder in it.
+        embeddings: PEFT's `save_embedding_layers`.
     """
-    from peft import get_peft_model_state_dict  # only who has adapters has PEFT
+    whole = _without_values(group, state)
 
-    first: Any = models[0]
-    for name, config in first.peft_config.items():
-        tensors: dict[str, Tensor] = {}
-        for model in models:
-            with _without_stand_ins(model):
-                own = get_peft_model_state_dict(model, state, name, save_embedding_layers=False)
-            tensors.update({key: tensor.detach().contiguous() for key, tensor in own.items()})
-        _save(group, name, config, tensors, folder if name == "default" else folder / name)
+    def choose() -> list[str]:
+        names = [_names_in_file(model, whole, adapter, embeddings) for adapter in model.peft_config]
+        return [name for each in names for name in each.values()]
 
+    chosen = run_on_all_ranks(group, "name its adapters", lambda: [] if group.rank else choose(), share=list).shared[0]
+    parts = [folder / f"{_FILE}.{rank}.tmp" for rank in range(1, len(group.everyone) // group.replicas)]
 
-@contextlib.contextmanager
-def _without_stand_ins(model: nn.Module) -> Iterator[None]:
-    """Inside, a copy of the model has the modules of its part only: PEFT asks each for its names."""
-    every = model.named_modules
-
-    def here(*arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Module]]:
-        return (each for each in every(*arguments, **keywords) if not getattr(each[1], "is_elsewhere", False))
-
-    model.__dict__["named_modules"] = here
-    try:
-        yield
-    finally:
-        del model.__dict__["named_modules"]
-
-
-def _save(group: ProcessGroupView, name: str, config: Any, own: dict[str, Tensor], place: Path) -> None:
-    """Writes one adapter."""
-    parts = [place / f"{_FILE}.{rank}.tmp" for rank in range(len(group.everyone))]
-
-    def write() -> dict[str, Kind]:
-        place.mkdir(parents=True, exist_ok=True)
-        if group.replica:
-            return {}
-        write_tensors(parts[group.rank], own)
-        return {key: Kind.of(tensor) for key, tensor in own.items()}
-
-    tables = run_on_all_ranks(group, f"write adapter {name!r}", write, share=lambda table: table).shared
+    def write() -> None:
+        if group.rank and not group.replica:
+            write_tensors(parts[group.rank - 1], {name: state[name] for name in chosen if name in state})
 
     def join() -> None:
         if group.rank:
             return
-        holders = {key: rank for rank, table in reversed([*enumerate(tables)]) for key in table}
-        kinds = {key: Kind(dtype, tuple(shape)) for table in tables for key, (dtype, shape) in table.items()}
-        with contextlib.ExitStack() as files:
-            opened = {rank: files.enter_context(open_tensors(parts[rank])) for rank in set(holders.values())}
-            write_by_name(place / _FILE, kinds, lambda key: opened[holders[key]].read(key))
-        saved = copy.deepcopy(config)
-        saved.inference_mode = True
-        saved.save_pretrained(str(place))
+        found = {**whole, **state}
         for part in parts:
-            part.unlink(missing_ok=True)
+            with open_tensors(part) as opened:
+                found.update({name: opened.read(name) for name in opened.names})
+        with _seen_whole(model):
+            model.save_pretrained(str(folder), state_dict=found, save_embedding_layers=embeddings)
+        for part in parts:
+            part.unlink()
 
-    run_on_all_ranks(group, f"join adapter {name!r}", join)
+    run_on_all_ranks(group, "write its adapters", write)
+    run_on_all_ranks(group, "join the adapters", join)
+
+
+def adapter_files(group: ProcessGroupView, model: Any, state: dict[str, Tensor], folder: Path) -> list[AdapterFile]:
+    """The file of each adapter; see `save_adapters`."""
+    whole = _without_values(group, state)
+    return [
+        AdapterFile(
+            (folder if name == "default" else folder / name) / _FILE,
+            _names_in_file(model, whole, name, False),
+            _names_in_file(model, whole, name, True),
+        )
+        for name in model.peft_config
+    ]
+
+
+def _without_values(group: ProcessGroupView, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of all processes by name, on the meta device."""
+    kinds = {name: Kind.of(tensor) for name, tensor in state.items()}
+    tables = run_on_all_ranks(group, "list its tensors", lambda: kinds, share=lambda each: each).shared
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for table in tables
+        for name, (dtype, shape) in table.items()
+    }
+
+
+def _names_in_file(
+    model: Any, whole: dict[str, Tensor], adapter: str, embeddings: bool | Literal["auto"]
+) -> dict[str, str]:
+    """From the names that an adapter's tensors have in its file to those in the model."""
+    from peft import get_peft_model_state_dict  # only who has adapters has PEFT
+
+    names = {id(tensor): name for name, tensor in whole.items()}
+    with _seen_whole(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns again when it writes the file
+        saved = get_peft_model_state_dict(model, whole, adapter, save_embedding_layers=embeddings)
+    return {key: names[id(tensor)] for key, tensor in saved.items() if id(tensor) in names}
+
+
+@contextlib.contextmanager
+def _seen_whole(model: nn.Module) -> Iterator[None]:
+    """Inside, a part's copy of the model names the modules in units of other parts, too: PEFT asks each."""
+    stand_ins = [module for module in model.modules() if getattr(module, "is_elsewhere", False)]
+    for each in stand_ins:
+        each.__dict__["named_modules"] = functools.partial(_named_modules, each)
+    try:
+        yield
+    finally:
+        for each in stand_ins:
+            del each.__dict__["named_modules"]
+
+
+def _named_modules(
+    stand_in: nn.Module, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    yield prefix, stand_in  # which may be what the model calls its embedding
+    yield from vars(stand_in)["_elsewhere"].named_modules(memo, prefix, remove_duplicate)

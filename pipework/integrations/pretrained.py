@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from pipework.integrations import pretrained_in
-from pipework.integrations.adapters import is_adapted, save_adapters
+from pipework.integrations.adapters import AdapterFile, adapter_files, is_adapted, save_adapters
 from pipework.saving.collective import process_group_of, run_on_all_ranks
 from pipework.saving.files import replace_file
 from pipework.saving.tensor_files import check_savable, write_tensors
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _ONE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _LARGEST: Final = 5 * 10**9  # bytes of a file
+# What PEFT puts into names: around a layer, the copies that are trained in its place, and trained rows of an embedding.
+_WRAPPERS: Final = re.compile(r"\.(base_layer|original_module|token_adapter|modules_to_save\.[^.]+)(?=\.)")
 
 
 class LoadedTensors(NamedTuple):
@@ -48,7 +51,8 @@ def load_pretrained(pipe: pipework.Pipe, folder: str | os.PathLike[str]) -> Load
     """Fills a pipe of a model of transformers from a local folder of safetensors files.
 
     Each process reads the tensors of its own units only, under whatever names transformers knows for them. The model
-    may lie on the meta device. With adapters of PEFT, the weights below them are read.
+    may lie on the meta device. With adapters of PEFT, those are read that the folder has: the adapters, and the weights
+    below them.
 
     Args:
         pipe: of a model that was attached, or of its parts.
@@ -57,7 +61,7 @@ def load_pretrained(pipe: pipework.Pipe, folder: str | os.PathLike[str]) -> Load
     Raises:
         TypeError: the pipe is not one of a model of transformers.
         FileNotFoundError: the folder has no safetensors files.
-        ValueError: none of the files' tensors belongs to the model.
+        ValueError: none of the files' tensors belongs to the model, or an adapter's file is of another one.
 
     Example:
         >>> import tempfile, torch
@@ -75,19 +79,30 @@ def load_pretrained(pipe: pipework.Pipe, folder: str | os.PathLike[str]) -> Load
         ...     load_pretrained(pipe, folder).tensors
         21
     """
-    return run_on_all_ranks(process_group_of(pipe), f"load {folder}", lambda: _load(pipe, Path(folder))).own
+    group, place = process_group_of(pipe), Path(folder)
+    whole, _ = _model_of(pipe)
+    files = adapter_files(group, whole, pipe.state_dict(), place) if is_adapted(whole) else []
+    return run_on_all_ranks(group, f"load {folder}", lambda: _load(pipe, place, files)).own
 
 
-def save_pretrained(pipe: pipework.Pipe, folder: str | os.PathLike[str], *, max_shard_size: int = _LARGEST) -> None:
+def save_pretrained(
+    pipe: pipework.Pipe,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int = _LARGEST,
+    save_embedding_layers: bool | Literal["auto"] = "auto",
+) -> None:
     """Writes a pipe of a model of transformers so that `from_pretrained(folder)` reads it.
 
     All processes call it, and each writes the tensors of its own units: safetensors files, their index and the
-    configuration. Of a model with adapters of PEFT, the adapters alone are written, as PEFT does.
+    configuration. Of a model with adapters of PEFT, PEFT itself writes the adapters, and nothing else, in the first
+    process.
 
     Args:
         pipe: of a model that was attached, or of its parts.
         folder: on a file system that all processes share. Files of a model that it had are replaced.
         max_shard_size: the largest file, in bytes.
+        save_embedding_layers: of PEFT: whether embeddings are written with the adapters.
 
     Raises:
         TypeError: the pipe is not one of a model of transformers, or a tensor cannot be saved.
@@ -111,7 +126,7 @@ def save_pretrained(pipe: pipework.Pipe, folder: str | os.PathLike[str], *, max_
     run_on_all_ranks(group, f"make {folder}", lambda: place.mkdir(parents=True, exist_ok=True))
     whole, core = _model_of(pipe)
     if is_adapted(whole):
-        save_adapters(group, [part.get_submodule("model") for part in pipe], pipe.state_dict(), place)
+        save_adapters(group, whole, pipe.state_dict(), place, save_embedding_layers)
         return
     sketch = _sketch_of(core)
     offered = run_on_all_ranks(group, "list its tensors", lambda: _own(pipe, sketch), share=list)
@@ -155,29 +170,44 @@ def _sketch_of(core: PreTrainedModel) -> Sketch:
 def _plain_names(pipe: Pipe) -> dict[str, str]:
     """From the names of the pipe's tensors to those in the model without the wrappers of PEFT."""
     whole, core = _model_of(pipe)
-    prefix = next(f"{name}." if name else "" for name, module in whole.named_modules() if module is core)
-    return {name: name.removeprefix(prefix).replace(".base_layer.", ".") for name in pipe.state_dict()}
+    if whole is core:
+        return {name: name for name in pipe.state_dict()}
+    prefix = next(f"{name}." for name, module in whole.named_modules() if module is core)
+    return {name: _WRAPPERS.sub("", name.removeprefix(prefix)) for name in pipe.state_dict()}
 
 
-def _load(pipe: Pipe, folder: Path) -> LoadedTensors:
+def _load(pipe: Pipe, folder: Path, adapters: list[AdapterFile]) -> LoadedTensors:
+    state = pipe.state_dict()
+    there = [each for each in adapters if each.path.is_file()]
+    found = {name: tensor for each in there for name, tensor in each.read(state).items()}
+    read = [tensor for tensor in found.values() if tensor is not None]
+    count, size = len(read), sum(tensor.nbytes for tensor in read)
+    if not there or (folder / _ONE).is_file() or (folder / _INDEX).is_file():
+        below, more, bytes_more = _below_adapters(pipe, folder)
+        found, count, size = {**below, **found}, count + more, size + bytes_more
+    pipe.load_state_dict({name: tensor for name, tensor in found.items() if tensor is not None}, strict=False)
+    missing = tuple(name for name, tensor in found.items() if tensor is None)
+    if missing:
+        others = "" if len(missing) < 4 else f" and {len(missing) - 3} more"
+        logging.getLogger("pipework").warning(
+            "%s has no %s%s: they keep the values that they had", folder, ", ".join(missing[:3]), others
+        )
+    return LoadedTensors(count, size, missing)
+
+
+def _below_adapters(pipe: Pipe, folder: Path) -> tuple[dict[str, Tensor | None], int, int]:
+    """The model's own tensors by name, None of those that the folder lacks; their number and bytes in the files."""
     _, core = _model_of(pipe)
     sketch = _sketch_of(core)
     names = {own: plain for own, plain in _plain_names(pipe).items() if plain in sketch.model.state_dict()}
     wanted = {alias for plain in names.values() for alias in sketch.aliases.get(plain, [plain])}
     found, count, size = sketch.filled(_files_in(folder), wanted)
-    missing = tuple(own for own, plain in names.items() if plain not in found)
-    if names and len(missing) == len(names):
+    if names and found.keys().isdisjoint(names.values()):
         raise ValueError(
             f"{folder} has none of the {len(names)} tensors of {type(sketch.model).__name__} in this process, such as "
-            f"{missing[0]}: give the folder of the same model"
+            f"{next(iter(names))}: give the folder of the same model"
         )
-    pipe.load_state_dict({own: found[plain] for own, plain in names.items() if plain in found}, strict=False)
-    if missing:
-        more = "" if len(missing) < 4 else f" and {len(missing) - 3} more"
-        logging.getLogger("pipework").warning(
-            "%s has no %s%s: they keep the values that they had", folder, ", ".join(missing[:3]), more
-        )
-    return LoadedTensors(count, size, missing)
+    return {own: found.get(plain) for own, plain in names.items()}, count, size
 
 
 def _files_in(folder: Path) -> list[Path]:

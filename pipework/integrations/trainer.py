@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from transformers import Trainer, TrainerCallback
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from pipework.integrations.optimizer_file import load_whole_optimizer, names_by_group, save_whole_optimizer
 from pipework.integrations.pretrained import load_pretrained, save_pretrained
-from pipework.saving.load import load_checkpoint
-from pipework.saving.save import save_checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import TrainingArguments
 
     from pipework.pipe import Pipe
-
-_FOLDER: Final = "pipe"  # in the folder of a checkpoint
 
 
 class _Stops(TrainerCallback):
@@ -72,6 +70,7 @@ class PipeTrainer(Trainer):
 
     model: Any
     optimizer: Any  # Accelerate's, around one of PyTorch's
+    lr_scheduler: Any
 
     def __init__(self, pipe: Pipe, model: nn.Module, args: TrainingArguments, **others: Any) -> None:
         if args.fp16:
@@ -133,7 +132,13 @@ class PipeTrainer(Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return self.pipe.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
 
-    # ---- each process writes and reads what it trains ---------------------------------------------------------------
+    # ---- each process writes and reads what it trains; the files are those that `Trainer` itself has ----------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """One whose state can be saved: see `Trainer`."""
+        optimizer = super().create_optimizer(model)
+        names_by_group(self.pipe.ranks, self.model, optimizer)
+        return optimizer
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = Path(output_dir or str(self.args.output_dir))
@@ -144,13 +149,13 @@ class PipeTrainer(Trainer):
             torch.save(self.args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer, step = self.optimizer.optimizer, self.state.global_step
-        save_checkpoint(Path(output_dir, _FOLDER), self.pipe, optimizer, step=step, scheduler=self.lr_scheduler)
+        folder = Path(output_dir)
+        save_whole_optimizer(self.pipe.ranks, self.model, self.optimizer.optimizer, folder / OPTIMIZER_NAME)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        folder = Path(resume_from_checkpoint)
-        if load_checkpoint(folder / _FOLDER, self.pipe) is None:  # save_only_model=True
-            load_pretrained(self.pipe, folder)
+        load_pretrained(self.pipe, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
@@ -158,19 +163,24 @@ class PipeTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        optimizer, folder = self.optimizer.optimizer, Path(checkpoint, _FOLDER)
-        if load_checkpoint(folder, self.pipe, optimizer, scheduler=self.lr_scheduler) is None:
+        optimizer, scheduler = Path(checkpoint, OPTIMIZER_NAME), Path(checkpoint, SCHEDULER_NAME)
+        if not optimizer.is_file():  # save_only_model=True
             logging.getLogger("pipework").warning(
-                "%s has the model alone (there is no %s): optimizer and learning rate begin anew", checkpoint, folder
+                "%s has the model alone (there is no %s): optimizer and learning rate begin anew", checkpoint, optimizer
             )
+            return
+        load_whole_optimizer(self.pipe.ranks, self.model, self.optimizer.optimizer, optimizer)
+        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(str(self._of_rank(output_dir, self.pipe.ranks.rank)))
+        super()._save_rng_state(str(self._of_rank(output_dir)))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            own = self._of_rank(checkpoint, self.pipe.ranks.rank)
-            super()._load_rng_state(str(own if own.is_dir() else self._of_rank(checkpoint, 0)))
+            own = self._of_rank(checkpoint)
+            super()._load_rng_state(str(own) if own.is_dir() else checkpoint)
 
-    def _of_rank(self, checkpoint: str, rank: int) -> Path:
-        return Path(checkpoint, f"random-{rank}")
+    def _of_rank(self, checkpoint: str) -> Path:
+        """Where the random states of this process are; those of the first one are where `Trainer` looks for them."""
+        rank = self.pipe.ranks.rank
+        return Path(checkpoint, f"random-{rank}") if rank else Path(checkpoint)

@@ -115,19 +115,17 @@ def split_by_stage(optimizer: Optimizer, stages: Stages) -> dict[int, OptimizerS
     """
     check_optimizer(optimizer)
     names = {number: _first_names(tensors) for number, tensors in stages.items()}
-    _refuse_foreign(optimizer, set().union(*names.values()))
+    refuse_foreign(optimizer, set().union(*names.values()))
     state = optimizer.state_dict()
     parameters = _by_index(optimizer, state)
-    _refuse_unowned(state, parameters)
+    refuse_unowned(state, parameters)
     parts = {}
     for number, known in names.items():
         part = parts[number] = OptimizerShard(type(_inner(optimizer)).__name__)
         codec = JsonCodec(put=part.tensors.put)
         for index, group in enumerate(state["param_groups"]):
             members = [known[id(parameters[i])] for i in group["params"] if id(parameters[i]) in known]
-            # `param_names` describes the parameters that are there. It is no setting.
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            part.groups.append({"parameters": members, "options": codec.encode(options, f"group {index}")})
+            part.groups.append({"parameters": members, "options": codec.encode(options_of(group), f"group {index}")})
         for index, remembered in state["state"].items():
             name = known.get(id(parameters[index]))
             if name is not None:
@@ -184,7 +182,7 @@ def restore(optimizer: Optimizer, stages: Stages, parts: Iterable[SavedOptimizer
     for tensors in stages.values():
         for name, tensor in tensors.items():
             names.setdefault(id(tensor), []).append(name)
-    _refuse_foreign(optimizer, names)
+    refuse_foreign(optimizer, names)
     saved = _Saved.of(list(parts))
     kind = type(_inner(optimizer)).__name__
     if saved.kinds - {kind}:
@@ -255,6 +253,12 @@ class _Saved:
         return found[0][1].decoded(found[0][2]) if found else {}
 
 
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What is set for a group of parameters, such as its learning rate."""
+    # `param_names` describes the parameters that are there. It is no setting.
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 def check_optimizer(optimizer: Any) -> None:
     """Refuses an object that is no optimizer of PyTorch's.
 
@@ -281,7 +285,8 @@ def _by_index(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, Tenso
     }
 
 
-def _refuse_foreign(optimizer: Optimizer, known: Iterable[int]) -> None:
+def refuse_foreign(optimizer: Optimizer, known: Iterable[int]) -> None:
+    """Raises an UnfitError if parameters of an optimizer are none of these, by their ids."""
     here = set(known)
     foreign = [
         f"{tuple(parameter.shape)} in group {number} at position {position}"
@@ -296,7 +301,8 @@ def _refuse_foreign(optimizer: Optimizer, known: Iterable[int]) -> None:
         )
 
 
-def _refuse_unowned(state: Mapping[str, Any], parameters: Mapping[int, Tensor]) -> None:
+def refuse_unowned(state: Mapping[str, Any], parameters: Mapping[int, Any]) -> None:
+    """Raises a TypeError if a state dict has state of what is no parameter."""
     unowned = [key for key in state["state"] if key not in parameters]
     if unowned:
         raise TypeError(

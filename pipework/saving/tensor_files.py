@@ -170,12 +170,16 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class TensorFile:
-    """A safetensors file that is read tensor by tensor."""
+    """A safetensors file that is read tensor by tensor.
+
+    Attributes:
+        names: of the tensors in it.
+    """
 
     def __init__(self, path: Path, file: Any) -> None:
         self._path = path
         self._file = file
-        self._names = frozenset(file.keys())
+        self.names = frozenset(file.keys())
 
     def read(self, name: str) -> Tensor:
         """A tensor, in memory of its own.
@@ -183,7 +187,7 @@ class TensorFile:
         Raises:
             DamagedError: the file has no such tensor, or it cannot be read.
         """
-        if name not in self._names:
+        if name not in self.names:
             raise DamagedError(f"{self._path.name}: it holds no tensor {name!r}")
         try:
             tensor: Tensor = self._file.get_tensor(name)

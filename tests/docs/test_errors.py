@@ -38,6 +38,7 @@ REFUSED = {
     "other arguments of `Pipe` on some ranks, such as another `loss_fn`": "were started with different settings",
     "a target on the first rank only": "a target was given on rank ",
     "an optimizer with parameters of other ranks, at its first step": "of layers that are in other processes (",
+    "an optimizer in another order than the model, in `PipeTrainer`": "saved in the order of model.parameters()",
     "`nn.utils.clip_grad_norm_` for a pipe over several ranks": "Call pipe.clip_grad_norm_(max_norm) on all ranks",
     "`model(x)`, `model.state_dict()`, a copy or `torch.save(model)` with layers of other ranks": "has no values in ",
     "a second pipe of a model whose layers another rank has trained": "gave up its values",

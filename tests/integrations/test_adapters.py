@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from pipework import Pipe, attach, save_pretrained
+from pipework import Pipe, attach, load_pretrained, save_pretrained
 from tests.integrations.architectures import DECODER, text
 from tests.integrations.comparing import (
     differences,
@@ -89,6 +89,28 @@ def test_an_adapter_that_is_added_after_the_pipe() -> None:
         each.add_adapter("third", peft.LoraConfig(r=3, target_modules=["k_proj"], init_lora_weights=False))
         each.set_adapter("third")
     step(model, plain)
+
+
+def test_weights_below_adapters_go_into_the_modules_that_are_trained_as_they_are_too(tmp_path: Path) -> None:
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
+    base.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = adapted(modules_to_save=["lm_head"])
+    sample = {name: value[:2] for name, value in text().items()}
+    pipe = attach(model, sample, chunks=4, balance=[3, 4], devices=["cpu"] * 2)
+    assert load_pretrained(pipe, tmp_path).tensors == len(base.state_dict())
+    heads = [value for name, value in pipe.state_dict().items() if ".lm_head." in name]
+    assert len(heads) == 2
+    assert all(torch.equal(each, base.lm_head.weight) for each in heads)
+
+
+def test_an_adapter_of_another_kind_is_refused(tmp_path: Path) -> None:
+    _, plain, pipe = pair()
+    plain.save_pretrained(tmp_path)
+    assert load_pretrained(pipe, tmp_path).missing == ()
+    (tmp_path / "other" / "adapter_model.safetensors").replace(tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"up_proj.lora_A.weight, for which the adapter here has no tensor: make it"):
+        load_pretrained(pipe, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:Already unmerged")  # of layers that only the other adapter has

@@ -9,37 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.integrations.comparing import micro_batches, next_tokens
-from tests.integrations.tiny import CHUNKS, llama, pipe_of, rows, with_pipe
+from tests.integrations.tiny import MicroBatched, llama, pipe_of, rows, same_values, with_pipe
 
 # PEFT asks transformers by an older name.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing. is deprecated:FutureWarning")
 
 
 ARGUMENTS = ("compute_metrics", "compute_loss_func", "model_init")  # of trainers; others are training arguments
-
-
-class MicroBatched:
-    """Mixed into `Trainer`: the model itself runs forward and backward for each micro-batch in turn."""
-
-    def training_step(self: Any, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
-        model.train()
-        earlier = [(parameter, parameter.grad) for parameter in model.parameters()]
-        for parameter, _ in earlier:
-            parameter.grad = None
-        parts = micro_batches(inputs, min(CHUNKS, len(inputs["labels"])))
-        counts = [next_tokens(part["labels"]) for part in parts]
-        all_counts = float(sum(counts))
-        total = torch.zeros(())
-        for part, count in zip(parts, counts, strict=True):
-            items = float(num_items_in_batch) / all_counts * count
-            loss = model(**part, num_items_in_batch=items, use_cache=False).loss * (float(count) / all_counts)
-            loss.backward()
-            total = total + loss.detach()
-        for parameter, gradient in earlier:
-            if gradient is not None:
-                parameter.grad = gradient + parameter.grad
-        return total
 
 
 def trainer_of(folder: Path, model: Any, *, micro_batched: bool = False, **options: Any) -> Any:
@@ -229,17 +205,53 @@ def test_a_stop_that_was_asked_for_saves_first(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
-@pytest.mark.thorough
-def test_a_checkpoint_of_another_trainer_has_the_model_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def pipe_trainer_of(folder: Path, model: Any, **options: Any) -> Any:
+    """Of the same settings."""
     import transformers
 
     from pipework.integrations.trainer import PipeTrainer
 
-    plain = trainer_of(tmp_path, llama(), save_strategy="steps", save_steps=6)
-    plain.train()
-    model = llama()
+    plain = trainer_of(folder, llama(), **options)
     trainer = PipeTrainer(pipe_of(model), model, plain.args, train_dataset=rows(9), eval_dataset=rows(6))
     trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def same_files(one: Path, other: Path) -> None:
+    """What of two folders of checkpoints does not tell a process or a time."""
+    names = {path.name for path in one.iterdir()}
+    assert names == {path.name for path in other.iterdir()}
+    for name in ("optimizer.pt", "scheduler.pt"):
+        same_values(*(torch.load(each / name) for each in (one, other)))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("adapters", [False, True])
+def test_each_trainer_goes_on_where_the_other_one_has_stopped(tmp_path: Path, adapters: bool) -> None:
+    options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "weight_decay": 0.1}
+    wrapped: Callable[[Any], Any] = with_adapters if adapters else lambda model: model
+    makers: dict[str, Callable[[Path], Any]] = {
+        "plain": lambda folder: trainer_of(folder, wrapped(llama()), micro_batched=True, **options),
+        "pipe": lambda folder: pipe_trainer_of(folder, wrapped(llama()), **options),
+    }
+    whole = {name: make(tmp_path / name) for name, make in makers.items()}
+    for trainer in whole.values():
+        trainer.train()
+    assert len(logged(whole["plain"])) == 8
+    assert logged(whole["plain"]) == logged(whole["pipe"])
+    same_files(*(tmp_path / name / "checkpoint-4" for name in makers))
+    for first, then in (("plain", "pipe"), ("pipe", "plain")):
+        trainer = makers[then](tmp_path / f"{first} {then}")
+        trainer.train(resume_from_checkpoint=str(tmp_path / first / "checkpoint-4"))
+        assert logged(trainer) == logged(whole["plain"])
+        assert same_parameters(trainer.model, whole["plain"].model)
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_of_the_model_alone_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = trainer_of(tmp_path, llama(), save_strategy="steps", save_steps=6, save_only_model=True)
+    plain.train()
+    trainer = pipe_trainer_of(tmp_path, llama())
     trainer.train(resume_from_checkpoint=True)
     assert "checkpoint-6 has the model alone" in caplog.text
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import pipework
+from tests.integrations.comparing import micro_batches, next_tokens
 
 CHUNKS = 4
 LAYERS = 2
 TOKENS = 7
 
 
-def llama() -> Any:
+def llama(**options: Any) -> Any:
     """The same at each call."""
     import transformers
 
     config = transformers.LlamaConfig(
         vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=2,
         max_position_embeddings=32, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+        **options,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -76,3 +79,38 @@ def trained_by_hand(epochs: int) -> tuple[list[float], nn.Module]:
                 optimizer.step()
                 optimizer.zero_grad()
     return losses, model
+
+
+class MicroBatched:
+    """Mixed into `Trainer`: the model itself runs forward and backward for each micro-batch in turn."""
+
+    def training_step(self: Any, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        earlier = [(parameter, parameter.grad) for parameter in model.parameters()]
+        for parameter, _ in earlier:
+            parameter.grad = None
+        parts = micro_batches(inputs, min(CHUNKS, len(inputs["labels"])))
+        counts = [next_tokens(part["labels"]) for part in parts]
+        all_counts = float(sum(counts))
+        total = torch.zeros(())
+        for part, count in zip(parts, counts, strict=True):
+            items = float(num_items_in_batch) / all_counts * count
+            loss = model(**part, num_items_in_batch=items, use_cache=False).loss * (float(count) / all_counts)
+            loss.backward()
+            total = total + loss.detach()
+        for parameter, gradient in earlier:
+            if gradient is not None:
+                parameter.grad = gradient + parameter.grad
+        return total
+
+
+def same_values(one: Any, other: Any, tolerance: float = 0.0) -> None:
+    """Compares nested dicts of tensors and other values."""
+    if isinstance(one, Tensor):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            same_values(one[key], other[key], tolerance)
+    else:
+        assert one == (pytest.approx(other, rel=tolerance) if isinstance(one, float) else other)

@@ -175,6 +175,86 @@ def test_adapters_are_saved_by_themselves(on_ranks: Run, tmp_path: Path) -> None
         assert all(torch.equal(each, logits_of(model)) for each in logits)
 
 
+# By name: the model, whether it has got four words more, and the options of its adapter.
+ADAPTERS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "attention": ("llama", False, {"target_modules": ["q_proj", "v_proj"]}),
+    "more words": ("llama", True, {"target_modules": ["q_proj"]}),
+    "more words, adapted": ("llama", True, {"target_modules": ["q_proj", "embed_tokens"]}),
+    "more words, tied": ("tied llama", True, {"target_modules": ["q_proj"]}),
+    "both embeddings": ("llama", False, {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    "by a pattern": ("llama", False, {"target_modules": ".*embed_tokens|.*q_proj"}),
+    "trained whole": ("llama", False, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}),
+    "some rows": ("llama", False, {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]}),
+    "magnitudes": ("llama", False, {"target_modules": ["q_proj", "down_proj"], "use_dora": True, "use_rslora": True}),
+    "biases": ("bert", False, {"target_modules": ["query", "dense"], "bias": "lora_only"}),
+}  # fmt: skip
+EMBEDDINGS: dict[str, Any] = {"attention": True, "more words": False}  # what is given; "auto" otherwise
+
+
+def variant(name: str, folder: Path) -> Any:
+    import peft
+
+    kind, is_larger, options = ADAPTERS[name]
+    model = type(made(kind)).from_pretrained(folder / kind)
+    torch.manual_seed(1)
+    if is_larger:
+        model.resize_token_embeddings(41)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **options))
+    if name == "attention":
+        model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["up_proj"], init_lora_weights=False))
+    return model
+
+
+def save_variants(mesh: Mesh, folder: str) -> dict[str, list[str]]:
+    """What each rank reads again, by variant."""
+    warnings.simplefilter("ignore")  # PEFT tells which embeddings it writes
+    found = {}
+    for name in ADAPTERS:
+        place = Path(folder) / name
+        pipe = pipework.attach(variant(name, Path(folder)), BATCH, chunks=2, mesh=mesh)
+        pipework.save_pretrained(pipe, place / "ranks", save_embedding_layers=EMBEDDINGS.get(name, "auto"))
+        saved = {key: tensor.clone() for key, tensor in pipe.state_dict().items()}
+        for tensor in pipe.state_dict().values():
+            tensor.fill_(7)
+        read = pipework.load_pretrained(pipe, place / "plain")
+        assert not read.missing
+        found[name] = [key for key, tensor in pipe.state_dict().items() if (tensor != 7).any()]
+        assert len(found[name]) == read.tensors
+        assert all(torch.equal(pipe.state_dict()[key], saved[key]) for key in found[name]), name
+    return found
+
+
+def of_config(path: Path) -> dict[str, Any]:
+    """Lists that PEFT makes of sets have any order."""
+    values = json.loads(path.read_text())
+    return {key: sorted(value) if isinstance(value, list) else value for key, value in values.items()}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_are_those_that_peft_writes_for_the_whole_model(on_ranks: Run, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    for kind in ("llama", "tied llama", "bert"):
+        made(kind).save_pretrained(tmp_path / kind)
+    for name in ADAPTERS:
+        variant(name, tmp_path).save_pretrained(
+            tmp_path / name / "plain", save_embedding_layers=EMBEDDINGS.get(name, "auto")
+        )
+    read = on_ranks(2, save_variants, patience=180.0, folder=str(tmp_path))
+    for name in ADAPTERS:
+        ranks, plain = tmp_path / name / "ranks", tmp_path / name / "plain"
+        files = sorted(str(path.relative_to(plain)) for path in plain.rglob("*"))
+        assert files == sorted(str(path.relative_to(ranks)) for path in ranks.rglob("*")), name
+        keys = set()
+        for place in (".", "second") if name == "attention" else (".",):
+            found, expected = (load_file(each / place / "adapter_model.safetensors") for each in (ranks, plain))
+            assert found.keys() == expected.keys(), (name, place)
+            assert all(torch.equal(found[key], expected[key]) for key in expected), (name, place)
+            assert of_config(ranks / place / "adapter_config.json") == of_config(plain / place / "adapter_config.json")
+            keys |= expected.keys()
+        assert len(keys) == sum(len(each[name]) for each in read), name
+        assert (ranks / "README.md").read_text() == (plain / "README.md").read_text()
+
+
 def resumed(mesh: Mesh, folder: str, *, saves: bool) -> float:
     torch.manual_seed(0 if saves else 1)
     model = made("tied llama")

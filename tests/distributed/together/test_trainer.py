@@ -9,20 +9,29 @@ import pytest
 import torch
 
 from pipework import Mesh
-from tests.integrations.tiny import batch, llama, pipe_of, rows
+from tests.integrations.tiny import MicroBatched, batch, llama, pipe_of, rows, same_values
 
 Run = Callable[..., list[Any]]
 SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 
 def trainer_of(
-    folder: Path, mesh: Mesh | None, *, adapters: bool = False, schedule: str = "1f1b", **options: Any
+    folder: Path,
+    mesh: Mesh | None,
+    *,
+    adapters: bool = False,
+    schedule: str = "1f1b",
+    tied: bool = False,
+    plain: bool = False,
+    stages: int = 2,
+    **options: Any,
 ) -> Any:
+    """Of a pipe, or of the model that runs each micro-batch in turn."""
     import transformers
 
     from pipework.integrations.trainer import PipeTrainer
 
-    model = llama()
+    model = llama(tie_word_embeddings=tied)
     if adapters:
         import peft
 
@@ -35,9 +44,12 @@ def trainer_of(
         "per_device_train_batch_size": 4, "num_train_epochs": 2, "max_grad_norm": 0.1, **SAVING, **options,
     }  # fmt: skip
     arguments = transformers.TrainingArguments(output_dir=str(folder), **settings)
-    data = {"train_dataset": rows(9), "eval_dataset": rows(6)}
-    pipe = pipe_of(model, mesh, schedule=schedule)
-    trainer = PipeTrainer(pipe, model, arguments, **data, compute_metrics=accuracy)
+    data = {"train_dataset": rows(9), "eval_dataset": rows(6), "compute_metrics": accuracy}
+    if plain:
+        trainer = type("Reference", (MicroBatched, transformers.Trainer), {})(model, arguments, **data)
+    else:
+        pipe = pipe_of(model, mesh, schedule=schedule, balance=[2, 3] if stages == 2 else [2, 1, 2])
+        trainer = PipeTrainer(pipe, model, arguments, **data)
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
@@ -105,8 +117,50 @@ def test_two_ranks_train_evaluate_save_and_resume(on_ranks: Run, tmp_path: Path)
     steps = sorted(path.name for path in (tmp_path / "ranks" / "adapters").glob("checkpoint-*"))
     assert len(steps) == 1
     files = {path.name for path in (tmp_path / "ranks" / "adapters" / steps[0]).iterdir()}
-    assert {"adapter_model.safetensors", "trainer_state.json", "pipe", "random-0", "random-1"} <= files
+    kept = {"trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "random-1"}
+    assert {"adapter_model.safetensors", *kept} <= files
     assert "model.safetensors" not in files
+
+
+EXCHANGED: dict[str, dict[str, Any]] = {"all": {}, "tied": {"tied": True}, "adapters": {"adapters": True}}
+EIGHT_STEPS = {"max_steps": 8, "save_steps": 4, "eval_strategy": "no", "weight_decay": 0.1, "max_grad_norm": 0.0}
+
+
+def take_over_and_hand_over(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """Eight steps, then the last four of a plain trainer's eight ones."""
+    place, found = Path(folder), {}
+    for name, options in EXCHANGED.items():
+        trainer = trainer_of(place / name / "ranks", mesh, stages=3, **options, **EIGHT_STEPS)
+        trainer.train()
+        again = trainer_of(place / name / "resumed", mesh, stages=3, **options, **EIGHT_STEPS)
+        again.train(resume_from_checkpoint=str(place / name / "plain" / "checkpoint-4"))
+        found[name] = [logged(trainer)[:8], logged(again)[:8]]
+    return found
+
+
+@pytest.mark.thorough
+def test_ranks_and_a_plain_trainer_go_on_where_the_other_one_has_stopped(on_ranks: Run, tmp_path: Path) -> None:
+    plain = {}
+    for name, options in EXCHANGED.items():
+        plain[name] = trainer_of(tmp_path / name / "plain", None, plain=True, **options, **EIGHT_STEPS)
+        plain[name].train()
+    ranks = on_ranks(3, take_over_and_hand_over, patience=180.0, folder=str(tmp_path))
+    for name, options in EXCHANGED.items():
+        tolerance = 1e-4 if name == "tied" else 0.0  # their gradients are summed in another order
+        expected = logged(plain[name])[:8]
+        assert len(expected) == 8
+        for found in (logs for each in ranks for logs in each[name]):
+            assert found == [pytest.approx(entry, rel=tolerance) for entry in expected], name
+        folders = [tmp_path / name / kind for kind in ("plain", "ranks", "resumed")]
+        for number in (4, 8):
+            written = [folder / f"checkpoint-{number}" for folder in folders if number == 8 or folder.name != "resumed"]
+            for file in ("optimizer.pt", "scheduler.pt"):
+                for other in written[1:]:
+                    same_values(torch.load(written[0] / file), torch.load(other / file), tolerance)
+        trainer = trainer_of(tmp_path / name / "back", None, plain=True, **options, **EIGHT_STEPS)
+        trainer.train(resume_from_checkpoint=str(tmp_path / name / "ranks" / "checkpoint-4"))
+        assert logged(trainer)[:8] == [pytest.approx(entry, rel=tolerance) for entry in expected]
+        same_values(trainer.model.state_dict(), plain[name].model.state_dict(), tolerance)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
