@@ -23,6 +23,7 @@ from pipework.model.loss.check import LossCheck
 from pipework.model.microbatch import Split
 from pipework.model.misspelt import refuse_misspelt
 from pipework.model.output_rows import OutputRows
+from pipework.model.required_gradients import required_gradients, requires_gradients
 from pipework.model.rows import doubts_about_masks, modules_with_batch_second, watched
 from pipework.prediction.mini_batch_form import MiniBatchForm, batch_bytes, largest_micro_batch
 from pipework.prediction.predict import predict_step
@@ -148,13 +149,17 @@ class Executor:
         """One mini-batch; see `Pipe.forward`. `training` is the pipe's flag; `doubts` gets what is to be warned of."""
         if self._backend.is_whole and return_output and target is None:
             raise _output_without_loss()
-        split = self._split(inputs, keyword_inputs) if self._backend.is_first else None
+        context = CallerContext.capture(self._device_types)
+        # Of several processes one reads the inputs; the others may want their gradients.
+        reads = self._backend.is_first or (
+            context.grad and any(map(requires_gradients, (*inputs, *keyword_inputs.values())))
+        )
+        own = self._split(inputs, keyword_inputs) if reads else None
         if self._engine is None:
             doubts += doubts_about_hooks(self._partitions.values())
         engine = self.engine_in_use()
-        context = CallerContext.capture(self._device_types)
         if context.is_checkpointing:
-            self._refuse_checkpoint_around([] if split is None else split.tensors)
+            self._refuse_checkpoint_around([] if own is None else own.tensors)
         if self._backend.is_whole:  # of several processes each knows its own layers only, but all know the pipe's flag
             training = any(layer.training for partition in self._partitions.values() for layer in partition)
         header = StepHeader(
@@ -164,9 +169,12 @@ class Executor:
             returns_output=return_output,
             recorded=self.recording is not None,
         )
-        facts = self._backend.begin(header, split, StepData(inputs, keyword_inputs, target))
+        gradients = required_gradients(own) if own is not None and context.grad else 0
+        split = own if self._backend.is_first else None
+        facts = self._backend.begin(header, split, StepData(inputs, keyword_inputs, target, gradients))
         inside = facts.inside
         split = split or _elsewhere(facts)
+        own = own or split
         targets, weighing = None, split.rows
         if inside and self._backend.is_last:
             targets, weighing = split.targets(target, self._assignment.partitioning.devices[-1], self._end_ranks)
@@ -205,7 +213,8 @@ class Executor:
             ),
             loss=inner,
             own_leaves=split.own_leaves,
-            input_gradients=any(tensor.requires_grad for tensor in split.tensors),
+            input_gradients=facts.input_gradients,
+            takes_gradients=gradients != 0,
             versions=BatchVersions(split.tensors, split.slices),
         )
         returned: list[Message] = []
@@ -230,17 +239,17 @@ class Executor:
         if inner is not None:
             has_output = return_output and (everywhere or self._backend.is_last)
             # A process that has nothing to train may leave its backward out.
-            has_backward = trains and any(step.parameters(stage) for stage in step.stages)
+            has_backward = trains and (gradients != 0 or any(step.parameters(stage) for stage in step.stages))
             arrived = self._backend.expect_backward() if has_backward else None
             scale = inner.scale_in(results[0][0][0].dtype)
-            shared = LossInside(step, split.splits.join, returned, scale, arrived)
+            shared = LossInside(step, own.splits.join, returned, scale, arrived)
             if self.warns and has_backward:
                 doubts += self._undelivered.doubts()
                 self._undelivered.add(shared)
             outputs = [(tensors[1:], structure) for tensors, structure in results] if has_output else []
             if check is not None:
                 doubts += check.doubts(inner, split.rows)
-            loss, output = _loss_and_output(results, outputs, split, shared, rooted=rooted)
+            loss, output = _loss_and_output(results, outputs, split, shared, own.tensors, rooted=rooted)
             if outputs and self.warns and not split.is_given:
                 doubts += self._output_rows.doubts(outputs, split.rows)
             return (loss, output) if return_output else loss
@@ -253,8 +262,8 @@ class Executor:
         if context.grad and any(joined.differentiable):
             if trains:
                 step.out_of_memory = functools.partial(self._note_what_fits, self._call(split, None), context)
-            backward = LossOutside(step, cut=joined.splits.cut, join=split.splits.join)
-            tensors = attach(backward, split.tensors, tensors, joined.differentiable, step.stages, rooted=rooted)
+            backward = LossOutside(step, cut=joined.splits.cut, join=own.splits.join)
+            tensors = attach(backward, own.tensors, tensors, joined.differentiable, step.stages, rooted=rooted)
         return joined.value(tensors)
 
     @property
@@ -451,7 +460,7 @@ class Executor:
         """The mini-batch in micro-batches."""
         if not keyword_inputs:
             self._backend.check_inputs(inputs)
-        elif not keyword_inputs.keys() <= self._keywords:
+        elif self._backend.is_first and not keyword_inputs.keys() <= self._keywords:
             refuse_misspelt(keyword_inputs, *next(self._layers.named_children()))
             self._keywords = frozenset(keyword_inputs)
         device = self._assignment.partitioning.devices[0]
@@ -507,6 +516,7 @@ def _loss_and_output(
     outputs: list[Message],
     split: Split | Given,
     shared: LossInside,
+    inputs: Sequence[Tensor],
     *,
     rooted: bool,
 ) -> tuple[Tensor, Any]:
@@ -515,7 +525,7 @@ def _loss_and_output(
     loss = total(parts)
     if any(part.requires_grad for part in parts):
         arrived = None if shared.arrived is None else shared.end
-        (loss,) = attach(shared, split.tensors, (loss,), (True,), shared.step.stages, rooted=rooted, arrived=arrived)
+        (loss,) = attach(shared, inputs, (loss,), (True,), shared.step.stages, rooted=rooted, arrived=arrived)
     if not outputs:
         return loss, None
     joined = split.joined(outputs)

@@ -34,6 +34,7 @@ REFUSED = {
     "copies of a tied parameter with different values": "the copies of the tied parameter ",
     "other arguments of `Pipe` on some ranks, such as another `loss_fn`": "were started with different settings",
     "a target on the first rank only": "a target was given on rank ",
+    "an input that requires a gradient on some rank, and not on the first": "an input requires a gradient on rank ",
     "an optimizer with parameters of other ranks, at its first step": "of layers that are in other processes (",
     "`nn.utils.clip_grad_norm_` for a pipe over several ranks": "Call pipe.clip_grad_norm_(max_norm) on all ranks",
     "`model(x)`, `model.state_dict()`, a copy or `torch.save(model)` with layers of other ranks": "has no values in ",
