@@ -257,6 +257,9 @@ def attach(
     if len(here) < len(layers):
         model.__dict__["named_parameters"] = OwnParameters(model)
         model.__dict__["to"] = Placed(model)
+        pipe._anew = "make the model again, attach a pipe to it, and load a checkpoint of this one"
+    else:
+        pipe._anew = "take it off, `del model.forward`, and attach another"
     model.__dict__["forward"] = AttachedForward(model, pipe, cuttable, signature, target, place, outputs)
     adapter.attached(model)
     if loss_reduction == "mean":

@@ -81,11 +81,13 @@ class StepData(NamedTuple):
         arguments: the positional inputs.
         keywords: the keyword inputs.
         target: of the loss.
+        gradients: which of the inputs require a gradient, and how they are cut, see `required_gradients`; 0: none does.
     """
 
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
     target: Any
+    gradients: int = 0
 
 
 class StepFacts(NamedTuple):
@@ -100,6 +102,7 @@ class StepFacts(NamedTuple):
             neither inputs nor targets may know -1 only. None: the pipe splits the mini-batch.
         target_is_unread: whether the process that reads the inputs was given a target, and the one that reads the
             target was not.
+        input_gradients: whether any input requires a gradient, in the process that reads them.
     """
 
     rows: int
@@ -108,6 +111,7 @@ class StepFacts(NamedTuple):
     inside: bool
     given: Sequence[int] | None = None
     target_is_unread: bool = False
+    input_gradients: bool = False
 
 
 class MiniBatch(Protocol):
@@ -323,7 +327,8 @@ class LocalBackend:
         """This process knows everything. The key is drawn when the call has been checked."""
         assert batch is not None
         given = batch.rows if batch.is_given else None
-        return StepFacts(sum(batch.rows), len(batch.rows), None, data.target is not None, given)
+        inside, gradients = data.target is not None, data.gradients != 0
+        return StepFacts(sum(batch.rows), len(batch.rows), None, inside, given, input_gradients=gradients)
 
     def expect_backward(self) -> Callable[[Factor], None] | None:
         """There is no other process."""

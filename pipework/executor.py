@@ -27,6 +27,7 @@ from pipework.model.microbatch import Split
 from pipework.model.misspelt import refuse_misspelt
 from pipework.model.output_rows import OutputRows
 from pipework.model.own_split import in_micro_batches
+from pipework.model.required_gradients import required_gradients, requires_gradients
 from pipework.model.rows import modules_with_batch_second, watched
 from pipework.prediction.mini_batch_form import MiniBatchForm, batch_bytes, largest_micro_batch
 from pipework.prediction.predict import predict_step
@@ -162,16 +163,20 @@ class Executor:
         if self._backend.is_whole and return_output and target is None:
             raise _output_without_loss()
         scale = checked_scale(loss_scale, self._assignment.partitioning.devices[-1])
+        context = CallerContext.capture(self._device_types)
         call = StepData(inputs, keyword_inputs, target)
-        if self._backend.is_first or self._backend.is_last:
+        # Of several processes one reads the inputs; the others may want their gradients.
+        reads = self._backend.is_first or (
+            context.grad and any(map(requires_gradients, (*inputs, *keyword_inputs.values())))
+        )
+        if reads or self._backend.is_last:
             inputs, keyword_inputs, target = self._cut_by_caller(inputs, keyword_inputs, target)
-        split = self._split(inputs, keyword_inputs, doubts) if self._backend.is_first else None
+        own = self._split(inputs, keyword_inputs, doubts if self._backend.is_first else []) if reads else None
         if self._engine is None:
             doubts += doubts_about_hooks(self._partitions.values())
         engine = self.engine_in_use()
-        context = CallerContext.capture(self._device_types)
         if context.is_checkpointing:
-            self._refuse_checkpoint_around([] if split is None else split.tensors)
+            self._refuse_checkpoint_around([] if own is None else own.tensors)
         if self._backend.is_whole:  # of several processes each knows its own layers only, but all know the pipe's flag
             training = any(layer.training for partition in self._partitions.values() for layer in partition)
         header = StepHeader(
@@ -182,9 +187,12 @@ class Executor:
             recorded=self.recording is not None,
             scales_loss=loss_scale is not None,
         )
-        facts = self._backend.begin(header, split, call)
+        gradients = required_gradients(own) if own is not None and context.grad else 0
+        split = own if self._backend.is_first else None
+        facts = self._backend.begin(header, split, call._replace(gradients=gradients))
         inside = facts.inside
         split = split or _elsewhere(facts)
+        own = own or split
         targets, weighing = None, split.rows
         if inside and self._backend.is_last:
             last = self._assignment.partitioning.devices[-1]
@@ -224,7 +232,8 @@ class Executor:
             ),
             loss=inner,
             own_leaves=split.own_leaves,
-            input_gradients=any(tensor.requires_grad for tensor in split.tensors),
+            input_gradients=facts.input_gradients,
+            takes_gradients=gradients != 0,
             versions=BatchVersions(split.tensors, split.slices),
         )
         returned: list[Message] = []
@@ -249,11 +258,11 @@ class Executor:
         if inner is not None:
             has_output = return_output and (everywhere or self._backend.is_last)
             # A process that has nothing to train may leave its backward out.
-            has_backward = trains and any(step.parameters(stage) for stage in step.stages)
+            has_backward = trains and (gradients != 0 or any(step.parameters(stage) for stage in step.stages))
             arrived = self._backend.expect_backward() if has_backward else None
             shared = LossInside(
                 step,
-                split.splits.join,
+                own.splits.join,
                 returned,
                 inner.scale_in(results[0][0][0].dtype),
                 arrived,
@@ -264,7 +273,7 @@ class Executor:
                 self._undelivered.add(shared)
             outputs = [(tensors[1:], structure) for tensors, structure in results] if has_output else []
             doubts += doubts_about_loss(self.loss, inner, split.rows, padding)
-            loss, output = _loss_and_output(results, outputs, split, shared, rooted=rooted)
+            loss, output = _loss_and_output(results, outputs, split, shared, own.tensors, rooted=rooted)
             if outputs and self.warns and not split.is_given:
                 doubts += self._output_rows.doubts(outputs, split.rows)
             return (loss, output) if return_output else loss
@@ -277,8 +286,8 @@ class Executor:
         if context.grad and any(joined.differentiable):
             if trains:
                 step.out_of_memory = functools.partial(self._note_what_fits, self._call(split, None), context)
-            backward = LossOutside(step, cut=joined.splits.cut, join=split.splits.join)
-            tensors = attach(backward, split.tensors, tensors, joined.differentiable, step.stages, rooted=rooted)
+            backward = LossOutside(step, cut=joined.splits.cut, join=own.splits.join)
+            tensors = attach(backward, own.tensors, tensors, joined.differentiable, step.stages, rooted=rooted)
         return joined.value(tensors)
 
     @property
@@ -514,7 +523,7 @@ class Executor:
         """The mini-batch in micro-batches; `doubts` gets what is to be warned of."""
         if not keyword_inputs:
             self._backend.check_inputs(inputs)
-        elif not keyword_inputs.keys() <= self._keywords:
+        elif self._backend.is_first and not keyword_inputs.keys() <= self._keywords:
             refuse_misspelt(keyword_inputs, *next(self._layers.named_children()))
             self._keywords = frozenset(keyword_inputs)
         device = self._assignment.partitioning.devices[0]
@@ -566,6 +575,7 @@ def _loss_and_output(
     outputs: list[Message],
     split: Split | Given,
     shared: LossInside,
+    inputs: Sequence[Tensor],
     *,
     rooted: bool,
 ) -> tuple[Tensor, Any]:
@@ -574,7 +584,7 @@ def _loss_and_output(
     loss = total(parts)
     if any(part.requires_grad for part in parts):
         arrived = None if shared.arrived is None else shared.end
-        (loss,) = attach(shared, split.tensors, (loss,), (True,), shared.step.stages, rooted=rooted, arrived=arrived)
+        (loss,) = attach(shared, inputs, (loss,), (True,), shared.step.stages, rooted=rooted, arrived=arrived)
     if not outputs:
         return loss, None
     joined = split.joined(outputs)

@@ -456,7 +456,9 @@ def test_inputs_go_by_their_names(sampled: bool) -> None:
 def test_uses_of_attach_that_are_refused() -> None:
     batch = batch_of(Plain)
     model = Plain()
-    attached(model, batch)
+    pipe = attached(model, batch)
+    with pytest.raises(AttributeError, match=r"'chunks' of a pipe cannot be changed: take it off, `del model.forward`"):
+        pipe.chunks = 8
     with pytest.raises(ValueError, match=r"attached to this Plain already: .*del model.forward"):
         attached(model, batch)
     del model.forward

@@ -8,6 +8,9 @@ The user's backward reaches the last node first. If the loss is outside, it send
 workers, which fill every stage's gradient buffers; if the loss is inside, they were filled when the loss was computed.
 Then each node in turn hands its stage's buffers to autograd. So a parameter's hooks fire once, with the whole gradient,
 and the last stage's gradients are there for a reducer (DistributedDataParallel) before the first's.
+
+If the workers are processes, each has the nodes of its own stages. The inputs that it was given go into the first of
+these, whichever stage that is: all processes get the gradients of the inputs, for what comes before the pipe.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ class LossOutside:
     Attributes:
         step: the mini-batch.
         cut: splits the gradients of the outputs into those of each micro-batch.
-        join: joins the input gradients of stage 0 into those of the pipe's input tensors.
+        join: joins the input gradients of stage 0 into those of the pipe's input tensors here.
         returned: the input gradients of stage 0, between the last node's backward and the first one's.
     """
 
@@ -157,7 +160,7 @@ class StageNode(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        which: tuple[Backward, int, tuple[Tensor, ...] | None, Sequence[Tensor]],
+        which: tuple[Backward, int, bool, tuple[Tensor, ...] | None, Sequence[Tensor]],
         token: Tensor,
         *sources: Tensor,
     ) -> Any:
@@ -165,15 +168,15 @@ class StageNode(torch.autograd.Function):
 
         Args:
             ctx: the node.
-            which: the source of the gradients, common to the nodes of this mini-batch; the number of the stage; the
-                joined outputs if this is the last one, and those of them that require no gradient. In one argument,
-                since PyTorch looks at each.
+            which: the source of the gradients, common to the nodes of this mini-batch; the number of the stage, and
+                whether it is the first one here; the joined outputs if this is the last one, and those of them that
+                require no gradient. In one argument, since PyTorch looks at each.
             token: connects the node with the previous stage's.
-            sources: for stage 0 the pipe's input tensors; then the stage's parameters.
+            sources: for the first stage here the pipe's input tensors; then the stage's parameters.
         """
         # The node must not refer to an output, which refers to the node: the cycle would outlive the user's last
         # reference.
-        ctx.shared, ctx.stage, outputs, fixed = which
+        ctx.shared, ctx.stage, ctx.is_first, outputs, fixed = which
         ctx.is_last = outputs is not None
         ctx.set_materialize_grads(False)
         # Saved and read so that a second backward without retain_graph raises PyTorch's own error.
@@ -209,7 +212,7 @@ class StageNode(torch.autograd.Function):
             factor = None if gradients[0] is None else gradients[0].pipework_factor  # type: ignore[attr-defined]
         if factor is None:
             return (None,) * len(ctx.needs_input_grad)
-        of_inputs = shared.of_inputs(factor, retain_graph=retain_graph) if ctx.stage == 0 else []
+        of_inputs = shared.of_inputs(factor, retain_graph=retain_graph) if ctx.is_first else []
         of_parameters = shared.of_parameters(ctx.stage, factor, retain_graph=retain_graph)
         carrying = None
         if ctx.needs_input_grad[1]:
@@ -232,7 +235,7 @@ def attach(
 
     Args:
         shared: the source of the gradients.
-        inputs: the pipe's input tensors.
+        inputs: the pipe's input tensors; of several processes, those of this one.
         outputs: the joined outputs, without a graph.
         differentiable: for each output, whether it requires a gradient.
         stages: their numbers, in order; if the workers are processes, those of this process.
@@ -250,6 +253,9 @@ def attach(
         token.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
     *others, last = stages
     for stage in others:
-        token = apply((shared, stage, None, ()), token, *(inputs if stage == 0 else ()), *shared.step.parameters(stage))
-    sources = (*(inputs if last == 0 else ()), *shared.step.parameters(last))
-    return apply((shared, last, outputs, fixed), token, *sources)  # type: ignore[no-any-return]
+        first = stage == stages[0]
+        token = apply(
+            (shared, stage, first, None, ()), token, *(inputs if first else ()), *shared.step.parameters(stage)
+        )
+    sources = (*(() if others else inputs), *shared.step.parameters(last))
+    return apply((shared, last, not others, outputs, fixed), token, *sources)  # type: ignore[no-any-return]

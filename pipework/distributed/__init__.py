@@ -9,6 +9,7 @@
 * `layer_collectives`: collectives that layers call themselves: how they fail, and how they are ended.
 * `shared_tensors`: which parameters and buffers must be the same on ranks that have the same layers.
 * `step_header`, `data_digest`: at the beginning of a call, the ranks compare what they call, and with which data.
+* `generator_states`: after a call that has failed, all ranks have drawn its random key, or none has.
 * `delivered_losses`: whether all ranks have called `backward()`.
 * `all_gather`: every rank gives bytes, and gets those of all.
 * `optimizer_check`, `parameter_check`: find an optimizer with parameters of other ranks, and a rank without any.

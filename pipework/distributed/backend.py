@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipework.backend import ProcessGroupView
-from pipework.distributed.contract import contract
+from pipework.distributed.contract import contract, note_places
 from pipework.distributed.gradients.clip_check import ClipCheck
 from pipework.distributed.gradients.tied import tied_parameters
 from pipework.distributed.mesh import mesh_of
@@ -115,7 +115,8 @@ class DistributedBackend:
             raise ValueError(
                 f"the pipe has {layers} layer{'' if layers == 1 else 's'} for {workers} of {processes} processes: "
                 f"start {workers or 'fewer'}, or make replicas of them (pipework.init(dp=...)), or give the pipe more "
-                "layers or another balance"
+                "layers or another balance; of a pipe made before, take the whole model, since it has the layers of "
+                "its own process only"
             )
         return [stage for stage, worker in enumerate(assignment.placement) if worker == self.mesh.worker]
 
@@ -136,6 +137,7 @@ class DistributedBackend:
         tensors = SharedTensors(named, mesh, spec.local_names)
         self._group = PeerGroup(mesh, RendezvousSpec(placement, pairs, tied, agreed), tensors, spec.open_workers)
         self._leave_to_others(spec)
+        note_places(spec.partitions)
 
     def _leave_to_others(self, spec: PipeSpec) -> None:
         """Frees the layers of other ranks, and refuses what would silently work with this rank's layers alone."""

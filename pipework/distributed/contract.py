@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -12,9 +12,27 @@ from pipework.schedule import Schedule, ScheduleSpec, to_json
 from pipework.values.dtensor import placement_text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import nn
 
     from pipework.assignment.assignment import Assignment
+
+
+_PLACE: Final = "_pipework_place"
+_TAKEN: Final = (
+    "places that the layers have in a pipe that was made before (it has those of its own process only: make the next "
+    "Pipe of the whole model that it was made of, or make the model again and load a checkpoint)"
+)
+
+
+def note_places(partitions: Iterable[nn.Sequential]) -> None:
+    """Notes on each layer of a pipe where it is among those of all processes, for the contract of another pipe.
+
+    A copy of a layer has the note, too.
+    """
+    for place, layer in enumerate([layer for partition in partitions for layer in partition]):
+        layer.__dict__[_PLACE] = place
 
 
 def contract(module: nn.Sequential, assignment: Assignment, **settings: Any) -> dict[str, Any]:
@@ -43,7 +61,9 @@ def contract(module: nn.Sequential, assignment: Assignment, **settings: Any) -> 
         schedule = f"{schedule.name}, orders {hashlib.sha256(to_json(schedule).encode()).hexdigest()[:16]}"
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     names: dict[int, str] = {}  # of each tensor, the first
+    places = [layer.__dict__.get(_PLACE) for layer in module._modules.values() if layer is not None]
     return {
+        **({} if places.count(None) == len(places) else {_TAKEN: places}),
         "pipework": pipework.__version__,
         "torch": torch.__version__,
         "schedule": schedule,

@@ -38,6 +38,7 @@ class LayerCall(NamedTuple):
         micro_batches: how many it is split into; 0 there.
         inputs: a digest of the inputs; `NO_DATA` there, or in a call that is not checked.
         targets: likewise.
+        gradients: which inputs require one, see `StepData`; 0 there.
         key: of the random numbers, or `NO_KEY`.
     """
 
@@ -50,6 +51,7 @@ class LayerCall(NamedTuple):
     micro_batches: int
     inputs: int
     targets: int
+    gradients: int
     key: int
 
 
@@ -63,6 +65,7 @@ _DIFFERENT = {
     "micro_batches": "was given another number of micro-batches",
     "inputs": "was given other inputs",
     "targets": "was given other targets",
+    "gradients": "was given inputs of which others require a gradient",
 }
 
 

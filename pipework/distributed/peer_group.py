@@ -17,10 +17,11 @@ from pipework.distributed.agreement import agree
 from pipework.distributed.all_gather import all_gather
 from pipework.distributed.delivered_losses import Delivered
 from pipework.distributed.faults import Faults
+from pipework.distributed.generator_states import GeneratorStates
 from pipework.distributed.gradients.averaging import Averaging
 from pipework.distributed.gradients.found_inf import FoundInf
 from pipework.distributed.gradients.grad_norm import norm_of_all, norms_of_stages
-from pipework.distributed.health.errors import PREEMPTED
+from pipework.distributed.health.errors import PREEMPTED, PipelineError
 from pipework.distributed.health.monitor import HealthMonitor
 from pipework.distributed.health.preemption import Preemption
 from pipework.distributed.health.status import describe_action
@@ -107,6 +108,7 @@ class PeerGroup:
             calls=mesh.calls.of_pipe(number),
             hosts_store=mesh.hosts_store,
         )
+        self._generator = GeneratorStates()
         self._connections = self._rendezvous(store, spec, tensors)
         control = self._connections.groups["control"]
         self._found_inf = FoundInf(self._connections.groups["everyone"], mesh.device)
@@ -184,6 +186,8 @@ class PeerGroup:
                 "make the calls of a pipe in the same order, so make them from one thread"
             )
         self._caller = threading.get_ident()
+        generator = self._generator
+        generator.enter()
         try:
             self.monitor.begin(what)
             try:
@@ -193,12 +197,17 @@ class PeerGroup:
                 if self._is_of_layers(error):  # on the calling thread
                     raise self.explained(error) from None
                 if error is not self._common_error:
-                    self.monitor.report(error, _where(error))
+                    self.monitor.report(error, _where(error), call=generator.call, counts=generator.counts)
                 raise
             finally:
                 self._common_error = None
                 self.monitor.end()
+        except BaseException as error:
+            if self.monitor.broken:
+                generator.align(self.monitor.failure if isinstance(error, PipelineError) else None)
+            raise
         finally:
+            generator.leave()
             self._in_call.release()
 
     def common_error(self, error: ValueError) -> ValueError:
@@ -239,8 +248,11 @@ class PeerGroup:
         """
         self.faults.step += header.training and header.grad
         key = draw_key() if header.training else None
+        self._generator.has_drawn = header.training
         mine = self._headers.own(header, data)
-        return self._on_worker(lambda: self._headers.exchange(header, batch, key, mine))
+        facts = self._on_worker(lambda: self._headers.exchange(header, batch, key, mine))
+        self._generator.counts = header.training
+        return facts
 
     def expect_backward(self) -> Callable[[Factor], None]:
         """See `pipework.backend.Backend`."""
@@ -257,7 +269,9 @@ class PeerGroup:
 
     def any_of_replica(self, happened: bool) -> bool:
         """Whether something has happened on any rank of this replica. Every rank of it calls this, and waits."""
-        return any(self._gather("control", self.ranks, "yes" if happened else ""))
+        happened = any(self._gather("control", self.ranks, "yes" if happened else ""))
+        self._generator.counts = self._generator.has_drawn = True
+        return happened
 
     def all_intervals(self, intervals: Sequence[Interval]) -> list[Interval]:
         """See `pipework.runtime.peers.Peers`."""
@@ -445,6 +459,8 @@ class PeerGroup:
             except LostConnectionError as error:
                 raise self.explained(error) from None
         except BaseException as error:
+            if self.monitor.failure is not None:
+                self._generator.align(self.monitor.failure)
             self.monitor.report(error, "making the pipe")
             self.monitor.close()  # which sends the report before it ends
             raise

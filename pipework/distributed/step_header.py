@@ -17,6 +17,7 @@ from pipework.distributed.delivered_losses import Delivered, DeliveredLosses
 from pipework.distributed.layer_group import NO_KEY, LayerCall
 from pipework.distributed.transport.channel import LostConnectionError
 from pipework.model.given import NO_ROWS
+from pipework.model.required_gradients import gradients_are_there
 from pipework.spot_checks import is_checked
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Numbers(NamedTuple):
     key: int = NO_KEY
     inputs: int = NO_DATA
     targets: int = NO_DATA
+    gradients: int = 0
 
     @property
     def delivered(self) -> Delivered:
@@ -97,7 +99,7 @@ class StepHeaders:
         flags = sum(value << position for position, value in enumerate(header))
         marks, call, number = self.losses.told(waits=samples)
         (factor,) = struct.unpack("<q", struct.pack("<d", number))
-        numbers = Numbers(flags, int(data.target is not None), marks, call, factor)
+        numbers = Numbers(flags, int(data.target is not None), marks, call, factor, gradients=data.gradients)
         if not samples:
             return numbers
         return numbers._replace(inputs=data_digest((data.arguments, data.keywords)), targets=data_digest(data.target))
@@ -150,9 +152,24 @@ class StepHeaders:
             )
         if self._worker in (self._first, self._last):
             self._check_data(theirs, mine, other)
+        if not gradients_are_there(mine.gradients, facts.gradients):
+            raise ValueError(
+                f"an input requires a gradient on rank {self._ranks[self._worker]}, which rank "
+                f"{self._ranks[self._first]}, that reads the inputs, was given in another shape or without: what comes "
+                "before a pipe runs on all ranks alike. Give them the same inputs; where no gradient is wanted, "
+                "detach() them or pass None"
+            )
         given = self._exchange_rows(batch, facts.micro_batches) if facts.rows == _GIVEN else None
         drawn = None if facts.key == NO_KEY else facts.key
-        return StepFacts(facts.rows, facts.micro_batches, drawn, bool(facts.has_target), given, bool(facts.is_unread))
+        return StepFacts(
+            facts.rows,
+            facts.micro_batches,
+            drawn,
+            bool(facts.has_target),
+            given,
+            bool(facts.is_unread),
+            facts.gradients != 0,
+        )
 
     def _agree_on_layers(
         self, layers: LayerGroup, batch: MiniBatch | None, key: int | None, mine: Numbers
@@ -170,6 +187,7 @@ class StepHeaders:
                 len(batch.rows) if batch is not None else 0,
                 mine.inputs if reads else NO_DATA,
                 mine.targets if compares else NO_DATA,
+                mine.gradients if reads else 0,
                 NO_KEY if key is None else key,
             )
         )

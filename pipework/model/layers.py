@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_ANEW_ON_RANKS = (
+    "make a new Pipe of the whole model that this one was made of, Pipe(model, ..., mesh=mesh), since a pipe has the "
+    "layers of its own process only; for another balance make the model again, and load a checkpoint"
+)
+
 
 class Layers(nn.Module):
     """Layers in partitions, each of which has a device.
@@ -36,7 +41,7 @@ class Layers(nn.Module):
 
     # Every other attribute is a layer, which may have any name, such as "chunks" or "devices".
     _own_attributes: ClassVar[frozenset[str]] = frozenset(
-        ("_elsewhere", "_first_layers", "_key", "_partitions", "_stage_devices", "_waiting")
+        ("_anew", "_elsewhere", "_first_layers", "_key", "_partitions", "_stage_devices", "_waiting")
     )
 
     # The arguments of a pipe are read-only. Methods such as `forward` may be replaced.
@@ -71,6 +76,7 @@ class Layers(nn.Module):
         self._first_layers = tuple(first_layers)
         self._key = key
         self._elsewhere = frozenset(elsewhere)
+        self._anew = _ANEW_ON_RANKS if elsewhere else "make a new Pipe of the same layers"
         self._waiting = bool(self._on_meta())
 
     @property
@@ -294,7 +300,7 @@ class Layers(nn.Module):
                 "put the module into the nn.Sequential before it is wrapped"
             )
         if "_partitions" in self.__dict__ and name in self._refused_attributes:
-            raise AttributeError(f"{name!r} of a pipe cannot be changed: make a new Pipe of the same layers")
+            raise AttributeError(f"{name!r} of a pipe cannot be changed: {self._anew}")
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:

@@ -32,6 +32,7 @@ class RunSpec(NamedTuple):
         micro_batches: their number.
         results_for_all: how many of the tensors that leave the last stage for each micro-batch every process gets;
             None: all of them.
+        input_gradients: whether every process gets the gradients of what stage 0 was given.
         differentiates: whether gradients are complete afterwards.
         scaler: looks for infinities in the gradients; None: there is no scaler.
         one_thread: whether one thread of this process runs all its actions.
@@ -43,6 +44,7 @@ class RunSpec(NamedTuple):
     skips: Sequence[Skip]
     micro_batches: int
     results_for_all: int | None
+    input_gradients: bool
     differentiates: bool
     scaler: torch.amp.GradScaler | None
     one_thread: bool

@@ -94,7 +94,8 @@ class Step:
         loss: computed by the last stage; None: the loss is outside.
         own_leaves: which of the caller's input tensors are leaves that require a gradient; they refuse in-place
             operations.
-        input_gradients: whether any of the caller's input tensors requires a gradient.
+        input_gradients: whether any input tensor requires a gradient, in the process that reads the inputs.
+        takes_gradients: whether this process wants these gradients; they are there for all.
         versions: of the caller's input tensors.
 
     Attributes:
@@ -112,6 +113,7 @@ class Step:
         loss: InnerLoss | None = None,
         own_leaves: frozenset[int] = frozenset(),
         input_gradients: bool = True,
+        takes_gradients: bool = True,
         versions: BatchVersions,
     ) -> None:
         self._engine = engine
@@ -129,7 +131,8 @@ class Step:
         self._failed = False
         self.out_of_memory: Callable[[BaseException], None] | None = None
         # Most models' inputs need no gradient, and a message for each micro-batch that says so is not free.
-        self._returned = [("B", -1)] if input_gradients else []
+        self._input_gradients = input_gradients
+        self._returned = [("B", -1)] if input_gradients and takes_gradients else []
         last = len(engine.placement) - 1
         engine.workers.refuse_own_thread()
         with engine.lock:  # while workers run for another thread, the slots hold what is theirs
@@ -199,7 +202,8 @@ class Step:
             retain_graph: whether this may be called again.
 
         Returns:
-            For each micro-batch, the gradient of each tensor that stage 0 was given; nothing if none requires one.
+            For each micro-batch, the gradient of each tensor that stage 0 was given; nothing if none requires one, or
+            this process does not want them.
         """
         if self._failed:
             raise RuntimeError(
@@ -292,6 +296,7 @@ class Step:
             engine.skips,
             micro_batches,
             results_for_all,
+            self._input_gradients and differentiates,
             differentiates,
             self._options.scaler if differentiates else None,
             one_thread,

@@ -37,11 +37,15 @@ REFUSED = {
     "copies of a tied parameter with different values": "the copies of the tied parameter ",
     "other arguments of `Pipe` on some ranks, such as another `loss_fn`": "were started with different settings",
     "a target on the first rank only": "a target was given on rank ",
+    "an input that requires a gradient on some rank, and not on the first": "an input requires a gradient on rank ",
     "an optimizer with parameters of other ranks, at its first step": "of layers that are in other processes (",
     "an optimizer in another order than the model, in `PipeTrainer`": "saved in the order of model.parameters()",
     "`nn.utils.clip_grad_norm_` for a pipe over several ranks": "Call pipe.clip_grad_norm_(max_norm) on all ranks",
     "`model(x)`, `model.state_dict()`, a copy or `torch.save(model)` with layers of other ranks": "has no values in ",
     "a second pipe of a model whose layers another rank has trained": "gave up its values",
+    "a pipe over several ranks of the layers that another one has here, as `Pipe(nn.Sequential(*pipe), mesh=mesh)`": (
+        "made before (it has those of its own process only"
+    ),
     "changing a popped tensor in place while another stage pops it, too": "another stage has popped it, too",
     "training a layer that `torch.jit` scripted or traced, unless it is frozen": "was made by torch.jit",
     "recomputing an embedding with `max_norm`": "so each forward changes its weight in place",

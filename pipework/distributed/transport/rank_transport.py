@@ -16,6 +16,7 @@ from pipework.runtime.transport import LocalTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from typing import TypeAlias
 
     from torch import Tensor
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from pipework.runtime.skips.skip import Skip
     from pipework.runtime.transport import Address, Endpoint, Message, Receive, Send
     from pipework.schedule import Action
+
+    _Leaving: TypeAlias = tuple[int, tuple[Tensor | None, ...], Any]  # what leaves the pipe for a micro-batch
 
 
 class RankTransport:
@@ -75,13 +78,16 @@ class RankEndpoint:
         self._outbox: dict[Address, tuple[Sequence[Tensor | None], Any]] = {}
         self._posted: dict[Address, Channel] = {}
         self._unposted: dict[Channel, deque[Address]] = {}
-        self._results: list[tuple[int, tuple[Tensor | None, ...], Any]] = []
+        self._results: list[_Leaving] = []
+        self._input_gradients: list[_Leaving] = []
         self._ways: dict[tuple[str, int, int], list[str]] = {}
 
     def sender(self, kind: str, stage: int) -> Send:
         """See `Endpoint.sender`; a message to another rank waits for the SEND action."""
         if stage == self._stages and self._spec.results_for_all != 0:
-            return self._sender_of_results(self._own.sender(kind, stage))
+            return _noting(self._results, self._own.sender(kind, stage))
+        if stage == -1 and self._spec.input_gradients:
+            return _noting(self._input_gradients, self._own.sender(kind, stage))
         if not 0 <= stage < self._stages or self._spec.placement[stage] == self._worker:
             return self._own.sender(kind, stage)
         outbox = self._outbox
@@ -132,6 +138,8 @@ class RankEndpoint:
                     self._send_results()
                 else:
                     self._receive_results(self._channels[last])
+            if self._spec.input_gradients:
+                self._share_input_gradients()
             for channel in self._channels.values():
                 channel.flush()
 
@@ -146,6 +154,7 @@ class RankEndpoint:
         self._spec = self._spec._replace(runs={})
         self._outbox.clear()
         self._results.clear()
+        self._input_gradients.clear()
 
     def _send(self, action: Action) -> None:
         kind, source, micro_batch, target = action
@@ -194,13 +203,6 @@ class RankEndpoint:
             self._ways[way] = names_of_messages(kind, source, target, self._spec.skips)
         return self._ways[way]
 
-    def _sender_of_results(self, send: Send) -> Send:
-        def send_and_keep(micro_batch: int, message: Message) -> None:
-            send(micro_batch, message)
-            self._results.append((micro_batch, *message))
-
-        return send_and_keep
-
     def _send_results(self) -> None:
         """Sends the results of the last stage to all other ranks; all losses in one message."""
         self._results.sort(key=itemgetter(0))  # a schedule may have another order
@@ -234,6 +236,30 @@ class RankEndpoint:
         for micro_batch, loss in enumerate(losses[0].unbind()):
             loss = loss.detach().requires_grad_(bool(flags & 1))
             hand_out(micro_batch, ((loss,), None))
+
+    def _share_input_gradients(self) -> None:
+        """Gives all ranks the gradients of the inputs, through the last one, which has a channel to each."""
+        first, last = self._spec.placement[0], self._spec.placement[-1]
+        if self._worker != first:
+            channel, hand_out = self._channels[first if self._worker == last else last], self._own.sender("B", -1)
+            receive = _noting(self._input_gradients, hand_out)
+            for micro_batch in range(self._spec.micro_batches):
+                channel.post(("B", -1, micro_batch))
+                receive(micro_batch, channel.take(("B", -1, micro_batch)))
+        others = {*self._spec.placement} - {first, last} if self._worker == last else {last} - {first}
+        for worker in sorted(others) if self._worker in (first, last) else ():
+            for micro_batch, tensors, structure in self._input_gradients:
+                self._channels[worker].send(("B", -1, micro_batch), tensors, structure)
+
+
+def _noting(noted: list[_Leaving], send: Send) -> Send:
+    """Sends, and notes what was sent."""
+
+    def note(micro_batch: int, message: Message) -> None:
+        send(micro_batch, message)
+        noted.append((micro_batch, *message))
+
+    return note
 
 
 def names_of_messages(kind: str, source: int, target: int, skips: Sequence[Skip]) -> list[str]:

@@ -1,6 +1,7 @@
 """What works in one process and would train something else in several: it is refused, by name."""
 
 import contextlib
+import copy
 import tempfile
 import time
 import warnings
@@ -62,6 +63,59 @@ def second_model(mesh: Mesh) -> None:
     assert not torch.equal(before, shared[0])
     pipe(torch.ones(8, 4), target=torch.ones(8, 2)).backward()
     optimizer.step()
+
+
+def equal_halves() -> nn.Sequential:
+    """Each rank has layers that look like those of the other."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+
+
+def layers_of_a_pipe(mesh: Mesh) -> list[str]:
+    """A pipe of what a pipe has in this process is refused; one of the whole model goes on with the same values."""
+    options: dict[str, Any] = {"schedule": "1f1b", "loss_fn": nn.functional.mse_loss}
+    x = torch.arange(32.0).view(8, 4).sin()
+    model, whole = equal_halves(), equal_halves()
+    pipe, threads = Pipe(model, 3, mesh=mesh, **options), Pipe(whole, 3, devices=["cpu"] * 2, **options)
+    for each in (pipe, threads):
+        each(x, target=x).backward()
+        torch.optim.SGD(each.parameters(), lr=0.5).step()
+        each.zero_grad()
+    told = []
+    with pytest.raises(AttributeError) as error:
+        pipe.chunks = 4
+    told.append(str(error.value))
+    for made_of in (nn.Sequential(*pipe), copy.deepcopy(pipe.partitions[0])):
+        with pytest.raises(ValueError, match="the ranks were started with different settings") as refused:
+            Pipe(made_of, chunks=4, mesh=mesh, **options)
+        told.append(str(refused.value))
+    attached = pipework.attach(Blocks(), {"x": x, "labels": x}, chunks=2, mesh=mesh)
+    with pytest.raises(AttributeError, match="make the model again, attach a pipe to it, and load a checkpoint"):
+        attached.chunks = 4
+    with pytest.raises(ValueError, match=r"1 of 2 processes: .*of a pipe made before, take the whole model"):
+        Pipe(nn.Sequential(*attached), chunks=4, mesh=mesh, **options)
+    looped = pipework.attach(Blocks(), {"x": x, "labels": x}, chunks=2, schedule="interleaved-1f1b", mesh=mesh)
+    with pytest.raises(ValueError, match="gave up its values when a pipe was made of this model before"):
+        Pipe(nn.Sequential(*looped), chunks=4, mesh=mesh, **options)
+    reference = Pipe(whole, 4, devices=["cpu"] * 2, **options)
+    for again in (Pipe(model, 4, mesh=mesh, **options), Pipe(nn.Sequential(*model), 4, mesh=mesh, **options)):
+        assert torch.equal(again(x, target=x), reference(x, target=x))
+    part, plain = nn.Sequential(*list(model)[:3]), nn.Sequential(*list(whole)[:3])  # each rank has its layers there
+    with torch.no_grad():
+        expected = Pipe(plain, 2, devices=["cpu"])(x)
+        assert torch.equal(Pipe(part, 2, balance=[2, 1], mesh=mesh)(x, outputs="all"), expected)
+    return told
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(equal_halves())
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.mse_loss(x, labels)
 
 
 def rows() -> TensorDataset:
@@ -334,6 +388,14 @@ def target_on_the_first(mesh: Mesh) -> str:
 
 def test_the_wrapped_model_does_not_answer_for_others(on_ranks: Run) -> None:
     on_ranks(2, stale)
+
+
+def test_a_pipe_of_the_layers_that_a_pipe_has_here_is_refused(on_ranks: Run) -> None:
+    for changed, *refused in on_ranks(2, layers_of_a_pipe):
+        assert "'chunks' of a pipe cannot be changed: make a new Pipe of the whole model that this one was" in changed
+        for text in refused:
+            assert "made before (it has those of its own process only: make the next Pipe of the whole model" in text
+            assert "first difference at 0: 0 on rank 0; " in text
 
 
 def test_a_second_model_with_the_same_parameters_is_trained_by_its_own_optimizer(on_ranks: Run) -> None:

@@ -186,3 +186,26 @@ def test_a_large_buffer_that_changes_from_the_first_mini_batch_on(checkpoint: st
     pipe = four_chunks(MultipliesByCalls(20_000), checkpoint)
     assert input_gradient(pipe) == [1, 2, 3, 4]
     assert input_gradient(pipe) == [5, 6, 7, 8]
+
+
+class CountsTokens(nn.Linear):
+    def __init__(self, *, in_buffer: bool) -> None:
+        super().__init__(4, 4)
+        if in_buffer:
+            self.register_buffer("tokens", torch.zeros((), dtype=torch.long))
+        else:
+            self.tokens = torch.zeros((), dtype=torch.long)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.tokens += x.numel()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("in_buffer", "checkpoint", "counted"), [(True, "always", 32), (False, "always", 64), (False, "never", 32)]
+)
+def test_what_the_page_of_traps_says_of_counters(in_buffer: bool, checkpoint: str, counted: int) -> None:
+    layer = CountsTokens(in_buffer=in_buffer)
+    pipe = Pipe(nn.Sequential(layer, nn.Linear(4, 4)), 4, checkpoint, devices=["cpu"] * 2)
+    pipe(torch.ones(8, 4)).sum().backward()
+    assert layer.tokens == counted
