@@ -246,7 +246,8 @@ def attach(
     if len(here) < len(layers):
         model.__dict__["named_parameters"] = OwnParameters(model)
         model.__dict__["to"] = Placed(model)
-    model.__dict__["forward"] = AttachedForward(model, pipe, cuttable, signature, target, place, outputs)
+    pipe._attached = AttachedForward(model, pipe, cuttable, signature, target, place, outputs)
+    model.__dict__["forward"] = pipe._attached
     adapter.attached(model)
     if loss_reduction == "mean":
         adapter.weighs(target, loss_weight)
