@@ -260,7 +260,8 @@ def attach(
         pipe._anew = "make the model again, attach a pipe to it, and load a checkpoint of this one"
     else:
         pipe._anew = "take it off, `del model.forward`, and attach another"
-    model.__dict__["forward"] = AttachedForward(model, pipe, cuttable, signature, target, place, outputs)
+    pipe._attached = AttachedForward(model, pipe, cuttable, signature, target, place, outputs)
+    model.__dict__["forward"] = pipe._attached
     adapter.attached(model)
     if loss_reduction == "mean":
         adapter.weighs(target, loss_weight)

@@ -81,13 +81,8 @@ class AttachedForward:
         if self._adapter.is_generating(keywords):
             self._refuse_to_generate()
             return type(model).forward(model, *arguments, **keywords)
-        keywords = self._adapter.mini_batch(keywords)
         scale = None if "loss_scale" in self.__signature__.parameters else keywords.pop("loss_scale", None)
-        if not _OF_PIPE.isdisjoint(keywords):
-            arguments, keywords = _positional(self.__signature__, arguments, keywords)
-        self._following.update()
-        pipe.training = model.training
-        names = by_name(self.__signature__, arguments, keywords)
+        arguments, keywords, names = self.of_pipe(arguments, keywords)
         labels = names.get(self._target)
         trains = model.training and torch.is_grad_enabled()
         if labels is None:
@@ -105,6 +100,21 @@ class AttachedForward:
             form = self._adapter.form(copy.copy(self._form), names)
             return place_in(form, self._place).put(loss, form)
         return place_in(result, self._place).put(loss, result)
+
+    def of_pipe(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+        """Makes the pipe as the model is now.
+
+        Returns:
+            What the pipe is called with for these arguments of the model, and these by name.
+        """
+        keywords = self._adapter.mini_batch(keywords)
+        if not _OF_PIPE.isdisjoint(keywords):
+            arguments, keywords = _positional(self.__signature__, arguments, keywords)
+        self._following.update()
+        self._pipe.training = self._model.training
+        return arguments, keywords, by_name(self.__signature__, arguments, keywords)
 
     def _loss_may_be_outside(self) -> bool:
         chunks = self._pipe.chunks

@@ -45,12 +45,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data.distributed import DistributedSampler
 
+    from pipework.attached_forward import AttachedForward
     from pipework.backend import Backend, ProcessGroupView
     from pipework.distributed.mesh import Mesh
     from pipework.model.own_split import OwnSplit
     from pipework.planning.plan import Plan
     from pipework.prediction.predict import Prediction
     from pipework.schedule import Schedule, ScheduleSpec
+    from pipework.verify import Verification
 
 _CPU: Final = torch.device("cpu")
 
@@ -145,6 +147,7 @@ class Pipe(Layers):
         "_assignment", "_backend", "_defers", "_executor", "_first", "_later", "_plan", "_wrapped",
     }  # fmt: skip
     _executor_type: ClassVar[type[Executor]] = Executor
+    _attached: AttachedForward | None = None
 
     def __init__(
         self,
@@ -613,6 +616,54 @@ class Pipe(Layers):
         return self._executor.predict(
             inputs, keyword_inputs, target, optimizer=optimizer, timeout=timeout, progress=progress
         )
+
+    def verify(self, *inputs: Any, target: Any = None, **keyword_inputs: Any) -> Verification:
+        """Proves the pipe on a mini-batch of your own: runs it, and compares all that it computes with the plain model.
+
+        Outputs, loss, the gradients of parameters and inputs, buffers, and numbers that layers keep are compared:
+
+        * with the plain model, run micro-batch by micro-batch with the same random numbers, to the last bit: as the
+          model is, and without dropout (in evaluation mode, but for norms with running statistics). What differs
+          between two runs of the plain model, as with kernels that add in any order, is compared relatively;
+        * with the plain model and the whole batch at once, relatively, without dropout. This shows whether the batch is
+          cut along its rows and the loss weighs them right.
+
+        Of a pipe that is attached to a model, the plain model is the model's own forward. In evaluation mode, and under
+        `torch.no_grad()`, there are no gradients. With the loss outside, they are those of random numbers in place of
+        the loss's gradient. Nothing is changed: parameters, `.grad`, buffers, generators, flags, hooks, and what the
+        pipe remembers are as before, also after an error. But hooks of yours run, and what a forward writes into
+        parameters, or into objects of other kinds than lists, dicts, sets and tensors, stays.
+
+        It takes the time of two steps of the pipe and five of the plain model, where one worker computes at a time, and
+        of two more if something differs. The memory is that of a step of the whole batch without recomputation, on the
+        devices of the layers, a copy of the buffers there, and three copies of the gradients on the host. So take a
+        batch that fits, with at least two rows in each micro-batch.
+
+        If workers are processes, all call this with the same batch. Each runs its own layers while the others wait, and
+        the outputs go through the host. Gradients of parameters that several processes use, and means over a number of
+        replicas that is no power of two, may be equal up to rounding only.
+
+        Args:
+            inputs: as for the pipe itself, or for the model to which it is attached.
+            target: likewise; None: the loss is outside.
+            keyword_inputs: likewise.
+
+        Returns:
+            What was found: true if nothing differs. `print(...)` shows a table, the first micro-batch and layer that
+            differ, and the usual reasons.
+
+        Raises:
+            ValueError: there are no layers, processes hold shards of one layer, or were given different batches.
+
+        Example:
+            >>> module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))
+            >>> pipe = Pipe(module, 4, schedule="1f1b", loss_fn=nn.functional.mse_loss, devices=["cpu", "cpu"])
+            >>> bool(pipe.verify(torch.randn(16, 4), target=torch.randn(16, 2)))
+            True
+        """
+        from pipework.verify import verify  # seldom needed
+
+        return verify(self, inputs, keyword_inputs, target)
 
     def __repr__(self) -> str:
         """A table of the partitions."""

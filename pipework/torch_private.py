@@ -322,6 +322,14 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
     return bool(_hooks_of_tensor(tensor) or _hooks_after_accumulation(tensor))
 
 
+def after_hooks(leaf: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """A gradient after the hooks that are registered on a leaf. Fallback: the gradient itself."""
+    for hook in (_hooks_of_tensor(leaf) or {}).values() if gradient is not None else ():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
 storage_key: Callable[[torch.UntypedStorage], int] = (
     operator.attrgetter("_cdata") if _has(torch.UntypedStorage, "_cdata") else id
 )

@@ -81,7 +81,11 @@ MAY_IMPORT = {
     "distributed.gradients": {"distributed.transport", "model", "values"},
     "distributed.health": set(),
     "distributed.transport": {"runtime", "runtime.skips", "values"},
-    "testing": {"autograd", "distributed", "model", "runtime", "runtime.random"},
+    "testing": {
+        "autograd", "distributed", "model", "runtime", "runtime.random", "runtime.skips", "runtime.stage", "saving",
+        "values",
+    },
+    "verify": {"saving", "testing"},
     "device_check": {"__init__", "runtime", "testing"},
     "backend": {"runtime"},
     "executor": {
@@ -90,7 +94,7 @@ MAY_IMPORT = {
     },
     "pipe": {
         "assignment", "backend", "distributed", "executor", "model", "model.loss", "pipe_warning", "profiling",
-        "runtime.random", "runtime.stage", "schedule", "skip", "summary", "timeline",
+        "runtime.random", "runtime.stage", "schedule", "skip", "summary", "timeline", "verify",
     },
     "integrations": {"model.parts", "model.parts.analysis", "model.parts.execution", "saving"},
     "attached_forward": {"model.parts", "model.parts.execution", "runtime", "values"},

@@ -13,8 +13,9 @@ from pipework.runtime.random.shards import install_for_dtensors
 from pipework.runtime.random.streams import Key, RandomStream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
+    import torch
     from torch import nn
 
 
@@ -43,18 +44,6 @@ def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iter
         ...     torch.equal(model(x[1:]), output[1:])
         True
     """
-    devices = {parameter.device for parameter in model.parameters()}
-    kernels.install()
-    install_for_dtensors()
-    # With locks of their own: a backward in here may call a pipe, on autograd's thread, whose workers need the others.
-    guards = [GeneratorGuard(DeviceGenerator(device), moves=True) for device in devices if is_accelerator(device)]
-    drawn = Key(key)
-    streams = [RandomStream(drawn, guard) for guard in guards] or [RandomStream(drawn)]
-
-    def enter_layer(number: int) -> None:
-        for stream in streams:
-            stream.enter(number, micro_batch)
-
     behind = itertools.count(1)
     running: list[nn.Module] = []
 
@@ -71,12 +60,39 @@ def micro_batch_random(model: nn.Sequential, key: int, micro_batch: int) -> Iter
     for layer in {id(layer): layer for layer in model}.values():
         handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave, always_call=True)]
     try:
-        with contextlib.ExitStack() as stack:
-            for guard in guards:
-                stack.enter_context(guard)
-            stack.enter_context(kernels.drawing_from(streams[0]))
+        with drawing({parameter.device for parameter in model.parameters()}, key, micro_batch) as enter_layer:
             enter_layer(0)
             yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def drawing(devices: Iterable[torch.device], key: int, micro_batch: int) -> Iterator[Callable[[int], None]]:
+    """A context in which this thread draws the random numbers of one micro-batch.
+
+    Args:
+        devices: on which numbers are drawn.
+        key: see `micro_batch_random`.
+        micro_batch: likewise.
+
+    Yields:
+        What starts the stream of a layer, by the layer's number.
+    """
+    kernels.install()
+    install_for_dtensors()
+    # With locks of their own: a backward in here may call a pipe, on autograd's thread, whose workers need the others.
+    guards = [GeneratorGuard(DeviceGenerator(device), moves=True) for device in devices if is_accelerator(device)]
+    drawn = Key(key)
+    streams = [RandomStream(drawn, guard) for guard in guards] or [RandomStream(drawn)]
+
+    def enter_layer(number: int) -> None:
+        for stream in streams:
+            stream.enter(number, micro_batch)
+
+    with contextlib.ExitStack() as stack:
+        for guard in guards:
+            stack.enter_context(guard)
+        stack.enter_context(kernels.drawing_from(streams[0]))
+        yield enter_layer

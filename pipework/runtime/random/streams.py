@@ -148,6 +148,11 @@ class RandomStream:
             # An accelerator's fused kernels take no generator, so its default generator is seeded.
             self._seed_device(self.seed())
 
+    @property
+    def micro_batch(self) -> int:
+        """The number of the present micro-batch."""
+        return self._place[1]
+
     def enter_inside(self, number: int) -> None:
         """Starts the stream of a module inside of a layer; see `streams_inside`."""
         self.enter(_INSIDE + number, self._place[1])
@@ -164,6 +169,12 @@ class RandomStream:
             self._generator.manual_seed(self.seed())
             self._seeded = self._place
         return self._generator
+
+
+def micro_batch_here() -> int:
+    """Inside of a layer: the number of the present micro-batch, for which this thread draws its numbers; else -1."""
+    stream = kernels.thread_stream.stream
+    return -1 if stream is None else stream.micro_batch
 
 
 def streams_inside() -> Callable[[int], None] | None:

@@ -1,0 +1,145 @@
+"""Compares named tensors: bitwise, or relative to the largest element."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import torch
+from torch import Tensor
+
+from pipework import torch_private
+from pipework.values.dtensor import is_dtensor, local_part
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Of sums in another order, relative to the largest element; by the lowest precision that anything is computed in.
+_TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-4}
+_OF_OTHERS: Final = 5e-2
+_TINY: Final = 1e-30
+_FLOOR: Final = 1e-3  # of the largest element of all tensors: a smaller tensor is compared relative to that
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A line of the table: tensors of one kind that were compared.
+
+    Attributes:
+        what: the kind, such as "gradients".
+        against: what they were compared with.
+        tensors: how many.
+        bitwise: whether their bits must be equal.
+        differing: how many differ at all.
+        difference: the largest, relative to the largest element of the tensor; infinite if shapes or NaNs differ.
+        first: the name of the first that differs too much; empty: none does.
+    """
+
+    what: str
+    against: str
+    tensors: int
+    bitwise: bool
+    differing: int = 0
+    difference: float = 0.0
+    first: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """In a word or two."""
+        return f"DIFFERS: {self.first}" if self.first else "equal up to rounding" if self.differing else "equal"
+
+    def up_to(self, tolerance: float) -> Self:
+        """This line if so much may differ everywhere."""
+        return replace(self, first="" if self.difference <= tolerance else self.first)
+
+    def joined(self, other: Self) -> Self:
+        """This line with what another process compared."""
+        return replace(
+            self,
+            tensors=self.tensors + other.tensors,
+            differing=self.differing + other.differing,
+            difference=max(self.difference, other.difference),
+            first=self.first or other.first,
+        )
+
+
+def compare(
+    what: str,
+    against: str,
+    values: Mapping[str, Any],
+    reference: Mapping[str, Any],
+    tolerance: float,
+) -> Compared:
+    """Compares values with those of the same name.
+
+    Args:
+        what: see `Compared`.
+        against: likewise.
+        values: tensors on the CPU, or plain values; a tensor that is missing, or None, equals zeros.
+        reference: likewise.
+        tolerance: of the relative difference; 0: bitwise.
+
+    Example:
+        >>> one, other = {"x": torch.ones(2)}, {"x": torch.tensor([1.0, 2.0])}
+        >>> compare("outputs", "itself", other, one, 0.0).verdict
+        'DIFFERS: x'
+        >>> compare("outputs", "itself", other, one, 2.0).verdict
+        'equal up to rounding'
+    """
+    tensors = [each for each in reference.values() if isinstance(each, Tensor) and each.is_floating_point()]
+    floor = _FLOOR * max(map(_largest, tensors), default=0.0)
+    done = Compared(what, against, 0, not tolerance)
+    for name in {**reference, **values}:
+        found = apart(values.get(name), reference.get(name), floor)
+        done = done.joined(
+            Compared(what, against, 1, not tolerance, int(found > 0), found, name if found > tolerance else "")
+        )
+    return done
+
+
+def tolerance_of(values: Mapping[str, Mapping[str, Any]]) -> float:
+    """How far apart sums in another order may be, for what a run gave."""
+    found = {each.dtype for own in values.values() for each in own.values() if isinstance(each, Tensor)}
+    found = {dtype for dtype in found if dtype.is_floating_point}
+    if torch_private.any_autocast():
+        return _OF_OTHERS
+    return max((_TOLERANCES.get(dtype, _OF_OTHERS) for dtype in found), default=0.0)
+
+
+def on_host(value: Any) -> Any:
+    """A copy of a tensor on the CPU, of a DTensor its part here; any other value as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    own = local_part(value.detach()) if is_dtensor(value) else value.detach()
+    return (own if own.layout is torch.strided else own.to_dense()).to("cpu", copy=True)
+
+
+def _largest(tensor: Tensor) -> float:
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def apart(one: Any, other: Any, floor: float = 0.0) -> float:
+    """The largest difference, relative to the largest element of the other tensor, or to the floor if that is larger.
+
+    Of what has no such number it is infinite: other shapes, dtypes or NaNs, and plain values that differ.
+
+    Example:
+        >>> apart(torch.tensor([1.0, 4.5]), torch.tensor([1.0, 4.0])), apart(1, 1), apart(1, 2)
+        (0.125, 0.0, inf)
+    """
+    if one is None and isinstance(other, Tensor):  # a missing gradient equals zeros
+        one = torch.zeros_like(other)
+    if other is None and isinstance(one, Tensor):
+        other = torch.zeros_like(one)
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return 0.0 if type(one) is type(other) and (one == other or one != one) else math.inf
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return math.inf
+    differ = (one != other) & ~(one.isnan() & other.isnan())
+    if not bool(differ.any()):
+        return 0.0
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    found = float((one[differ].to(wide) - other[differ].to(wide)).abs().max())
+    return found / max(_largest(other), floor, _TINY) if math.isfinite(found) else math.inf

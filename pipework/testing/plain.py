@@ -1,0 +1,338 @@
+"""The plain model of a pipe: its own layers, run one after the other on one micro-batch after the other.
+
+Of the runtime it uses the random numbers alone: no workers, no recomputation, no orders. If the layers are in several
+processes, each runs its own while the others wait, and all get what it gives through an all-gather:
+
+    rank 0   layers -> output ~~>                          ~~> gradients -> layers
+    rank 1                       leaves -> layers -> loss -> leaves
+
+If the pipe is attached to a model that is in this process as a whole, the model's own forward runs.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import io
+import itertools
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipework.autograd import boundary
+from pipework.autograd.aliases import Aliases
+from pipework.autograd.shared_memory import SharedMemory
+from pipework.model import microbatch
+from pipework.runtime.random.streams import streams_inside
+from pipework.runtime.skips import skip_tracker
+from pipework.saving.collective import run_on_all_ranks
+from pipework.testing.random import drawing
+from pipework.values import nested, structure_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pipework.attached_forward import AttachedForward
+    from pipework.executor import Executor
+    from pipework.pipe import Pipe
+    from pipework.runtime.stage.loss import InnerLoss
+    from pipework.runtime.transport import Message
+
+
+class PlainBatch(NamedTuple):
+    """A mini-batch for the plain model.
+
+    Attributes:
+        split: in micro-batches.
+        targets: of the micro-batches; None: the loss is outside.
+        loss: of the micro-batches, with their weights; None: it is outside.
+        cotangents: with the loss outside, the gradients of the joined outputs.
+        key: of the random numbers.
+    """
+
+    split: Any
+    targets: Sequence[Message] | None
+    loss: InnerLoss | None
+    cotangents: Sequence[Tensor | None]
+    key: int
+
+
+@dataclass
+class PlainStep:
+    """What the plain model computed for a mini-batch, as far as it is in this process.
+
+    Attributes:
+        outputs: for each micro-batch those of the last layer, without a graph.
+        loss: of the mini-batch; None: it is outside.
+        gradients: by the id of the parameter.
+        of_inputs: the gradients of the split's tensors.
+    """
+
+    outputs: list[Message] = field(default_factory=list)
+    loss: Tensor | None = None
+    gradients: dict[int, Tensor | None] = field(default_factory=dict)
+    of_inputs: Sequence[Tensor | None] = ()
+
+
+class _Segment(NamedTuple):
+    """Consecutive layers of one process.
+
+    Attributes:
+        rank: of the process; None: there is one process.
+        layers: each with its number in the model and its device; empty: another process has them.
+        is_first: whether nothing comes before.
+        is_last: whether nothing comes behind.
+    """
+
+    rank: int | None
+    layers: list[tuple[int, torch.device, nn.Module]]
+    is_first: bool
+    is_last: bool
+
+
+class _Passed(NamedTuple):
+    """One micro-batch in one segment: the leaves that came in, what goes out, and the loss behind the last one."""
+
+    leaves: tuple[Tensor, ...] = ()
+    sent: tuple[Tensor, ...] = ()
+    around: Any = None
+    loss: Tensor | None = None
+
+
+class PlainModel:
+    """The plain model.
+
+    Args:
+        pipe: whose layers it runs.
+        executor: of the pipe.
+        attached: the forward of the model to which the pipe is attached; None: there is none.
+    """
+
+    def __init__(self, pipe: Pipe, executor: Executor, attached: AttachedForward | None) -> None:
+        self._pipe, self._executor = pipe, executor
+        self._model = attached if attached is not None and pipe._backend.is_whole else None
+        placement, self._devices = executor._assignment.placement, executor._assignment.partitioning.devices
+        firsts = [0, *itertools.accumulate(pipe.balance)]
+        self._last = firsts[-1] - 1
+        self._segments = []
+        by_rank = itertools.groupby(range(len(placement)), lambda stage: pipe._backend.rank_of(placement[stage]))
+        for rank, stages in ((rank, list(stages)) for rank, stages in by_rank):
+            layers = [
+                (firsts[stage] + n, self._devices[stage], layer)
+                for stage in stages
+                for n, layer in enumerate(executor._partitions.get(stage, ()))
+            ]
+            self._segments.append(_Segment(rank, layers, stages[0] == 0, stages[-1] + 1 == len(placement)))
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """What it runs in this process."""
+        return list(self._pipe) if self._model is None else [self._model._model]
+
+    def step(self, batch: PlainBatch, *, grad: bool) -> PlainStep:
+        """Runs a mini-batch forward, and backward if gradients are wanted."""
+        done, parts, waiting = PlainStep(), [], []
+        aliases = Aliases(self.modules if grad else ())
+        memory = SharedMemory(aliases.leaves)
+
+        def backward(passed: Sequence[_Passed], roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+            self._backward(passed, roots, gradients)
+            memory.separate()
+
+        with aliases.standing_in(), torch.set_grad_enabled(grad):
+            for number in range(len(batch.split.micro_batches)):
+                passed = self._forward(batch, number)
+                last = passed[-1]
+                if self._segments[-1].layers and (batch.loss is None or batch.loss.keeps_output):
+                    done.outputs.append((tuple([tensor.detach() for tensor in last.sent]), last.around))
+                if last.loss is not None and batch.loss is not None:
+                    parts.append(last.loss.detach())
+                if grad and batch.loss is None:  # the gradients belong to the joined outputs
+                    waiting.append(passed)
+                elif grad:
+                    roots = [] if last.loss is None else [last.loss]
+                    scales = [batch.loss.scale_in(root.dtype) for root in roots] if batch.loss is not None else []
+                    backward(passed, roots, [torch.ones_like(r) * s for r, s in zip(roots, scales, strict=True)])
+            for passed, gradients in zip(waiting, self._cut(batch, done, len(waiting)), strict=True):
+                backward(passed, passed[-1].sent, gradients)
+        done.loss = functools.reduce(torch.add, parts) if parts else None
+        done.gradients = dict(zip(map(id, aliases.parameters), aliases.take_gradients(), strict=True))
+        if self._pipe._backend.tied_stages:
+            self._add_tied(done.gradients)
+        leaves = [tensors for tensors, _ in batch.split.micro_batches]
+        done.of_inputs = batch.split.splits.join([(tuple([leaf.grad for leaf in each]), None) for each in leaves])
+        return done
+
+    def _add_tied(self, gradients: dict[int, Tensor | None]) -> None:
+        """Adds the gradients that other processes have of parameters that several use."""
+        backend: Any = self._pipe._backend
+        tied, everyone = backend.group._connections.tied._tied, self._pipe.ranks.everyone
+        texts = self._pipe.ranks.all_gather_text(_packed({n: gradients.get(id(each.parameter)) for n, each in tied}))
+        found = [_unpacked(texts[everyone.index(rank)]) for rank in backend.group.ranks]
+        for n, each in tied:
+            parts = [own[n].to(each.parameter.device) for own in found if own.get(n) is not None]
+            gradients[id(each.parameter)] = functools.reduce(torch.add, parts) if parts else None
+
+    @staticmethod
+    def _cut(batch: PlainBatch, done: PlainStep, count: int) -> Sequence[tuple[Tensor | None, ...]]:
+        """The gradients of the outputs of each micro-batch; none if the outputs are not those of the pipe."""
+        joined = batch.split.joined(done.outputs) if count and done.outputs else None
+        if joined is None or [t.shape for t in joined.tensors] != [c.shape for c in batch.cotangents if c is not None]:
+            return [()] * count
+        cut: Sequence[tuple[Tensor | None, ...]] = joined.splits.cut(batch.cotangents)
+        return cut
+
+    def _forward(self, batch: PlainBatch, micro_batch: int) -> list[_Passed]:
+        """Runs one micro-batch through all segments; what passed those of other processes is empty."""
+        passed, message = [], batch.split.micro_batches[micro_batch]
+        for segment in self._segments:
+            run = functools.partial(self._run, segment, batch, micro_batch, message)
+            own, sent = self._in_turn(segment, run, lambda own: nested.unflatten(own.sent, own.around))
+            passed.append(own or _Passed())
+            message = message if segment.is_last else nested.flatten(sent)
+        return passed
+
+    def _backward(self, passed: Sequence[_Passed], roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Differentiates one micro-batch in all segments, the last one first.
+
+        Args:
+            passed: what `_forward` returned.
+            roots: where it begins.
+            gradients: of the roots.
+        """
+        for segment, own in zip(reversed(self._segments), reversed(passed), strict=True):
+            begin = roots if segment.is_last else own.sent
+
+            def run(own: Any = own, begin: Any = begin, gradients: Any = gradients) -> list[Tensor | None]:
+                differentiate(begin, gradients)
+                return [leaf.grad for leaf in own.leaves]
+
+            _, gradients = self._in_turn(segment, run, lambda found: found)
+
+    def _in_turn(self, segment: _Segment, work: Callable[[], Any], share: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """Runs work in the process that has the segment.
+
+        Returns:
+            Its result there, else None; and in all processes what it shares, if there are several.
+        """
+        if segment.rank is None:
+            return work(), None
+        group = self._pipe.ranks
+        done = run_on_all_ranks(
+            group,
+            "run its layers for pipe.verify",
+            work if segment.layers else lambda: None,
+            lambda own: _packed(share(own)) if segment.layers else None,
+        )
+        return done.own, _unpacked(done.shared[group.everyone.index(segment.rank)])
+
+    def _run(self, segment: _Segment, batch: PlainBatch, micro_batch: int, message: Message) -> _Passed:
+        """Runs the layers of a segment, and behind the last one the loss."""
+        leaves, around = message
+        if not segment.is_first:
+            device = segment.layers[0][1]
+            leaves = tuple([tensor.to(device).detach().requires_grad_(tensor.requires_grad) for tensor in leaves])
+        value: Any = (tuple(map(boundary.enter, leaves)), around)
+        tracker, keys = skip_tracker.LocalTracker(), [skip.key for skip in self._executor.skips]
+        loss: Tensor | None = None
+        target = None if batch.targets is None else nested.unflatten(*batch.targets[micro_batch])
+        with skip_tracker.using(tracker), drawing(set(self._devices), batch.key, micro_batch) as enter_layer:
+            if segment.is_first:
+                value = microbatch.arguments_of(value)
+            else:
+                value, kept = nested.unflatten(*value)
+                for number, skip in kept.items():
+                    tracker.save(keys[number], *skip)
+            if self._model is not None:
+                enter_layer(0)
+                value = self._of_model(self._model, *value)
+            else:
+                for number, device, layer in segment.layers:
+                    enter_layer(number)
+                    value = self._called(layer, number, device, value, batch.loss, target)
+            if segment.is_last and batch.loss is not None:
+                enter_layer(self._last + 1)
+                function = batch.loss.function
+                loss = batch.loss.part(value if function is None else function(value, target), micro_batch)
+                value = value if batch.loss.keeps_output else ()
+        if not segment.is_last:
+            value = value, {keys.index(key): skip for key, skip in tracker._kept.items()}
+        return _Passed(leaves, *nested.flatten(value), loss)
+
+    def _called(
+        self, layer: nn.Module, number: int, device: torch.device, value: Any, loss: InnerLoss | None, target: Any
+    ) -> Any:
+        """What a layer gives for what the one before gave."""
+        takes_target = loss is not None and loss.function is None and number == self._last
+        arguments, keywords = value if number == 0 else (None, {})
+        if arguments is None:
+            arguments = self._executor._tuples.arguments(value, layer, int(takes_target))
+        if len({*self._devices}) > 1:
+            arguments, keywords = nested.replaced((arguments, keywords), Tensor, lambda tensor: tensor.to(device))
+        return layer(*arguments, *([target] if takes_target else []), **keywords)
+
+    def _of_model(self, attached: AttachedForward, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """What the model's own forward gives, with the random numbers that its units draw in a pipe."""
+        adapter, model = attached._adapter, attached._model
+        arguments, keywords = adapter.inputs(arguments, keywords)
+        keywords = adapter.micro_batch(keywords)
+        with self._streams_of_units(model):
+            return adapter.result(type(model).forward(model, *arguments, **keywords))
+
+    @contextlib.contextmanager
+    def _streams_of_units(self, model: nn.Module) -> Iterator[None]:
+        """Inside, each unit of the model draws from its own stream, and so does what the forward does between them."""
+        first: Any = self._pipe[0]
+        calls, start = first.plan.calls, streams_inside()
+        assert start is not None, "inside of `drawing`"
+        counts, running, handles = Counter[str](), list[Any](), list[Any]()
+
+        def enter(name: str, module: nn.Module, inputs: Any) -> None:
+            of_unit = calls[name][counts[name] : counts[name] + 1] if not running else ()
+            counts[name] += not running
+            running.append(next((call.stream for call in of_unit if call.place != "glue"), None))
+            if running[-1] is not None:
+                start(running[-1])
+
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+            stream = running.pop()
+            if stream is not None:
+                start(stream + 1)
+
+        for name in calls:
+            unit = model.get_submodule(name)
+            handles.append(unit.register_forward_pre_hook(functools.partial(enter, name)))
+            handles.append(unit.register_forward_hook(leave, always_call=True))
+        try:
+            start(0)
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def differentiate(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Goes backward from those roots that have a graph and a gradient."""
+    pairs = [(r, g) for r, g in zip(roots, gradients, strict=False) if g is not None and r.requires_grad]
+    if pairs:
+        torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def _packed(value: Any) -> str:
+    """Nested tensors as text, each without the rest of its storage."""
+    tensors, around = nested.flatten(value)
+    data = io.BytesIO()
+    torch.save([t.detach().cpu().clone().requires_grad_(t.requires_grad) for t in tensors], data)
+    form = None if around is None else structure_json.encode(around)
+    return json.dumps([form, base64.b64encode(data.getvalue()).decode()])
+
+
+def _unpacked(text: str) -> Any:
+    form, data = json.loads(text)
+    tensors = torch.load(io.BytesIO(base64.b64decode(data)), weights_only=True)  # it comes from another process
+    return nested.unflatten(tuple(tensors), None if form is None else structure_json.decode(form, len(tensors)))

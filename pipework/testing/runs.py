@@ -1,0 +1,282 @@
+"""The runs of a pipe and of its plain model on one mini-batch: each begins with the same state and the same seed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pipework import torch_private
+from pipework.autograd import boundary
+from pipework.distributed.data_digest import data_digest
+from pipework.model.chunk import Chunk, NoChunk
+from pipework.model.given import MicroBatches
+from pipework.model.sequential import named_layers
+from pipework.model.wrapped_module import WrappedModule
+from pipework.runtime.random.streams import draw_key
+from pipework.testing.comparison import apart, on_host
+from pipework.testing.layer_trace import LayerTrace
+from pipework.testing.module_states import ModuleStates
+from pipework.testing.plain import PlainBatch, PlainModel, differentiate
+from pipework.values import nested
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from pipework.pipe import Pipe
+
+_WRAPPERS: Final = (NoChunk, Chunk, MicroBatches)
+
+# By kind ("outputs", "loss", ...), what a run gave: tensors on the CPU and plain values, by name.
+Values: TypeAlias = dict[str, dict[str, Any]]
+
+
+class Runs:
+    """The runs of a pipe and of its plain model on one mini-batch.
+
+    Args:
+        pipe: to be verified.
+        inputs: of the mini-batch.
+        keywords: likewise.
+        target: likewise.
+
+    Attributes:
+        trains: whether the model is in training mode, in any process.
+        without_dropout: whether the next runs leave dropout out.
+        is_given: whether the caller has made the micro-batches.
+        micro_batches: how many there are.
+    """
+
+    def __init__(self, pipe: Pipe, inputs: tuple[Any, ...], keywords: dict[str, Any], target: Any) -> None:
+        self.pipe, self.executor = pipe, copy.copy(pipe._executor)
+        if not pipe._backend.is_whole:  # the workers of a process are connected with those of the others
+            self.executor._engine = pipe._executor.engine_in_use()
+            self.executor._keywords = frozenset(keywords)  # the first rank alone has the layer that takes them
+        vars(self.executor).update(warns=False, _layout=copy.deepcopy(self.executor._layout))  # for this object alone
+        self.attached = pipe._attached
+        if self.attached is not None and target is not None:
+            keywords["target"] = target  # is an argument of the model
+        self._given, self._target = (inputs, keywords), target
+        self.plain = PlainModel(pipe, self.executor, self.attached)
+        loss = self.executor.loss.function
+        self._roots = [pipe, *pipe.partitions, *self.plain.modules, *([loss] if isinstance(loss, nn.Module) else [])]
+        self.without_dropout = False
+        self._trace: LayerTrace | None = None
+        trains = any(each.training for each in pipe) if pipe._backend.is_whole else pipe.training
+        if self.attached is not None:
+            trains = self.attached._model.training
+        told = self.share([draw_key(), trains, self._digest()])
+        if len({each[2] for each in told}) > 1:
+            raise ValueError("pipe.verify got other data on some ranks: give all of them, replicas too, the same batch")
+        self._seed, self.trains = told[0][0], any(each[1] for each in told)
+        self.grad = self.trains and torch.is_grad_enabled()
+        self._cotangents: list[Tensor | None] = []
+        self.is_given = False
+        self.micro_batches = 0
+        self._start = self._attributes()
+
+    def share(self, value: Any) -> list[Any]:
+        """What this process and all others give."""
+        return [json.loads(text) for text in self.pipe.ranks.all_gather_text(json.dumps(value))]
+
+    def _digest(self) -> int:
+        return data_digest((*self._given, self._target)) if not self.pipe._backend.is_whole else 0
+
+    @contextlib.contextmanager
+    def instead(self) -> Iterator[None]:
+        """Inside, an executor of its own stands in the pipe; afterwards all is as it was."""
+        before = {name: vars(self.pipe)[name] for name in ("_executor", "_wrapped")}
+        vars(self.pipe).update(_executor=self.executor, _wrapped=WrappedModule())
+        self._kept = ModuleStates(self._roots)
+        try:
+            yield
+        finally:
+            self._kept.put_back()
+            vars(self.pipe).update(before)
+
+    def traced(self, run: Callable[[], Values]) -> LayerTrace:
+        """What the layers give in a run."""
+        self._trace = LayerTrace()
+        run()
+        found, self._trace = self._trace, None
+        return found
+
+    def _begin(self) -> tuple[tuple[Any, ...], dict[str, Any], Any, list[Tensor]]:
+        """Puts the state back.
+
+        Returns:
+            Copies of the inputs, the keywords and the target, and those of the inputs that get a gradient.
+        """
+        self._kept.put_back()
+        if self.without_dropout:
+            for module in (module for root in self._roots for module in root.modules()):
+                if not isinstance(module, torch_private.StatisticsNorm):
+                    module.training = False
+        if self._trace is not None:
+            self._trace.watch(self._layers())  # until the state is put back
+        arguments, keywords, target = *self._given, self._target
+        if self.attached is not None:
+            of_pipe = self.attached.of_pipe(*self._given)
+            target = of_pipe[2].get(self.attached._target)
+            arguments, keywords = of_pipe[:2]
+        torch.default_generator.manual_seed(self._seed)
+        made: dict[int, tuple[Tensor, Tensor]] = {}
+        arguments, keywords, target = _renewed((arguments, keywords, target), made)
+        return arguments, keywords, target, [leaf for leaf, _ in made.values() if leaf.requires_grad]
+
+    def of_pipe(self) -> Values:
+        """A mini-batch in the pipe."""
+        arguments, keywords, target, leaves = self._begin()
+        has_output = target is None or self.executor.loss.function is not None
+        with torch.set_grad_enabled(self.grad):
+            got = self.pipe.forward(
+                *arguments,
+                **keywords,
+                target=target,
+                return_output=target is not None and has_output,
+                outputs="all" if target is None else "last",
+            )
+        loss, output = (None, got) if target is None else got if has_output else (got, None)
+        outputs = [] if output is None else _tensors(output)
+        parameters = [each for each in self.pipe.parameters() if each.requires_grad]
+        wanted, found = [*parameters, *leaves], dict[int, Any]()
+        roots = [each for each in ([loss] if loss is not None else outputs) if each.requires_grad]
+        if self.grad and roots:
+            if loss is None:
+                draw = torch.Generator().manual_seed(0)
+                self._cotangents = [
+                    torch.randn(each.shape, generator=draw).to(each) if each.requires_grad else None for each in outputs
+                ]
+            seeds = [each for each in self._cotangents if each is not None] if loss is None else [self._scale(loss)]
+            if wanted:
+                gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+                found = dict(zip(map(id, wanted), gradients, strict=True))
+            else:
+                torch.autograd.backward(roots, seeds)  # other processes wait for this one
+        return self._values(outputs, loss, found, [found.get(id(leaf)) for leaf in leaves])
+
+    def of_plain(self, *, whole: bool = False) -> Values:
+        """The same mini-batch in the plain model.
+
+        Args:
+            whole: in one micro-batch.
+        """
+        arguments, keywords, target, leaves = self._begin()
+        key, executor, threads = draw_key(), self.executor, torch.get_num_threads()
+        chunks, executor.chunks = executor.chunks, 1 if whole else executor.chunks
+        norms = executor._deferred
+        try:
+            torch.set_num_threads(executor.engine_in_use().workers._intra_op_share(threads))
+            arguments, keywords, target = executor._cut_by_caller(arguments, keywords, target)
+            split = executor._split(arguments, keywords, [])
+            self.is_given, self.micro_batches = split.is_given, self.micro_batches if whole else len(split.rows)
+            targets, inner, device = None, None, executor._assignment.partitioning.devices[-1]
+            if target is not None:
+                targets, weighing = split.targets(target, device, layout=executor._known_layout)
+                keeps = executor.loss.function is not None
+                inner = executor.loss.inner(targets, weighing, device, grad=self.grad, keeps_output=keeps)
+                inner = replace(inner, weights=None) if whole else inner  # as the function says
+            for norm in norms:
+                norm.begin_mini_batch()
+            step = self.plain.step(PlainBatch(split, targets, inner, self._cotangents, key), grad=self.grad)
+            for norm in norms:
+                norm.commit()
+        finally:
+            for norm in norms:
+                norm.abandon()
+            executor.chunks = chunks
+            torch.set_num_threads(threads)
+        differentiate(split.tensors, step.of_inputs)  # as far as the copies of the caller's tensors
+        outputs = split.joined(step.outputs).tensors if step.outputs else ()
+        hooked = {
+            id(each): torch_private.after_hooks(each, step.gradients.get(id(each))) for each in self.pipe.parameters()
+        }
+        return self._values(outputs, step.loss, hooked, [leaf.grad for leaf in leaves])
+
+    def _scale(self, loss: Tensor) -> Tensor:
+        """The gradient of the loss: what the pipe's own scaler has put into the gradients already."""
+        scaler = self.executor.loss.grad_scaler
+        return torch.ones_like(loss) * (1.0 if scaler is None else scaler.get_scale())
+
+    def _values(
+        self, outputs: Sequence[Tensor], loss: Tensor | None, gradients: Mapping[int, Any], of_inputs: Sequence[Any]
+    ) -> Values:
+        last, first = self.pipe.is_last, self.pipe.is_first
+        parameters = [pair for pair in self.pipe.named_parameters() if pair[1].requires_grad and self.grad]
+        return {
+            "outputs": {f"output {n}": on_host(each) for n, each in enumerate(outputs) if last},
+            "loss": {"the loss": on_host(loss)} if loss is not None and last else {},
+            "gradients": {f"gradient of {name}": on_host(gradients.get(id(each))) for name, each in parameters}
+            | {f"gradient of input {n}": on_host(each) for n, each in enumerate(of_inputs) if first and self.grad},
+            "buffers": {f"buffer {name}": on_host(each) for name, each in self.pipe.named_buffers()},
+            "attributes": {
+                name: value for name, value in self._attributes().items() if apart(value, self._start.get(name)) > 0
+            },
+        }
+
+    def _attributes(self) -> dict[str, Any]:
+        """The numbers and tensors that modules hold beside parameters and buffers."""
+        return {
+            f"{name}.{attribute}": on_host(value)
+            for name, module in self.named_modules.items()
+            for attribute, value in vars(module).items()
+            if isinstance(value, int | float | Tensor) and attribute != "training"
+        }
+
+    @property
+    def rounds(self) -> bool:
+        """Whether gradients are added in another order than by the plain model, so that their last bits may differ."""
+        backend = self.pipe._backend
+        powers = 2 ** (backend.data_parallel_size - 1).bit_length()
+        return self.attached is not None or bool(backend.tied_stages) or powers != backend.data_parallel_size
+
+    @property
+    def named_modules(self) -> dict[str, nn.Module]:
+        """The modules in this process, by their names in the model."""
+        roots = [self.pipe] if self.plain.modules[0] in set(self.pipe) else self.plain.modules
+        return dict(pair for root in roots for pair in root.named_modules() if pair[0])
+
+    def without_averages(self, values: Values) -> Values:
+        """What may be compared with the whole batch: a model's own loss, among its outputs, is averaged by rows."""
+        outputs = values["outputs"].items()
+        own = {name: each for name, each in outputs if self.attached is None or each.dim()}
+        return {**values, "outputs": own, "attributes": {}}
+
+    def _layers(self) -> dict[str, nn.Module]:
+        """What has hooks while the first difference is looked for."""
+        if self.attached is None or not self.pipe._backend.is_whole:
+            return {name: layer for part in self.pipe.partitions for name, layer in named_layers(part)}
+        calls: Any = self.pipe[0].plan.calls  # type: ignore[union-attr]
+        return {name: self.attached._model.get_submodule(name) for name in calls}
+
+
+def _renewed(value: Any, made: dict[int, tuple[Tensor, Tensor]]) -> Any:
+    """A nested value with a copy of each tensor, which a layer may change.
+
+    Args:
+        value: may have tensors in the marks of pipework, too.
+        made: receives by the id of the tensor a leaf with its values, and the copy: that leaf, or a result of it.
+    """
+
+    def renewed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            if id(leaf) not in made:
+                own = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+                made[id(leaf)] = own, own if leaf.is_leaf else boundary.enter(own)
+            return made[id(leaf)][1]
+        mark = copy.copy(leaf)
+        vars(mark).update({name: _renewed(own, made) for name, own in vars(leaf).items()})
+        return mark
+
+    return nested.replaced(value, (Tensor, *_WRAPPERS), renewed)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The tensors of what a pipe returned."""
+    parts = list(output) if isinstance(output, MicroBatches) else [output]
+    return [tensor for part in parts for tensor in nested.flatten(part)[0]]

@@ -1,0 +1,234 @@
+"""Proves a pipe on a mini-batch of the user's own: everything that it computes is compared with the plain model.
+
+    as the model is     the pipe         with  the plain model, micro-batch by micro-batch    bitwise
+    without dropout     the pipe         with  the plain model, micro-batch by micro-batch    bitwise
+                        the pipe         with  the plain model, the whole batch at once       relatively
+    both                the plain model  with  itself, run again: if it differs, bits do not count above
+
+Dropout is left out by evaluation mode, in all modules but norms with running statistics. Of a model in evaluation mode
+outputs and loss are compared, in the second way alone. Each run begins with the same state and the same seed. Where
+something differs, two runs with hooks on the layers find the first place.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from pipework.fsdp_private import fsdp_modules
+from pipework.saving.random_states import random_states, set_random_states
+from pipework.testing.comparison import Compared, compare, tolerance_of
+from pipework.testing.layer_trace import LayerPlace
+from pipework.testing.runs import Runs
+from pipework.torch_private import BatchNorm
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pipework.pipe import Pipe
+    from pipework.testing.runs import Values
+
+_PIECES: Final = "micro-batches"
+_WHOLE: Final = "whole batch"
+_ITSELF: Final = "itself, again"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `pipe.verify` found. It is true if nothing differs; `print` shows a table.
+
+    Attributes:
+        compared: the lines of the table.
+        first: the first micro-batch and layer where something differs; empty: it was not found, or nothing differs.
+        reasons: why it may differ, and what to do.
+        notes: what was not compared.
+    """
+
+    compared: tuple[Compared, ...]
+    first: str = ""
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return not any(each.first for each in self.compared)
+
+    def __str__(self) -> str:
+        rows = [("", "compared with", "how", "tensors", "difference", "verdict")]
+        for each in self.compared:
+            how = "bitwise" if each.bitwise else "relatively"
+            rows.append((each.what, each.against, how, str(each.tensors), f"{each.difference:.2g}", each.verdict))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += [f"first difference: {self.first}"] if self.first else []
+        lines += [f"* {text}" for text in (*self.reasons, *self.notes)]
+        return "\n".join(lines)
+
+
+def verify(pipe: Pipe, inputs: tuple[Any, ...], keywords: Mapping[str, Any], target: Any) -> Verification:
+    """See `Pipe.verify`."""
+    if not len(pipe):
+        raise ValueError("a pipe without layers computes nothing that could be verified")
+    if fsdp_modules(pipe.partitions) or pipe.ranks.local_names:
+        raise ValueError(
+            "pipe.verify got a pipe of which processes hold shards of one layer (fully_shard), or other values "
+            "(local_parameters=), and the plain model would need them all: verify a pipe of the same layers without"
+        )
+    states = random_states()
+    try:
+        runs = Runs(pipe, inputs, dict(keywords), target)
+        with runs.instead():
+            return _Checks(runs).verification()
+    finally:
+        set_random_states(states)
+
+
+class _Checks:
+    """Makes the runs, and compares what they gave.
+
+    Args:
+        runs: of the pipe and of its plain model.
+    """
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._lines: list[Compared] = []
+        self._first = ""
+        self._reasons: list[str] = []
+        self._notes: list[str] = []
+
+    def verification(self) -> Verification:
+        """The result, the same in all processes."""
+        if self._runs.trains:
+            self._check("", whole=False)
+        else:
+            self._notes.append("the model is in evaluation mode: gradients were not compared")
+        self._runs.without_dropout = self._runs.trains
+        self._check(", without dropout" if self._runs.trains else "", whole=True)
+        return Verification(tuple(self._lines), self._first, tuple(dict.fromkeys(self._reasons)), tuple(self._notes))
+
+    def _check(self, suffix: str, *, whole: bool) -> None:
+        """Makes the lines of one way, and looks for the first place where something differs.
+
+        Args:
+            suffix: of the kinds, in the table.
+            whole: whether to compare with the whole batch, too.
+        """
+        runs = self._runs
+        pipe, plain = runs.of_pipe(), runs.of_plain()
+        tolerance = tolerance_of({kind: plain[kind] for kind in ("outputs", "loss", "gradients")})
+        itself = self._compared(suffix, _ITSELF, runs.of_plain(), plain, tolerance)
+        # Kernels that add in any order, such as those of flash attention's backward, give no bits to compare with.
+        exact = not any(self._told([each.differing for each in itself]))
+        lines = self._compared(suffix, _PIECES, pipe, plain, 0.0 if exact else tolerance)
+        if runs.rounds:  # see "Where it ends" in docs/exactness.md
+            lines = [each.up_to(tolerance) if each.what.startswith("gradients") else each for each in lines]
+        lines.append(replace(functools.reduce(Compared.joined, itself), what=f"plain model{suffix}"))
+        entire: Values = {}
+        if whole and runs.is_given:
+            self._notes.append("the micro-batches were given, so there is no whole batch to compare with")
+        elif whole:
+            entire = runs.of_plain(whole=True)
+            mine, theirs = runs.without_averages(pipe), runs.without_averages(entire)
+            lines += self._compared(suffix, _WHOLE, mine, theirs, tolerance)
+        self._lines += (lines := self._of_all_ranks(lines))
+        wrong = {each.against for each in lines if each.first}
+        against = next((each for each in (_ITSELF, _PIECES, _WHOLE) if each in wrong), None)
+        if against is not None and not self._first:
+            self._reasons += self._told(self._reasons_of(against, lines, pipe, entire))
+            places = self._told([place for place in [self._place(against, tolerance)] if place is not None])
+            self._first = str(LayerPlace(*min(places))) if places else ""
+
+    @staticmethod
+    def _compared(suffix: str, against: str, values: Values, reference: Values, tolerance: float) -> list[Compared]:
+        return [
+            compare(kind + suffix, against, each, reference[kind], tolerance)
+            for kind, each in values.items()
+            if each or reference[kind]
+        ]
+
+    def _told(self, own: list[Any]) -> list[Any]:
+        """The elements of the lists of all processes."""
+        return [each for told in self._runs.share(own) for each in told]
+
+    def _of_all_ranks(self, lines: Sequence[Compared]) -> list[Compared]:
+        kinds = ["outputs", "loss", "gradients", "buffers", "attributes", "plain model"]
+        merged: dict[tuple[str, str], Compared] = {}
+        for line in (Compared(**each) for each in self._told([asdict(line) for line in lines])):
+            key = line.what, line.against
+            merged[key] = merged[key].joined(line) if key in merged else line
+        return sorted(
+            merged.values(),
+            key=lambda each: ((_PIECES, _ITSELF, _WHOLE).index(each.against), kinds.index(each.what.partition(",")[0])),
+        )
+
+    def _place(self, against: str, tolerance: float) -> LayerPlace | None:
+        """The first place where something differs in this process, found by two further runs with hooks."""
+        runs = self._runs
+        mine = runs.traced(runs.of_pipe if against == _PIECES else runs.of_plain)
+        theirs = runs.traced(functools.partial(runs.of_plain, whole=against == _WHOLE))
+        place = mine.first_apart(theirs, tolerance) if against == _WHOLE else mine.first_other(theirs)
+        if place is None:
+            return None
+        behind = min(runs.pipe._partitions) * 1_000_000  # what other processes found in earlier layers comes before
+        return place._replace(order=place.order + (-behind if place.is_gradient else behind))
+
+    def _reasons_of(self, against: str, lines: Sequence[Compared], pipe: Values, entire: Values) -> list[str]:
+        """The usual reasons, and what to do."""
+        kinds = {each.what.partition(",")[0]: each.first for each in lines if each.against == against}
+        if against == _ITSELF:
+            return [_OTHER_NUMBERS]
+        if against == _PIECES:
+            return [_COUNTED_TWICE.format(kinds["attributes"])] if kinds.get("attributes") else [_STATE]
+        norms = [
+            f"{name!r} ({type(module).__name__})"
+            for name, module in self._runs.named_modules.items()
+            if isinstance(module, BatchNorm) and module.training
+        ]
+        if norms:
+            return [_BATCH_NORM.format(", ".join(norms[:3]))]
+        loss = []
+        if kinds.get("loss") and entire["loss"]:  # it is in this process
+            ratio = float(entire["loss"]["the loss"]) / (float(pipe["loss"]["the loss"]) or math.nan)
+            loss = [_LOSS.format(ratio, self._runs.micro_batches)]
+        if kinds.get("outputs") == "":
+            return loss if kinds.get("loss") else [_BACKWARD]
+        return [_ROWS, _CUT, *loss]
+
+
+_OTHER_NUMBERS: Final = (
+    "the plain model differs from itself: a layer draws numbers outside of PyTorch (random, NumPy), or reads what "
+    "changes from run to run (time, a global variable). Draw with torch, and give the layer such values as inputs"
+)
+_COUNTED_TWICE: Final = (
+    "a layer keeps a state, {}, in an attribute, which a recomputation changes once more (`self.tokens += t` counts "
+    "twice): register it as a buffer, which pipework puts back, or leave it alone while pipework.is_recomputing()"
+)
+_STATE: Final = (
+    "a layer keeps a state from one micro-batch to the next, draws numbers outside of PyTorch, or reads what depends "
+    "on the thread or the order of calls: give it such values as inputs. If none does, this is a fault of pipework"
+)
+_BATCH_NORM: Final = (
+    "batch norm in training mode normalises with the rows of its micro-batch: {}. No pipeline computes it for the "
+    "whole batch: take fewer chunks, eval() for these layers, or another norm; deferred_batch_norm=True is for the "
+    "running statistics alone"
+)
+_LOSS: Final = (
+    "the loss of the whole batch is {:.3g} times that of the pipe, which weighs {} micro-batches by rows if it is not "
+    "told otherwise: it is a sum (loss_reduction='sum'), or a mean in spite of that; targets are left out of it "
+    "(loss_weight=, such as lambda target: (target != -100).sum()); or it compares rows with each other (a contrastive "
+    "loss: compute it outside, from the outputs of the whole batch, with schedule='gpipe')"
+)
+_ROWS: Final = (
+    "a layer mixes rows (attention or statistics over the batch dimension, x / len(x)): it sees those of its "
+    "micro-batch alone, so let it work on each row, or do it outside of the pipe"
+)
+_CUT: Final = (
+    "an input is cut along a dimension that is not its rows, such as a mask: Chunk(value, dim=1) names the dimension, "
+    "NoChunk(value) gives every micro-batch all of it, and MicroBatches([...]) or split= say what each one gets"
+)
+_BACKWARD: Final = (
+    "a backward is not linear in its gradient, or adds a term of its own (an auxiliary loss, a hook that clamps): it "
+    "does so once for each micro-batch. Add such a term to the loss"
+)

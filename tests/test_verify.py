@@ -1,0 +1,581 @@
+"""A pipe on a mini-batch of the user's own: right is found to be right, wrong is named, and nothing is changed."""
+
+import copy
+import random
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipework import Mesh, MicroBatches, NoChunk, Pipe, PipeWarning, pop, skippable, stash
+from pipework.schedule import SCHEDULES
+from pipework.verify import Verification
+from tests.integrations import tiny
+from tests.jobs import on_ranks as on_ranks
+from tests.jobs import start as start
+from tests.model.parts.harness import attached
+from tests.model.parts.models import Lists, ResNet, Vision, batch_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::pipework.PipeWarning")
+
+CHUNKS, ROWS, WIDTH, OUTPUTS = 4, 14, 4, 2
+TRAINING = [name for name in SCHEDULES if name not in ("fill-drain", "forward-only")]
+mse_loss = functional.mse_loss
+
+
+def layers() -> list[nn.Module]:
+    return [
+        nn.Linear(WIDTH, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.5),
+        nn.Linear(8, OUTPUTS),
+    ]  # fmt: skip
+
+
+def pipe_of(modules: Sequence[nn.Module], **options: Any) -> Pipe:
+    half = len(modules) // 2
+    settings = {"schedule": "1f1b", "loss_fn": mse_loss, "devices": ["cpu", "cpu"], **options}
+    if SCHEDULES[settings["schedule"]].stages_per_worker == 1:
+        settings.setdefault("balance", [half, len(modules) - half])
+    return Pipe(nn.Sequential(*modules), CHUNKS, **settings)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(ROWS, WIDTH), torch.randn(ROWS, OUTPUTS)
+
+
+def verified(modules: Sequence[nn.Module], *inputs: Any, target: Any = None, **options: Any) -> Verification:
+    x, y = batch()
+    return pipe_of(modules, **options).verify(*(inputs or (x,)), target=y if target is None else target)
+
+
+# ---- what is right ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_every_schedule(schedule: str, checkpoint: str) -> None:
+    x, y = batch()
+    found = verified(layers(), x.requires_grad_(), target=y, schedule=schedule, checkpoint=checkpoint)
+    assert found, found
+    bitwise = [each for each in found.compared if each.against == "micro-batches"]
+    assert {each.what for each in bitwise} == {
+        kind + how for kind in ("outputs", "loss", "gradients") for how in ("", ", without dropout")
+    }
+    assert all(each.difference == 0 and each.bitwise for each in bitwise)
+    assert [each.tensors for each in bitwise if each.what == "gradients"] == [7]  # with that of the input
+
+
+@skippable(stash=["doubled"])
+class Fork(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("doubled", 2 * x)
+        return x
+
+
+@skippable(pop=["doubled"])
+class Join(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        doubled = yield pop("doubled")
+        return x + doubled
+
+
+class Spread(nn.Module):
+    def forward(self, x: Tensor, matrix: Tensor) -> Any:
+        return x @ matrix, {"x": x}
+
+
+class Gather(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, OUTPUTS)
+
+    def forward(self, y: Tensor, others: dict[str, Tensor]) -> Any:
+        return {"logits": self.linear(y) + others["x"][:, :OUTPUTS], "name": "kept"}
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, OUTPUTS)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return mse_loss(self.linear(x), target)
+
+
+def tied() -> list[nn.Module]:
+    layer = nn.Linear(WIDTH, WIDTH)
+    return [layer, nn.Tanh(), layer, nn.Linear(WIDTH, OUTPUTS)]
+
+
+def clamped() -> list[nn.Module]:
+    modules = layers()
+    modules[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return modules
+
+
+def compiled() -> list[nn.Module]:
+    modules = layers()
+    modules[3].compile(backend="eager")
+    return modules
+
+
+def parts(width: int) -> MicroBatches:
+    return MicroBatches([torch.randn(rows, width) for rows in (3, 5, 2)])
+
+
+def logits_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    return mse_loss(output["logits"], target)
+
+
+OUTSIDE = {"schedule": "gpipe", "loss_fn": None}
+SPREAD = [Spread, Gather]
+RIGHT: dict[str, Callable[[], Any]] = {
+    "tied": lambda: verified(tied(), balance=[2, 2]),
+    "frozen": lambda: verified([nn.Linear(WIDTH, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, OUTPUTS)]),
+    "skips": lambda: verified([Fork(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), Join(), nn.Linear(WIDTH, OUTPUTS)]),
+    "nested": lambda: verified(
+        [Spread(), Gather()], batch()[0], NoChunk(torch.eye(WIDTH).requires_grad_()), loss_fn=logits_loss
+    ),
+    "nested, outside": lambda: pipe_of([Spread(), Gather()], **OUTSIDE).verify(
+        batch()[0], NoChunk(torch.eye(WIDTH).requires_grad_())
+    ),
+    "outside": lambda: pipe_of(layers(), **OUTSIDE).verify(batch()[0].requires_grad_()),
+    "an input that is no leaf": lambda: verified([nn.ReLU(inplace=True), *layers()], batch()[0].requires_grad_() * 2),
+    "given": lambda: verified(layers(), parts(WIDTH), target=parts(OUTPUTS)),
+    "given, outside": lambda: pipe_of(layers(), **OUTSIDE).verify(parts(WIDTH)),
+    "last layer": lambda: verified([nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), WithLoss()], loss_fn=None),
+    "sum": lambda: verified(layers(), loss_fn=nn.MSELoss(reduction="sum"), loss_reduction="sum"),
+    "scaler": lambda: verified(layers(), grad_scaler=torch.amp.GradScaler("cpu", init_scale=1024.0)),
+    "hook on a parameter": lambda: verified(clamped()),
+    "compiled": lambda: verified(compiled()),
+    "few rows": lambda: verified(layers(), torch.randn(1, WIDTH), target=torch.randn(1, OUTPUTS)),
+    "bfloat16": lambda: verified(
+        [each.bfloat16() for each in layers()], batch()[0].bfloat16(), target=batch()[1].bfloat16()
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_forms_of_models_and_batches(case: str) -> None:
+    found = RIGHT[case]()
+    assert found, found
+    assert found.reasons == ()
+    assert found.first == ""
+
+
+def test_under_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        found = verified(layers())
+    assert found, found
+    assert all(each.difference == 0 for each in found.compared if each.against == "micro-batches")
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_in_evaluation_mode_there_are_no_gradients(outside: bool) -> None:
+    x, y = batch()
+    pipe = pipe_of(layers(), **(OUTSIDE if outside else {})).eval()
+    found = pipe.verify(x, target=None if outside else y)
+    assert found
+    assert {each.what for each in found.compared} == {"outputs", "plain model", *(["loss"] if not outside else [])}
+    assert "evaluation mode" in found.notes[0]
+
+
+# ---- what is wrong ---------------------------------------------------------------------------------------------------
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + random.random())
+
+
+class Counting(nn.Module):
+    tokens = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.tokens += x.numel()
+        return x
+
+
+class Late(nn.Module):
+    """Gives something else on a thread that is not the main one: a fault that only a pipe shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if threading.current_thread() is threading.main_thread() else x * 1.5
+
+
+class Masked(nn.Module):
+    """Its mask is one of all rows, and there are as many of its own as of the mini-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, OUTPUTS)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.linear(x * mask.mean())
+
+
+def contrastive(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+def summed(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum()
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def of_tokens(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.unflatten(1, (3, 2)).flatten(0, 1), target.flatten())
+
+
+def token_layers() -> list[nn.Module]:
+    return [nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 6)]
+
+
+def padded_targets() -> Tensor:
+    targets = torch.randint(0, 2, (ROWS, 3))
+    targets[:4, 1:] = -100
+    return targets
+
+
+def around(layer: nn.Module) -> list[nn.Module]:
+    return [nn.Linear(WIDTH, 8), nn.Tanh(), layer, nn.Linear(8, OUTPUTS)]
+
+
+# Whether it is seen beside the plain model run micro-batch by micro-batch, what a reason says, where it begins.
+WRONG: dict[str, tuple[Callable[[], Verification], bool, str, str]] = {
+    "batch norm": (
+        lambda: verified(around(nn.BatchNorm1d(8))),
+        False, "batch norm in training mode normalises with the rows of its micro-batch: '2' (BatchNorm1d)",
+        "micro-batch 0, layer '2' (BatchNorm1d): its output",
+    ),
+    "contrastive": (lambda: verified(layers(), loss_fn=contrastive), False, "compares rows with each other", ""),
+    "sum": (
+        lambda: verified(layers(), torch.randn(16, WIDTH), target=torch.randn(16, OUTPUTS), loss_fn=summed),
+        False, "is 4 times that of the pipe, which weighs 4 micro-batches", "",
+    ),
+    "mean": (
+        lambda: verified(
+            layers(), torch.randn(16, WIDTH), target=torch.randn(16, OUTPUTS), loss_fn=mean, loss_reduction="sum"
+        ),
+        False, "is 0.25 times that of the pipe", "",
+    ),
+    "padding": (
+        lambda: verified(token_layers(), target=padded_targets(), loss_fn=of_tokens),
+        False, "(loss_weight=, such as", "",
+    ),
+    "rows by coincidence": (
+        lambda: verified([Masked(), nn.Tanh()], batch()[0], torch.randn(ROWS)),
+        False, "NoChunk(value)", "micro-batch 0, layer '0' (Masked): its output",
+    ),
+    "an attribute that counts": (
+        lambda: verified([nn.Linear(WIDTH, 8), Counting(), nn.Tanh(), nn.Linear(8, OUTPUTS)], checkpoint="always"),
+        True, "counts twice", "",
+    ),
+    "Python's random": (
+        lambda: verified(around(Noise()), one_thread=False),
+        True, "draws numbers outside of PyTorch (random, NumPy)", "micro-batch 0, layer '2' (Noise): its output",
+    ),
+    "a fault in one stage": (
+        lambda: verified(around(Late()), one_thread=False),
+        True, "reads what depends on the thread", "micro-batch 0, layer '2' (Late): its output",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_named(case: str) -> None:
+    call, bitwise, reason, place = WRONG[case]
+    found = call()
+    assert not found
+    wrong = {each.against for each in found.compared if each.first}
+    assert ("micro-batches" in wrong or "itself, again" in wrong) is bitwise, found
+    assert reason in str(found)
+    assert found.first == place
+    assert "DIFFERS" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("padding", {"loss_weight": lambda target: (target != -100).sum()}),
+        ("rows by coincidence", {}),
+        ("sum", {"loss_reduction": "sum"}),
+    ],
+)
+def test_with_what_the_reason_says_it_is_right(case: str, options: dict[str, Any]) -> None:
+    if case == "padding":
+        found = verified(token_layers(), target=padded_targets(), loss_fn=of_tokens, **options)
+    elif case == "sum":
+        found = verified(layers(), loss_fn=summed, **options)
+    else:
+        found = verified([Masked(), nn.Tanh()], batch()[0], NoChunk(torch.randn(ROWS)))
+    assert found, found
+
+
+def test_deferred_batch_norm_has_the_statistics_of_the_whole_batch() -> None:
+    found = verified(around(nn.BatchNorm1d(8)), deferred_batch_norm=True)
+    of_buffers = {each.against: each.verdict for each in found.compared if each.what.startswith("buffers, without")}
+    assert of_buffers == {"micro-batches": "equal", "whole batch": "equal up to rounding"}
+    assert "normalises with the rows of its micro-batch" in found.reasons[0]
+
+
+def test_kernels_that_add_in_any_order_are_allowed_for() -> None:
+    class Unordered(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (1 + 1e-6 * random.random())
+
+    found = verified(around(Unordered()))
+    assert found, found
+    assert not any(each.bitwise for each in found.compared)
+    assert "equal up to rounding" in str(found)
+
+
+# ---- nothing is changed ----------------------------------------------------------------------------------------------
+
+
+class Stateful(nn.Module):
+    """Has all kinds of state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.seen: list[int] = []
+        self.sums = {"all": torch.zeros(())}
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(len(x))
+        self.sums["all"] += x.detach().sum()
+        self.last = x.detach()
+        random.random()
+        return self.norm(x)
+
+
+def state_of(pipe: Pipe, x: Tensor) -> list[Any]:
+    modules = [*pipe.modules()]
+    return [
+        [tensor.clone() for tensor in pipe.state_dict().values()],
+        [id(tensor) for tensor in (*pipe.parameters(), *pipe.buffers())],
+        [(id(each.grad), None if each.grad is None else each.grad.clone()) for each in (*pipe.parameters(), x)],
+        [module.training for module in modules],
+        [{name: dict(value) for name, value in vars(module).items() if "hooks" in name} for module in modules],
+        [sorted(vars(module)) for module in modules],
+        [
+            (each.calls, id(each.seen), list(each.seen), each.sums["all"].clone())
+            for each in modules
+            if isinstance(each, Stateful)
+        ],
+        torch.get_rng_state(),
+        random.getstate(),
+        torch.is_grad_enabled(),
+        torch.get_num_threads(),
+        {
+            name: value
+            for name, value in vars(pipe._executor).items()
+            if name not in ("_programs", "_engine_lock", "_deferring")
+        },
+        id(pipe._executor),
+        copy.copy(vars(pipe._wrapped)),
+        [len(pipe._executor.loss._looks)],
+    ]
+
+
+def assert_same(one: Any, other: Any) -> None:
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        assert_same(list(one.values()), list(other.values()))
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_same(*pair)
+    else:
+        assert one == other
+
+
+class Failing(nn.Module):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails and x.requires_grad and torch.is_grad_enabled() and len(x) == 3:
+            raise RuntimeError("as asked")
+        return x
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_all_is_left_as_it_was(schedule: str, fails: bool) -> None:
+    x, y = batch()
+    failing = Failing()
+    modules = [nn.Linear(WIDTH, 8), Stateful(), nn.Dropout(0.3), failing, nn.BatchNorm1d(8).eval(), nn.Linear(8, 2)]
+    modules[0].register_forward_hook(lambda *_: None)
+    modules[5].weight.register_post_accumulate_grad_hook(lambda parameter: pytest.fail("this is no step"))
+    modules[0].bias.grad = torch.ones(8)
+    pipe = pipe_of(modules, schedule=schedule, checkpoint="always")
+    x.requires_grad_()
+    before = state_of(pipe, x)
+    failing.fails = fails
+    if fails:
+        with pytest.raises(RuntimeError, match="as asked"):
+            pipe.verify(x, target=y)
+    else:
+        pipe.verify(x, target=y)
+    failing.__dict__.pop("fails", None)
+    assert_same(state_of(pipe, x), before)
+
+
+def test_training_goes_on_as_without_it() -> None:
+    results = []
+    for verifies in (False, True):
+        torch.manual_seed(3)
+        pipe = pipe_of([*around(Stateful()), nn.Dropout(0.2)], checkpoint="always")
+        optimizer = torch.optim.Adam(pipe.parameters(), 0.1)
+        x, y = batch()
+        for _ in range(3):
+            if verifies:
+                pipe.verify(x, target=y)
+            optimizer.zero_grad()
+            pipe(x, target=y).backward()
+            optimizer.step()
+        results.append([*pipe.state_dict().values(), torch.get_rng_state()])
+    assert_same(*results)
+
+
+def test_what_is_to_be_warned_of_is_warned_of_later() -> None:
+    x, y = batch()
+    pipe = pipe_of(layers(), loss_fn=contrastive)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not pipe.verify(x, target=y)
+    with pytest.warns(PipeWarning):
+        pipe(x, target=y)
+
+
+def test_layers_are_needed() -> None:
+    with pytest.raises(ValueError, match="without layers"):
+        Pipe(nn.Sequential(), devices=["cpu"]).verify(torch.ones(2))
+
+
+def test_its_workers_end_with_it(own_workers: Callable[[], list[threading.Thread]]) -> None:
+    x, y = batch()
+    pipe = pipe_of(layers())
+    assert pipe.verify(x, target=y)
+    assert own_workers() == []
+
+
+# ---- attached --------------------------------------------------------------------------------------------------------
+
+
+def test_a_llama_is_compared_with_its_own_forward() -> None:
+    model = tiny.llama()
+    pipe, rows = tiny.pipe_of(model), tiny.batch(8)
+    before = copy.deepcopy(model.state_dict())
+    found = pipe.verify(**rows)
+    assert found, found
+    assert [each.tensors for each in found.compared if each.what == "gradients"] == [21]
+    model.config.attention_dropout = 0.2
+    assert pipe.verify(**rows)
+    assert_same(model.state_dict(), before)
+    torch.manual_seed(1)
+    model.eval()
+    found = pipe.verify(**rows)
+    assert found
+    assert "evaluation mode" in str(found)
+
+
+def test_a_weight_of_labels_that_is_wrong() -> None:
+    rows = tiny.batch(8)
+    rows["labels"][:2, 2:] = -100
+    found = tiny.pipe_of(tiny.llama(), loss_weight=len).verify(**rows)
+    assert not found
+    assert "loss_weight=" in str(found)
+
+
+@pytest.mark.parametrize("kind", [Vision, Lists])
+def test_models_that_are_cut_as_they_are(kind: Any) -> None:
+    model = Vision(p=0.5) if kind is Vision else kind()
+    found = attached(model, batch_of(kind), chunks=CHUNKS).verify(**batch_of(kind))
+    assert found, found
+    rounded = {each.what for each in found.compared if each.against == "micro-batches" and each.difference}
+    assert rounded == ({"gradients", "gradients, without dropout"} if kind is Lists else set())  # see "Where it ends"
+
+
+def test_norms_of_an_attached_model() -> None:
+    found = attached(ResNet(), batch_of(ResNet), chunks=CHUNKS).verify(**batch_of(ResNet))
+    assert not found
+    assert "'bn1' (BatchNorm2d)" in found.reasons[0]
+    assert found.first == "micro-batch 0, layer 'bn1' (BatchNorm2d): its output"
+
+
+# ---- in several processes --------------------------------------------------------------------------------------------
+
+
+class Broken(nn.Module):
+    """Raises an error in the plain run alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if threading.current_thread() is threading.main_thread():
+            raise RuntimeError("as asked")
+        return x
+
+
+def on_each_rank(mesh: Mesh) -> Any:
+    warnings.simplefilter("ignore", PipeWarning)
+    results: list[Any] = []
+
+    def found(modules: list[nn.Module], target: Any, *inputs: Any, **options: Any) -> Verification:
+        settings = {"schedule": "1f1b", "loss_fn": mse_loss, "checkpoint": "always", **options}
+        torch.manual_seed(1 + mesh.rank)  # generators differ
+        pipe = Pipe(nn.Sequential(*modules), 2, mesh=mesh, **settings)
+        before = [torch.get_rng_state(), *pipe.state_dict().values()]
+        result = pipe.verify(*inputs, target=target)
+        assert_same([torch.get_rng_state(), *pipe.state_dict().values()], before)
+        if target is not None:
+            pipe(*inputs, target=target).backward()
+        return result
+
+    torch.manual_seed(0)
+    x, y = batch()
+    for options in ({"schedule": "zb-v"}, {"schedule": "gpipe", "loss_fn": None}):
+        results.append(found(layers(), None if "loss_fn" in options else y, x.requires_grad_(), **options))
+    stacked = [Fork(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Tanh(), Join(), nn.Linear(WIDTH, OUTPUTS)]
+    results += [found(stacked, y, x, balance=[2, 4]), found(tied(), y, x, balance=[2, 2])]
+    right = [str(each) for each in results if not each]
+    wrong = [
+        found(around(nn.BatchNorm1d(8)), y, x, balance=[2, 2]),
+        found([nn.Linear(WIDTH, 8), Counting(), nn.Tanh(), nn.Linear(8, OUTPUTS)], y, x, balance=[2, 2]),
+    ]
+    try:
+        found([nn.Linear(WIDTH, 8), Broken(), nn.Tanh(), nn.Linear(8, OUTPUTS)], y, x, balance=[2, 2])
+    except RuntimeError as error:
+        wrong.append(str(error))
+    try:
+        found(layers(), y, x.detach() + mesh.rank)
+    except ValueError as error:
+        wrong.append(str(error))
+    return right, [str(each) for each in wrong], [bool(each) for each in wrong[:2]]
+
+
+def test_in_several_processes(on_ranks: Callable[..., list[Any]]) -> None:
+    first, second = on_ranks(2, on_each_rank)
+    right, wrong, verdicts = first
+    assert not right, "\n".join(right)
+    assert verdicts == [False, False]
+    assert second[0] == []
+    assert second[2] == verdicts
+    assert second[1][:2] == wrong[:2]  # the same table everywhere
+    assert "'2' (BatchNorm1d)" in wrong[0]
+    assert "micro-batch 0, layer '2' (BatchNorm1d): its output" in wrong[0]
+    assert "1.tokens" in wrong[1]
+    assert wrong[2] == "as asked"
+    assert second[1][2] == "rank 0 could not run its layers for pipe.verify: RuntimeError: as asked"
+    assert "give all of them, replicas too, the same batch" in wrong[3] == second[1][3]
