@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from pipework import torch_private
-from pipework.model.given import MicroBatches
-from pipework.model.no_chunk import NoChunk
 from pipework.model.parts.adapter import PlainAdapter
 from pipework.model.parts.analysis.dry_run import DryRun
 from pipework.model.parts.analysis.other_generators import generators_put_back
@@ -24,7 +22,9 @@ from pipework.model.parts.execution import run as runs
 from pipework.model.parts.execution.part import Part
 from pipework.model.parts.execution.plan import END, PartPlan, Source, Trace, unit_of
 from pipework.model.parts.execution.skeleton import Skeleton
+from pipework.model.parts.sample import arguments_of, few_rows
 from pipework.signatures import signature_of
+from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -46,7 +46,8 @@ class Cuttable:
     Attributes:
         trace: what the forward does.
         groups: the calls of units, those together between which it is not cut.
-        result: what the model returned in the dry run, with its graph and without values.
+        sample: the arguments of the dry runs, positional and by name: of the sample that was given a few rows.
+        result: what the model returned in the dry run, on the meta device.
 
     Raises:
         CannotCut: the model has fewer than two units, or cannot be cut; the message says why.
@@ -63,8 +64,9 @@ class Cuttable:
         self.units = find_units(model, self.adapter.blocks(model) if blocks is None else blocks)
         self._skeleton = Skeleton(model, self.units, self.adapter)
         self._refuse_hooks()
-        self.trace, self.result = self._traced(sample)
-        self.trace = self.trace.joined(self._traced_in_other_mode(sample))
+        self.sample = few_rows(sample)
+        self.trace, self.result = self._traced()
+        self.trace = self.trace.joined(self._traced_in_other_mode())
         # What runs in every part is no unit, but part of what is around them, and each part has its own.
         called = {unit_of(call) for call in self.trace.order}
         glue = {unit_of(call) for call in self.trace.glue} - called
@@ -104,11 +106,16 @@ class Cuttable:
         layers.training = self.model.training
         return layers
 
-    def _traced(self, sample: Any) -> tuple[Trace, Any]:
-        """What the forward does, and what it returned, with its graph and without values."""
+    def result_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """What the model returns in a dry run with other arguments: zeros, and the loss of these, with their graph."""
+        return self._dry_run(arguments, keywords, draw=1.0, computes_losses=True)[1]
+
+    def _traced(self) -> tuple[Trace, Any]:
+        """What the forward does, and what it returned, on the meta device."""
         kind = type(self.model).__name__
         with generators_put_back() as drawn:
-            trace, result, decides = self._dry_run(sample, draw=1.0)
+            trace, result, decides = self._dry_run(*self.sample, draw=1.0)
+        result = nested.replaced(result, Tensor, _without_memory)
         if drawn:
             raise CannotCut(
                 f"{kind}'s forward draws numbers from {' and '.join(drawn)}, outside of the units at which it is cut, "
@@ -116,7 +123,7 @@ class Cuttable:
                 "unit"
             )
         if decides:
-            other = self._dry_run(sample, draw=0.0)[0].order
+            other = self._dry_run(*self.sample, draw=0.0)[0].order
             if other != trace.order:
                 varying = sorted({unit_of(call) for call in {*other} ^ {*trace.order}})
                 raise CannotCut(
@@ -130,7 +137,7 @@ class Cuttable:
             )
         return trace, result
 
-    def _traced_in_other_mode(self, sample: Any) -> Trace | None:
+    def _traced_in_other_mode(self) -> Trace | None:
         """What the forward does in evaluation if the model is in training, and the other way round; None: nothing.
 
         Raises:
@@ -141,7 +148,7 @@ class Cuttable:
             other = not self.model.training
             for module, _ in flags:
                 module.training = other  # train() and eval() may do more, such as merge adapters
-            return self._traced(sample)[0]
+            return self._traced()[0]
         except CannotCut:
             raise
         except Exception:  # it may need other inputs then
@@ -180,20 +187,24 @@ class Cuttable:
                     f"({', '.join(list(self.units)[:3])}, ...), or on the model"
                 )
 
-    def _dry_run(self, sample: Any, draw: float) -> tuple[Trace, Any, bool]:
+    def _dry_run(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any], draw: float, *, computes_losses: bool = False
+    ) -> tuple[Trace, Any, bool]:
         """What the forward did, what it returned, and whether it has read a random number.
 
         Args:
-            sample: of the model's inputs.
+            arguments: the positional arguments of the model.
+            keywords: its keyword arguments.
             draw: see `DryRun`.
+            computes_losses: see `DryRun`.
         """
-        arguments, keywords = leaves.mapped(Tensor, _own_copy, arguments_of(sample))
+        arguments, keywords = leaves.mapped(Tensor, _own_copy, (arguments, keywords))
         kind = type(self.model).__name__
         tensors = leaves.tensors_in((arguments, keywords))
         device = tensors[0].device if tensors else torch.device("cpu")
         stand_ins = self._skeleton.stand_ins()
         model = self._skeleton.copy(self.units, lambda name: True, stand_ins, shares=False)
-        run = DryRun(kind, self.adapter.side_outputs, device, stand_ins, draw)
+        run = DryRun(kind, self.adapter.side_outputs, device, stand_ins, draw, computes_losses=computes_losses)
         inputs = self.adapter.inputs(arguments, keywords)
         run.follow_inputs(_positional(model), *inputs)
         for name, parameter in self._own_parameters().items():
@@ -269,33 +280,14 @@ def refuse_own_forward(model: nn.Module) -> None:
         )
 
 
-def arguments_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the keyword arguments of a sample; of micro-batches the first.
-
-    Example:
-        >>> arguments_of({"x": 1}), arguments_of((1, 2)), arguments_of(3)
-        (((), {'x': 1}), ((1, 2), {}), ((3,), {}))
-    """
-    if isinstance(sample, tuple):
-        return tuple([_of_one(each) for each in sample]), {}
-    try:
-        keywords = dict(**sample)  # also of mappings that are no dict, such as transformers' BatchEncoding
-    except TypeError:
-        return (_of_one(sample),), {}
-    return (), {name: _of_one(each) for name, each in keywords.items()}
-
-
-def _of_one(value: Any) -> Any:
-    """What one micro-batch gets of an argument."""
-    if isinstance(value, MicroBatches):
-        return value[0]
-    return value.tensor if isinstance(value, NoChunk) else value
-
-
 def _positional(model: nn.Module) -> tuple[str, ...]:
     """The names of the positional arguments of a module's forward."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple([each.name for each in signature_of(model.forward).parameters.values() if each.kind in kinds])
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
