@@ -6,26 +6,26 @@ import functools
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipework.assignment.assignment import assign
 from pipework.assignment.from_plan import checked_plan, planned_arguments
-from pipework.attached_forward import AttachedForward, LossOf, Placed, SplitByName, by_name
+from pipework.attached_forward import AttachedForward, LossOf, Placed, SplitByName, by_name, with_argument
 from pipework.balance import balance_by_time
 from pipework.integrations import adapter_for
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.layout import Layout
-from pipework.model.parts.check import adds_up, check_parts
-from pipework.model.parts.cut import Cuttable, arguments_of, as_given, refuse_own_forward
+from pipework.model.parts.check import check_parts
+from pipework.model.parts.check_loss import Weighed, check_loss
+from pipework.model.parts.cut import Cuttable, refuse_own_forward
 from pipework.model.parts.execution.part import Message
 from pipework.model.parts.execution.result import LossPlace
 from pipework.model.parts.originals import OwnParameters, take_over
+from pipework.model.parts.sample import arguments_of, as_given, single_rows
 from pipework.pipe import Pipe, backend_for
-from pipework.pipe_warning import warn_caller
 from pipework.profiling.first_mini_batch import AUTO, FirstMiniBatch, refuse_memory
 from pipework.schedule.edges import recomputed
 from pipework.signatures import positional_names, signature_of
-from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -56,7 +56,8 @@ def to_sequential(
     Args:
         model: any module. It stays as it is.
         sample: a small batch: the forward's keyword arguments as a dict, its positional ones as a tuple, or one tensor.
-            The forward runs on it in training and in evaluation mode, without computing units.
+            The forward runs on its first two rows (three, if their number is odd) in training and in evaluation mode,
+            without computing units. Of `MicroBatches` it takes the first, and all of what has no rows in common.
         balance: how many units each layer has; None: one layer for each unit.
         blocks: classes, or their names, whose modules are units. None: what the model's library says, else what stands
             in lists, and what is called beside them.
@@ -119,8 +120,9 @@ def attach(
     Args:
         model: any module that computes its loss itself if it is given the target.
         sample: a small batch, with the target; see `to_sequential`. It decides along which dimension each tensor of
-            later batches is cut: the one that has the sample's number of rows, which no other size may equal. `Chunk`
-            and `NoChunk` in the sample say it themselves.
+            later batches is cut: the one that has the sample's number of rows, which no other size may equal; `Chunk`
+            and `NoChunk` in the sample say it themselves. Its first two rows decide what is sent between stages, how
+            labels are counted, and without `balance` the cut.
         target: the argument of the forward that the loss needs. A call without it returns what the model returns, and
             is for evaluation only, unless the schedule ("gpipe", "looped-bfs") has all backwards after all forwards.
         loss_reduction: see `Pipe`: what the model itself does over the rows, 'mean' or 'sum'.
@@ -140,8 +142,9 @@ def attach(
         outputs: if workers are processes, which of them get what the model returns beside the loss: 'all', or 'last',
             that of the last stage. In training none does, and all get the loss.
         mesh: see `Pipe`.
-        check: run the sample through the model and through its parts, in evaluation mode and without gradients, and
-            compare. Nothing is compared with a mesh, or if a part of the model is on the meta device.
+        check: run these rows through the model and through its parts, in evaluation mode and without gradients, and
+            compare; and compare their loss with what the pipe makes of the loss of each. Nothing is compared with a
+            mesh, or if the model is not whole on the device of the sample, as on the meta device.
         plan: `pipe.plan` of a pipe that was attached to such a model: it decides chunks, checkpoint, balance and
             schedule, and the devices unless they are given. With schedule='auto': options of `pipework.plan`.
         memory: with schedule='auto': see `Pipe`.
@@ -152,8 +155,9 @@ def attach(
         The pipe. `pipe.eval()` is not needed: it follows `model.train()` and `model.eval()`.
 
     Raises:
-        ValueError: the model cannot be cut, the sample lacks the target or does not tell its rows, or the parts give
-            another result than the model; the message says why.
+        ValueError: the model cannot be cut, the sample lacks the target, has one row or does not tell its rows, it
+            cannot be told how the loss counts labels, or the pipe would give another result or train with another loss
+            than the model; the message says why.
 
     Example:
         >>> class Net(nn.Module):
@@ -182,6 +186,7 @@ def attach(
     signature = signature_of(type(model).forward.__get__(model))
     names = by_name(signature, arguments, keywords)
     positional = positional_names(model)
+    own_split = None if split is None else SplitByName(split, signature, target)
     layout = Layout(positional, target) if split else Layout.of_sample(positional, target, *as_given(sample))
     if target not in names:
         raise ValueError(
@@ -191,7 +196,7 @@ def attach(
     if deferred_batch_norm:
         convert_deferred_batch_norm(model, chunks)
     adapter = adapter_for(model)
-    cuttable = Cuttable(model, sample, blocks=blocks, adapter=adapter)
+    cuttable = Cuttable(model, sample, blocks=blocks, adapter=adapter, has_rows=split is None)
     place = LossPlace.in_result(cuttable.result)
     if place is None:
         raise ValueError(
@@ -199,9 +204,11 @@ def attach(
             "alone, as 'loss' of what it returns, or as the first element of a tuple"
         )
     if loss_weight is None and loss_reduction == "mean":
-        loss_weight = adapter.loss_weight(cuttable.result, names)
-    # Its graph would hold on to parameters on the meta device, which are to be given memory.
-    cuttable.result = nested.replaced(cuttable.result, Tensor, Tensor.detach)
+        loss_weight = adapter.loss_weight(
+            by_name(signature, *cuttable.sample)[target],
+            cuttable.result,
+            lambda labels: cuttable.result_of(*with_argument(signature, *cuttable.sample, target, labels)),
+        )
     planned: dict[str, tuple[Any, Any]] = {
         "chunks": (chunks, 1), "balance": (balance, None), "checkpoint": (checkpoint, "except_last"),
     }  # fmt: skip
@@ -217,17 +224,16 @@ def attach(
         chunks, balance, devices, schedule = told
         checkpoint = "except_last" if recomputed(told.schedule) else "never"
     elif balance is None:
-        balance = _balance(cuttable, (arguments, keywords), schedule, chunks, backend_for(mesh, devices))
+        balance = _balance(cuttable, schedule, chunks, backend_for(mesh, devices))
     layers = cuttable.sequential(balance)
     if check and mesh is None:
-        check_parts(cuttable, layers, sample)
-        loss_of = functools.partial(LossOf(place), target=None)
-        if loss_reduction == "mean" and loss_weight is None and adds_up(cuttable, sample, loss_of):
-            warn_caller(
-                f"the loss of {type(model).__name__} for the sample is the sum of its losses for two halves of it, and "
-                "the pipe takes the mean over its micro-batches: give attach loss_reduction='sum', or take a mean in "
-                "the model"
-            )
+        check_parts(cuttable, layers)
+        weighed = Weighed(target, loss_reduction, loss_weight, lambda *given: by_name(signature, *given)[target])
+        if own_split is None:
+            rows = single_rows(sample)
+        else:
+            rows = [part[:2] for part in own_split(arguments, keywords, names[target], 2)]
+        check_loss(cuttable, rows, functools.partial(LossOf(place), target=None), weighed)
     pipe = Pipe(
         layers,
         chunks,
@@ -243,7 +249,7 @@ def attach(
         one_thread=one_thread,
         deferred_batch_norm=deferred_batch_norm,
         mesh=mesh,
-        split=None if split is None else SplitByName(split, signature, target),
+        split=own_split,
     )
     pipe._executor.know(layout)
     if plan is not None:
@@ -288,7 +294,6 @@ _WRAPPERS: Final = {
 
 def _balance(
     cuttable: Cuttable,
-    sample: tuple[Any, Any],
     schedule: str | Schedule | ScheduleSpec,
     chunks: int,
     backend: Backend,
@@ -301,5 +306,8 @@ def _balance(
     if not backend.is_whole or any(each.is_meta or each.grad is not None for each in tensors) or len(balance) < 2:
         return balance
     return balance_by_time(
-        len(balance), layers, Message.first(cuttable.adapter.inputs(*sample)), devices=assignment.partitioning.devices
+        len(balance),
+        layers,
+        Message.first(cuttable.adapter.inputs(*cuttable.sample)),
+        devices=assignment.partitioning.devices,
     )

@@ -205,6 +205,16 @@ def _positional(
     return bound.args, named
 
 
+def with_argument(
+    signature: inspect.Signature, arguments: tuple[Any, ...], keywords: Mapping[str, Any], name: str, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the forward with another value for one of them."""
+    if name in keywords:
+        return arguments, {**keywords, name: value}
+    place = [*signature.parameters].index(name)
+    return (*arguments[:place], value, *arguments[place + 1 :]), {**keywords}
+
+
 def by_name(signature: inspect.Signature, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the forward by name."""
     bound = signature.bind(*arguments, **keywords)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipework import PipeWarning, Plan, attach
+from pipework import Plan, attach
 from pipework.attached import to_sequential
 from pipework.model.parts.cut import Cuttable
 from tests.model.parts.harness import assert_exact, assert_same, attached, loss_in, plain_step
@@ -563,9 +563,8 @@ class Summed(Named):
 def test_a_loss_that_is_a_sum() -> None:
     model, x = Summed(), torch.randn(8, WIDTH)
     batch = {"x": x, "labels": x}
-    with pytest.warns(PipeWarning, match=r"is the sum of its losses for two halves .*loss_reduction='sum'"):
+    with pytest.raises(ValueError, match=r"It is their sum: give attach loss_reduction='sum'"):
         attach(model, batch, chunks=4, devices=["cpu"] * 2)
-    del model.forward
     attach(model, batch, chunks=4, loss_reduction="sum", devices=["cpu"] * 2)
     torch.testing.assert_close(model(**batch), Summed.forward(model, **batch))
 

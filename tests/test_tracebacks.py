@@ -105,7 +105,7 @@ def test_the_users_frames_and_all_errors_stay(whole_error: ValueError) -> None:
 def test_where_it_was_raised_stays() -> None:
     with pytest.raises(TypeError, match="do not have any tensors") as caught:
         Pipe(nn.Sequential(nn.Identity()), balance=[1])(None)
-    assert functions_in(shortened(caught.value)) == ["test_where_it_was_raised_stays", "_common_rows"]
+    assert functions_in(shortened(caught.value)) == ["test_where_it_was_raised_stays", "of_inputs"]
 
 
 def test_in_groups(whole_error: ValueError) -> None:

@@ -116,13 +116,13 @@ def _layer_times(module: nn.Sequential, sample: Any, device: torch.device, timeo
 def _pass(module: nn.Sequential, sample: Any, device: torch.device) -> list[float]:
     """The seconds that each layer takes in a pass over all layers, so that layers can pop what others stash."""
     times = []
-    value = cut(sample, device)
+    output = sample
     for layer in copies(module, device):
+        value = cut(output, device)
         start = now(device)
         output = layer(*tuple_rule(module).arguments(entered(value), layer))
         _backward(layer, value, output)
         times.append(now(device) - start)
-        value = cut(output, device)
     return times
 
 
@@ -131,4 +131,5 @@ def _backward(layer: nn.Module, value: Any, output: Any) -> None:
     ends = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
     leaves = [tensor for tensor in (*tensors_of(value), *layer.parameters()) if tensor.requires_grad]
     if ends and leaves:
-        torch.autograd.grad(ends, leaves, [torch.ones_like(end) for end in ends], allow_unused=True)
+        ones = [torch.ones((), dtype=end.dtype, device=end.device).expand_as(end) for end in ends]
+        torch.autograd.grad(ends, leaves, ones, allow_unused=True)

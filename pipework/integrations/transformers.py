@@ -19,17 +19,18 @@ except ImportError:  # versions in which models collect hidden states themselves
     output_capturing = None  # type: ignore[assignment]
 
 from pipework import torch_private
+from pipework.integrations.label_counts import weight_of_labels
 from pipework.signatures import signature_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-_IGNORED = -100  # in labels, where a model counts nothing
 _CHECKPOINT = "attach(..., checkpoint='always'), 'except_last' or 'never'"
 _ENABLING = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
 _SIDE_OUTPUTS = ("output_hidden_states", "output_attentions")
 _KEPT = ("loss", "logits")  # of what a model returns
 _ITEMS = "num_items_in_batch"
+_ROUTERS = "output_router_logits"
 
 
 class TransformersAdapter:
@@ -163,40 +164,30 @@ class TransformersAdapter:
         owner = next((each for each in reversed(path) if isinstance(each, PreTrainedModel)), None)
         return None if owner is None else functools.partial(owner._init_weights, path[-1])
 
-    def loss_weight(self, result: Any, inputs: Mapping[str, Any]) -> Callable[[Any], Any] | None:
+    def loss_weight(self, target: Any, result: Any, ask: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
         """The number of labels that the loss of a micro-batch is a mean over.
 
         Raises:
-            ValueError: the loss is a sum over rows.
+            ValueError: the loss is a sum over rows, or it cannot be told which labels it counts.
         """
-        labels, logits = inputs.get("labels"), getattr(result, "logits", None)
-        if type(self._model).__name__.endswith("ForCTC"):
-            if getattr(self._model.config, "ctc_loss_reduction", None) == "sum":
+        kind, config = type(self._model).__name__, self._model.config
+        if kind.endswith("ForCTC"):
+            if getattr(config, "ctc_loss_reduction", None) == "sum":
                 raise ValueError(
-                    f"the loss of this {type(self._model).__name__} is a sum over the rows of a mini-batch, and that "
-                    "of a pipe is the mean of its micro-batches' losses: set "
-                    "model.config.ctc_loss_reduction = 'mean', or give loss_weight="
+                    f"the loss of this {kind} is a sum over the rows of a mini-batch, and that of a pipe is the mean "
+                    "of its micro-batches' losses: set model.config.ctc_loss_reduction = 'mean', or give loss_weight="
                 )
             return None  # each row's loss is divided by its own number of labels
-        if not isinstance(labels, Tensor) or labels.is_floating_point():
+        if not isinstance(target, Tensor) or target.is_floating_point() or target.dtype is torch.bool:
             return None
-        if labels.dim() > 1 and (logits is None or logits.shape[: labels.dim()] != labels.shape):
-            return None
-        return functools.partial(counted_labels, is_shifted=_is_shifted(result, labels))
+        return weight_of_labels(kind, target, getattr(result, "logits", None), ask, config)
 
-
-def counted_labels(labels: Tensor, *, is_shifted: bool) -> Tensor:
-    """How many labels count.
-
-    Args:
-        labels: of a micro-batch.
-        is_shifted: whether position i is compared with label i + 1, so that the first label does not count.
-
-    Example:
-        >>> counted_labels(torch.tensor([[1, 2, -100]]), is_shifted=True)
-        tensor(1)
-    """
-    return ((labels[:, 1:] if is_shifted else labels) != _IGNORED).sum()
+    def comparable(self, keywords: dict[str, Any]) -> dict[str, Any]:
+        """Without the losses of routers, for the balance within a micro-batch, and the number of items of a step."""
+        config = self._model.config
+        routes = any(each.get(_ROUTERS) for each in (keywords, vars(config), vars(config.get_text_config())))
+        others = {name: value for name, value in keywords.items() if name != _ITEMS}
+        return {**others, _ROUTERS: False} if routes else others
 
 
 class _RefusedCheckpointing:
@@ -259,13 +250,3 @@ class CapturedOutputs:
     def _lists(self) -> Iterable[tuple[str, list[Any]]]:
         collected = output_capturing._active_collector.get() or {}  # type: ignore[no-untyped-call]
         return [(name, items) for name, items in collected.items() if isinstance(items, list)]
-
-
-def _is_shifted(result: Any, labels: Tensor) -> bool:
-    """Asks the loss of the dry run, whose gradient is zero at positions that it does not count."""
-    logits, loss = getattr(result, "logits", None), getattr(result, "loss", None)
-    if labels.dim() != 2 or loss is None or logits is None or not logits.requires_grad:
-        return False
-    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)
-    used = torch.ones(()) if gradient is None else (gradient != 0).any(-1)
-    return used.shape == labels.shape and not used[:, -1].any() and bool((labels[:, -1] != _IGNORED).any())

@@ -83,7 +83,7 @@ class Layout:
         layout = cls(names, target)
         if any(isinstance(value, MicroBatches) for value in (*arguments, *keywords.values())):
             return layout
-        nodes = list(layout._values(arguments, keywords))
+        nodes = list(layout._named_values(arguments, keywords))
         first = _first(nodes, layout.dims)
         if first is None:
             return layout
@@ -92,7 +92,7 @@ class Layout:
             places = places_of(value, rows)
             layout.dims[name] = mark if mark is not None else places[0] if places else WHOLE
             is_unclear = isinstance(value, Tensor) and (len(places) != 1 or may_be_offsets(value))
-            if mark is None and (is_unclear or has_entries(value, rows)):
+            if mark is None and (is_unclear or (rows > 1 and has_entries(value, rows))):
                 unclear.append(described(name, value))
         if unclear:
             raise ValueError(
@@ -121,7 +121,7 @@ class Layout:
         tensors, structure, marks = flat
         dims, found = self._remembered("inputs", structure, marks), self.dims
         if dims is None:
-            nodes = list(self._values(arguments, keywords))
+            nodes = list(self._named_values(arguments, keywords))
             first = _first(nodes, self.dims)
             if first is None:
                 kinds = ", ".join(type(value).__name__ for value in (*arguments, *keywords.values())) or "nothing"
@@ -139,7 +139,7 @@ class Layout:
                 self._remember("inputs", structure, marks, dims)
         rows = {_size(tensor, dim) for tensor, dim in zip(tensors, dims, strict=True) if dim != WHOLE}
         if len(rows) > 1:
-            _refuse_unequal(self._values(arguments, keywords), found)
+            _refuse_unequal(self._named_values(arguments, keywords), found)
         return dims, rows.pop()
 
     def of_target(self, target: Any, flat: Flat, rows: int) -> tuple[int, ...]:
@@ -164,7 +164,7 @@ class Layout:
                 self._remember("target", structure, marks, dims)
         return dims
 
-    def _values(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[Value]:
+    def _named_values(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[Value]:
         for number, value in enumerate(arguments):
             yield from values_in(self.names[number] if number < len(self.names) else f"input {number}", value)
         for name, value in keywords.items():

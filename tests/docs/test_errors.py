@@ -26,6 +26,10 @@ REFUSED = {
     "another layer in `pipe.partitions`": "that is not the pipe's",
     "a layer draws from Python's `random`, numpy or a `torch.Generator` of its own, or counts calls": "another output",
     "`optimizer.step()` between forward and backward, with the loss outside": "modified by an inplace operation since",
+    "`attach` to a model whose loss mixes rows, is a sum, or counts other labels than the weights say": (
+        " rows of the sample is "
+    ),
+    "`attach` with a sample of one row": "the sample has one row",
     "a `loss_fn` that is a module with parameters": "make it the last layer",
     "with the loss inside, a `GradScaler` that the pipe does not know, if autocast or a parameter is in float16": (
         "before its backward, as a GradScaler does"

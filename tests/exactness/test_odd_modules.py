@@ -547,9 +547,9 @@ class AddDoubled(nn.Module):
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_an_input_that_is_no_leaf_may_be_overwritten_beside_one_that_is(checkpoint: str) -> None:
-    linear = nn.Linear(4, 4).double()
+    linear = nn.Linear(3, 4).double()
     pipe = in_two(PipeSequential(AddDoubled(), copy.deepcopy(linear)), checkpoint)
-    leaf, source = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    leaf, source = (torch.randn(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
     expected = linear(leaf + source * 6)
     expected_gradients = torch.autograd.grad(expected.square().sum(), [leaf, source])
     output = pipe(leaf, source * 3)

@@ -69,9 +69,9 @@ INPUTS = {
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("changed", [0, 1])
 def test_only_an_input_whose_values_are_needed_may_not_change(inputs: str, changed: int) -> None:
-    pipe = in_two(SquareAndAdd(), nn.Linear(4, 4), checkpoint="never")
-    leaf = torch.randn(4, 4, requires_grad=True)
-    x, y = leaf * 2, torch.randn(4, 4)
+    pipe = in_two(SquareAndAdd(), nn.Linear(3, 4), checkpoint="never")
+    leaf = torch.randn(4, 3, requires_grad=True)
+    x, y = leaf * 2, torch.randn(4, 3)
     output = pipe(*INPUTS[inputs](x, y))
     loss = sum(part.sum() for part in output) if isinstance(output, MicroBatches) else output.sum()
     (x if changed == 0 else y).detach().zero_()

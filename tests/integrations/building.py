@@ -160,6 +160,8 @@ def mini_batches(task: str, model: nn.Module) -> Iterator[dict[str, Tensor]]:
         if task == "sequence classification":
             ids[torch.arange(ROWS), mask.sum(1) - 1] = 1  # the end, whose hidden state some models classify
         padded = ids.masked_fill(mask == 0, 2)
+        if task == "token classification":
+            labels = labels.masked_fill(mask == 0, -100)  # some models leave them out by the mask
         if task == "causal LM":
             labels = padded.masked_fill(mask == 0, -100)
             labels[0, :5] = -100

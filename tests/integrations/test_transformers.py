@@ -293,6 +293,49 @@ def test_a_loss_that_is_a_sum_over_rows_is_refused() -> None:
         attach(model, batch, devices=["cpu"])
 
 
+def test_losses_of_routers_are_those_of_micro_batches() -> None:
+    """They are about the balance within what a router sees, and so another number for each cut of a mini-batch."""
+    model, batch = without_randomness(ARCHITECTURES["Mixtral"].make()).eval(), text()
+    model.router_aux_loss_coef = 10.0
+    reference = copy.deepcopy(model)
+    with torch.no_grad():
+        whole = reference(**sample_of(batch)).loss
+        rows = [reference(**{name: value[n : n + 1] for name, value in batch.items()}) for n in (0, 1)]
+    counts = next_tokens(batch["labels"][:1]), next_tokens(batch["labels"][1:2])
+    assert abs(whole - (rows[0].loss * counts[0] + rows[1].loss * counts[1]) / sum(counts)) > 1e-2
+    attached(model, batch)
+    assert torch.equal(model(**batch).loss.detach(), plain_backward(reference, batch, next_tokens, 4))
+    other = without_randomness(ARCHITECTURES["Mixtral"].make()).eval()
+    with pytest.raises(ValueError, match=r"the mean by loss_weight of its losses .*such as tokens that count"):
+        attached(other, batch, loss_weight=len)
+
+
+def test_a_contrastive_loss_is_refused() -> None:
+    sizes: dict[str, Any] = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2
+    }  # fmt: skip
+    model = transformers.CLIPModel(
+        transformers.CLIPConfig(
+            text_config={
+                **sizes,
+                "vocab_size": 99,
+                "max_position_embeddings": 16,
+                "bos_token_id": 0,
+                "eos_token_id": 98,
+            },
+            vision_config={**sizes, "image_size": 16, "patch_size": 8},
+            projection_dim=8,
+        )
+    )
+    ids = torch.randint(3, 99, (8, 7))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(8, 3, 16, 16)}
+    sample = {**sample_of(batch), "return_loss": True}
+    with pytest.raises(
+        ValueError, match=r"of CLIPModel for 2 rows .*with 0, .*contrastive loss.*without 'return_loss'"
+    ):
+        attach(model, sample, target="return_loss", chunks=4, devices=["cpu"] * 2)
+
+
 @pytest.mark.parametrize("name", ["maybe_install_capturing_hooks", "_active_collector"])
 def test_the_installed_transformers_has_what_is_relied_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hasattr(integration.output_capturing, name), f"transformers {transformers.__version__} has no {name}"

@@ -78,13 +78,17 @@ class Adapter(Protocol):
             name: of the module in the model.
         """
 
-    def loss_weight(self, result: Any, inputs: Mapping[str, Any]) -> Callable[[Any], Any] | None:
+    def loss_weight(self, target: Any, result: Any, ask: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
         """From the target of a micro-batch to how much its loss counts; None: its rows.
 
         Args:
-            result: of the dry run, with its graph.
-            inputs: the sample by name.
+            target: of a few rows.
+            result: what the model returns for them, without values.
+            ask: from another target of these rows to what the model returns in a dry run, with its graph.
         """
+
+    def comparable(self, keywords: dict[str, Any]) -> dict[str, Any]:
+        """The keyword arguments without what makes a loss that is of each micro-batch, or of more, by nature."""
 
 
 class PlainAdapter:
@@ -143,5 +147,9 @@ class PlainAdapter:
     def initialiser(self, model: nn.Module, name: str) -> None:
         """See `Adapter.initialiser`."""
 
-    def loss_weight(self, result: Any, inputs: Mapping[str, Any]) -> None:
+    def loss_weight(self, target: Any, result: Any, ask: Callable[[Any], Any]) -> None:
         """See `Adapter.loss_weight`."""
+
+    def comparable(self, keywords: dict[str, Any]) -> dict[str, Any]:
+        """See `Adapter.comparable`."""
+        return keywords

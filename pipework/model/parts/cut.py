@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from pipework import torch_private
-from pipework.model.chunk import Chunk, NoChunk
-from pipework.model.given import MicroBatches
 from pipework.model.parts.adapter import PlainAdapter
 from pipework.model.parts.analysis.dry_run import DryRun
 from pipework.model.parts.analysis.other_generators import generators_put_back
@@ -23,6 +21,7 @@ from pipework.model.parts.execution import run as runs
 from pipework.model.parts.execution.part import Part
 from pipework.model.parts.execution.plan import END, PartPlan, Source, Trace, unit_of
 from pipework.model.parts.execution.skeleton import Skeleton
+from pipework.model.parts.sample import arguments_of, few_rows
 from pipework.signatures import positional_names, signature_of
 from pipework.values import nested
 
@@ -42,18 +41,26 @@ class Cuttable:
         sample: what the model takes: keyword arguments, or a tuple of positional ones, or a tensor.
         blocks: classes, or their names, whose modules are called as a whole; None: the adapter's, else those in lists.
         adapter: of the model's library.
+        has_rows: whether some rows of the sample are a sample, too.
 
     Attributes:
         trace: what the forward does.
         groups: the calls of units, those together between which it is not cut.
-        result: what the model returned in the dry run, with its graph and without values.
+        sample: the arguments of the dry runs, positional and by name: of the sample that was given a few rows.
+        result: what the model returned in the dry run, on the meta device.
 
     Raises:
         CannotCut: the model has fewer than two units, or cannot be cut; the message says why.
     """
 
     def __init__(
-        self, model: nn.Module, sample: Any, *, blocks: Collection[type | str] | None, adapter: Adapter | None = None
+        self,
+        model: nn.Module,
+        sample: Any,
+        *,
+        blocks: Collection[type | str] | None,
+        adapter: Adapter | None = None,
+        has_rows: bool = True,
     ) -> None:
         self.model = model
         self.adapter = PlainAdapter() if adapter is None else adapter
@@ -63,8 +70,9 @@ class Cuttable:
         self.units = find_units(model, self.adapter.blocks(model) if blocks is None else blocks)
         self._skeleton = Skeleton(model, self.units, self.adapter)
         self._refuse_hooks()
-        self.trace, self.result = self._traced(sample)
-        self.trace = self.trace.joined(self._traced_in_other_mode(sample))
+        self.sample = few_rows(sample) if has_rows else arguments_of(sample)
+        self.trace, self.result = self._traced()
+        self.trace = self.trace.joined(self._traced_in_other_mode())
         # What runs in every part is no unit, but part of what is around them, and each part has its own.
         called = {unit_of(call) for call in self.trace.order}
         glue = {unit_of(call) for call in self.trace.glue} - called
@@ -104,11 +112,16 @@ class Cuttable:
         layers.training = self.model.training
         return layers
 
-    def _traced(self, sample: Any) -> tuple[Trace, Any]:
-        """What the forward does, and what it returned, with its graph and without values."""
+    def result_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """What the model returns in a dry run with other arguments: zeros, and the loss of these, with their graph."""
+        return self._dry_run(arguments, keywords, draw=1.0, computes_losses=True)[1]
+
+    def _traced(self) -> tuple[Trace, Any]:
+        """What the forward does, and what it returned, on the meta device."""
         kind = type(self.model).__name__
         with generators_put_back() as drawn:
-            trace, result, decides = self._dry_run(sample, draw=1.0)
+            trace, result, decides = self._dry_run(*self.sample, draw=1.0)
+        result = nested.replaced(result, Tensor, _without_memory)
         if drawn:
             raise CannotCut(
                 f"{kind}'s forward draws numbers from {' and '.join(drawn)}, outside of the units at which it is cut, "
@@ -116,7 +129,7 @@ class Cuttable:
                 "unit"
             )
         if decides:
-            other = self._dry_run(sample, draw=0.0)[0].order
+            other = self._dry_run(*self.sample, draw=0.0)[0].order
             if other != trace.order:
                 varying = sorted({unit_of(call) for call in {*other} ^ {*trace.order}})
                 raise CannotCut(
@@ -130,7 +143,7 @@ class Cuttable:
             )
         return trace, result
 
-    def _traced_in_other_mode(self, sample: Any) -> Trace | None:
+    def _traced_in_other_mode(self) -> Trace | None:
         """What the forward does in evaluation if the model is in training, and the other way round; None: nothing.
 
         Raises:
@@ -141,7 +154,7 @@ class Cuttable:
             other = not self.model.training
             for module, _ in flags:
                 module.training = other  # train() and eval() may do more, such as merge adapters
-            return self._traced(sample)[0]
+            return self._traced()[0]
         except CannotCut:
             raise
         except Exception:  # it may need other inputs then
@@ -180,20 +193,24 @@ class Cuttable:
                     f"({', '.join(list(self.units)[:3])}, ...), or on the model"
                 )
 
-    def _dry_run(self, sample: Any, draw: float) -> tuple[Trace, Any, bool]:
+    def _dry_run(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any], draw: float, *, computes_losses: bool = False
+    ) -> tuple[Trace, Any, bool]:
         """What the forward did, what it returned, and whether it has read a random number.
 
         Args:
-            sample: of the model's inputs.
+            arguments: the positional arguments of the model.
+            keywords: its keyword arguments.
             draw: see `DryRun`.
+            computes_losses: see `DryRun`.
         """
-        arguments, keywords = leaves.mapped(Tensor, _own_copy, arguments_of(sample))
+        arguments, keywords = leaves.mapped(Tensor, _own_copy, (arguments, keywords))
         kind = type(self.model).__name__
         tensors = leaves.tensors_in((arguments, keywords))
         device = tensors[0].device if tensors else torch.device("cpu")
         stand_ins = self._skeleton.stand_ins()
         model = self._skeleton.copy(self.units, lambda name: True, stand_ins, shares=False)
-        run = DryRun(kind, self.adapter.side_outputs, device, stand_ins, draw)
+        run = DryRun(kind, self.adapter.side_outputs, device, stand_ins, draw, computes_losses=computes_losses)
         inputs = self.adapter.inputs(arguments, keywords)
         run.follow_inputs(positional_names(model), *inputs)
         for name, parameter in self._own_parameters().items():
@@ -269,32 +286,8 @@ def refuse_own_forward(model: nn.Module) -> None:
         )
 
 
-def arguments_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the keyword arguments of a sample; of micro-batches the first.
-
-    Example:
-        >>> arguments_of({"x": 1}), arguments_of((1, 2)), arguments_of(3)
-        (((), {'x': 1}), ((1, 2), {}), ((3,), {}))
-    """
-    arguments, keywords = as_given(sample)
-    return tuple(map(_of_one, arguments)), {name: _of_one(each) for name, each in keywords.items()}
-
-
-def as_given(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the keyword arguments of a sample, with `Chunk`, `NoChunk` and `MicroBatches` around them."""
-    if isinstance(sample, tuple):
-        return sample, {}
-    try:
-        return (), dict(**sample)  # also of mappings that are no dict, such as transformers' BatchEncoding
-    except TypeError:
-        return (sample,), {}
-
-
-def _of_one(value: Any) -> Any:
-    """What one micro-batch gets of an argument."""
-    if isinstance(value, MicroBatches):
-        return value[0]
-    return nested.replaced(value, (NoChunk, Chunk), lambda mark: mark.value)
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")
 
 
 def _own_copy(tensor: Tensor) -> Tensor:

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework import MicroBatches, NoChunk
 from pipework.model.parts.analysis.refusal import CannotCut
-from pipework.model.parts.cut import Cuttable, arguments_of
+from pipework.model.parts.cut import Cuttable
 from tests.model.parts.models import WIDTH, Block
 
 X = torch.randn(2, WIDTH)
@@ -74,9 +73,3 @@ def test_a_model_in_evaluation_mode_is_tried_in_training() -> None:
 
     with pytest.raises(CannotCut, match=r"keeps a state in self.steps"):
         Cuttable(Dropping().train(), X, blocks=None)
-
-
-def test_arguments_of_a_sample() -> None:
-    given = MicroBatches([X, X + 1])
-    assert arguments_of((given, NoChunk(X)))[0][0] is given[0]
-    assert arguments_of({"x": NoChunk(X)})[1]["x"] is X

@@ -50,6 +50,7 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         device: where the sample is.
         stand_ins: by the name of a unit, what gives what the unit gave.
         draw: in place of each random number that is drawn alone; such a one may decide which units are called.
+        computes_losses: whether units that give a single number compute it, with zeros for their parameters.
 
     Attributes:
         decides: whether the forward has read a random number.
@@ -62,6 +63,8 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         device: torch.device,
         stand_ins: Mapping[str, StandIn],
         draw: float,
+        *,
+        computes_losses: bool,
     ) -> None:
         torch_private.DispatchMode.__init__(self)
         nothing = Trace(model, (), {}, frozenset(), frozenset(), frozenset())
@@ -81,6 +84,7 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         self._drawn: list[str] = []
         self._written: list[str] = []
         self._draw = draw
+        self._computes_losses = computes_losses
         self._left = LeftTensors(model)
         self.decides = False
 
@@ -172,6 +176,8 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         device = given[0].device if given else self._device
         output, beside = self._filled((output, beside), call, self._device if device == _META else device)
         self._side_outputs.add(beside)
+        if self._computes_losses and any(each.is_floating_point() and not each.dim() for each in tensors_in(output)):
+            output = self._of_zeros(unit, arguments, keywords)
         output = self._stand_ins[name].replayed(output, arguments, keywords)
         self._returned += [(call, tensor, torch_private.version(tensor)) for tensor in tensors_in(output)]
         return output
@@ -317,11 +323,19 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
                 if isinstance(leaf, Tensor):
                     zeros = torch.zeros_like(leaf, device=device)
                     if leaf.is_floating_point() and torch.is_grad_enabled():
-                        zeros = zeros.requires_grad_().clone()  # no leaf, since the forward may change it in place
+                        # No leaf, since the forward may change it in place; and not as large a leaf behind it.
+                        zeros += torch.zeros((), dtype=leaf.dtype, device=device, requires_grad=True)
                     self.follow(zeros, [Source("call", call, number)])
                     self._in_place.given(memory_of(zeros), Source("call", call, number))
                     leaves[number] = zeros
         return unflatten(leaves, form)
+
+    def _of_zeros(self, unit: Unit, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        """What a unit computes, with its graph, if its parameters are zeros."""
+        computing = _Computing(unit)
+        with self._pausing(), runs.using(None):
+            state = {name: torch.zeros_like(each, device=self._device) for name, each in computing.named_parameters()}
+            return torch.func.functional_call(computing, state, arguments, dict(keywords))
 
     def _form(self, call: str, unit: Unit, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         """What a unit returns on the meta device; of zeros where it reads values, or has tensors of other classes."""

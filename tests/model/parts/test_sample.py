@@ -1,0 +1,85 @@
+"""The arguments of a sample, and those for a few of its rows."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipework import MicroBatches, NoChunk
+from pipework.model.parts.sample import arguments_of, few_rows, single_rows
+from tests.programs import RunPython
+
+X = torch.randn(8, 9)
+
+
+def test_arguments_of_a_sample() -> None:
+    given = MicroBatches([X, X + 1])
+    assert arguments_of((given, NoChunk(X)))[0][0] is given[0]
+    assert arguments_of({"x": NoChunk(X)})[1]["x"] is X
+
+
+@pytest.mark.parametrize(("rows", "few"), [(1, 1), (2, 2), (3, 3), (4, 2), (5, 3), (6, 2), (8, 2)])
+def test_few_rows_are_the_first_ones_together_and_alone(rows: int, few: int) -> None:
+    mask = torch.eye(3)
+    sample = {"x": X[:rows], "labels": [X[:rows, 0]], "mask": NoChunk(mask), "scale": 2.0}
+    _, together = few_rows(sample)
+    assert torch.equal(together["x"], X[:few])
+    assert torch.equal(together["labels"][0], X[:few, 0])
+    assert torch.equal(together["mask"], mask)
+    assert together["scale"] == 2.0
+    alone = single_rows(sample)
+    assert torch.equal(torch.cat([keywords["x"] for _, keywords in alone]), X[:few])
+    assert all(torch.equal(keywords["mask"], mask) for _, keywords in alone)
+
+
+@pytest.mark.parametrize("sample", [(X, X[:3]), {"x": X, "step": torch.tensor(3)}, 5], ids=["unequal", "0-dim", "none"])
+def test_what_is_not_split_stays_whole(sample: Any) -> None:
+    arguments, keywords = few_rows(sample)
+    expected = arguments_of(sample)
+    assert all(
+        a is b for a, b in zip((*arguments, *keywords.values()), (*expected[0], *expected[1].values()), strict=True)
+    )
+    with pytest.raises((TypeError, ValueError)):
+        single_rows(sample)
+
+
+def test_of_given_micro_batches_the_first_is_the_sample() -> None:
+    given = MicroBatches([X, X + 1])
+    assert few_rows({"x": given})[1]["x"] is given[0]
+    assert single_rows({"x": given}) == []
+
+
+PEAKS = """
+import resource, torch, pipework
+from transformers import LlamaConfig, LlamaForCausalLM
+from tests.integrations.tiny import batch, with_pipe, llama
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def model():
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=60_000, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        pad_token_id=2,
+    ))
+
+with_pipe(llama())  # imports what it needs
+ids = torch.randint(60_000, (8, 128))
+sample, logits = {"input_ids": ids, "labels": ids}, 4 * 60_000 * ids.numel()
+with torch.device("meta"):
+    empty = model()
+full = model()
+before = peak()
+pipework.to_sequential(empty, sample)
+print((peak() - before) / logits)
+pipework.attach(full, sample, chunks=4, devices=["cpu", "cpu"])
+print((peak() - before) / logits)
+"""
+
+
+def test_a_sample_takes_the_memory_of_a_step_of_two_rows(run_python: RunPython) -> None:
+    """In units of the logits of eight rows, of which a step of two takes three quarters."""
+    done = run_python(["-c", PEAKS])
+    on_meta, attached = map(float, done.stdout.split())
+    assert on_meta < 0.8, done
+    assert attached < 1.3, done
