@@ -10,7 +10,15 @@ from torch import nn
 
 from pipework.assignment.assignment import assign
 from pipework.assignment.from_plan import checked_plan, planned_arguments
-from pipework.attached_forward import AttachedForward, LossOf, Placed, SplitByName, by_name, with_argument
+from pipework.attached_forward import (
+    AttachedForward,
+    AttachedModel,
+    LossOf,
+    Placed,
+    SplitByName,
+    by_name,
+    with_argument,
+)
 from pipework.balance import balance_by_time
 from pipework.integrations import adapter_for
 from pipework.model.batchnorm import convert_deferred_batch_norm
@@ -228,12 +236,20 @@ def attach(
     layers = cuttable.sequential(balance)
     if check and mesh is None:
         check_parts(cuttable, layers)
-        weighed = Weighed(target, loss_reduction, loss_weight, lambda *given: by_name(signature, *given)[target])
+        weighed = Weighed(
+            target,
+            loss_reduction,
+            loss_weight,
+            lambda given, name: by_name(signature, *given).get(name),
+            lambda given, name, value: with_argument(signature, *given, name, value),
+        )
         if own_split is None:
             rows = single_rows(sample)
         else:
-            rows = [part[:2] for part in own_split(arguments, keywords, names[target], 2)]
-        check_loss(cuttable, rows, functools.partial(LossOf(place), target=None), weighed)
+            pieces = own_split(arguments, keywords, names[target], 2)
+            rows = [(tuple(inputs), dict(named)) for inputs, named, _ in pieces]
+        kind = "row" if own_split is None else "micro-batch"
+        check_loss(cuttable, rows, kind, functools.partial(LossOf(place), target=None), weighed)
     pipe = Pipe(
         layers,
         chunks,
@@ -266,8 +282,8 @@ def attach(
         pipe._anew = "make the model again, attach a pipe to it, and load a checkpoint of this one"
     else:
         pipe._anew = "take it off, `del model.forward`, and attach another"
-    pipe._attached = AttachedForward(model, pipe, cuttable, signature, target, place, outputs)
-    model.__dict__["forward"] = pipe._attached
+    pipe._attached = AttachedModel(model, pipe, cuttable, signature, target)
+    model.__dict__["forward"] = AttachedForward(pipe._attached, pipe, cuttable, place, outputs)
     adapter.attached(model)
     if loss_reduction == "mean":
         adapter.weighs(target, loss_weight)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
+from pipework.model.own_split import checked_parts
 from pipework.model.parts.execution.part import Part
 from pipework.model.parts.execution.result import LossPlace
 from pipework.model.parts.following import Following
@@ -18,7 +19,7 @@ from pipework.values import nested
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pipework.model.own_split import OwnSplit
+    from pipework.model.own_split import OwnSplit, Piece
     from pipework.model.parts.cut import Cuttable
     from pipework.pipe import Pipe
 
@@ -42,28 +43,25 @@ def place_in(result: Any, usual: LossPlace) -> LossPlace:
     return usual if usual.key is None or not isinstance(result, tuple) else LossPlace(0)
 
 
-class AttachedForward:
-    """The forward of a model to which a pipe is attached."""
+class AttachedModel:
+    """A model to which a pipe is attached; the pipe knows it, and it does not know the pipe.
+
+    Args:
+        model: the model.
+        pipe: attached to it.
+        cuttable: of the model.
+        signature: of its forward.
+        target: the argument that the loss needs.
+    """
 
     def __init__(
-        self,
-        model: nn.Module,
-        pipe: Pipe,
-        cuttable: Cuttable,
-        signature: inspect.Signature,
-        target: str,
-        place: LossPlace,
-        outputs: Literal["last", "all"],
+        self, model: nn.Module, pipe: Pipe, cuttable: Cuttable, signature: inspect.Signature, target: str
     ) -> None:
-        self._model = model
-        self._pipe = pipe
-        self._adapter = cuttable.adapter
-        self._target = target
-        self._place = place
-        self._outputs = outputs
-        self._form = nested.replaced(cuttable.result, Tensor, lambda tensor: None)
-        self.__signature__ = signature
-        self._outside: dict[int, bool] = {}  # by the number of chunks, whether the schedule lets the loss be outside
+        self.model = model
+        self.adapter = cuttable.adapter
+        self.target = target
+        self.signature = signature
+        self.containers = frozenset(cuttable.containers.values())  # each part has a copy of them
         self._following = Following(
             model,
             cuttable.units,
@@ -73,23 +71,59 @@ class AttachedForward:
             is_whole=len(pipe) == sum(pipe.balance),
         )
 
+    def call_of(
+        self, pipe: Pipe, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+        """Makes the pipe as the model is now.
+
+        Returns:
+            What the pipe is called with for these arguments of the model, and these by name.
+        """
+        keywords = self.adapter.mini_batch(keywords)
+        if not _OF_PIPE.isdisjoint(keywords):
+            arguments, keywords = _positional(self.signature, arguments, keywords)
+        self._following.update()
+        pipe.training = self.model.training
+        return arguments, keywords, by_name(self.signature, arguments, keywords)
+
+
+class AttachedForward:
+    """The forward of a model to which a pipe is attached."""
+
+    def __init__(
+        self,
+        attached: AttachedModel,
+        pipe: Pipe,
+        cuttable: Cuttable,
+        place: LossPlace,
+        outputs: Literal["last", "all"],
+    ) -> None:
+        self._attached = attached
+        self._pipe = pipe
+        self._place = place
+        self._outputs = outputs
+        self._form = nested.replaced(cuttable.result, Tensor, lambda tensor: None)
+        self.__signature__ = attached.signature
+        self._outside: dict[int, bool] = {}  # by the number of chunks, whether the schedule lets the loss be outside
+
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """What the model returns for a batch; in training with the loss alone."""
-        model, pipe = self._model, self._pipe
+        attached, pipe = self._attached, self._pipe
+        model, target = attached.model, attached.target
         if arguments and arguments[0] is model:  # Accelerate binds what it takes out of its wrapper again
             arguments = arguments[1:]
-        if self._adapter.is_generating(keywords):
+        if attached.adapter.is_generating(keywords):
             self._refuse_to_generate()
             return type(model).forward(model, *arguments, **keywords)
         scale = None if "loss_scale" in self.__signature__.parameters else keywords.pop("loss_scale", None)
-        arguments, keywords, names = self.of_pipe(arguments, keywords)
-        labels = names.get(self._target)
+        arguments, keywords, names = attached.call_of(pipe, arguments, keywords)
+        labels = names.get(target)
         trains = model.training and torch.is_grad_enabled()
         if labels is None:
             if trains and not self._loss_may_be_outside():
                 raise ValueError(
-                    f"{type(model).__name__} was called in training without {self._target!r}, and the pipe computes "
-                    f"the loss inside: give {self._target}=, or call the model in eval() or under torch.no_grad(); a "
+                    f"{type(model).__name__} was called in training without {target!r}, and the pipe computes "
+                    f"the loss inside: give {target}=, or call the model in eval() or under torch.no_grad(); a "
                     "loss of your own, of what the model returns, needs attach(..., schedule='gpipe')"
                 )
             return pipe(*arguments, **keywords, loss_scale=scale, outputs=self._outputs)
@@ -97,24 +131,9 @@ class AttachedForward:
         got = pipe(*arguments, **keywords, target=labels, **options)
         loss, result = (got, None) if trains else got
         if result is None:
-            form = self._adapter.form(copy.copy(self._form), names)
+            form = attached.adapter.form(copy.copy(self._form), names)
             return place_in(form, self._place).put(loss, form)
         return place_in(result, self._place).put(loss, result)
-
-    def of_pipe(
-        self, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-        """Makes the pipe as the model is now.
-
-        Returns:
-            What the pipe is called with for these arguments of the model, and these by name.
-        """
-        keywords = self._adapter.mini_batch(keywords)
-        if not _OF_PIPE.isdisjoint(keywords):
-            arguments, keywords = _positional(self.__signature__, arguments, keywords)
-        self._following.update()
-        self._pipe.training = self._model.training
-        return arguments, keywords, by_name(self.__signature__, arguments, keywords)
 
     def _loss_may_be_outside(self) -> bool:
         chunks = self._pipe.chunks
@@ -124,11 +143,11 @@ class AttachedForward:
 
     def _refuse_to_generate(self) -> None:
         """Raises a RuntimeError if other processes have some of the units: with a cache the model runs by itself."""
-        pipe = self._pipe
+        pipe, name = self._pipe, type(self._attached.model).__name__
         if len(pipe) < sum(pipe.balance):
             raise RuntimeError(
-                f"{type(self._model).__name__} was called with a cache, as generate() does, which needs all layers in "
-                f"one process, and this one has {len(pipe)} of {sum(pipe.balance)} stages: write the model with "
+                f"{name} was called with a cache, as generate() does, which needs all layers in one process, and this "
+                f"one has {len(pipe)} of {sum(pipe.balance)} stages: write the model with "
                 "pipework.save_pretrained(pipe, folder) on all ranks, and generate with from_pretrained(folder); or "
                 "call generate(..., use_cache=False) on all ranks, which runs in the pipe"
             )
@@ -174,13 +193,11 @@ class SplitByName:
         self._signature = signature
         self._target = target
 
-    def __call__(
-        self, arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, chunks: int
-    ) -> list[tuple[Any, Any, Any]]:
+    def __call__(self, arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, chunks: int) -> list[Piece]:
         """The micro-batches, each with its target among its arguments."""
         names = by_name(self._signature, arguments, keywords)
         names.pop(self._target, None)
-        parts = list(self._function((), names, target, chunks))
+        parts = checked_parts(self._function, (), names, target, chunks)
         if target is None:
             return parts
         return [(inputs, {**named, self._target: of}, of) for inputs, named, of in parts]

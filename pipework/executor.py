@@ -169,9 +169,9 @@ class Executor:
         reads = self._backend.is_first or (
             context.grad and any(map(requires_gradients, (*inputs, *keyword_inputs.values())))
         )
-        if reads or self._backend.is_last:
+        if reads or (self._backend.is_last and target is not None):
             inputs, keyword_inputs, target = self._cut_by_caller(inputs, keyword_inputs, target)
-        own = self._split(inputs, keyword_inputs, doubts if self._backend.is_first else []) if reads else None
+        own = self._split(inputs, keyword_inputs) if reads else None
         if self._engine is None:
             doubts += doubts_about_hooks(self._partitions.values())
         engine = self.engine_in_use()
@@ -254,6 +254,9 @@ class Executor:
                 self._note_what_fits(self._call(split, targets), context, error)
             raise
         self._backend.share_key(facts, key)
+        if own.learned is not None:  # not before: a call that fails has shown nothing
+            self._known_layout.learn(own.learned)
+            doubts += own.learned.doubts if self.warns and self._backend.is_first else []
         rooted = not self._backend.is_whole
         if inner is not None:
             has_output = return_output and (everywhere or self._backend.is_last)
@@ -273,6 +276,7 @@ class Executor:
                 self._undelivered.add(shared)
             outputs = [(tensors[1:], structure) for tensors, structure in results] if has_output else []
             doubts += doubts_about_loss(self.loss, inner, split.rows, padding)
+            self._looks -= looks & {"loss"}
             loss, output = _loss_and_output(results, outputs, split, shared, own.tensors, rooted=rooted)
             if outputs and self.warns and not split.is_given:
                 doubts += self._output_rows.doubts(outputs, split.rows)
@@ -348,8 +352,6 @@ class Executor:
         """The loss inside, which in the first mini-batch keeps what its function sees; a doubt about targets."""
         padding = self.loss.doubt(targets, weighing) if targets is not None and self.warns else None
         looks_at_function = targets is not None and "loss" in looks
-        if looks_at_function:
-            self._looks -= {"loss"}
         inner = self.loss.inner(
             targets,
             weighing,
@@ -374,7 +376,7 @@ class Executor:
         """See `Pipe.predict`."""
         devices = self._assignment.partitioning.devices
         inputs, keyword_inputs, target = self._cut_by_caller(inputs, keyword_inputs, target)
-        split = self._split(inputs, keyword_inputs, [])
+        split = self._split(inputs, keyword_inputs)
         count = len(split.micro_batches)
         largest = largest_micro_batch(split)
         arguments, keywords = microbatch.arguments_of(split.micro_batches[largest])
@@ -519,8 +521,8 @@ class Executor:
             return inputs, keyword_inputs, target
         return in_micro_batches(self._own_split, inputs, keyword_inputs, target, self.chunks)
 
-    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], doubts: list[str]) -> Split | Given:
-        """The mini-batch in micro-batches; `doubts` gets what is to be warned of."""
+    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> Split | Given:
+        """The mini-batch in micro-batches."""
         if not keyword_inputs:
             self._backend.check_inputs(inputs)
         elif self._backend.is_first and not keyword_inputs.keys() <= self._keywords:
@@ -529,7 +531,7 @@ class Executor:
         device = self._assignment.partitioning.devices[0]
         if _is_cut(inputs, keyword_inputs):
             return given(inputs, keyword_inputs, device)
-        return microbatch.split(inputs, keyword_inputs, self.chunks, device, self._known_layout, doubts)
+        return microbatch.split(inputs, keyword_inputs, self.chunks, device, self._known_layout)
 
     def _refuse_checkpoint_around(self, inputs: Iterable[Tensor]) -> None:
         """Raises a RuntimeError if autograd saves tensors, whose hooks would call the pipe on one of its workers."""

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data.distributed import DistributedSampler
 
-    from pipework.attached_forward import AttachedForward
+    from pipework.attached_forward import AttachedModel
     from pipework.backend import Backend, ProcessGroupView
     from pipework.distributed.mesh import Mesh
     from pipework.model.own_split import OwnSplit
@@ -147,7 +147,7 @@ class Pipe(Layers):
         "_assignment", "_backend", "_defers", "_executor", "_first", "_later", "_plan", "_wrapped",
     }  # fmt: skip
     _executor_type: ClassVar[type[Executor]] = Executor
-    _attached: AttachedForward | None = None
+    _attached: AttachedModel | None = None
 
     def __init__(
         self,

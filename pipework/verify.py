@@ -13,7 +13,6 @@ something differs, two runs with hooks on the layers find the first place.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,6 +25,8 @@ from pipework.torch_private import BatchNorm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
 
     from pipework.pipe import Pipe
     from pipework.testing.runs import Values
@@ -51,6 +52,9 @@ class Verification:
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __bool__(self) -> bool:
         return not any(each.first for each in self.compared)
 
@@ -60,7 +64,10 @@ class Verification:
             how = "bitwise" if each.bitwise else "relatively"
             rows.append((each.what, each.against, how, str(each.tensors), f"{each.difference:.2g}", each.verdict))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+        wrong = sum(bool(each.first) for each in self.compared)
+        verdict = f"{wrong} of {len(self.compared)} comparisons DIFFER" if wrong else "the pipe equals the plain model"
+        lines = [verdict]
+        lines += ["  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines += [f"first difference: {self.first}"] if self.first else []
         lines += [f"* {text}" for text in (*self.reasons, *self.notes)]
         return "\n".join(lines)
@@ -70,6 +77,8 @@ def verify(pipe: Pipe, inputs: tuple[Any, ...], keywords: Mapping[str, Any], tar
     """See `Pipe.verify`."""
     if not len(pipe):
         raise ValueError("a pipe without layers computes nothing that could be verified")
+    if "loss_scale" in keywords and pipe._attached is None:
+        raise ValueError("pipe.verify got loss_scale=, which multiplies all that is compared: leave it out")
     if fsdp_modules(pipe.partitions) or pipe.ranks.local_names:
         raise ValueError(
             "pipe.verify got a pipe of which processes hold shards of one layer (fully_shard), or other values "
@@ -104,6 +113,10 @@ class _Checks:
             self._check("", whole=False)
         else:
             self._notes.append("the model is in evaluation mode: gradients were not compared")
+        if self._runs.trains and not self._runs.grad:
+            self._notes.append("gradients are switched off, as by torch.no_grad(): none were compared")
+        elif self._runs.trains and not any(self._told([any(map(_needs_gradient, self._runs.pipe.parameters()))])):
+            self._notes.append("no parameter requires a gradient: none of parameters were compared")
         self._runs.without_dropout = self._runs.trains
         self._check(", without dropout" if self._runs.trains else "", whole=True)
         return Verification(tuple(self._lines), self._first, tuple(dict.fromkeys(self._reasons)), tuple(self._notes))
@@ -128,6 +141,8 @@ class _Checks:
         entire: Values = {}
         if whole and runs.is_given:
             self._notes.append("the micro-batches were given, so there is no whole batch to compare with")
+        elif whole and not runs.has_whole:
+            self._notes.append("split= cut the batch, and the loss is outside: nothing was compared with the whole")
         elif whole:
             entire = runs.of_plain(whole=True)
             mine, theirs = runs.without_averages(pipe), runs.without_averages(entire)
@@ -190,11 +205,17 @@ class _Checks:
             return [_BATCH_NORM.format(", ".join(norms[:3]))]
         loss = []
         if kinds.get("loss") and entire["loss"]:  # it is in this process
-            ratio = float(entire["loss"]["the loss"]) / (float(pipe["loss"]["the loss"]) or math.nan)
-            loss = [_LOSS.format(ratio, self._runs.micro_batches)]
+            settings, wholes = self._runs.executor.loss, [float(each["loss"]["the loss"]) for each in (entire, pipe)]
+            weighed = "rows" if settings.weight is None else "loss_weight"
+            way = "sum" if settings.reduction == "sum" else f"mean by {weighed}"
+            loss = [_LOSS.format(wholes[0], wholes[1], way, self._runs.micro_batches)]
         if kinds.get("outputs") == "":
             return loss if kinds.get("loss") else [_BACKWARD]
-        return [_ROWS, _CUT, *loss]
+        return [_ROWS, _CUT, *([_OF_LAYER] if self._runs.executor.loss.function is None else [])]
+
+
+def _needs_gradient(parameter: Tensor) -> bool:
+    return parameter.requires_grad
 
 
 _OTHER_NUMBERS: Final = (
@@ -215,10 +236,14 @@ _BATCH_NORM: Final = (
     "running statistics alone"
 )
 _LOSS: Final = (
-    "the loss of the whole batch is {:.3g} times that of the pipe, which weighs {} micro-batches by rows if it is not "
-    "told otherwise: it is a sum (loss_reduction='sum'), or a mean in spite of that; targets are left out of it "
-    "(loss_weight=, such as lambda target: (target != -100).sum()); or it compares rows with each other (a contrastive "
-    "loss: compute it outside, from the outputs of the whole batch, with schedule='gpipe')"
+    "the loss of the whole batch is {:.7g}, and that of the pipe {:.7g}, the {} of its values for {} micro-batches. "
+    "Perhaps it is a sum (then give loss_reduction='sum'); or a mean, although loss_reduction='sum' was given; or it "
+    "leaves out targets (loss_weight=, such as lambda target: (target != -100).sum()); or it compares rows with each "
+    "other, as a contrastive loss does (compute it outside, from the outputs of the whole batch, with schedule='gpipe')"
+)
+_OF_LAYER: Final = (
+    "the last layer returns a 0-dimensional output or loss for each micro-batch, and the pipe takes the mean by rows: "
+    "let it return the mean, not the sum, or its rows; with a loss_fn, loss_reduction='sum' adds up"
 )
 _ROWS: Final = (
     "a layer mixes rows (attention or statistics over the batch dimension, x / len(x)): it sees those of its "

@@ -118,8 +118,8 @@ def test_inputs_and_parameters(
 @pytest.mark.parametrize("needed", list(itertools.product([True, False], repeat=2)), ids=str)
 def test_several_inputs_and_outputs(needed: tuple[bool, bool], checkpoint: str, balance: list[int]) -> None:
     pipe = Pipe(PipeSequential(Half(), Half()).double(), 2, checkpoint, balance=balance, devices=["cpu"] * len(balance))
-    check(pipe, *(rows(2, requires_grad=requires_grad) for requires_grad in needed))
-    outputs = pipe(*(rows(2, requires_grad=requires_grad) for requires_grad in needed))
+    check(pipe, *(rows(5, requires_grad=requires_grad) for requires_grad in needed))
+    outputs = pipe(*(rows(5, requires_grad=requires_grad) for requires_grad in needed))
     assert [output.requires_grad for output in outputs] == [True, True, False, False]
 
 

@@ -97,7 +97,7 @@ MAY_IMPORT = {
         "runtime.random", "runtime.stage", "schedule", "skip", "summary", "timeline", "verify",
     },
     "integrations": {"model.parts", "model.parts.analysis", "model.parts.execution", "saving"},
-    "attached_forward": {"model.parts", "model.parts.execution", "runtime", "values"},
+    "attached_forward": {"model", "model.parts", "model.parts.execution", "runtime", "values"},
     "attached": {
         "assignment", "attached_forward", "backend", "balance", "integrations", "model", "model.parts",
         "model.parts.analysis", "model.parts.execution", "pipe", "pipe_warning", "profiling", "schedule", "values",

@@ -258,13 +258,13 @@ WRONG: dict[str, tuple[Callable[[], Verification], bool, str, str]] = {
     "contrastive": (lambda: verified(layers(), loss_fn=contrastive), False, "compares rows with each other", ""),
     "sum": (
         lambda: verified(layers(), torch.randn(16, WIDTH), target=torch.randn(16, OUTPUTS), loss_fn=summed),
-        False, "is 4 times that of the pipe, which weighs 4 micro-batches", "",
+        False, "the mean by rows of its values for 4 micro-batches. Perhaps it is a sum", "",
     ),
     "mean": (
         lambda: verified(
             layers(), torch.randn(16, WIDTH), target=torch.randn(16, OUTPUTS), loss_fn=mean, loss_reduction="sum"
         ),
-        False, "is 0.25 times that of the pipe", "",
+        False, "the sum of its values for 4 micro-batches. Perhaps it is a sum", "",
     ),
     "padding": (
         lambda: verified(token_layers(), target=padded_targets(), loss_fn=of_tokens),
@@ -317,6 +317,51 @@ def test_with_what_the_reason_says_it_is_right(case: str, options: dict[str, Any
     else:
         found = verified([Masked(), nn.Tanh()], batch()[0], NoChunk(torch.randn(ROWS)))
     assert found, found
+
+
+def by_rows(arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, chunks: int) -> list[Any]:
+    return [((x,), {}, y) for x, y in zip(arguments[0].tensor_split(chunks), target.tensor_split(chunks), strict=True)]
+
+
+def test_a_function_that_loses_rows_is_seen() -> None:
+    assert verified(layers(), split=by_rows)
+    found = verified(layers(), split=lambda *call: by_rows(*call)[:-1])
+    assert not found
+    assert {each.against for each in found.compared if each.first} == {"whole batch"}
+
+
+def test_what_was_not_compared_is_said() -> None:
+    with torch.no_grad():
+        assert any("torch.no_grad()" in note for note in verified(layers()).notes)
+    frozen = [layer.requires_grad_(False) for layer in layers()]
+    assert any("no parameter requires a gradient" in note for note in verified(frozen).notes)
+
+
+def test_a_value_that_layers_hand_on_whole_is_not_the_first_difference() -> None:
+    class Begin(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x, mask
+
+    class Mixes(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return x.softmax(0)
+
+    found = verified([Begin(), Mixes(), nn.Linear(WIDTH, OUTPUTS)], batch()[0], NoChunk(torch.ones(3, 3)))
+    assert found.first == "micro-batch 0, layer '1' (Mixes): its output"
+
+
+def test_a_last_layer_that_returns_a_sum() -> None:
+    class Sum(nn.Module):
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return (x - target).sum()
+
+    found = verified([*layers(), Sum()], loss_fn=None)
+    assert any("takes the mean by rows" in reason for reason in found.reasons), found
+
+
+def test_a_factor_of_the_loss_is_left_out() -> None:
+    with pytest.raises(ValueError, match=r"got loss_scale=, .*: leave it out"):
+        pipe_of(layers()).verify(batch()[0], target=batch()[1], loss_scale=0.5)
 
 
 def test_deferred_batch_norm_has_the_statistics_of_the_whole_batch() -> None:

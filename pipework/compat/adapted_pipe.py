@@ -59,7 +59,7 @@ class AdaptedExecutor(Executor):
         program = super()._checked(schedule)
         return replace(program, schedule=from_last_to_first(program.schedule))
 
-    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], doubts: list[str]) -> microbatch.Split:
+    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> microbatch.Split:
         whole: list[Tensor] = []
         unwrapped = tuple([_unwrapped(each, whole) for each in inputs])
         tensors, structure, marks = flattened((unwrapped, keyword_inputs))

@@ -29,10 +29,11 @@ _TAKEN: Final = (
 def note_places(partitions: Iterable[nn.Sequential]) -> None:
     """Notes on each layer of a pipe where it is among those of all processes, for the contract of another pipe.
 
-    A copy of a layer has the note, too.
+    Its modules have the note, too, of which another layer may be made, and so has a copy.
     """
     for place, layer in enumerate([layer for partition in partitions for layer in partition]):
-        layer.__dict__[_PLACE] = place
+        for module in layer.modules():
+            module.__dict__[_PLACE] = place
 
 
 def contract(module: nn.Sequential, assignment: Assignment, **settings: Any) -> dict[str, Any]:
@@ -61,9 +62,11 @@ def contract(module: nn.Sequential, assignment: Assignment, **settings: Any) -> 
         schedule = f"{schedule.name}, orders {hashlib.sha256(to_json(schedule).encode()).hexdigest()[:16]}"
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     names: dict[int, str] = {}  # of each tensor, the first
-    places = [layer.__dict__.get(_PLACE) for layer in module._modules.values() if layer is not None]
+    places = [
+        sorted({each.__dict__[_PLACE] for each in layer.modules() if _PLACE in each.__dict__}) for layer in module
+    ]
     return {
-        **({} if places.count(None) == len(places) else {_TAKEN: places}),
+        **({_TAKEN: places} if any(places) else {}),
         "pipework": pipework.__version__,
         "torch": torch.__version__,
         "schedule": schedule,

@@ -236,8 +236,19 @@ class StepHeaders:
         """The inputs of the first rank and the target of the last are read: they must be of one mini-batch.
 
         They are if both ranks were given the same inputs, or the same target. What else differs is read nowhere, such
-        as inputs that the last rank has augmented in another way, or with other rounding.
+        as inputs that the last rank has augmented in another way, or with other rounding. But what comes before the
+        pipe on a rank gets the gradient of the first rank's inputs, so that both must have the same.
         """
+        if mine.gradients and theirs.gradients and mine.inputs != theirs.inputs and NO_DATA not in (
+            mine.inputs, theirs.inputs,
+        ):  # fmt: skip
+            raise ValueError(
+                f"rank {self._ranks[self._worker]} was given other inputs than rank {self._ranks[worker]} in call "
+                f"{self._calls} of the pipe, and they require a gradient, which is that of rank "
+                f"{self._ranks[self._first]}'s: what computed them would train differently on each rank. Give all "
+                "ranks the same data, and layers before the pipe the same values and random numbers: "
+                "torch.manual_seed(...) with the same number on all ranks, before they are made"
+            )
         pairs = {"inputs": (theirs.inputs, mine.inputs), "targets": (theirs.targets, mine.targets)}
         known = {what: pair for what, pair in pairs.items() if NO_DATA not in pair}
         other = [what for what, (there, here) in known.items() if there != here]

@@ -117,7 +117,9 @@ def _share_of_first_row(asked: Tensor, ask: Callable[[Tensor], Any], rows: int) 
     if rows == 1:
         first, second = (float(_gradient(row, ask).abs().max()) for row in (asked[:1], asked[1:]))
         return second / (first + second)
-    sizes = torch.linalg.vector_norm(_gradient(asked, ask).reshape(rows, -1), 1, dim=1, dtype=torch.float32)
+    gradient = _gradient(asked, ask).reshape(rows, -1)
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    sizes = torch.linalg.vector_norm(gradient, 1, dim=1, dtype=wide)
     return float(sizes[0] / sizes.sum())
 
 

@@ -40,6 +40,8 @@ class TransformersAdapter:
         model: without wrappers.
     """
 
+    masks = ("attention_mask",)
+
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._caches = hasattr(model.config.get_text_config(), "use_cache") and _takes_use_cache(type(model).forward)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections import deque
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -18,10 +19,13 @@ from pipework.values import nested
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_PLAIN: Final = (
+PLAIN: Final = (
     type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.Generator,
     FunctionType, BuiltinFunctionType,
 )  # fmt: skip
+
+
+_DEPTH: Final = 3  # of objects in objects
 
 
 class Value(NamedTuple):
@@ -53,7 +57,7 @@ def values_in(name: str, value: Any, wrapper: Chunk | NoChunk | None = None) -> 
     while isinstance(value, NoChunk | Chunk):
         value, wrapper = value.value, value
     parts = _parts(value)
-    if parts is None or isinstance(value, list | tuple):
+    if parts is None or is_list(value):
         mark = None if wrapper is None else WHOLE
         if isinstance(wrapper, Chunk):
             mark = wrapper.dim % max(value.dim(), 1) if isinstance(value, Tensor) else 0
@@ -92,13 +96,34 @@ def may_be_offsets(tensor: Tensor) -> bool:
 
 
 def has_entries(value: Any, rows: int) -> bool:
-    """Whether what is no tensor has an entry for each row, or tensors of as many rows."""
-    if isinstance(value, (Tensor, *_PLAIN)):
+    """Whether what is no tensor has an entry for each row, or holds something that has, at some depth."""
+    if isinstance(value, (Tensor, *PLAIN)):
         return False
-    if isinstance(value, list | tuple):
+    if is_list(value):
         return len(value) == rows
-    inside = pytree.tree_leaves([*getattr(value, "__dict__", {}).values()])
-    return _entries(value) == rows or any(isinstance(each, Tensor) and each.shape[:1] == (rows,) for each in inside)
+    return _entries(value) == rows or hasattr(value, "__next__") or _holds_entries(value, rows, _DEPTH)
+
+
+def is_list(value: Any) -> bool:
+    """Whether a value is a container whose parts have no names: a dict with numbers as keys is one, too."""
+    if isinstance(value, dict):
+        return bool(value) and not any(isinstance(key, str) for key in value)
+    return isinstance(value, list | tuple | deque) and not hasattr(value, "_fields")
+
+
+def _holds_entries(value: Any, rows: int, depth: int) -> bool:
+    """Whether an object holds a tensor with so many rows in any dimension, or another value with as many entries."""
+    held = [*getattr(value, "__dict__", {}).values()]
+    names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    held += [getattr(value, name) for name in names if hasattr(value, name)]
+    for each in held if depth else ():
+        for leaf in pytree.tree_leaves(each, is_leaf=lambda part: is_list(part) and len(part) == rows):
+            if isinstance(leaf, Tensor):
+                if is_dense(leaf) and rows in leaf.shape:
+                    return True
+            elif not isinstance(leaf, PLAIN) and (_entries(leaf) == rows or _holds_entries(leaf, rows, depth - 1)):
+                return True
+    return False
 
 
 def _entries(value: Any) -> int | None:
@@ -114,7 +139,7 @@ def _entries(value: Any) -> int | None:
 
 def holds_tensors(value: Any) -> bool:
     """Whether a value is a container of tensors, which are cut."""
-    return isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in pytree.tree_leaves(value))
+    return is_list(value) and any(isinstance(each, Tensor) for each in pytree.tree_leaves(value))
 
 
 def described(name: str, value: Any) -> str:
@@ -122,7 +147,7 @@ def described(name: str, value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{name!r} has the shape {tuple(value.shape)}"
     entries = _entries(value)
-    held = "tensors of several rows" if entries is None else f"{entries} entr{'y' if entries == 1 else 'ies'}"
+    held = "values inside" if entries is None else f"{entries} entr{'y' if entries == 1 else 'ies'}"
     return f"{name!r} is a {type(value).__name__} with {held}"
 
 

@@ -93,6 +93,7 @@ class Given:
     micro_batches: list[Message]
     rows: Sequence[int]
     is_given = True
+    learned = None
 
     @classmethod
     def elsewhere(cls, rows: Sequence[int]) -> Given:

@@ -7,11 +7,13 @@ warned of in a pipe's first mini-batch, and refused in the sample of `attach`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Self
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from torch import Tensor
 
 from pipework.model.call_values import (
+    PLAIN,
     Value,
     described,
     has_entries,
@@ -21,7 +23,7 @@ from pipework.model.call_values import (
     refuse_uncut,
     values_in,
 )
-from pipework.model.given import WHOLE, MicroBatches
+from pipework.model.given import WHOLE, MicroBatches, is_dense
 from pipework.values import nested
 
 if TYPE_CHECKING:
@@ -31,10 +33,58 @@ if TYPE_CHECKING:
 
     Flat = tuple[Sequence[Tensor], Structure | None, Sequence[int | None]]  # what `flattened` returns
 
+_MOST: Final = 1000  # names: a call may have others each time
 _WAYS: Final = (
     "Chunk(value, dim=...) says in which dimension the rows are, and NoChunk(value) that every micro-batch needs all "
     "of it; split= and MicroBatches cut in any other way"
 )
+
+
+class _Known(NamedTuple):
+    """What was found for one form of a call.
+
+    Attributes:
+        spec: the nesting.
+        leaves: the places of the tensors, and the types of other values; no object of the caller's is kept.
+        marks: of the tensors.
+        dims: what was found for them.
+    """
+
+    spec: Any
+    leaves: tuple[Any, ...]
+    marks: Sequence[int | None]
+    dims: tuple[int, ...]
+
+    @classmethod
+    def of(cls, flat: Flat, dims: tuple[int, ...]) -> Self:
+        """What was found for a call."""
+        _, structure, marks = flat
+        spec, leaves = _form(structure)
+        return cls(spec, leaves, marks, dims)
+
+    def are_dims_of(self, flat: Flat) -> bool:
+        """Whether a call has this form, and tensors that can be cut so."""
+        tensors, structure, marks = flat
+        if self.marks != marks or (self.spec, self.leaves) != _form(structure):
+            return False
+        pairs = zip(tensors, self.dims, strict=True)
+        return all(dim == WHOLE or (is_dense(tensor) and dim < tensor.dim()) for tensor, dim in pairs)
+
+
+class Learned(NamedTuple):
+    """What a mini-batch shows of the arguments.
+
+    Attributes:
+        dims: see `Layout`.
+        others: the names of lists and objects.
+        doubts: a text for each value that is cut, and perhaps should not be.
+        known: what was found for this form of a call.
+    """
+
+    dims: dict[str, int]
+    others: frozenset[str]
+    doubts: list[str]
+    known: _Known
 
 
 class Layout:
@@ -52,8 +102,8 @@ class Layout:
         self.names = tuple(names)
         self.target = target
         self.dims: dict[str, int] = {}
-        # Of the latest inputs and of the latest target: their nesting and marks, and what was found.
-        self._latest: dict[str, tuple[Structure | None, Sequence[int | None], tuple[int, ...]]] = {}
+        self._others: frozenset[str] = frozenset()  # the names of lists and objects that are no lists of rows
+        self._latest: dict[str, _Known] = {}  # of the latest inputs, and of the latest target
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is kept to be fast, which cannot be copied."""
@@ -90,10 +140,12 @@ class Layout:
         rows, unclear = _rows(first), []
         for name, value, mark in nodes:
             places = places_of(value, rows)
-            layout.dims[name] = mark if mark is not None else places[0] if places else WHOLE
+            if mark is not None or isinstance(value, Tensor):  # what is None now may be a tensor later
+                layout.dims[name] = mark if mark is not None else places[0] if places else WHOLE
             is_unclear = isinstance(value, Tensor) and (len(places) != 1 or may_be_offsets(value))
             if mark is None and (is_unclear or (rows > 1 and has_entries(value, rows))):
                 unclear.append(described(name, value))
+        layout._others = _others(nodes)
         if unclear:
             raise ValueError(
                 f"the sample has {rows} rows (dimension {first.mark} of {first.name!r}), and does not say how "
@@ -103,23 +155,24 @@ class Layout:
         return layout
 
     def of_inputs(
-        self, arguments: Sequence[Any], keywords: Mapping[str, Any], flat: Flat, chunks: int, doubts: list[str]
-    ) -> tuple[tuple[int, ...], int]:
-        """The dimension of the rows of each tensor of a call, or `WHOLE`, and the number of rows.
+        self, arguments: Sequence[Any], keywords: Mapping[str, Any], flat: Flat, chunks: int
+    ) -> tuple[tuple[int, ...], int, Learned | None]:
+        """The dimension of the rows of each tensor of a call, or `WHOLE`; the number of rows; and what to `learn`.
 
         Args:
             arguments: the positional arguments.
             keywords: the others.
             flat: their tensors; see `flattened`.
             chunks: at most so many micro-batches are made.
-            doubts: gets a text for each value that is cut, and perhaps should not be.
+
+        Returns:
+            The last is None if everything was known, or nothing is cut.
 
         Raises:
             TypeError: there is no tensor to cut.
             ValueError: a tensor has no rows, or others; or a value that is no tensor has as many entries.
         """
-        tensors, structure, marks = flat
-        dims, found = self._remembered("inputs", structure, marks), self.dims
+        dims, found, learned = self._remembered("inputs", flat), self.dims, None
         if dims is None:
             nodes = list(self._named_values(arguments, keywords))
             first = _first(nodes, self.dims)
@@ -131,16 +184,22 @@ class Layout:
                 )
             is_cut = min(chunks, _rows(first)) > 1
             found = self._found(nodes, first)
-            dims = _in_order(nodes, found, tensors, marks)
+            dims = _in_order(nodes, found, flat)
             if is_cut:
-                doubts += self._doubts(nodes, first, found)
+                doubts = self._doubts(nodes, first, found)
                 self._refuse_values(nodes, _rows(first))
-                self.dims = {**self.dims, **found}
-                self._remember("inputs", structure, marks, dims)
-        rows = {_size(tensor, dim) for tensor, dim in zip(tensors, dims, strict=True) if dim != WHOLE}
+                learned = Learned(found, _others(nodes), doubts, _Known.of(flat, dims))
+        rows = {_size(tensor, dim) for tensor, dim in zip(flat[0], dims, strict=True) if dim != WHOLE}
         if len(rows) > 1:
             _refuse_unequal(self._named_values(arguments, keywords), found)
-        return dims, rows.pop()
+        return dims, rows.pop(), learned
+
+    def learn(self, learned: Learned) -> None:
+        """From now on, what a mini-batch has shown that was computed without an error."""
+        if len(self.dims) + len(self._others) < _MOST:
+            self.dims = {**self.dims, **learned.dims}
+            self._others |= learned.others
+        self._latest["inputs"] = learned.known
 
     def of_target(self, target: Any, flat: Flat, rows: int) -> tuple[int, ...]:
         """The same for a target, whose tensors have rows in dimension 0 unless a mark or a sample says otherwise.
@@ -153,15 +212,14 @@ class Layout:
         Raises:
             ValueError: a value that is no tensor has as many entries.
         """
-        tensors, structure, marks = flat
-        dims = self._remembered("target", structure, marks)
+        dims = self._remembered("target", flat)
         if dims is None:
             nodes = list(values_in(self.target, target))
             found = {name: self.dims.get(name, 0) for name, value, _ in nodes if isinstance(value, Tensor)}
-            dims = _in_order(nodes, found, tensors, marks)
+            dims = _in_order(nodes, found, flat)
             if rows > 1:
-                self._refuse_values(nodes, rows, also=list)
-                self._remember("target", structure, marks, dims)
+                self._refuse_values(nodes, rows, lists_of_tensors=True)
+                self._latest["target"] = _Known.of(flat, dims)
         return dims
 
     def _named_values(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[Value]:
@@ -170,29 +228,20 @@ class Layout:
         for name, value in keywords.items():
             yield from values_in(name, value)
 
-    def _remembered(
-        self, which: str, structure: Structure | None, marks: Sequence[int | None]
-    ) -> tuple[int, ...] | None:
-        form, before, dims = self._latest.get(which, (None, None, None))
-        return dims if before == marks and nested.same_nesting(form, structure) else None
-
-    def _remember(
-        self, which: str, structure: Structure | None, marks: Sequence[int | None], dims: tuple[int, ...]
-    ) -> None:
-        if structure is not None:  # the caller's objects are not kept
-            places = [leaf if isinstance(leaf, nested.Place) else None for leaf in structure.leaves]
-            structure = nested.Structure(structure.spec, tuple(places))
-        self._latest[which] = structure, marks, dims
+    def _remembered(self, which: str, flat: Flat) -> tuple[int, ...] | None:
+        known = self._latest.get(which)
+        return known.dims if known is not None and known.are_dims_of(flat) else None
 
     def _found(self, nodes: Sequence[Value], first: Value) -> dict[str, int]:
         """For each value without a mark the dimension of its rows, or `WHOLE`, by its name."""
         found, rows = {}, _rows(first)
         for name, value, mark in nodes:
-            if mark is None:
+            if mark is None and isinstance(value, Tensor):
                 places = places_of(value, rows) if value is not first.value else []
-                found[name] = self.dims.get(name, _usual(value, places))
+                # Dimension 0, unless another one alone has the size.
+                found[name] = self.dims.get(name, 0 if not places or 0 in places else places[0])
         if _other_value(nodes, found, rows):  # then the size alone says too little
-            found = {name: dim if name in self.dims or dim == WHOLE else 0 for name, dim in found.items()}
+            found = {name: self.dims.get(name, 0) for name in found}
         return found
 
     def _doubts(self, nodes: Sequence[Value], first: Value, found: Mapping[str, int]) -> list[str]:
@@ -200,11 +249,14 @@ class Layout:
         rows = _rows(first)
         doubts = []
         for name, value, mark in nodes:
-            if mark is not None or name in self.dims or value is first.value:
+            if mark is not None or name in self.dims or name in self._others or value is first.value:
                 continue
-            dim, places = found[name], places_of(value, rows)
-            if holds_tensors(value) and len(value) == rows:
-                why = f"each of its tensors is cut, but it may have one entry for each of the batch's {rows} rows"
+            dim, places = found.get(name, 0), places_of(value, rows)
+            of_first = isinstance(value, list | deque) and len(value) > 1 and first.name.startswith(f"{name}[")
+            if holds_tensors(value) and (len(value) == rows or of_first):
+                why = (
+                    f"each of its tensors is cut into {rows} rows, but it may have one entry for each row of the batch"
+                )
             elif len(places) > 1:
                 others = " or ".join(str(each) for each in places if each != dim)
                 why = f"it is cut along dimension {dim}, but dimension {others} may also be the batch's {rows} rows"
@@ -216,24 +268,27 @@ class Layout:
                 why = f"it is cut into the {rows} rows of the batch, but it may hold offsets into another tensor"
             else:
                 continue
-            doubts.append(f"{described(name, value)}: {why}. {_WAYS}. Chunk(value, dim={max(dim, 0)}) confirms it")
+            doubts.append(f"{described(name, value)}: {why}. {_WAYS}. Chunk(value, dim={dim}) confirms it")
         return doubts
 
-    def _refuse_values(self, nodes: Iterable[Value], rows: int, also: type | tuple[type, ...] = ()) -> None:
+    def _refuse_values(self, nodes: Iterable[Value], rows: int, *, lists_of_tensors: bool = False) -> None:
         """Raises a ValueError for a value that is no tensor, and may have an entry for each row.
 
         Args:
             nodes: the values.
             rows: of the mini-batch.
-            also: containers of tensors that are refused, too, although their tensors are cut.
+            lists_of_tensors: whether lists whose tensors are cut are refused, too.
         """
         for name, value, mark in nodes:
-            is_cut = holds_tensors(value) and not isinstance(value, also)
-            if mark is None and name not in self.dims and has_entries(value, rows) and not is_cut:
+            if mark is not None or name in self.dims or name in self._others or not has_entries(value, rows):
+                continue
+            is_cut = holds_tensors(value)
+            if not is_cut or lists_of_tensors:
+                also = "if each of its tensors has the rows, give Chunk(value); " if is_cut else ""
                 raise ValueError(
                     f"{described(name, value)}, as many as the batch has rows, and only tensors are cut. If each row "
-                    "has one of them, give a tensor, or cut the batch yourself, with split= or MicroBatches; if every "
-                    "micro-batch needs all of it, give NoChunk(value)"
+                    "has one of them, give a tensor, or cut the batch yourself, with split= or MicroBatches; "
+                    f"{also}if every micro-batch needs all of it, give NoChunk(value)"
                 )
 
 
@@ -252,10 +307,9 @@ def _refuse_unequal(nodes: Iterable[Value], found: Mapping[str, int]) -> None:
     )
 
 
-def _in_order(
-    nodes: Iterable[Value], found: Mapping[str, int], tensors: Sequence[Tensor], marks: Sequence[int | None]
-) -> tuple[int, ...]:
+def _in_order(nodes: Iterable[Value], found: Mapping[str, int], flat: Flat) -> tuple[int, ...]:
     """What was found for each tensor, or its mark."""
+    tensors, _, marks = flat
     by_tensor: dict[int, int] = {}
     for name, value, mark in nodes:
         if mark is None and isinstance(value, Tensor):
@@ -286,11 +340,9 @@ def _size(tensor: Tensor, dim: int) -> int:
     return tensor.shape[dim] if dim < tensor.dim() else -1
 
 
-def _usual(value: Any, places: Sequence[int]) -> int:
-    """Where a value has its rows if nothing is known of it: in dimension 0, unless another one alone has the size."""
-    if not isinstance(value, Tensor):
-        return WHOLE
-    return 0 if not places or 0 in places else places[0]
+def _others(nodes: Iterable[Value]) -> frozenset[str]:
+    """The names of lists and objects among the values; what is None now may be one later."""
+    return frozenset([name for name, value, _ in nodes if not isinstance(value, (Tensor, *PLAIN))])
 
 
 def _other_value(nodes: Iterable[Value], found: Mapping[str, int], rows: int) -> str | None:
@@ -299,3 +351,10 @@ def _other_value(nodes: Iterable[Value], found: Mapping[str, int], rows: int) ->
         if any(dim != (found[name] if mark is None else mark) for dim in places_of(value, rows)):
             return name
     return None
+
+
+def _form(structure: Structure | None) -> tuple[Any, tuple[Any, ...]]:
+    """The nesting, and the places of the tensors and the types of other values; a single tensor has neither."""
+    if structure is None:
+        return None, ()
+    return structure.spec, tuple([leaf if isinstance(leaf, nested.Place) else type(leaf) for leaf in structure.leaves])

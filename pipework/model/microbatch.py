@@ -19,6 +19,7 @@ from pipework.values import nested
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pipework.model.layout import Learned
     from pipework.runtime.transport import Message
     from pipework.values.nested import Structure
 
@@ -34,6 +35,7 @@ class Split(NamedTuple):
         rows: of each micro-batch.
         slices: for each of `tensors` its parts; none if every micro-batch gets all of it.
         dims: for each of `tensors` the dimension of its rows, or `WHOLE`.
+        learned: what it shows of the arguments; None: nothing new.
     """
 
     tensors: tuple[Tensor, ...]
@@ -42,6 +44,7 @@ class Split(NamedTuple):
     rows: Sequence[int]
     slices: Sequence[Sequence[Tensor]]
     dims: Sequence[int]
+    learned: Learned | None = None
 
     @property
     def is_given(self) -> bool:
@@ -56,6 +59,7 @@ class Split(NamedTuple):
         structure: Structure | None,
         device: torch.device | None = None,
         dims: Sequence[int] | None = None,
+        learned: Learned | None = None,
     ) -> Split:
         """Cuts tensors into the parts of the micro-batches.
 
@@ -65,6 +69,7 @@ class Split(NamedTuple):
             structure: the structure around the tensors.
             device: the device that the tensors are moved to first; None: they stay.
             dims: see above; None: the first of each.
+            learned: see above.
         """
         dims = [0] * len(tensors) if dims is None else dims
         rows = next(each for each in sizes if each is not None)
@@ -72,7 +77,9 @@ class Split(NamedTuple):
             tensors = tuple([moved(tensor, device) for tensor in tensors])
         pieces = [_leaves(*each, len(rows)) for each in zip(tensors, sizes, dims, strict=True)]
         slices = [() if each is None else parts for each, parts in zip(sizes, pieces, strict=True)]
-        return cls(tensors, sizes, [(leaves, structure) for leaves in zip(*pieces, strict=True)], rows, slices, dims)
+        return cls(
+            tensors, sizes, [(leaves, structure) for leaves in zip(*pieces, strict=True)], rows, slices, dims, learned
+        )
 
     @classmethod
     def elsewhere(cls, rows: int, micro_batches: int) -> Split:
@@ -110,7 +117,6 @@ def split(
     chunks: int,
     device: torch.device | None = None,
     layout: Layout | None = None,
-    doubts: list[str] | None = None,
 ) -> Split:
     """Splits the pipe's arguments into micro-batches whose numbers of rows differ by one at most.
 
@@ -122,8 +128,7 @@ def split(
         keywords: the keyword arguments.
         chunks: the wanted number of micro-batches.
         device: the device that the tensors are moved to first; None: they stay.
-        layout: what is known of the arguments, and learns from them; None: nothing.
-        doubts: gets a text for each value that is cut, and perhaps should not be.
+        layout: what is known of the arguments; None: nothing.
 
     Raises:
         TypeError: there is no tensor to split among the inputs.
@@ -138,9 +143,9 @@ def split(
     else:
         flat = flattened((arguments, keywords))
     layout = Layout() if layout is None else layout
-    dims, rows = layout.of_inputs(arguments, keywords, flat, chunks, [] if doubts is None else doubts)
+    dims, rows, learned = layout.of_inputs(arguments, keywords, flat, chunks)
     sizes = _sizes(rows, max(1, min(chunks, rows)))
-    return Split.of(flat[0], tuple([None if dim == WHOLE else sizes for dim in dims]), flat[1], device, dims)
+    return Split.of(flat[0], tuple([None if dim == WHOLE else sizes for dim in dims]), flat[1], device, dims, learned)
 
 
 def split_target(

@@ -47,6 +47,8 @@ class Compared:
     @property
     def verdict(self) -> str:
         """In a word or two."""
+        if self.first and math.isinf(self.difference):
+            return f"DIFFERS: {self.first} (in shape, dtype, NaN, or a plain value)"
         return f"DIFFERS: {self.first}" if self.first else "equal up to rounding" if self.differing else "equal"
 
     def up_to(self, tolerance: float) -> Self:

@@ -95,8 +95,9 @@ class LayerTrace:
         for at, ((is_gradient, _, layer, number), (_, sums)) in enumerate(whole.seen.items()):
             bound, begin = tolerance * float(sums.abs().max()) if sums.numel() else 0.0, 0
             parts = {key[1]: own for key, (_, own) in self.seen.items() if key[2:] == (layer, number) and not key[0]}
+            is_whole = len(parts) > 1 and all(len(own) == len(sums) for own in parts.values())  # not cut along rows
             for micro_batch, own in sorted(parts.items()) if not is_gradient else ():
-                rows = sums[begin : begin + len(own)]
+                rows = sums if is_whole else sums[begin : begin + len(own)]
                 begin += len(own)
                 if rows.shape != own.shape or not bool(((rows - own).abs() <= bound).all()):
                     return LayerPlace(False, micro_batch, at, layer)

@@ -37,7 +37,7 @@ from pipework.values import nested, structure_json
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pipework.attached_forward import AttachedForward
+    from pipework.attached_forward import AttachedModel
     from pipework.executor import Executor
     from pipework.pipe import Pipe
     from pipework.runtime.stage.loss import InnerLoss
@@ -113,7 +113,7 @@ class PlainModel:
         attached: the forward of the model to which the pipe is attached; None: there is none.
     """
 
-    def __init__(self, pipe: Pipe, executor: Executor, attached: AttachedForward | None) -> None:
+    def __init__(self, pipe: Pipe, executor: Executor, attached: AttachedModel | None) -> None:
         self._pipe, self._executor = pipe, executor
         self._model = attached if attached is not None and pipe._backend.is_whole else None
         placement, self._devices = executor._assignment.placement, executor._assignment.partitioning.devices
@@ -132,7 +132,7 @@ class PlainModel:
     @property
     def modules(self) -> list[nn.Module]:
         """What it runs in this process."""
-        return list(self._pipe) if self._model is None else [self._model._model]
+        return list(self._pipe) if self._model is None else [self._model.model]
 
     def step(self, batch: PlainBatch, *, grad: bool) -> PlainStep:
         """Runs a mini-batch forward, and backward if gradients are wanted."""
@@ -182,7 +182,11 @@ class PlainModel:
     def _cut(batch: PlainBatch, done: PlainStep, count: int) -> Sequence[tuple[Tensor | None, ...]]:
         """The gradients of the outputs of each micro-batch; none if the outputs are not those of the pipe."""
         joined = batch.split.joined(done.outputs) if count and done.outputs else None
-        if joined is None or [t.shape for t in joined.tensors] != [c.shape for c in batch.cotangents if c is not None]:
+        if (
+            joined is None
+            or not joined.tensors
+            or [t.shape for t in joined.tensors] != [c.shape for c in batch.cotangents if c is not None]
+        ):
             return [()] * count
         cut: Sequence[tuple[Tensor | None, ...]] = joined.splits.cut(batch.cotangents)
         return cut
@@ -276,9 +280,9 @@ class PlainModel:
             arguments, keywords = nested.replaced((arguments, keywords), Tensor, lambda tensor: tensor.to(device))
         return layer(*arguments, *([target] if takes_target else []), **keywords)
 
-    def _of_model(self, attached: AttachedForward, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def _of_model(self, attached: AttachedModel, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """What the model's own forward gives, with the random numbers that its units draw in a pipe."""
-        adapter, model = attached._adapter, attached._model
+        adapter, model = attached.adapter, attached.model
         arguments, keywords = adapter.inputs(arguments, keywords)
         keywords = adapter.micro_batch(keywords)
         with self._streams_of_units(model):

@@ -16,6 +16,7 @@ from pipework.autograd import boundary
 from pipework.distributed.data_digest import data_digest
 from pipework.model.chunk import Chunk, NoChunk
 from pipework.model.given import MicroBatches
+from pipework.model.own_split import in_micro_batches
 from pipework.model.sequential import named_layers
 from pipework.model.wrapped_module import WrappedModule
 from pipework.runtime.random.streams import draw_key
@@ -28,6 +29,7 @@ from pipework.values import nested
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from pipework.model.own_split import Piece
     from pipework.pipe import Pipe
 
 _WRAPPERS: Final = (NoChunk, Chunk, MicroBatches)
@@ -49,6 +51,7 @@ class Runs:
         trains: whether the model is in training mode, in any process.
         without_dropout: whether the next runs leave dropout out.
         is_given: whether the caller has made the micro-batches.
+        has_loss: whether the loss is inside.
         micro_batches: how many there are.
     """
 
@@ -69,14 +72,16 @@ class Runs:
         self._trace: LayerTrace | None = None
         trains = any(each.training for each in pipe) if pipe._backend.is_whole else pipe.training
         if self.attached is not None:
-            trains = self.attached._model.training
+            trains = self.attached.model.training
         told = self.share([draw_key(), trains, self._digest()])
         if len({each[2] for each in told}) > 1:
-            raise ValueError("pipe.verify got other data on some ranks: give all of them, replicas too, the same batch")
+            raise ValueError(
+                "pipe.verify got other data on some ranks: give all of them, replicas too, the same batch, and not None"
+            )
         self._seed, self.trains = told[0][0], any(each[1] for each in told)
         self.grad = self.trains and torch.is_grad_enabled()
         self._cotangents: list[Tensor | None] = []
-        self.is_given = False
+        self.is_given = self.has_loss = False
         self.micro_batches = 0
         self._start = self._attributes()
 
@@ -121,8 +126,8 @@ class Runs:
             self._trace.watch(self._layers())  # until the state is put back
         arguments, keywords, target = *self._given, self._target
         if self.attached is not None:
-            of_pipe = self.attached.of_pipe(*self._given)
-            target = of_pipe[2].get(self.attached._target)
+            of_pipe = self.attached.call_of(self.pipe, *self._given)
+            target = of_pipe[2].get(self.attached.target)
             arguments, keywords = of_pipe[:2]
         torch.default_generator.manual_seed(self._seed)
         made: dict[int, tuple[Tensor, Tensor]] = {}
@@ -172,9 +177,14 @@ class Runs:
         norms = executor._deferred
         try:
             torch.set_num_threads(executor.engine_in_use().workers._intra_op_share(threads))
-            arguments, keywords, target = executor._cut_by_caller(arguments, keywords, target)
-            split = executor._split(arguments, keywords, [])
-            self.is_given, self.micro_batches = split.is_given, self.micro_batches if whole else len(split.rows)
+            if not whole:
+                self.is_given = _is_given(arguments, keywords)
+                arguments, keywords, target = executor._cut_by_caller(arguments, keywords, target)
+            elif executor._own_split is not None:  # all of it in one micro-batch
+                arguments, keywords, target = in_micro_batches(_whole, arguments, keywords, target, 1)
+            split = executor._split(arguments, keywords)
+            self.micro_batches = self.micro_batches if whole else len(split.rows)
+            self.has_loss = target is not None
             targets, inner, device = None, None, executor._assignment.partitioning.devices[-1]
             if target is not None:
                 targets, weighing = split.targets(target, device, layout=executor._known_layout)
@@ -220,13 +230,22 @@ class Runs:
         }
 
     def _attributes(self) -> dict[str, Any]:
-        """The numbers and tensors that modules hold beside parameters and buffers."""
+        """The numbers and tensors that modules hold beside parameters and buffers.
+
+        Those of the modules around an attached model's units are left out: each part has others.
+        """
+        around = frozenset[nn.Module]() if self.attached is None else self.attached.containers
         return {
             f"{name}.{attribute}": on_host(value)
             for name, module in self.named_modules.items()
             for attribute, value in vars(module).items()
-            if isinstance(value, int | float | Tensor) and attribute != "training"
+            if isinstance(value, int | float | Tensor) and attribute != "training" and module not in around
         }
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether there is a whole batch whose outputs or loss are to be compared."""
+        return not self.is_given and (self.executor._own_split is None or self.has_loss)
 
     @property
     def rounds(self) -> bool:
@@ -242,8 +261,12 @@ class Runs:
         return dict(pair for root in roots for pair in root.named_modules() if pair[0])
 
     def without_averages(self, values: Values) -> Values:
-        """What may be compared with the whole batch: a model's own loss, among its outputs, is averaged by rows."""
-        outputs = values["outputs"].items()
+        """What may be compared with the whole batch.
+
+        A model's own loss, among its outputs, is averaged by rows. What a function of the caller's has cut comes back
+        in micro-batches.
+        """
+        outputs = values["outputs"].items() if self.executor._own_split is None else ()
         own = {name: each for name, each in outputs if self.attached is None or each.dim()}
         return {**values, "outputs": own, "attributes": {}}
 
@@ -252,7 +275,7 @@ class Runs:
         if self.attached is None or not self.pipe._backend.is_whole:
             return {name: layer for part in self.pipe.partitions for name, layer in named_layers(part)}
         calls: Any = self.pipe[0].plan.calls  # type: ignore[union-attr]
-        return {name: self.attached._model.get_submodule(name) for name in calls}
+        return {name: self.attached.model.get_submodule(name) for name in calls}
 
 
 def _renewed(value: Any, made: dict[int, tuple[Tensor, Tensor]]) -> Any:
@@ -274,6 +297,15 @@ def _renewed(value: Any, made: dict[int, tuple[Tensor, Tensor]]) -> Any:
         return mark
 
     return nested.replaced(value, (Tensor, *_WRAPPERS), renewed)
+
+
+def _whole(arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, chunks: int) -> list[Piece]:
+    """The function of `split=` that cuts nothing."""
+    return [(arguments, keywords, target)]
+
+
+def _is_given(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    return any(isinstance(value, MicroBatches) for value in (*arguments, *keywords.values()))
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -27,9 +27,9 @@ REFUSED = {
     "a layer draws from Python's `random`, numpy or a `torch.Generator` of its own, or counts calls": "another output",
     "`optimizer.step()` between forward and backward, with the loss outside": "modified by an inplace operation since",
     "`attach` to a model whose loss mixes rows, is a sum, or counts other labels than the weights say": (
-        " rows of the sample is "
+        " of the sample is "
     ),
-    "`attach` with a sample of one row": "the sample has one row",
+    "`attach` with a sample of one row": ", so nothing shows ",
     "a `loss_fn` that is a module with parameters": "make it the last layer",
     "with the loss inside, a `GradScaler` that the pipe does not know, if autocast or a parameter is in float16": (
         "before its backward, as a GradScaler does"
@@ -74,7 +74,7 @@ WARNED_OF = {
     "losses on which backward() is never called": "loss.backward() was called on none of the first ",
     "targets are padded unequally": "loss_weight=lambda target: (target != ",
     "is no mean over rows": "mean over rows",
-    "an input": "one entry for each of the batch's ",
+    "an input": "one entry for each row of the batch",
     "or a module": "takes dimension 1 for the batch",
     "an output": "joined along it, it is ",
 }

@@ -143,4 +143,4 @@ def test_what_is_no_scale_is_refused(way: Any, scale: Any) -> None:
 def test_a_scale_without_a_target_is_refused(way: Any) -> None:
     pipe, x = way.pipe(layers(), 3, balance=[2, 2, 1, 1], loss_fn=functional.mse_loss).eval(), torch.randn(7, 4)
     with pytest.raises(ValueError, match=r"loss_scale= multiplies the loss of pipe\(x, target=y\), and there is no t"):
-        pipe(x, loss_scale=0.5, outputs="all")
+        pipe(x, loss_scale=0.5)

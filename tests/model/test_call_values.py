@@ -1,4 +1,4 @@
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict, deque, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,13 @@ class Batch:
     name: str = "text"
 
 
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class Holding:
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -34,7 +41,9 @@ class Holding:
         ([X, 5], ["x", "x[0]", "x[1]"]),
         ({"a": X, 3: (X,)}, ["x['a']", "x[3]", "x[3][0]"]),
         (OrderedDict(a=X), ["x['a']"]),
-        (Pair(X, 1), ["x", "x.left", "x.right"]),
+        (Pair(X, 1), ["x.left", "x.right"]),
+        ({0: X, 1: X}, ["x", "x[0]", "x[1]"]),
+        (deque([X]), ["x", "x[0]"]),
         (Batch(X), ["x.ids", "x.name"]),
         (NoChunk([X]), ["x", "x[0]"]),
         (torch.Size([2, 3]), ["x", "x[0]", "x[1]"]),
@@ -63,11 +72,17 @@ def test_marks_are_those_of_all_that_is_inside() -> None:
         UserDict(ids=torch.zeros(4, 3)),
         range(4),
         {1, 2, 3, 4},
+        deque("abcd"),
+        dict(enumerate("abcd")),
+        Slots(torch.zeros(4)),
+        Holding(Holding(torch.zeros(2, 4))),
+        Holding({"names": ["a", "b", "c", "d"]}),
+        iter(["a"]),
     ],
 )
 def test_values_with_an_entry_for_each_of_four_rows(value: Any) -> None:
     assert has_entries(value, 4)
-    assert not has_entries(value, 5)
+    assert not has_entries(value, 5) or hasattr(value, "__next__")  # which can be read once only
 
 
 @pytest.mark.parametrize("value", ["text", b"text", None, 4, X, torch.float32, len, Holding(4), numpy.float32(4), list])

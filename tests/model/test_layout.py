@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask
 
 from pipework import Chunk, MicroBatches, NoChunk, Pipe, PipeWarning, attach
-from pipework.model.given import WHOLE
+from pipework.model.given import WHOLE, flattened
 from pipework.model.layout import Layout
 
 CC = ["cpu", "cpu"]
@@ -48,7 +48,7 @@ AMBIGUOUS = {
     "tokens as many as rows": ((6, 6), torch.zeros(6, 5), "but 6 is also another size of 'ids'"),
     "a mask": ((6, 5), torch.zeros(6, 6), "along dimension 0, but dimension 1 may also be"),
     "offsets": ((4, 5), torch.tensor([0, 8, 10, 20]), "but it may hold offsets into another tensor"),
-    "a list": ((4, 5), [torch.zeros(4, 2)] * 4, "one entry for each of the batch's 4 rows"),
+    "a list": ((4, 5), [torch.zeros(4, 2)] * 4, "one entry for each row of the batch"),
 }
 
 
@@ -128,6 +128,61 @@ def test_a_list_that_is_no_list_of_rows_at_first_never_is() -> None:
     assert first.seen == [[2, 3]] * 4
 
 
+def test_what_was_none_at_first_is_looked_at_when_it_is_there() -> None:
+    pipe, first = made()
+    pipe(ids(4, 6), None)
+    first.seen.clear()
+    pipe(ids(4, 6), torch.arange(4) * 2.0)
+    assert [each.tolist() for each in first.seen] == [[0, 2], [4, 6]]
+    for later in (numpy.arange(4), list("abcd")):
+        pipe, _ = made()
+        pipe(ids(4, 6), None)
+        with pytest.raises(ValueError, match="with 4 entries, as many as the batch has rows"):
+            pipe(ids(4, 6), later)
+    pipe, _ = made()
+    pipe(ids(4, 6), None)
+    with pytest.warns(PipeWarning, match="dimension 1 may also be"):
+        pipe(ids(4, 6), torch.zeros(4, 4))
+
+
+def test_a_mini_batch_that_fails_and_a_prediction_show_nothing() -> None:
+    pipe, first = made()
+    with pytest.raises(ValueError, match="same number of rows"):
+        pipe(ids(4, 6), torch.zeros(5, 5))
+    first.forward = lambda *arguments: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        pipe(ids(5, 6), torch.zeros(5, 5))
+    del first.forward
+    pipe.predict(ids(5, 6), torch.zeros(5, 5), timeout=0)
+    with pytest.warns(PipeWarning, match="^'position_ids' .*dimension 1 may also be"):
+        pipe(ids(5, 6), torch.zeros(5, 5))
+
+
+@pytest.mark.parametrize(
+    ("later", "words"),
+    [
+        (torch.eye(4, 3).to_sparse(), "'position_ids' is not dense"),
+        (torch.tensor(1.0), "'position_ids' is 0-dimensional"),
+        (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged), "is a nested tensor"),
+    ],
+)
+def test_a_later_mini_batch_with_tensors_that_have_no_rows_is_refused_like_the_first(later: Tensor, words: str) -> None:
+    pipe, _ = made()
+    pipe(ids(4, 6), torch.zeros(4, 3))
+    with pytest.raises(ValueError, match=words):
+        pipe(ids(4, 6), later)
+
+
+def test_names_that_change_with_each_call_are_not_kept_for_ever() -> None:
+    layout = Layout()
+    for number in range(3000):
+        call = (ids(4, 6),), {f"more{number}": torch.zeros(4)}
+        *_, learned = layout.of_inputs(*call, flattened(call), 2)
+        assert learned is not None
+        layout.learn(learned)
+    assert len(layout.dims) <= 1001
+
+
 REFUSED = {
     "strings": ["a"] * 4,
     "numbers": (1, 2, 3, 4),
@@ -172,6 +227,19 @@ def test_targets_are_looked_at_too(target: Any) -> None:
     with pytest.raises(ValueError, match=r"^[\"']target.* is a .*with 4 entries, as many as the batch has rows"):
         pipe(ids(4, 6).float(), target=target)
     pipe(ids(4, 6).float(), target=NoChunk(target))
+
+
+def test_a_list_of_targets_with_as_many_as_rows() -> None:
+    both = [torch.zeros(2, 6), torch.ones(2, 6)]
+    pipe, _ = made(loss_fn=lambda output, target: (output - target[0] - target[1]).mean())
+    with pytest.raises(
+        ValueError, match=r"'target' is a list with 2 entries.*each of its tensors has the rows, .*Chunk"
+    ):
+        pipe(ids(2, 6).float(), target=both)
+    pipe(ids(2, 6).float(), target=Chunk(both))
+    pipe, _ = made(loss_fn=lambda output, target: (output - target[0] - target[1]).mean())
+    pipe(ids(4, 6).float(), target=[torch.zeros(4, 6), torch.ones(4, 6)])
+    pipe(ids(2, 6).float(), target=both)
 
 
 def test_a_target_with_its_rows_elsewhere() -> None:
@@ -260,6 +328,17 @@ def test_samples_that_do_not_tell_are_refused(changes: dict[str, Any], words: st
         ValueError, match=rf"the sample has . rows .*of 'ids'.*: {words}.*another|{words}.*no other size"
     ):
         attach(Model(), given, chunks=2, devices=CC)
+
+
+def test_an_argument_that_is_none_in_the_sample_is_cut_when_it_is_there() -> None:
+    model = Model()
+    attach(model, sample(extra=None, position_ids=None, labels=torch.zeros(5, 3)), chunks=2, balance=[1, 1], devices=CC)
+    model.eval()
+    later = {"ids": ids(4, 5), "extra": {"scale": torch.linspace(1, 2, 20).view(4, 5, 1)}}
+    with torch.no_grad():
+        got = model(**later)
+    del model.forward
+    torch.testing.assert_close(got, model(**later))
 
 
 def test_marks_in_a_sample_tell() -> None:

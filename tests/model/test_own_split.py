@@ -94,12 +94,44 @@ def test_packed_sequences_in_an_attached_model() -> None:
     ("returned", "error", "words"),
     [
         ([], ValueError, "returned no micro-batch"),
-        ([torch.ones(2)], TypeError, "returned Tensor for micro-batch 0: wanted a tuple"),
-        ([((1,), {}, None), ((1, 2), {}, None)], ValueError, "micro-batch 1 with 2 positional arguments, the names"),
-        ([((1,), {"a": 1}, None), ((1,), {}, None)], ValueError, r"names \[\] and no target: wanted .*\['a'\]"),
-        ([((1,), {}, 3)], ValueError, "and a target: wanted .* and no target, as the call has"),
+        ([torch.ones(2)], TypeError, "returned Tensor for micro-batch 0: wanted a list"),
+        (
+            [((1,), {}, None), ((1, 2), {}, None)],
+            ValueError,
+            "returned 2 positional arguments and the names .* for micro-batch 1, and 1 and",
+        ),
+        ([((1,), {"a": 1}, None), ((1,), {}, None)], ValueError, r"names \[\] for micro-batch 1, and 1 and \['a'\]"),
+        ([(torch.ones(2), {}, None)], TypeError, r"returned \(Tensor, dict, NoneType\) for micro-batch 0"),
+        ([((1,), {}, 3)], ValueError, "returned a target for micro-batch 0, and the call has none"),
+        ({"x": 1}, TypeError, "returned a dict: wanted a list with a tuple"),
+        (None, TypeError, "returned a NoneType: wanted a list"),
+        ((((1,), {}, None)), TypeError, "returned a tuple: wanted a list"),
     ],
 )
 def test_what_else_is_returned_is_refused(returned: list[Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         in_micro_batches(lambda *call: returned, (torch.ones(4),), {}, None, 2)
+
+
+def test_an_error_in_the_function_says_where_it_was() -> None:
+    with pytest.raises(KeyError) as caught:
+        in_micro_batches(lambda inputs, keywords, target, chunks: keywords["images"], (torch.ones(4),), {}, None, 2)
+    assert caught.value.__notes__ == ["pipework: in split=, called with chunks=2"]
+
+
+def test_an_attached_model_says_what_split_returned() -> None:
+    def attached(returned: list[Any]) -> None:
+        attach(Model(), batch(), chunks=2, devices=CC, split=lambda *call: returned, loss_weight=len)
+
+    with pytest.raises(TypeError, match="split= returned Tensor for micro-batch 0: wanted a list"):
+        attached([torch.ones(2)])
+    with pytest.raises(ValueError, match=r"has one micro-batch, so nothing shows .* of two micro-batches or more"):
+        attached([((), {key: value for key, value in batch().items() if key != "labels"}, batch()["labels"])])
+
+
+def test_a_loss_of_which_split_loses_rows_is_refused() -> None:
+    def halves(arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, chunks: int) -> list[Any]:
+        return by_sequences(arguments, keywords, target, chunks + 1)[:chunks]
+
+    with pytest.raises(ValueError, match="the loss of Model for 2 micro-batches of the sample is"):
+        attach(Model(), batch(), chunks=2, devices=CC, split=halves, loss_weight=len)

@@ -22,7 +22,7 @@ _SAME_DATA: Final = (
 )
 _NOWHERE: Final = ProcessPlace()
 _FOR_ALL: Final = {
-    "checkpoint": "Every rank calls save_checkpoint and load_checkpoint, not one of them alone. ",
+    "checkpoint": "Every rank calls save_checkpoint, load_checkpoint and pipe.verify, not one of them alone. ",
     "clip_grad_norm_": "Every rank calls pipe.clip_grad_norm_, not one of them alone. ",
 }
 

@@ -70,8 +70,9 @@ def doubts_about_loss(settings: LossSettings, loss: InnerLoss, rows: Sequence[in
 
 def _doubt(settings: LossSettings, loss: InnerLoss, seen: Sequence[SeenLoss], rows: Sequence[int]) -> str | None:
     one, other = (each.value.item() for each in seen)
-    outputs = _joined(seen[0].output, seen[1].output, rows)
-    whole = _called(loss.function, outputs, _joined(seen[0].target, seen[1].target, rows))
+    outputs = _joined(seen[0].output, seen[1].output, [False] * len(seen[0].output[0]), rows)
+    shared = [here == there for here, there in zip(seen[0].places, seen[1].places, strict=True)]
+    whole = _called(loss.function, outputs, _joined(seen[0].target, seen[1].target, shared, rows))
     of_sum = taken = one + other
     if loss.weights is not None and settings.reduction == "mean":
         shares = [float(weight) for weight in loss.weights[:2]]
@@ -102,8 +103,14 @@ def _doubt(settings: LossSettings, loss: InnerLoss, seen: Sequence[SeenLoss], ro
     )
 
 
-def _joined(one: Message, other: Message, rows: Sequence[int]) -> Any:
-    """Two outputs or targets, joined along rows. A tensor that both micro-batches got stays as it is.
+def _joined(one: Message, other: Message, shared: Sequence[bool], rows: Sequence[int]) -> Any:
+    """Two outputs or targets, joined along rows.
+
+    Args:
+        one: of the first micro-batch.
+        other: of the second.
+        shared: for each tensor, whether both micro-batches got all of it.
+        rows: of the micro-batches.
 
     Raises:
         ValueError: they are not made of rows.
@@ -111,8 +118,8 @@ def _joined(one: Message, other: Message, rows: Sequence[int]) -> Any:
     if not same(one[1], other[1]):
         raise ValueError
     joined = []
-    for first, second in zip(one[0], other[0], strict=True):
-        if first.data_ptr() != second.data_ptr():
+    for first, second, is_whole in zip(one[0], other[0], shared, strict=True):
+        if not is_whole:
             each, rest = divmod(len(first), rows[0])
             # If they are equal, they may have nothing to do with rows.
             if rest or len(second) != each * rows[1] or torch.equal(first, second):

@@ -21,6 +21,10 @@ class Adapter(Protocol):
     def side_outputs(self) -> SideOutputs:
         """Collects what units give beside what they return."""
 
+    @property
+    def masks(self) -> tuple[str, ...]:
+        """The names of arguments that say of each position whether it counts."""
+
     def blocks(self, model: nn.Module) -> Collection[type | str] | None:
         """The classes of units; None: the elements of lists."""
 
@@ -95,6 +99,7 @@ class PlainAdapter:
     """For modules that need nothing else."""
 
     side_outputs: SideOutputs = NoSideOutputs()
+    masks: tuple[str, ...] = ()
 
     def blocks(self, model: nn.Module) -> None:
         """See `Adapter.blocks`."""

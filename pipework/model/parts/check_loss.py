@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from pipework.model.parts.sample import Arguments
 
 
+_FACTORS: Final = (1.0, 0.25, 0.5)
+
+
 @dataclass(frozen=True)
 class Weighed:
     """How the losses of micro-batches become that of the mini-batch.
@@ -32,21 +35,24 @@ class Weighed:
         target: the name of the argument that the loss needs.
         reduction: 'mean' or 'sum'.
         weight: of a micro-batch, from its target; None: its rows.
-        target_in: the target in the arguments of a micro-batch.
+        argument_of: from the arguments of a micro-batch and a name to that argument; None: it has none.
+        with_argument: these arguments with another value for that.
     """
 
     target: str
     reduction: str
     weight: Callable[[Any], Any] | None
-    target_in: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    argument_of: Callable[[Arguments, str], Any]
+    with_argument: Callable[[Arguments, str, Any], Arguments]
 
     def of(self, rows: Sequence[Arguments]) -> list[float]:
         """By what the loss of each row is multiplied."""
         if self.reduction == "sum":
             return [1.0] * len(rows)
         weight = _rows_of if self.weight is None else self.weight
-        amounts = [float(weight(self.target_in(*row))) for row in rows]
-        return [amount / sum(amounts) if sum(amounts) else math.nan for amount in amounts]
+        amounts = [float(weight(self.argument_of(row, self.target))) for row in rows]
+        total = sum(amounts)
+        return [amount / total if total else math.nan for amount in amounts]
 
 
 def _rows_of(target: Any) -> int:
@@ -54,7 +60,7 @@ def _rows_of(target: Any) -> int:
 
 
 def check_loss(
-    cuttable: Cuttable, rows: Sequence[Arguments], loss_of: Callable[[Any], Tensor], weighed: Weighed
+    cuttable: Cuttable, rows: Sequence[Arguments], kind: str, loss_of: Callable[[Any], Tensor], weighed: Weighed
 ) -> None:
     """Raises a ValueError if the pipe would train with another loss than the model itself has.
 
@@ -62,28 +68,30 @@ def check_loss(
 
     Args:
         cuttable: of the model; nothing is compared if it does not run as it is.
-        rows: the parts of that sample: a row each, or what `split=` made of it. None: the caller has made them.
+        rows: the parts of that sample: a row each, or what `split=` has made of it; none if the caller has made them.
+        kind: what such a part is, "row" or "micro-batch".
         loss_of: reads the loss from what the model returns.
         weighed: what the pipe does.
     """
     if not runs_here(cuttable):
         return
-    name = type(cuttable.model).__name__
+    name, several = type(cuttable.model).__name__, {"row": "rows"}.get(kind, f"{kind}es")
     if len(rows) == 1:
         raise ValueError(
-            f"the sample has one row, so nothing shows whether the loss of {name} for a mini-batch is the "
-            f"{weighed.reduction} of those of its micro-batches: give a sample of two rows or more, or leave the "
+            f"the sample has one {kind}, so nothing shows whether the loss of {name} for a mini-batch is the "
+            f"{weighed.reduction} of those of its micro-batches: give a sample of two {several} or more, or leave the "
             "comparison out with check=False"
         )
     if not rows:
         return
+    sample, *rows = _told_apart(cuttable, rows, weighed) if kind == "row" else [cuttable.sample, *rows]
     with evaluating(cuttable.model):
-        whole, precision = _run(cuttable, cuttable.sample, loss_of)
+        whole, precision = _run(cuttable, sample, loss_of)
         try:
             losses = [_run(cuttable, row, loss_of)[0] for row in rows]
         except Exception as error:
             raise ValueError(
-                f"{name} does not run on one row of the sample ({error}), so nothing shows whether its loss for a "
+                f"{name} does not run on one {kind} of the sample ({error}), so nothing shows whether its loss for a "
                 f"mini-batch is the {weighed.reduction} of those of its micro-batches: leave the comparison out with "
                 "check=False"
             ) from error
@@ -91,11 +99,34 @@ def check_loss(
     combined = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
     if not math.isfinite(whole):
         raise ValueError(
-            f"the loss of {name} for the first {len(rows)} rows of the sample is {whole}, so it cannot be compared: "
-            f"give rows whose {weighed.target!r} count, or leave the comparison out with check=False"
+            f"the loss of {name} for the first {len(rows)} {several} of the sample is {whole}, so it cannot be "
+            f"compared: give {several} whose {weighed.target!r} count, or leave the comparison out with check=False"
         )
     if not _close(whole, combined, precision):
-        raise ValueError(_text(name, whole, losses, combined, precision, weighed))
+        raise ValueError(_text(f"{name} for {len(losses)} {several}", whole, losses, combined, precision, weighed))
+
+
+def _told_apart(cuttable: Cuttable, rows: Sequence[Arguments], weighed: Weighed) -> list[Arguments]:
+    """The sample and its rows, changed so that rows differ: of equal losses any mean is the same.
+
+    Targets that are no classes are multiplied, and of the last row half of a mask is left out.
+    """
+    every = [cuttable.sample, *rows]
+    for name in (weighed.target, *cuttable.adapter.masks):
+        whole, *own = (weighed.argument_of(each, name) for each in every)
+        if not isinstance(whole, Tensor) or whole.dim() < (2 if name in cuttable.adapter.masks else 1):
+            continue
+        dim = next((n for n, size in enumerate(own[0].shape) if size != whole.shape[n]), 0)
+        if name != weighed.target and whole.dim() == 2:
+            places = own[-1].nonzero()
+            own[-1] = own[-1].index_put(tuple(places[len(places) // 2 :].T), own[-1].new_zeros(()))
+        elif name == weighed.target and whole.is_floating_point():  # some losses want them from 0 to 1
+            own = [each * factor for each, factor in zip(own, _FACTORS, strict=False)]
+        else:
+            continue
+        changed = [torch.cat(own, dim), *own]
+        every = [weighed.with_argument(each, name, value) for each, value in zip(every, changed, strict=True)]
+    return every
 
 
 def _run(cuttable: Cuttable, row: Arguments, loss_of: Callable[[Any], Tensor]) -> tuple[float, float]:
@@ -109,7 +140,8 @@ def _run(cuttable: Cuttable, row: Arguments, loss_of: Callable[[Any], Tensor]) -
 
 def _close(left: float, right: float, precision: float) -> bool:
     # Kernels add in another order for another number of rows; float32 may be less precise on accelerators.
-    return math.isclose(left, right, rel_tol=max(2 * precision, 3e-4), abs_tol=precision)
+    least = 5e-5 if torch.accelerator.current_accelerator() is None else 3e-4
+    return math.isclose(left, right, rel_tol=max(2 * precision, least), abs_tol=precision)
 
 
 def _text(name: str, whole: float, losses: Sequence[float], combined: float, precision: float, weighed: Weighed) -> str:
@@ -130,7 +162,7 @@ def _text(name: str, whole: float, losses: Sequence[float], combined: float, pre
     weights = "mean over rows" if weighed.weight is None else "mean by loss_weight"
     kind = "sum" if weighed.reduction == "sum" else weights
     return (
-        f"the loss of {name} for {len(losses)} rows of the sample is {whole:.6g}, and the pipe would train with "
+        f"the loss of {name} of the sample is {whole:.6g}, and the pipe would train with "
         f"{combined:.6g}, the {kind} of its losses for each of them ({', '.join(f'{loss:.6g}' for loss in losses)}). "
         f"{advice}. check=False leaves the comparison out"
     )

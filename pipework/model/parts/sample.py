@@ -36,7 +36,7 @@ def few_rows(sample: Any) -> Arguments:
         ((), {'x': tensor([0, 1])})
     """
     with contextlib.suppress(TypeError, ValueError):
-        return microbatch.arguments_of(_split(sample, 2).micro_batches[0])
+        return microbatch.arguments_of(_splits(sample)[0].micro_batches[0])
     return arguments_of(sample)
 
 
@@ -55,16 +55,17 @@ def single_rows(sample: Any) -> list[Arguments]:
     arguments, keywords = as_given(sample)
     if any(isinstance(each, MicroBatches) for each in (*arguments, *keywords.values())):
         return []
-    count = _split(sample, 2).rows[0]
-    return [microbatch.arguments_of(each) for each in _split(sample, 1).micro_batches[:count]]
+    in_pairs, alone = _splits(sample)
+    return [microbatch.arguments_of(each) for each in alone.micro_batches[: in_pairs.rows[0]]]
 
 
-def _split(sample: Any, rows: int) -> microbatch.Split:
-    """Micro-batches of so many rows, or one more."""
+def _splits(sample: Any) -> tuple[microbatch.Split, microbatch.Split]:
+    """Micro-batches of two rows, or three if their number is odd, and of one row."""
     arguments, keywords = as_given(sample)
     layout = Layout.of_sample((), "", arguments, keywords)
-    (total,) = microbatch.split(arguments, keywords, 1, layout=layout).rows
-    return microbatch.split(arguments, keywords, total // rows, layout=layout)
+    (rows,) = microbatch.split(arguments, keywords, 1, layout=layout).rows
+    in_pairs, alone = (microbatch.split(arguments, keywords, count, layout=layout) for count in (rows // 2, rows))
+    return in_pairs, alone
 
 
 def as_given(sample: Any) -> Arguments:

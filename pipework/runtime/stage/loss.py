@@ -20,10 +20,18 @@ if TYPE_CHECKING:
 
 
 class SeenLoss(NamedTuple):
-    """What a loss function got and gave for a micro-batch."""
+    """What a loss function got and gave for a micro-batch, copied: it may overwrite its arguments.
+
+    Attributes:
+        output: what it got.
+        target: likewise.
+        places: where the tensors of the target lie that were copied.
+        value: what it gave.
+    """
 
     output: Message
     target: Message
+    places: tuple[int, ...]
     value: Tensor
 
 

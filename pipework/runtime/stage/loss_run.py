@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -97,6 +96,9 @@ class LossRun:
             grad: whether gradients are wanted.
         """
         loss, value = self._loss, output
+        # Of a recomputation, or of further micro-batches, nothing is kept.
+        is_seen = loss.seen is not None and micro_batch == len(loss.seen) < 2
+        given = self._copied(output, micro_batch) if is_seen else None
         if loss.function is not None:
             if enter_stream is not None:
                 enter_stream(self._stage.layers[-1].number + 1, micro_batch)
@@ -109,18 +111,22 @@ class LossRun:
         if grad and isinstance(value, Tensor) and not value.requires_grad and self._stage.training:
             self._see_detached(output, micro_batch)
         part = loss.part(value, micro_batch)
-        if loss.seen is not None and micro_batch == len(loss.seen) < 2:  # else a recomputation, or one more
-            self._keep(loss.seen, output, value, micro_batch)
+        if given is not None and loss.seen is not None:
+            loss.seen.append(SeenLoss(*given, value.detach()))
         return loss.with_output(part, output) if loss.keeps_output else ((part,), None)
 
-    def _keep(self, seen: list[SeenLoss], output: Any, value: Tensor, micro_batch: int) -> None:
-        with contextlib.suppress(TypeError):  # a tensor with a gradient within an object
-            (loss, *tensors), structure = self._loss.with_output(value.detach(), output)
-            target = nested.flatten(self.targets[micro_batch][1])
-            every = (*tensors, *target[0])
-            plain = all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in every)
-            if plain and sum(tensor.nbytes for tensor in every) <= MOST_BYTES:
-                seen.append(SeenLoss((tuple(tensors), structure), target, loss))
+    def _copied(self, output: Any, micro_batch: int) -> tuple[Message, Message, tuple[int, ...]] | None:
+        """Copies of output and target, and where the target lies; None: they are large, or cannot be copied."""
+        try:
+            messages = nested.flatten(output), nested.flatten(self.targets[micro_batch][1])
+        except TypeError:  # a tensor with a gradient within an object
+            return None
+        every = [tensor for tensors, _ in messages for tensor in tensors]
+        plain = all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in every)
+        if not plain or sum(tensor.nbytes for tensor in every) > MOST_BYTES:
+            return None
+        of_output, of_target = ((tuple([t.detach().clone() for t in tensors]), around) for tensors, around in messages)
+        return of_output, of_target, tuple([tensor.data_ptr() for tensor in messages[1][0]])
 
     def _see_detached(self, output: Any, micro_batch: int) -> None:
         """Raises a RuntimeError if no micro-batch's loss has a graph, although there is something to train."""

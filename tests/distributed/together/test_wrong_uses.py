@@ -85,7 +85,8 @@ def layers_of_a_pipe(mesh: Mesh) -> list[str]:
     with pytest.raises(AttributeError) as error:
         pipe.chunks = 4
     told.append(str(error.value))
-    for made_of in (nn.Sequential(*pipe), copy.deepcopy(pipe.partitions[0])):
+    wrapped = nn.Sequential(*[nn.Sequential(layer) for layer in pipe])
+    for made_of in (nn.Sequential(*pipe), copy.deepcopy(pipe.partitions[0]), wrapped):
         with pytest.raises(ValueError, match="the ranks were started with different settings") as refused:
             Pipe(made_of, chunks=4, mesh=mesh, **options)
         told.append(str(refused.value))
