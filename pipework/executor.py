@@ -249,7 +249,9 @@ class Executor:
                     results, returned = step.run(split.micro_batches, targets or [])
                 else:
                     results = step.forward(split.micro_batches)
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:
+            for doubt in () if own.learned is None else own.learned.doubts:  # which may be why
+                add_note(error, doubt)
             if trains and is_out_of_memory(error):
                 self._note_what_fits(self._call(split, targets), context, error)
             raise

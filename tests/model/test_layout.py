@@ -150,8 +150,9 @@ def test_a_mini_batch_that_fails_and_a_prediction_show_nothing() -> None:
     with pytest.raises(ValueError, match="same number of rows"):
         pipe(ids(4, 6), torch.zeros(5, 5))
     first.forward = lambda *arguments: 1 / 0  # type: ignore[method-assign]
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as caught:
         pipe(ids(5, 6), torch.zeros(5, 5))
+    assert any("'position_ids' has the shape (5, 5)" in note for note in caught.value.__notes__)
     del first.forward
     pipe.predict(ids(5, 6), torch.zeros(5, 5), timeout=0)
     with pytest.warns(PipeWarning, match="^'position_ids' .*dimension 1 may also be"):
