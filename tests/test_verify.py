@@ -200,6 +200,16 @@ class Counting(nn.Module):
         return x
 
 
+class CountingInADict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"tokens": [0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["tokens"][0] += x.numel()
+        return x
+
+
 class Late(nn.Module):
     """Gives something else on a thread that is not the main one: a fault that only a pipe shows."""
 
@@ -277,6 +287,12 @@ WRONG: dict[str, tuple[Callable[[], Verification], bool, str, str]] = {
     "an attribute that counts": (
         lambda: verified([nn.Linear(WIDTH, 8), Counting(), nn.Tanh(), nn.Linear(8, OUTPUTS)], checkpoint="always"),
         True, "counts twice", "",
+    ),
+    "a dict that counts": (
+        lambda: verified(
+            [nn.Linear(WIDTH, 8), CountingInADict(), nn.Tanh(), nn.Linear(8, OUTPUTS)], checkpoint="always"
+        ),
+        True, "1.counts['tokens'][0], in an attribute, which a recomputation changes once more", "",
     ),
     "Python's random": (
         lambda: verified(around(Noise()), one_thread=False),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipework import torch_private
 from pipework.autograd import boundary
 from pipework.distributed.data_digest import data_digest
+from pipework.model.call_values import values_in
 from pipework.model.chunk import Chunk, NoChunk
 from pipework.model.given import MicroBatches
 from pipework.model.own_split import in_micro_batches
@@ -230,16 +231,19 @@ class Runs:
         }
 
     def _attributes(self) -> dict[str, Any]:
-        """The numbers and tensors that modules hold beside parameters and buffers.
+        """The numbers and tensors that modules hold beside parameters and buffers, also in lists and dicts.
 
         Those of the modules around an attached model's units are left out: each part has others.
         """
         around = frozenset[nn.Module]() if self.attached is None else self.attached.containers
+        of_every_module = vars(nn.Module())
         return {
-            f"{name}.{attribute}": on_host(value)
+            each.name: on_host(each.value)
             for name, module in self.named_modules.items()
             for attribute, value in vars(module).items()
-            if isinstance(value, int | float | Tensor) and attribute != "training" and module not in around
+            if attribute not in of_every_module and module not in around and not isinstance(value, nn.Module)
+            for each in values_in(f"{name}.{attribute}", value)
+            if isinstance(each.value, int | float | Tensor)
         }
 
     @property
