@@ -62,11 +62,10 @@ def contract(module: nn.Sequential, assignment: Assignment, **settings: Any) -> 
         schedule = f"{schedule.name}, orders {hashlib.sha256(to_json(schedule).encode()).hexdigest()[:16]}"
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     names: dict[int, str] = {}  # of each tensor, the first
-    places = [
-        sorted({each.__dict__[_PLACE] for each in layer.modules() if _PLACE in each.__dict__}) for layer in module
-    ]
+    inside = [{each.__dict__[_PLACE] for each in layer.modules() if _PLACE in each.__dict__} for layer in module]
+    places = [next(iter(each)) if len(each) == 1 else sorted(each) for each in inside]
     return {
-        **({_TAKEN: places} if any(places) else {}),
+        **({_TAKEN: places} if any(inside) else {}),
         "pipework": pipework.__version__,
         "torch": torch.__version__,
         "schedule": schedule,
