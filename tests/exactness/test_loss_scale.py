@@ -72,7 +72,7 @@ def test_accumulated_gradients_are_those_of_the_plain_model(
 ) -> None:
     plain, options = layers(nonlinear()), OPTIONS[name]
     pipe = way.pipe(plain, 3, checkpoint, balance=[2, 2, 2, 1], **options)
-    for scale in (1 / 3, 0.7, torch.tensor(1 / 4)):
+    for scale in (1 / 3, 0.7, torch.tensor(1 / 4, device="cpu")):
         x, y = torch.randn(7, 4), torch.randn(7, 4)
         torch.manual_seed(1)
         loss = pipe(x, target=y, loss_scale=scale)
@@ -81,6 +81,21 @@ def test_accumulated_gradients_are_those_of_the_plain_model(
         expected = reference_step(plain, x, y, chunks=3, key=draw_key(), loss_scale=float(scale), **options)
         assert torch.equal(loss, expected.loss)
     assert same_gradients(pipe, held(plain, pipe))
+
+
+@inside
+def test_a_tensor_is_as_good_as_a_number(way: Any) -> None:
+    """On an accelerator it stays there, and multiplies in the precision of the loss, as a number need not."""
+    plain, x, y = layers(), torch.randn(7, 4), torch.randn(7, 4)
+    one, other = (way.pipe(plain, 3, balance=[2, 2, 1, 1], loss_fn=functional.mse_loss) for _ in range(2))
+    losses = []
+    for pipe, scale in ((one, 1 / 3), (other, torch.tensor(1 / 3))):
+        torch.manual_seed(1)
+        losses.append(pipe(x, target=y, loss_scale=scale))
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
 
 
 @inside
