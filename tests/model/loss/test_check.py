@@ -375,6 +375,19 @@ def test_the_step_keeps_its_bits(checkpoint: str) -> None:
         assert all(torch.equal(p.grad, grad) for p, grad in zip(layers.parameters(), gradients, strict=True))
 
 
+def test_what_a_loss_overwrites_is_overwritten_once() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        output.data.sub_(1)
+        return functional.mse_loss(output, target.mul_(2))
+
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = Pipe(layers, 4, balance=[1, 1], devices=["cpu"] * 2, schedule="1f1b", loss_fn=loss_fn)
+    x, target = rows_of(16), torch.ones(16, 4)
+    _, output = pipe(x, target=target, return_output=True)
+    assert torch.equal(target, torch.full((16, 4), 2.0))
+    torch.testing.assert_close(output, layers(x).detach() - 1)
+
+
 def test_compiled_functions_are_not_compiled_for_other_rows() -> None:
     compiled: list[Any] = []
 
