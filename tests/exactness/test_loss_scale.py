@@ -146,6 +146,7 @@ def test_a_scaler_and_a_scale(way: Any) -> None:
 NONE = (0, -1.0, float("nan"), float("inf"), "1", torch.ones(1), nn.Parameter(torch.ones(())))
 
 
+@pytest.mark.one_process("a call that is refused ends a pipe of processes: tests/distributed/together")
 @pytest.mark.parametrize("way", ["gpipe"], indirect=True)
 @pytest.mark.parametrize("scale", NONE, ids=str)
 def test_what_is_no_scale_is_refused(way: Any, scale: Any) -> None:
@@ -154,6 +155,7 @@ def test_what_is_no_scale_is_refused(way: Any, scale: Any) -> None:
         pipe(x, target=x, loss_scale=scale)
 
 
+@pytest.mark.one_process("a call that is refused ends a pipe of processes: tests/distributed/together")
 @pytest.mark.parametrize("way", ["gpipe"], indirect=True)
 def test_a_scale_without_a_target_is_refused(way: Any) -> None:
     pipe, x = way.pipe(layers(), 3, balance=[2, 2, 1, 1], loss_fn=functional.mse_loss).eval(), torch.randn(7, 4)
