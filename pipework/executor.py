@@ -18,7 +18,7 @@ from pipework.autograd.undelivered import UndeliveredLosses
 from pipework.backend import StepData, StepFacts, StepHeader
 from pipework.model import microbatch
 from pipework.model.batchnorm import DeferredBatchNorm
-from pipework.model.given import Given, MicroBatches, given
+from pipework.model.given import Given, given, is_given
 from pipework.model.layers import doubts_about_hooks
 from pipework.model.layout import Layout
 from pipework.model.loss.check import doubts_about_loss, may_be_other
@@ -519,7 +519,7 @@ class Executor:
         self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], target: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """The call as it is, or in the micro-batches that the function of the caller makes of it."""
-        if self._own_split is None or _is_cut(inputs, keyword_inputs):
+        if self._own_split is None or is_given(inputs, keyword_inputs):
             return inputs, keyword_inputs, target
         return in_micro_batches(self._own_split, inputs, keyword_inputs, target, self.chunks)
 
@@ -531,7 +531,7 @@ class Executor:
             refuse_misspelt(keyword_inputs, *next(self._layers.named_children()))
             self._keywords = frozenset(keyword_inputs)
         device = self._assignment.partitioning.devices[0]
-        if _is_cut(inputs, keyword_inputs):
+        if is_given(inputs, keyword_inputs):
             return given(inputs, keyword_inputs, device)
         return microbatch.split(inputs, keyword_inputs, self.chunks, device, self._known_layout)
 
@@ -567,11 +567,6 @@ class Executor:
             yield
         self._looks -= {"inputs"}
         doubts += found
-
-
-def _is_cut(inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> bool:
-    """Whether the caller has cut the mini-batch."""
-    return any(isinstance(value, MicroBatches) for value in (*inputs, *keyword_inputs.values()))
 
 
 def _loss_and_output(

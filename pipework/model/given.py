@@ -76,6 +76,16 @@ class MicroBatches(Sequence[Any]):
         return f"MicroBatches({list(self._values)!r})"
 
 
+def is_given(arguments: Iterable[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether the caller has made the micro-batches of a call.
+
+    Example:
+        >>> is_given([1], {}), is_given([1], {"x": MicroBatches([2, 3])})
+        (False, True)
+    """
+    return any(isinstance(value, MicroBatches) for value in (*arguments, *keywords.values()))
+
+
 @dataclass(frozen=True)
 class Given:
     """A mini-batch whose micro-batches the caller has made; see `pipework.model.microbatch.Split`.

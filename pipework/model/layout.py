@@ -23,7 +23,7 @@ from pipework.model.call_values import (
     refuse_uncut,
     values_in,
 )
-from pipework.model.given import WHOLE, MicroBatches, is_dense
+from pipework.model.given import WHOLE, is_dense, is_given
 from pipework.values import nested
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Layout:
             {'ids': 0, 'positions': 1}
         """
         layout = cls(names, target)
-        if any(isinstance(value, MicroBatches) for value in (*arguments, *keywords.values())):
+        if is_given(arguments, keywords):
             return layout
         nodes = list(layout._named_values(arguments, keywords))
         first = _first(nodes, layout.dims)
@@ -294,9 +294,8 @@ class Layout:
 
 def _refuse_unequal(nodes: Iterable[Value], found: Mapping[str, int]) -> None:
     """Raises a ValueError that names two tensors with different numbers of rows."""
-    dims = [
-        (node, found[node.name] if node.mark is None else node.mark) for node in nodes if isinstance(node.value, Tensor)
-    ]
+    nodes = [node for node in nodes if isinstance(node.value, Tensor)]
+    dims = [(node, found.get(node.name, 0) if node.mark is None else node.mark) for node in nodes]
     cut = [(node.name, tuple(node.value.shape), dim, _size(node.value, dim)) for node, dim in dims if dim != WHOLE]
     name, shape, dim, rows = cut[0]
     other, its_shape, its_dim, _ = next(each for each in cut if each[-1] != rows)

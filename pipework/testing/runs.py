@@ -16,7 +16,7 @@ from pipework.autograd import boundary
 from pipework.distributed.data_digest import data_digest
 from pipework.model.call_values import values_in
 from pipework.model.chunk import Chunk, NoChunk
-from pipework.model.given import MicroBatches
+from pipework.model.given import MicroBatches, is_given
 from pipework.model.own_split import in_micro_batches
 from pipework.model.sequential import named_layers
 from pipework.model.wrapped_module import WrappedModule
@@ -179,7 +179,7 @@ class Runs:
         try:
             torch.set_num_threads(executor.engine_in_use().workers._intra_op_share(threads))
             if not whole:
-                self.is_given = _is_given(arguments, keywords)
+                self.is_given = is_given(arguments, keywords)
                 arguments, keywords, target = executor._cut_by_caller(arguments, keywords, target)
             elif executor._own_split is not None:  # all of it in one micro-batch
                 arguments, keywords, target = in_micro_batches(_whole, arguments, keywords, target, 1)
@@ -306,10 +306,6 @@ def _renewed(value: Any, made: dict[int, tuple[Tensor, Tensor]]) -> Any:
 def _whole(arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, chunks: int) -> list[Piece]:
     """The function of `split=` that cuts nothing."""
     return [(arguments, keywords, target)]
-
-
-def _is_given(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    return any(isinstance(value, MicroBatches) for value in (*arguments, *keywords.values()))
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipework.model import microbatch
 from pipework.model.chunk import Chunk, NoChunk
-from pipework.model.given import MicroBatches
+from pipework.model.given import MicroBatches, is_given
 from pipework.model.layout import Layout
 from pipework.values import nested
 
@@ -53,7 +53,7 @@ def single_rows(sample: Any) -> list[Arguments]:
         [[0], [1]]
     """
     arguments, keywords = as_given(sample)
-    if any(isinstance(each, MicroBatches) for each in (*arguments, *keywords.values())):
+    if is_given(arguments, keywords):
         return []
     in_pairs, alone = _splits(sample)
     return [microbatch.arguments_of(each) for each in alone.micro_batches[: in_pairs.rows[0]]]
