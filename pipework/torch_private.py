@@ -19,7 +19,7 @@ import functools
 import importlib
 import operator
 import sys
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -624,21 +624,53 @@ _has_kernel: Callable[[str, str], bool] = _required(torch, "_C._dispatch_has_ker
 _schema: Callable[[str, str], Any] = _required(torch, "_C._get_schema", _TO_DRAW)
 
 
-def generator_arguments() -> dict[str, tuple[int, bool]]:
-    """The operators with a CPU kernel that takes a generator; every other random operator is made of these.
+dispatch_key: Callable[[str], str] = _required(torch, "_C._dispatch_key_for_device", _TO_DRAW)
+"""The key of the kernels for a type of device, such as "CUDA" for "cuda"."""
+
+
+class RandomArgument(NamedTuple):
+    """The argument of an operator that tells whether a call draws from the default generator.
+
+    Attributes:
+        name: "generator", then a call draws from the default one if it is None; else of a probability, then a call
+            draws if it is above 0.
+        position: among the arguments.
+        keyword_only: whether it can only be given by keyword.
+        default: its value if it is not given.
+    """
+
+    name: str
+    position: int
+    keyword_only: bool
+    default: Any
+
+
+def random_operators(key: str) -> dict[str, RandomArgument]:
+    """The operators with a kernel for a dispatch key that draw; every other random operator is made of these.
 
     No fallback: a layer that may draw random numbers raises.
-
-    Returns:
-        For each operator the place of that argument, and whether it can only be given by keyword.
     """
-    return {
-        operator: (position, argument.kwarg_only)
-        for operator in _all_operators()
-        if operator.startswith("aten::") and _has_kernel(operator, "CPU")
-        for position, argument in enumerate(_schema(*operator.partition(".")[::2]).arguments)
-        if argument.name == "generator"
-    }
+    found = {}
+    for name in _all_operators():
+        if not name.startswith("aten::") or not _has_kernel(name, key):
+            continue
+        schema = _schema(*name.partition(".")[::2])
+        for place, argument in enumerate(schema.arguments):
+            if argument.name == "generator" or (argument.name in _PROBABILITIES and _is_seeded(name, schema)):
+                default = argument.default_value if argument.has_default_value() else None
+                found[name] = RandomArgument(argument.name, place, argument.kwarg_only, default)
+    return found
+
+
+_PROBABILITIES: Final = ("dropout_p", "dropout", "p")
+
+
+def _is_seeded(full_name: str, schema: Any) -> bool:
+    """Whether an operator draws a seed of its own: a backward gets that of its forward, a recurrent layer a state."""
+    name, _, overload = full_name.removeprefix("aten::").partition(".")
+    tags = getattr(getattr(torch.ops.aten, name), overload or "default").tags
+    given = {argument.name for argument in schema.arguments} & {"seed", "philox_seed", "dropout_seed", "dropout_state"}
+    return torch.Tag.nondeterministic_seeded in tags and not given and str(schema.returns[0].type) == "Tensor"
 
 
 def _find_random_() -> Callable[[Tensor], Any]:
