@@ -628,49 +628,35 @@ dispatch_key: Callable[[str], str] = _required(torch, "_C._dispatch_key_for_devi
 """The key of the kernels for a type of device, such as "CUDA" for "cuda"."""
 
 
-class RandomArgument(NamedTuple):
-    """The argument of an operator that tells whether a call draws from the default generator.
+class GeneratorArgument(NamedTuple):
+    """The generator among the arguments of an operator.
 
     Attributes:
-        name: "generator", then a call draws from the default one if it is None; else of a probability, then a call
-            draws if it is above 0.
-        position: among the arguments.
+        position: its place.
         keyword_only: whether it can only be given by keyword.
-        default: its value if it is not given.
     """
 
-    name: str
     position: int
     keyword_only: bool
-    default: Any
 
 
-def random_operators(key: str) -> dict[str, RandomArgument]:
+def random_operators(key: str) -> dict[str, GeneratorArgument | None]:
     """The operators with a kernel for a dispatch key that draw; every other random operator is made of these.
 
-    No fallback: a layer that may draw random numbers raises.
+    The fused dropout of accelerators takes no generator: None. Fused attention, which takes none either and draws in
+    few models, is left out. No fallback: a layer that may draw random numbers raises.
     """
-    found = {}
-    for name in _all_operators():
-        if not name.startswith("aten::") or not _has_kernel(name, key):
-            continue
-        schema = _schema(*name.partition(".")[::2])
-        for place, argument in enumerate(schema.arguments):
-            if argument.name == "generator" or (argument.name in _PROBABILITIES and _is_seeded(name, schema)):
-                default = argument.default_value if argument.has_default_value() else None
-                found[name] = RandomArgument(argument.name, place, argument.kwarg_only, default)
-    return found
+    found: dict[str, GeneratorArgument | None] = {
+        operator: GeneratorArgument(position, argument.kwarg_only)
+        for operator in _all_operators()
+        if operator.startswith("aten::") and _has_kernel(operator, key)
+        for position, argument in enumerate(_schema(*operator.partition(".")[::2]).arguments)
+        if argument.name == "generator"
+    }
+    return found | ({_FUSED_DROPOUT: None} if _has_kernel(_FUSED_DROPOUT, key) else {})
 
 
-_PROBABILITIES: Final = ("dropout_p", "dropout", "p")
-
-
-def _is_seeded(full_name: str, schema: Any) -> bool:
-    """Whether an operator draws a seed of its own: a backward gets that of its forward, a recurrent layer a state."""
-    name, _, overload = full_name.removeprefix("aten::").partition(".")
-    tags = getattr(getattr(torch.ops.aten, name), overload or "default").tags
-    given = {argument.name for argument in schema.arguments} & {"seed", "philox_seed", "dropout_seed", "dropout_state"}
-    return torch.Tag.nondeterministic_seeded in tags and not given and str(schema.returns[0].type) == "Tensor"
+_FUSED_DROPOUT: Final = "aten::native_dropout"
 
 
 def _find_random_() -> Callable[[Tensor], Any]:

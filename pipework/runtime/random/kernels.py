@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from pipework.runtime.random.on_devices import DeviceGenerator
     from pipework.runtime.random.streams import RandomStream
-    from pipework.torch_private import RandomArgument
+    from pipework.torch_private import GeneratorArgument
 
 
 class _ThreadStream(threading.local):
@@ -85,10 +85,10 @@ def _wrap_kernels(library: torch.library.Library, kind: str) -> None:
             kernel = torch.library.get_kernel(operator, key)
             if kind != "cpu":
                 wrapper = _with_exchanged_generator(kernel, argument)
-            elif argument.name == "generator":
+            elif argument is not None:
                 wrapper = _with_thread_stream(kernel, argument)
             else:
-                continue  # a kernel of the CPU that draws without a generator has none to be given
+                continue  # on the CPU it is made of the others
             library.impl(  # type: ignore[no-untyped-call]
                 operator.removeprefix("aten::"), wrapper, key, with_keyset=True, allow_override=True
             )
@@ -166,7 +166,7 @@ class _Drawing:
         thread_stream.stream = self._before
 
 
-def _with_thread_stream(kernel: Any, argument: RandomArgument) -> Callable[..., Any]:
+def _with_thread_stream(kernel: Any, argument: GeneratorArgument) -> Callable[..., Any]:
     """A kernel of the CPU, which is given the generator of the thread's stream."""
     position, keyword_only = argument.position, argument.keyword_only
 
@@ -183,16 +183,16 @@ def _with_thread_stream(kernel: Any, argument: RandomArgument) -> Callable[..., 
     return draw
 
 
-def _with_exchanged_generator(kernel: Any, argument: RandomArgument) -> Callable[..., Any]:
+def _with_exchanged_generator(kernel: Any, argument: GeneratorArgument | None) -> Callable[..., Any]:
     """A kernel of an accelerator, for which the default generator has the state of the thread's stream."""
-    name, position, keyword_only, default = argument
+    position = None if argument is None or argument.keyword_only else argument.position
 
     def draw(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = args[position] if not keyword_only and len(args) > position else kwargs.get(name, default)
-        if asked is None if name == "generator" else asked:  # a probability above 0
-            place = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)).device
-            run = functools.partial(kernel.call_boxed, keyset, *args, **kwargs)
-            return device_generator(place).drawn(thread_stream.stream, run)
-        return kernel.call_boxed(keyset, *args, **kwargs)
+        asked = args[position] if position is not None and len(args) > position else kwargs.get("generator")
+        if asked is not None:
+            return kernel.call_boxed(keyset, *args, **kwargs)
+        place = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)).device
+        run = functools.partial(kernel.call_boxed, keyset, *args, **kwargs)
+        return device_generator(place).drawn(thread_stream.stream, run)
 
     return draw

@@ -1,8 +1,9 @@
-"""Kernels that draw from an accelerator's generator, and that no wrapper sees: those of extensions, and cuDNN's.
+"""Kernels that draw from an accelerator's generator, and that no wrapper sees.
 
-PyTorch's dispatcher does not know what an extension launches, and the dropout of a recurrent layer has a state of its
-own, which begins anew when the generator is seeded. Both move or read the generator as they find it. So a worker holds
-it for as long as one of its actions takes, seeded for each layer:
+PyTorch's dispatcher does not know what an extension launches. A wrapper of fused attention would take longer to call
+than its kernel to launch, and few models have dropout there. The dropout of a recurrent layer has a state of its own,
+which begins anew when the generator is seeded. All of these move or read the generator as they find it. So a worker
+holds it for as long as one of its actions takes, seeded for each layer:
 
 * in its first runs, because nobody knows yet what its layers do;
 * in all later runs, if the generator has moved there without a wrapper, or if a layer is recurrent and has dropout.
@@ -160,8 +161,7 @@ class LateDraws:
             each.found |= each.generator in moved
         places = ", ".join(sorted(str(each.device) for each in moved))
         return RuntimeError(
-            f"a layer on {places} drew random numbers by a kernel that PyTorch's dispatcher does not know, such as an "
-            "extension's dropout, and none did so in the first mini-batches: in a recomputation the numbers would be "
-            "others. Nothing of this mini-batch was used. Call the pipe again: from now on its layers have a stream "
-            "for such kernels, too"
+            f"a layer on {places} drew random numbers by a kernel of an extension or of fused attention, and none did "
+            "so in the first mini-batches: in a recomputation the numbers would be others. Nothing of this mini-batch "
+            "was used. Call the pipe again: from now on its layers have a stream for such kernels, too"
         )
