@@ -62,6 +62,8 @@ def one_case(arguments: argparse.Namespace) -> int:
     card = Card.of(arguments.device, arguments.peak_tflops)
     with harness.on_this_machine() as machine:
         outcome = measure(CASES[name](card), card, arguments.rounds, arguments.seconds)
+    if torch.distributed.is_initialized():  # for the pipe of PyTorch
+        torch.distributed.destroy_process_group()
     verdicts = report(name, outcome)
     content = {"card": card.facts(), "cases": {name: asdict(outcome)}}
     if arguments.json is not None:

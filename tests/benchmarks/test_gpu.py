@@ -17,7 +17,9 @@ from benchmarks.gpu.measure import Case, difference, measure
 from benchmarks.gpu.ways import Way, pipe_way, plain
 from pipework import Pipe
 from pipework.testing import draw_key, reference_step
+from tests.programs import RunPython
 
+ROOT = Path(__file__).resolve().parents[2]
 LOSS = nn.functional.mse_loss
 CPU = Card(torch.device("cpu"), 1e12)
 
@@ -71,13 +73,13 @@ def test_a_case_that_takes_too_long_is_a_line_and_what_was_measured_is_saved(
 
 
 @pytest.mark.thorough
-def test_each_case_runs_in_a_process_of_its_own(capfd: Any) -> None:
-    arguments = ["--device", "cpu", "--rounds", "3", "--seconds", "0", "--case", "one-stage", "llama"]
-    assert run.main(arguments) == 0
-    printed = capfd.readouterr().out
-    assert "| torch.distributed.pipelining |" in printed
-    assert "| two stages |" in printed
-    assert "REACHED: llama: the largest difference of gradients: 0 " in printed
+@pytest.mark.parametrize(("case", "way"), [("one-stage", "torch.distributed.pipelining"), ("llama", "two stages")])
+def test_other_libraries_and_a_llama_compute_the_same_gradients(run_python: RunPython, case: str, way: str) -> None:
+    options = ["--device", "cpu", "--rounds", "3", "--seconds", "0", "--case", case]
+    done = run_python(["-m", "benchmarks.gpu.run", *options], cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"| {way}" in done.stdout
+    assert f"REACHED: {case}: the largest difference of gradients: 0 " in done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an NVIDIA GPU")
