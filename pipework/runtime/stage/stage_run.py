@@ -161,8 +161,13 @@ class StageRun:
         self._started = started
         self._retain_graph = retain_graph
         self._run_backward = torch_private.run_backward
+        self._add_weight_gradients = None if self._weight_store is None else self._weight_store.add_weight_gradients
         if context_entered and self._context.autocasts:
-            self._run_backward = functools.partial(_without_autocast, self._context)
+            self._run_backward = functools.partial(_without_autocast, self._context, self._run_backward)
+            if self._add_weight_gradients is not None:
+                self._add_weight_gradients = functools.partial(
+                    _without_autocast, self._context, self._add_weight_gradients
+                )
         self._has_end = self._weight_store is not None or self.meter is not None or self.sharded is not None
         self._has_extras = (
             not self._grad
@@ -331,8 +336,8 @@ class StageRun:
             add_note(error, text)
 
     def _end_backward(self, micro_batch: int) -> None:
-        if self._weight_store is not None:
-            self._weight_store.add_weight_gradients(micro_batch, again=self._retain_graph)
+        if self._add_weight_gradients is not None:
+            self._add_weight_gradients(micro_batch, again=self._retain_graph)
             if self._memory.pending:
                 self._memory.separate()
             self._check_parameters()
@@ -633,12 +638,10 @@ def _differentiable(
     return tuple([root for root, _ in present]), tuple([gradient for _, gradient in present])
 
 
-def _without_autocast(
-    context: CallerContext, starts: tuple[Tensor | GradientEdge, ...], seeds: tuple[Tensor, ...], retain_graph: bool
-) -> None:
-    """As PyTorch advises for a backward."""
+def _without_autocast(context: CallerContext, run: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    """As PyTorch advises for a backward, whole or in halves: autocast would cast its products and sums again."""
     with context.without_autocast():
-        torch_private.run_backward(starts, seeds, retain_graph)
+        run(*arguments, **options)
 
 
 def _itself(output: Tensor) -> Root:
