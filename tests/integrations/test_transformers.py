@@ -1,6 +1,7 @@
 """Models of transformers, trained by a pipe that is attached to them, beside untouched copies."""
 
 import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,16 @@ def test_gradient_checkpointing_is_refused_and_the_message_says_what_to_choose()
     attached(model, batch)
     with pytest.raises(RuntimeError, match=r"a pipe is attached to this LlamaForCausalLM.*checkpoint='always'"):
         model.gradient_checkpointing_enable()
+
+
+def test_a_call_with_a_cache_is_the_models_own() -> None:
+    model, batch = llama().eval(), text()
+    attached(model, batch)
+    name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(batch["input_ids"], use_cache=False, **{name: cache})
+    assert cache.get_seq_length() == batch["input_ids"].shape[1]
 
 
 @pytest.mark.thorough
