@@ -1,11 +1,15 @@
 # Everything runs in a virtual environment of its own, made on first use: a fresh machine needs Python >= 3.11 and make.
-# Variables: PYTHON (the interpreter), VENV (the environment's folder), ARGS (more options for the command).
+# Variables: PYTHON (the interpreter), VENV (the environment's folder), ARGS (more options for the command), TORCH and
+# TRANSFORMERS (other versions than those of constraints.txt, in an environment of their own).
 
 PYTHON ?= python3
-VENV ?= .venv
+VENV ?= .venv$(if $(TORCH),-torch-$(TORCH))$(if $(TRANSFORMERS),-transformers-$(TRANSFORMERS))
 WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PINS := $(if $(TORCH),torch==$(TORCH)) $(if $(TRANSFORMERS),transformers==$(TRANSFORMERS))
+# What another version may need in another version, too; a - is in no name before ==, so that nothing else is left out.
+FREE := $(if $(TORCH),torch|setuptools|)$(if $(TRANSFORMERS),transformers|tokenizers|huggingface-hub|)-
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -84,5 +88,6 @@ $(VENV)/.created:
 
 $(VENV)/.train $(VENV)/.hf $(VENV)/.test $(VENV)/.docs $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/.created
 	@echo 'installing PyTorch and the tools, this takes a minute'
-	$(PIP) --editable '.[$*]' --constraint constraints.txt
+	{ grep -vE '^($(FREE))==' constraints.txt; printf '%s\n' $(PINS); } > $(VENV)/constraints.txt
+	$(PIP) --editable '.[$*]' --constraint $(VENV)/constraints.txt
 	@touch $@

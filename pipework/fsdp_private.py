@@ -38,7 +38,7 @@ def is_fully_sharded(module: nn.Module) -> bool:
 def free_shards(layers: Iterable[nn.Module]) -> None:
     """Frees the memory of shards that FSDP keeps beside the parameters, after these were moved to the meta device."""
     for module in fsdp_modules(layers):
-        for each in (each for group in _state_of(module)._fsdp_param_groups for each in group.fsdp_params):
+        for each in (each for group in _groups_of(_state_of(module)) for each in group.fsdp_params):
             each._sharded_param_data = each.sharded_param._local_tensor.view(-1)
 
 
@@ -47,12 +47,16 @@ class FSDPParameter:
 
     Args:
         private: FSDP's own object.
+
+    Attributes:
+        accumulated: the sum of gradients of the whole parameter, in the dtype in which they are reduced.
     """
 
-    __slots__ = ("_private",)
+    __slots__ = ("_private", "accumulated")
 
     def __init__(self, private: Any) -> None:
         self._private = private
+        self.accumulated: Tensor | None = None
 
     @property
     def shard(self) -> Tensor:
@@ -77,15 +81,6 @@ class FSDPParameter:
     def reduce_dtype(self) -> torch.dtype | None:
         """In which gradients are reduced; None: in their own."""
         return self._private.reduce_dtype  # type: ignore[no-any-return]
-
-    @property
-    def accumulated(self) -> Tensor | None:
-        """The gradient of the whole parameter in that dtype, which the next reduction takes."""
-        return self._private.unsharded_accumulated_grad  # type: ignore[no-any-return]
-
-    @accumulated.setter
-    def accumulated(self, value: Tensor | None) -> None:
-        self._private.unsharded_accumulated_grad = value
 
 
 class _Setting(NamedTuple):
@@ -115,7 +110,7 @@ class _LaterReduceScatter:
         state, dtype = self._of_group, output_tensor.dtype
         is_final = (
             output_tensor.is_cpu
-            and dtype == state._orig_dtype
+            and all(dtype == each.sharded_param.grad_dtype for each in state.fsdp_params)  # it casts to them
             and dtype in (torch.float32, torch.bfloat16)  # of others FSDP divides sums
             and not state.force_sum_reduction_for_comms
             and state.mesh_info.replicate_mesh_dim is None  # over which it sums further
@@ -143,7 +138,7 @@ class FSDPStates:
                 self._has_several = True
             else:
                 state._lazy_init()
-        self._groups = [group for state in self._states for group in state._fsdp_param_groups]
+        self._groups = [group for state in self._states for group in _groups_of(state)]
         self._changed: list[_Setting] = []
         self._works: list[_Work] = []
 
@@ -223,6 +218,8 @@ class FSDPStates:
         try:
             for state in self._states:
                 if state._is_root:
+                    # PyTorch 2.15 asks who calls it; other versions do not read this.
+                    state._state_ctx.manual_backward_finalization_active = False
                     state._root_post_backward_final_callback()
         finally:
             self.resume()
@@ -240,13 +237,14 @@ class FSDPStates:
         self._works.clear()
         for state in self._states:
             if state._is_root:
-                state._comm_ctx.reduce_scatter_states.clear()
+                # PyTorch 2.11 has one; newer versions a list.
+                state._comm_ctx.reduce_scatter_state = None
+                getattr(state._comm_ctx, "reduce_scatter_states", []).clear()
                 state._state_ctx.iter_forward_root = None
         self.forget_order()
         for group in self._groups:
             group._all_gather_result = None
             for each in group.fsdp_params:
-                each.unsharded_accumulated_grad = None
                 if hasattr(each, "_unsharded_param"):
                     each._unsharded_param.grad = None
 
@@ -255,3 +253,9 @@ def _state_of(module: FSDPModule) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     return fully_shard.state(module)  # type: ignore[attr-defined]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """FSDP's groups of parameters of one call of `fully_shard`; in PyTorch 2.11 there is one, or None."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]

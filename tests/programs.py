@@ -39,8 +39,8 @@ class Running:
 
     @property
     def errors(self) -> str:
-        """What it has written to its standard error so far."""
-        return self._errors.read_text() if self._errors.exists() else ""
+        """What it has written to its standard error so far, but for what Triton says of the process that was forked."""
+        return self._errors.read_text().partition("nanobind: leaked")[0] if self._errors.exists() else ""
 
     def ended(self, timeout: float) -> subprocess.CompletedProcess[str]:
         """Waits for its end."""

@@ -157,7 +157,6 @@ def test_a_second_derivative_is_refused_in_words(way: Any, checkpoint: str) -> N
     check(pipe, x, call=lambda x: way.loss(pipe, x, target))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")  # PyTorch's own
 def test_forward_mode_is_refused_by_pytorch() -> None:
     pipe = Pipe(simple().double(), 2, balance=[2, 2], devices=["cpu"] * 2)
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="implement the jvp function"):

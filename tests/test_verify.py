@@ -159,6 +159,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo, likewise
 @pytest.mark.parametrize("case", RIGHT)
 def test_forms_of_models_and_batches(case: str) -> None:
     found = RIGHT[case]()

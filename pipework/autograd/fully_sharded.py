@@ -138,11 +138,11 @@ class FullySharded:
         self.reshard()
         try:
             for parameter, leaf, each in sharded:
-                if each.accumulated is None and each.reduce_dtype not in (None, leaf.dtype):
-                    each.accumulated = torch.zeros_like(leaf, dtype=each.reduce_dtype)
-                elif each.accumulated is None:
-                    each.whole.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                leaf.grad = None
+                gradient = leaf.grad if each.accumulated is None else each.accumulated
+                if gradient is None:
+                    gradient = torch.zeros_like(leaf, dtype=each.reduce_dtype)
+                each.whole.grad_dtype = gradient.dtype
+                each.whole.grad, each.accumulated, leaf.grad = gradient, None, None
                 # FSDP adds to the gradient of the shard, and calls its hooks. That comes with the user's backward.
                 each.shard = parameter.detach().requires_grad_()
             self._states.begin_reduce()

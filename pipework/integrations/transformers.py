@@ -30,6 +30,7 @@ _ENABLING = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
 _SIDE_OUTPUTS = ("output_hidden_states", "output_attentions")
 _KEPT = ("loss", "logits")  # of what a model returns
 _ITEMS = "num_items_in_batch"
+_CACHES = ("past_key_values", "cache")  # until transformers 5.23, and since
 _ROUTERS = "output_router_logits"
 
 
@@ -152,7 +153,7 @@ class TransformersAdapter:
 
     def is_generating(self, keywords: Mapping[str, Any]) -> bool:
         """Whether there is a cache."""
-        return bool(keywords.get("use_cache")) or keywords.get("past_key_values") is not None
+        return bool(keywords.get("use_cache")) or any(keywords.get(name) is not None for name in _CACHES)
 
     def initialiser(self, model: nn.Module, name: str) -> Callable[[], object] | None:
         """What the innermost model of transformers around a module does with it; an adapter of PEFT does it itself."""

@@ -105,7 +105,7 @@ class DeferredBatchNorm(BatchNorm):
         chunks: the number of micro-batches of a mini-batch.
         device: the device of parameters and buffers.
         dtype: of parameters and buffers.
-        bias: whether an affine one has a bias.
+        bias: whether an affine one has a bias; PyTorch 2.11 has no batch norm without.
 
     Raises:
         ValueError: `chunks` is not a positive integer.
@@ -131,7 +131,8 @@ class DeferredBatchNorm(BatchNorm):
         dtype: torch.dtype | None = None,
         bias: bool = True,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, True, device, dtype, bias=bias)
+        without = {} if bias else {"bias": False}  # which PyTorch 2.11 does not know
+        super().__init__(num_features, eps, momentum, affine, True, device, dtype, **without)
         self._prepare(_checked(chunks), BatchNorm)
 
     def _prepare(self, chunks: int, replaces: type[BatchNorm]) -> None:

@@ -120,10 +120,7 @@ class Block(nn.Module):
         self.block, self.config = block, config
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = masking.create_causal_mask(
-            config=self.config, inputs_embeds=x, attention_mask=None, past_key_values=None
-        )
-        return self.block(x, attention_mask=mask)
+        return self.block(x, attention_mask=masking.create_causal_mask(self.config, x, None, None))
 
 
 def gpt2(**options: Any) -> Any:

@@ -1,6 +1,7 @@
 """Models of transformers, trained by a pipe that is attached to them, beside untouched copies."""
 
 import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -268,13 +269,24 @@ def test_a_tuple_instead_of_a_dict() -> None:
 
 def test_gradient_checkpointing_is_refused_and_the_message_says_what_to_choose() -> None:
     model, batch = llama(), text()
-    model.activation_checkpointing_enable()
+    what = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # transformers 5.17
+    getattr(model, f"{what}_checkpointing_enable")()
     with pytest.raises(ValueError, match=r"gradient_checkpointing_disable\(\), and choose attach.*checkpoint='always'"):
         attached(model, batch)
-    model.activation_checkpointing_disable()
+    getattr(model, f"{what}_checkpointing_disable")()
     attached(model, batch)
     with pytest.raises(RuntimeError, match=r"a pipe is attached to this LlamaForCausalLM.*checkpoint='always'"):
         model.gradient_checkpointing_enable()
+
+
+def test_a_call_with_a_cache_is_the_models_own() -> None:
+    model, batch = llama().eval(), text()
+    attached(model, batch)
+    name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(batch["input_ids"], use_cache=False, **{name: cache})
+    assert cache.get_seq_length() == batch["input_ids"].shape[1]
 
 
 @pytest.mark.thorough
@@ -306,6 +318,7 @@ def test_losses_of_routers_are_those_of_micro_batches() -> None:
     attached(model, batch)
     assert torch.equal(model(**batch).loss.detach(), plain_backward(reference, batch, next_tokens, 4))
     other = without_randomness(ARCHITECTURES["Mixtral"].make()).eval()
+    other.lm_head.weight.data *= 100.0  # so that rows have very different losses
     with pytest.raises(ValueError, match=r"the mean by loss_weight of its losses .*such as tokens that count"):
         attached(other, batch, loss_weight=len)
 

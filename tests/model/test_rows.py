@@ -157,7 +157,6 @@ def test_a_layer_that_is_replaced_is_seen() -> None:
         pipe(torch.randn(12, 5, 8))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is:DeprecationWarning")
 def test_compiled_layers_get_no_hooks() -> None:
     compiled = Output(nn.LSTM(8, 8))
     compiled.inner.compile(backend="eager")

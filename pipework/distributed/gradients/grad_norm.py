@@ -56,8 +56,8 @@ def norms_of_stages(
     for stage, gradient in zip(places, gradients, strict=True):
         if gradient.layout is not torch.strided:
             raise TypeError(
-                f"a gradient of shape {tuple(gradient.shape)} in stage {stage} has the layout {gradient.layout}, of "
-                "which PyTorch has no norm: make the layer without sparse=True, or clip the gradients of the others"
+                f"a gradient of shape {tuple(gradient.shape)} in stage {stage} has the layout {gradient.layout}, "
+                "of which processes compute no norm: make the layer without sparse=True, or clip the others' gradients"
             )
     norms: Norms = {str(stage): [] for stage in stages}
     for stage, norm, here in zip(places, _norms(gradients, float(norm_type)), counted, strict=True):

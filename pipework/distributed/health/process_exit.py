@@ -37,6 +37,7 @@ class ExitHook:
     def __init__(self, previous: Callable[..., Any]) -> None:
         self._previous = previous
         self._code: int | None = None
+        self._running = _thread.allocate_lock()  # held from an uncaught exception until the interpreter exits
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """As `sys.excepthook`."""
@@ -47,6 +48,8 @@ class ExitHook:
         if isinstance(error, KeyboardInterrupt):
             return  # the interpreter ends as interrupted programs do
         self._code = exit_code(error)
+        if self._running.acquire(blocking=False):
+            end_after(GRACE, self._code, self._running.acquire)  # Python 3.12 starts no thread while it exits
         if isinstance(error, PipelineError) and error.kind == "error":
             # A launcher takes the first process that ends for the cause, and ends all others. So the one that failed
             # ends first.
@@ -68,7 +71,7 @@ class ExitHook:
     def limit_exit(self) -> None:
         """Limits the time in which the interpreter exits after an uncaught exception."""
         if self._code is not None:
-            end_after(GRACE, self._code)
+            self._running.release()
             # The interpreter may stop even that thread while it exits.
             with contextlib.suppress(Exception):  # it needs a standard error
                 faulthandler.dump_traceback_later(GRACE + 2, exit=True)
@@ -81,8 +84,13 @@ def install() -> None:
         atexit.register(hook.limit_exit)
 
 
-def end_after(seconds: float, code: int) -> Callable[[], bool]:
+def end_after(seconds: float, code: int, begin: Callable[[], object] = bool) -> Callable[[], bool]:
     """Ends the process after some seconds, if it has not ended by itself. Takes no lock, for signal handlers.
+
+    Args:
+        seconds: after `begin` has returned.
+        code: the exit code.
+        begin: called by the thread that counts the seconds.
 
     Returns:
         A function that tells whether the thread that counts the seconds is running.
@@ -91,6 +99,7 @@ def end_after(seconds: float, code: int) -> Callable[[], bool]:
 
     def expire() -> None:
         running.append(None)
+        begin()
         time.sleep(seconds)
         os._exit(code)
 

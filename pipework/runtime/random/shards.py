@@ -73,7 +73,7 @@ def install_for_dtensors() -> None:
     PyTorch has one place for all devices. Where there is an accelerator it belongs to PyTorch's own object, which moves
     the device's generator to other numbers for each shard.
     """
-    if torch_private.may_trace_dtensor_draws() and torch.accelerator.current_accelerator() is None:
+    if torch_private.may_trace_dtensor_draws() and not torch.accelerator.is_available():
         torch_private.trace_dtensor_draws(_of_dtensor)
 
 

@@ -19,7 +19,7 @@ import functools
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipework import torch_private
 from pipework.autograd import boundary, hidden_parameters
@@ -650,8 +650,7 @@ def _itself(output: Tensor) -> Root:
 
 def _edge(output: Tensor) -> Root:
     """The output's edge into the graph, from which a backward can start without keeping the output's memory alive."""
-    node = output.grad_fn
-    return _itself(output) if node is None else GradientEdge(node, output.output_nr)
+    return _itself(output) if output.grad_fn is None else get_gradient_edge(output)
 
 
 def _version(tensor: Tensor) -> int:

@@ -1,12 +1,14 @@
-"""Schedules as CSV, in the two forms of `torch.distributed.pipelining`: a row for each worker, a cell for each action.
+"""Schedules as CSV, in the forms of `torch.distributed.pipelining`: a row for each worker, a cell for each action.
 
 The form ``"compute_only"`` has forwards and backwards; an empty cell is a step in which PyTorch leaves a rank idle.
 The form ``"compute_comms"`` also has transfers, reductions of gradients over replicas, and gathers of sharded weights.
+In PyTorch 2.15 the latter has waits, too, for what was sent and reduced: ``"compute_comms_waits"``.
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import re
 from collections.abc import Iterable, Iterator
@@ -17,10 +19,11 @@ from pipework.schedule.formats.reading import made, whole_text
 from pipework.schedule.passes.communication import with_communication, with_gradient_reduction
 from pipework.schedule.schedule import Schedule
 
-Form = Literal["compute_only", "compute_comms"]
+Form = Literal["compute_only", "compute_comms", "compute_comms_waits"]
 """The name of a form of CSV."""
 
 _OVERLAP: Final = re.compile(r"\((.*)\)OVERLAP_F_B")
+_WAIT: Final = re.compile(r"[0-9]+WAIT_(SEND_[FB][0-9]+|REDUCE_GRAD)")
 
 
 def to_csv(schedule: Schedule, *, form: Form = "compute_only") -> str:
@@ -29,7 +32,8 @@ def to_csv(schedule: Schedule, *, form: Form = "compute_only") -> str:
     Args:
         schedule: its name is not written, since the format has no place for it.
         form: ``"compute_only"``: forwards and backwards. ``"compute_comms"``: also transfers and reductions of
-            gradients, which are added unless the schedule has them.
+            gradients, which are added unless the schedule has them. ``"compute_comms_waits"``: also the waits that
+            PyTorch 2.15 wants, and 2.13 does not know.
 
     Returns:
         A row for each worker, a cell for each action.
@@ -56,7 +60,7 @@ def to_csv(schedule: Schedule, *, form: Form = "compute_only") -> str:
         raise ValueError(
             f"schedule {schedule.name!r} has skip connections, which PyTorch's CSV does not support: write it as JSON"
         )
-    if form == "compute_comms":
+    if form != "compute_only":
         schedule = _lowered(schedule)
     elif any(action.peer >= 0 or action.micro_batch < 0 for order in schedule.orders for action in order):
         raise ValueError(
@@ -64,7 +68,8 @@ def to_csv(schedule: Schedule, *, form: Form = "compute_only") -> str:
             "it as it was before the passes"
         )
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(map(str, order) for order in schedule.orders)
+    cells = _with_waits if form == "compute_comms_waits" else functools.partial(map, str)
+    csv.writer(text, lineterminator="\n").writerows(map(cells, schedule.orders))
     return text.getvalue()
 
 
@@ -77,10 +82,27 @@ def _lowered(schedule: Schedule) -> Schedule:
     return schedule if schedule.communicates else with_communication(schedule, channel="worker")
 
 
+def _with_waits(order: Iterable[Action]) -> Iterator[str]:
+    """The cells of a row with its waits, which are where PyTorch, too, puts them."""
+    pending: dict[Action, str] = {}
+    for action in order:
+        yield str(action)
+        kind, stage, micro_batch, _ = action
+        if kind == "REDUCE_GRAD":
+            yield f"{stage}WAIT_REDUCE_GRAD"
+        elif kind in ("SEND_F", "SEND_B"):
+            pending[action] = f"{stage}WAIT_{kind}{micro_batch}"
+        elif kind in ("B", "I"):  # its gradient has come back, so the value has arrived
+            sent = Action("SEND_F", stage, micro_batch, stage + 1)
+            yield from [pending.pop(sent)] if sent in pending else []
+    yield from pending.values()
+
+
 def from_csv(text: str, *, name: str = "csv") -> Schedule:
     """Read what :func:`to_csv` or `torch.distributed.pipelining` wrote, in either form.
 
-    A forward and a backward side by side (``OVERLAP_F_B``) are read as one after the other, as PyTorch runs them.
+    A forward and a backward side by side (``OVERLAP_F_B``) are read as one after the other, as PyTorch runs them. Waits
+    are left out: here an action waits for what it needs.
 
     Args:
         text: the CSV itself.
@@ -120,7 +142,8 @@ def _actions(cells: Iterable[str], row: int) -> Iterator[Action]:
         overlap = _OVERLAP.fullmatch(cell)
         for text in overlap[1].split(";") if overlap else [cell] if cell else []:
             try:
-                yield Action.parse(text)
+                if _WAIT.fullmatch(text.strip()) is None:
+                    yield Action.parse(text)
             except ValueError as error:
                 raise ValueError(f"row {row}, column {column} of the CSV: {error}") from None
 

@@ -447,7 +447,6 @@ TRANSFORMS: dict[str, Layer] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("how", TRANSFORMS)
 def test_transforms(how: str) -> None:
     # PyTorch does not ask when a transform takes a parameter as its own argument.

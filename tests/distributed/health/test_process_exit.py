@@ -34,6 +34,7 @@ def test_exit_codes(run: Run, statement: str, code: int) -> None:
     done = run(INSTALL + statement)
     assert done.returncode == code
     assert ("bad row" in done.stderr) == ("bad row" in statement)
+    assert "Exception ignored" not in done.stderr
 
 
 def test_ctrl_c_ends_as_it_always_does(run: Run) -> None:

@@ -53,7 +53,7 @@ def all_bytes(tensor: Tensor) -> bytes:
 
 def every_dtype(mesh: Mesh) -> dict[str, str]:
     torch.manual_seed(mesh.rank)
-    warnings.filterwarnings("ignore", message="ComplexHalf support")
+    warnings.filterwarnings("ignore", message="B?Complex(Half|32) support")
     module = Keeping()
     for name, dtype in DENSE.items():
         for form, tensor in forms(dtype).items():

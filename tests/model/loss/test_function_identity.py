@@ -105,7 +105,6 @@ OTHERS: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is")
 @pytest.mark.parametrize("kind", ALIKE)
 def test_the_same_function_is_told_alike(kind: str) -> None:
     assert function_identity(ALIKE[kind](0)) == function_identity(ALIKE[kind](1))

@@ -90,7 +90,8 @@ def test_compiled_after(how: str) -> None:
     else:
         pipe.compile(backend=backend)  # the units: the forward around them is not compiled
     check(model, plain)
-    assert backend.graphs == 1  # PyTorch traces no module of its own that is called alone
+    # The blocks are alike. Before 2.15, PyTorch traces no module of its own that is called alone.
+    assert backend.graphs in ({1} if how == "blocks" else {1, 3})
 
 
 def test_by_the_name_of_what_was_compiled() -> None:

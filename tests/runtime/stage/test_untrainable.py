@@ -8,8 +8,6 @@ from torch.nn import functional as F
 from pipework import Pipe
 from pipework.testing import reference_step
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.(script|trace):DeprecationWarning")
-
 
 def trained(module: nn.Sequential, checkpoint: str = "never", balance: tuple[int, ...] = (1, 1)) -> Pipe:
     pipe = Pipe(module, 2, checkpoint, balance=balance, devices=["cpu"] * len(balance))

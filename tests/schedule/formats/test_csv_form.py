@@ -29,6 +29,16 @@ def test_round_trip_of_both_forms(name):
         assert computing == [list(order) for order in schedule.orders]
 
 
+def test_waits_are_written_where_pytorch_puts_them_and_not_read():
+    assert to_csv(fill_drain(2, 2), form="compute_comms_waits").splitlines() == [
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0WAIT_SEND_F0,0RECV_B1,0B1,0WAIT_SEND_F1,0REDUCE_GRAD,0WAIT_REDUCE_GRAD",
+        "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1,1REDUCE_GRAD,1WAIT_REDUCE_GRAD,1WAIT_SEND_B0,1WAIT_SEND_B1",
+    ]
+    for schedule in (fill_drain(2, 2), zb_v(2, 3)):
+        waiting, lowered = (to_csv(schedule, form=form) for form in ("compute_comms_waits", "compute_comms"))
+        assert from_csv(waiting) == from_csv(lowered)
+
+
 def test_what_has_been_lowered_is_written_as_it_is():
     lowered = with_communication(with_gradient_reduction(zb_v(2, 3)), channel="pair")
     assert from_csv(to_csv(lowered, form="compute_comms"), name="zb-v") == lowered
