@@ -836,6 +836,25 @@ def gloo_group(
     return kind(store, rank, size, options)  # type: ignore[no-any-return]
 
 
+def transfer_together(group: Any, operation: str, tensors: Iterable[Tensor], peer: int) -> Any:
+    """Starts transfers of a group of NCCL, "send" or "recv", at once; the result has a `wait()`.
+
+    It warns of a transfer that is started by itself. `dist.batch_isend_irecv` takes groups of all of the job only. No
+    fallback.
+    """
+    group._start_coalescing()
+    try:
+        for tensor in tensors:
+            getattr(group, operation)([tensor], peer, 0)
+    finally:
+        work = group._end_coalescing()
+    return work
+
+
+abort_process_groups: Callable[[], None] = _required(dist, "distributed_c10d._abort_process_group", "to leave early")
+"""`dist.destroy_process_group`, but what is under way ends, and no other rank is waited for. No fallback."""
+
+
 # Nested values
 
 

@@ -77,11 +77,14 @@ WITHOUT_FALLBACK = (
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch._C._get_schema",
     "torch.utils._pytree",
+    "torch.distributed.distributed_c10d._abort_process_group",
 )
 # Attributes that are read or set where they are used, so that nothing fails without them; each with an object.
 ON_OBJECTS = {
     "_devices": lambda: torch.distributed.ProcessGroupGloo._Options,
     "_timeout": lambda: torch.distributed.ProcessGroupGloo._Options,
+    "_start_coalescing": lambda: torch._C._distributed_c10d.Backend,
+    "_end_coalescing": lambda: torch._C._distributed_c10d.Backend,
     "_flat_weight_refs": lambda: nn.RNN(1, 1),
     "_reset_parameters": lambda: nn.MultiheadAttention(1, 1),
     "_sleep": lambda: torch.cuda,
