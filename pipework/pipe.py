@@ -28,8 +28,8 @@ from pipework.model.state_names import state_tensors
 from pipework.model.wrapped_module import WrappedModule
 from pipework.pipe_warning import warn_caller
 from pipework.profiling.first_mini_batch import AUTO, FirstMiniBatch, refuse_memory
-from pipework.runtime.random.on_devices import generator_given_up
 from pipework.runtime.random.streams import draw_key
+from pipework.runtime.random.unseen_draws import generators_given_up
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
 from pipework.schedule.argument_checks import refuse_whole_stages
 from pipework.skip.verify import verify_skippables
@@ -523,7 +523,7 @@ class Pipe(Layers):
             return nn.Sequential()(*inputs, **keyword_inputs)
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
         doubts = self._wrapped.doubts()
-        with ShortTracebacks(), generator_given_up(), self._backend.calling(what):
+        with ShortTracebacks(), generators_given_up(), self._backend.calling(what):
             self._refuse_changed_partitions()
             self._refuse_to_run_without_data()
             result = self._executor.run(

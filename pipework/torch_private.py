@@ -20,7 +20,7 @@ import functools
 import operator
 import pkgutil
 import sys
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -62,7 +62,8 @@ require("torch._C._autograd", "_get_current_graph_task_keep_graph _top_saved_ten
 require("torch._C", "DisableTorchFunctionSubclass _are_functorch_transforms_active _is_any_autocast_enabled")
 require("torch._C", "_get_dispatch_mode _TorchDispatchModeKey.FAKE _storage_Use_Count DispatchKey.CPU DispatchKeySet")
 require("torch._C", "_len_torch_function_stack _len_torch_dispatch_stack _dynamo.eval_frame.get_eval_frame_callback")
-require("torch._C", "_dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key _get_schema")
+require("torch._C", "_dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key _dispatch_key_for_device")
+require("torch._C", "_get_schema")
 require("torch.ops.aten", "_unsafe_view.default add.Tensor._schema")
 require("torch.library", "get_kernel")
 require("torch.Tensor", "_version _make_subclass _backward_hooks _post_accumulate_grad_hooks _base _values")
@@ -481,19 +482,40 @@ def modes_pushed(function: Iterable[TorchFunctionMode], dispatch: Iterable[Torch
 # Kernels that draw random numbers
 
 
-def generator_arguments() -> dict[str, tuple[int, bool]]:
-    """The operators with a CPU kernel that takes a generator; every other random operator is made of these.
+dispatch_key: Callable[[str], str] = torch._C._dispatch_key_for_device
+"""The key of the kernels for a type of device, such as "CUDA" for "cuda"."""
 
-    Returns:
-        For each operator the place of that argument, and whether it can only be given by keyword.
+
+class GeneratorArgument(NamedTuple):
+    """The generator among the arguments of an operator.
+
+    Attributes:
+        position: its place.
+        keyword_only: whether it can only be given by keyword.
     """
-    return {
-        operator: (position, argument.kwarg_only)
+
+    position: int
+    keyword_only: bool
+
+
+def random_operators(key: str) -> dict[str, GeneratorArgument | None]:
+    """The operators with a kernel for a dispatch key that draw; every other random operator is made of these.
+
+    The fused dropout of accelerators takes no generator: None. Fused attention, which takes none either and draws in
+    few models, is left out.
+    """
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    found: dict[str, GeneratorArgument | None] = {
+        operator: GeneratorArgument(position, argument.kwarg_only)
         for operator in torch._C._dispatch_get_all_op_names()
-        if operator.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CPU")
+        if operator.startswith("aten::") and has_kernel(operator, key)
         for position, argument in enumerate(torch._C._get_schema(*operator.partition(".")[::2]).arguments)
         if argument.name == "generator"
     }
+    return found | ({_FUSED_DROPOUT: None} if has_kernel(_FUSED_DROPOUT, key) else {})
+
+
+_FUSED_DROPOUT: Final = "aten::native_dropout"
 
 
 random_on_cpu: Callable[[Tensor], Any] = functools.partial(

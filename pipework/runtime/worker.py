@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipework.runtime.device import WorkerDevice
     from pipework.runtime.failure import Failure
     from pipework.runtime.random.streams import RandomStream
+    from pipework.runtime.random.unseen_draws import Hold
     from pipework.runtime.stage.stage_run import StageRun
     from pipework.runtime.transport import Endpoint
     from pipework.schedule import Action
@@ -75,6 +76,7 @@ class WorkerRun:
         device: the worker's.
         conditions: those of all workers.
         stream: the source of the worker's random numbers; None: its layers draw none.
+        hold: see `StageRun.connect`.
         recorded: whether actions are recorded with their times.
 
     Attributes:
@@ -90,6 +92,7 @@ class WorkerRun:
         device: WorkerDevice,
         conditions: RunConditions,
         stream: RandomStream | None,
+        hold: Hold | None = None,
         *,
         recorded: bool,
     ) -> None:
@@ -100,6 +103,7 @@ class WorkerRun:
         self._device = device
         self._conditions = conditions
         self._stream = stream
+        self._hold = hold
         self._marks: list[tuple[Action, Any, Any, tuple[int, int, int]]] | None = [] if recorded else None
         self._meter = self._runs[0].meter
         self.handlers: dict[tuple[str, int], Callable[[Action], None]] = {}
@@ -119,6 +123,7 @@ class WorkerRun:
             run.connect(
                 endpoint,
                 stream=self._stream,
+                hold=self._hold,
                 started=None if self._marks is None else self._mark_start,
                 retain_graph=retain_graph,
                 context_entered=self._conditions.in_context,

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from pipework.autograd.tied_gradients import TiedGradients
     from pipework.runtime.caller_context import CallerContext
     from pipework.runtime.random.streams import RandomStream
+    from pipework.runtime.random.unseen_draws import Hold
     from pipework.runtime.stage.buffers import Snapshot
     from pipework.runtime.stage.loss import InnerLoss
     from pipework.runtime.stage.memory_meter import MemoryMeter
@@ -129,6 +130,7 @@ class StageRun:
         endpoint: Endpoint,
         *,
         stream: RandomStream | None,
+        hold: Hold | None = None,
         started: Callable[[], None] | None = None,
         retain_graph: bool = False,
         context_entered: bool = False,
@@ -138,6 +140,7 @@ class StageRun:
         Args:
             endpoint: the worker's side of the transport.
             stream: the source of the worker's random numbers; None: the layers draw none.
+            hold: entered by each action that may draw from the generator of an accelerator unseen, if given.
             started: called when an action has received its inputs and begins to compute, if given.
             retain_graph: whether the B actions leave their graphs for another run.
             context_entered: whether the caller's settings for the layers are in force during the whole run.
@@ -149,11 +152,11 @@ class StageRun:
         self._send_output = endpoint.sender("F", self._index + 1)
         self._send_gradient = endpoint.sender("B", self._index - 1) if self._sends_gradients else None
         self._enter_stream = None if stream is None else stream.enter
-        self._guard = None if stream is None else stream.guard
+        self._hold = hold
         if self._gets_gradients is not None:
             self._gets_gradients.connect(endpoint)
         self._memory = SharedMemory(self.aliases.leaves)
-        self._watched = not (self.meter is None and self._guard is None and self._skips is None)
+        self._watched = not (self.meter is None and self._hold is None and self._skips is None)
         self._started = started
         self._retain_graph = retain_graph
         self._run_backward = torch_private.run_backward
@@ -378,10 +381,10 @@ class StageRun:
             of_leaves = (None,) * len(leaves)
             if self._weight_store is not None:
                 self._weight_store.nothing_to_differentiate(micro_batch)
-        elif self._guard is None:
+        elif self._hold is None:
             of_leaves = self._gradients(leaves, starts, seeds, micro_batch)
         else:
-            with self._guard:
+            with self._hold:
                 of_leaves = self._gradients(leaves, starts, seeds, micro_batch)
         if self._check_finite:
             refuse_non_finite(of_leaves, f"the gradient of an input of stage {self._index}")
@@ -510,8 +513,8 @@ class StageRun:
         self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
     ) -> tuple[tuple[Tensor, ...], Around]:
         with contextlib.ExitStack() as stack:
-            if self._guard is not None:
-                stack.enter_context(self._guard)
+            if self._hold is not None:
+                stack.enter_context(self._hold)
             if self.meter is not None:
                 target = () if self._loss is None else self._loss.tensors(micro_batch)
                 stack.enter_context(self.meter.measuring(self._index, micro_batch, leaves, target))
