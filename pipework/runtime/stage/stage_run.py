@@ -98,10 +98,9 @@ class StageRun:
             self._layers = stage.layers_with_target
         stage.refresh()
         self.draws = any(map(may_draw, stage.modules)) or (loss is not None and function_may_draw(loss.function))
-        defers = splits and context.grad and torch_private.can_defer
         self._stray = stage.stray_gradients() if context.grad else None
         new_queue = list if self._stray is None else self._stray.new_queue
-        self._weight_store = WeightGradientStore(stage.deferred, new_queue) if defers else None
+        self._weight_store = WeightGradientStore(stage.deferred, new_queue) if splits and context.grad else None
         self.sharded = stage.fully_sharded()
         modules = stage.modules if context.grad else ()
         self.aliases = Aliases(modules, self._weight_store, self._stray, self.sharded)
