@@ -34,6 +34,7 @@ class Way:
         pipe: of pipework; None: it is none.
         graph: whether the step is a CUDA graph, which has its inputs, and its gradients' memory, in it.
         stream: that the caller uses; None: the default one.
+        reads: the memory of a mini-batch, which a graph goes on to read.
         grown: the bytes that a step takes beside parameters, as far as is known yet.
     """
 
@@ -44,6 +45,7 @@ class Way:
     pipe: Pipe | None = None
     graph: bool = False
     stream: Any = None
+    reads: Any = None
     grown: int = 0
 
     def clear(self) -> None:
@@ -60,6 +62,8 @@ class Way:
         """Of a step."""
         self.clear()
         self.run(x, y)
+        if self.stream is not None:
+            self.stream.synchronize()
         return harness.gradients_of(self.model)
 
     def ideal(self) -> float | None:
@@ -109,8 +113,9 @@ def as_graph(way: Way, card: Card, batch: tuple[Any, Any], stream: Any) -> Way:
         way.step(*batch)
     grown = card.most_used() - before
     return Way(
-        way.model, lambda x, y: graph.replay(), way.sms, way.ours, way.pipe, graph=True, stream=stream, grown=grown
-    )
+        way.model, lambda x, y: graph.replay(), way.sms, way.ours, way.pipe, graph=True, stream=stream, reads=batch,
+        grown=grown,
+    )  # fmt: skip
 
 
 def of_pytorch(model: nn.Module, loss_of: Callable[..., Tensor], chunks: int, card: Card) -> Way:

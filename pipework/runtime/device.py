@@ -44,6 +44,14 @@ class WorkerDevice:
         self.unseen_draws = None if self.stream is None else UnseenDraws(device_generator(device))
         self._waited: torch.Stream | None = None  # for all that this worker has launched
 
+    def begin_thread(self) -> None:
+        """Called by a new thread of the worker."""
+        self.enter_thread()
+        if self.stream is not None:
+            # A thread has no CUDA context before its first call of the runtime. cuBLAS warns of that, and takes the
+            # context of the first GPU.
+            self.stream.query()
+
     def enter_thread(self) -> None:
         """Makes the stream the current one of this thread, and its device, too."""
         if self.stream is not None:

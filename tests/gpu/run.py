@@ -24,7 +24,7 @@ from benchmarks.gpu.card import Card
 from benchmarks.harness import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
-PROCESSES = 4  # that share the card; each has a context and an allocator of its own
+PROCESSES = 8  # that share the card; each has a context and an allocator of its own
 NO_GPU = "make test-gpu needs an NVIDIA GPU, and PyTorch finds none (`make test-accelerator` simulates one)"
 
 Counts = tuple[int, int]
@@ -91,7 +91,8 @@ def checks(report: Path, seconds: float) -> list[Check]:
         report: where pytest may write.
         seconds: for further cases of check-device.
     """
-    pytest = ["-m", "pytest", "-q", "-m", "gpu and not slow", f"--junitxml={report}"]
+    # Of the user's plugins one warns where tests run in several processes, and warnings are errors.
+    pytest = ["-m", "pytest", "-q", "-p", "no:benchmark", "-m", "gpu and not slow", f"--junitxml={report}"]
     device = ["-m", "pipework", "check-device", "--json", "--seconds", f"{seconds:g}"]
     return [
         Check("tests marked gpu", [*pytest, "-n", str(PROCESSES), *marked()], 200.0, of_pytest),
