@@ -60,8 +60,8 @@ class DeviceGenerator:
         )
 
     def check(self) -> None:
-        """Raises a RuntimeError if the device does not let its generator be moved."""
-        _ = self._own
+        """Raises a RuntimeError if the device does not let its generator be moved, as while a graph is captured."""
+        self.get()
 
     def get(self) -> State:
         """The state. Not to be asked for while a graph is captured."""

@@ -51,7 +51,8 @@ class UnseenDraws:
             always: whether a layer is known to need it.
         """
         self._runs += 1
-        return Hold(self, stream) if always or self.found or self._runs <= LOOKS else None
+        looks = self._runs <= LOOKS and not self.generator.is_captured()
+        return Hold(self, stream) if always or self.found or looks else None
 
 
 class Hold:

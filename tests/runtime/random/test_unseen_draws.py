@@ -4,6 +4,7 @@ import copy
 import threading
 import types
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -231,3 +232,14 @@ def test_a_worker_holds_in_its_first_runs_and_where_something_was_found() -> Non
     assert draws.hold(stream, always=True) is not None
     draws.found = True
     assert draws.hold(stream, always=False) is not None
+
+
+def test_nobody_looks_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("torch.example")
+    module.__dict__["is_current_stream_capturing"] = lambda: True
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    draws, stream = UnseenDraws(DeviceGenerator(torch.device("cpu"))), RandomStream(Key(1))
+    assert draws.hold(stream, always=False) is None
+    monkeypatch.setattr(draws.generator, "get", Mock(side_effect=RuntimeError("during CUDA graph capture")))
+    with pytest.raises(RuntimeError, match="graph capture"):  # of the device, before any worker begins
+        draws.hold(stream, always=True)
