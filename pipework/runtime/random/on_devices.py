@@ -109,6 +109,10 @@ class DeviceGenerator:
             stream: of this thread; None: it has none.
             draw: what is run.
         """
+        others = () if stream is None or self in stream.holds else list(stream.holds.values())
+        for hold in others:  # while this thread waits for this one, another thread may wait for those that it holds
+            with hold.given_up():
+                return self.drawn(stream, draw)
         with self.lock:
             if stream is None or not stream.moves_generators:
                 self.draws_by_others += 1

@@ -176,6 +176,41 @@ def test_workers_of_one_device_do_not_wait_for_each_other() -> None:
         compare(plain, pipe, seed)
 
 
+class OfEach(nn.Module):
+    """Saves the generators of two devices at the same time as another worker, then draws."""
+
+    def __init__(self, stage: int, met: threading.Barrier) -> None:
+        super().__init__()
+        self.stage, self.met = stage, met
+
+    def forward(self, x: Tensor) -> Tensor:
+        if micro_batch_here() == 1 - self.stage:
+            self.met.wait(60)
+        with torch.random.fork_rng([0, 1], device_type=x.device.type):
+            return x * torch.rand_like(x)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
+def test_workers_that_hold_their_generators_do_not_wait_for_each_others() -> None:
+    kind, met = accelerator().type, threading.Barrier(2)
+    devices = [torch.device(kind, 0), torch.device(kind, 1)]
+    layers = nn.Sequential(OfEach(0, met), OfEach(1, met))
+    pipe = Pipe(layers, 2, "never", balance=[1, 1], devices=devices, schedule="gpipe")
+    x = torch.ones(2, 2, device=devices[0])
+    torch.manual_seed(0)
+    key = draw_key()
+    expected = []
+    for micro_batch in range(2):
+        row = torch.ones(1, 2)
+        for layer in range(2):
+            generator = torch.Generator(devices[layer]).manual_seed(mix(key, layer, micro_batch))
+            row = row * torch.rand(1, 2, generator=generator, device=devices[layer]).cpu()
+        expected.append(row)
+    torch.manual_seed(0)
+    assert torch.equal(pipe(x).cpu(), torch.cat(expected))
+
+
 @pytest.mark.gpu
 def test_in_evaluation_the_numbers_are_those_of_the_callers_generator() -> None:
     device, layers = accelerator(), nn.Sequential(Late(), Late()).eval()
