@@ -335,7 +335,7 @@ class Step:
                     send = transport.outside.sender(kind, stage)
                     for micro_batch, message in enumerate(messages):
                         send(micro_batch, message)
-                late_draws = LateDraws(accelerators if self._key.drawn else ())
+                late_draws = LateDraws([job.not_held for job in jobs.values() if job.not_held is not None])
                 begun = time.perf_counter()
                 if here:
                     engine.workers.run_here(calls[0], lambda error: failure.report(error, None))

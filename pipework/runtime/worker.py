@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipework.runtime.device import WorkerDevice
     from pipework.runtime.failure import Failure
     from pipework.runtime.random.streams import RandomStream
-    from pipework.runtime.random.unseen_draws import Hold
+    from pipework.runtime.random.unseen_draws import Hold, UnseenDraws
     from pipework.runtime.stage.stage_run import StageRun
     from pipework.runtime.transport import Endpoint
     from pipework.schedule import Action
@@ -82,6 +82,8 @@ class WorkerRun:
     Attributes:
         handlers: by (kind, stage), the function that executes an action.
         finish: called after the last action, unless one has failed.
+        not_held: what is known of layers that may draw from the generator of an accelerator, and do not hold it; None:
+            there are none.
     """
 
     def __init__(
@@ -104,6 +106,9 @@ class WorkerRun:
         self._conditions = conditions
         self._stream = stream
         self._hold = hold
+        self.not_held: UnseenDraws | None = None
+        if stream is not None and stream.moves_generators and hold is None:
+            self.not_held = device.unseen_draws
         self._marks: list[tuple[Action, Any, Any, tuple[int, int, int]]] | None = [] if recorded else None
         self._meter = self._runs[0].meter
         self.handlers: dict[tuple[str, int], Callable[[Action], None]] = {}

@@ -71,7 +71,7 @@ class HealthMonitor:
         >>> monitor.end()
         >>> monitor.failure is None
         True
-        >>> monitor.close()
+        >>> left = monitor.close()
     """
 
     def __init__(

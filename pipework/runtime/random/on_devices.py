@@ -60,8 +60,8 @@ class DeviceGenerator:
         )
 
     def check(self) -> None:
-        """Raises a RuntimeError if the device does not let its generator be moved."""
-        _ = self._own
+        """Raises a RuntimeError if the device does not let its generator be moved, as while a graph is captured."""
+        self.get()
 
     def get(self) -> State:
         """The state. Not to be asked for while a graph is captured."""
@@ -96,11 +96,18 @@ class DeviceGenerator:
         with self.lock:
             return self.get(), self.draws_by_others
 
-    def has_moved_since(self, before: tuple[State, int]) -> bool:
-        """Whether numbers were drawn that are not counted; `before` is an earlier `state_and_draws`."""
-        (state, draws), (state_before, draws_before) = self.state_and_draws(), before
-        # Another seed is that of a layer that seeds the device itself.
-        return state != state_before and state[0] == state_before[0] and draws == draws_before
+    def put_back(self, before: tuple[State, int]) -> bool:
+        """Puts it back if it has moved since an earlier `state_and_draws`, and nobody is counted who may have done so.
+
+        Returns:
+            Whether it has moved.
+        """
+        with self.lock:
+            (state, draws), (state_before, draws_before) = self.state_and_draws(), before
+            if state == state_before or draws != draws_before:
+                return False
+            self.set(state_before)
+            return True
 
     def drawn(self, stream: RandomStream | None, draw: Callable[[], Any]) -> Any:
         """Runs what draws from the generator, or asks for its state.
@@ -109,6 +116,10 @@ class DeviceGenerator:
             stream: of this thread; None: it has none.
             draw: what is run.
         """
+        others = () if stream is None or self in stream.holds else list(stream.holds.values())
+        for hold in others:  # while this thread waits for this one, another thread may wait for those that it holds
+            with hold.given_up():
+                return self.drawn(stream, draw)
         with self.lock:
             if stream is None or not stream.moves_generators:
                 self.draws_by_others += 1

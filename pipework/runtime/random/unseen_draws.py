@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Self
 
-    from pipework.runtime.device import WorkerDevice
     from pipework.runtime.random.on_devices import DeviceGenerator, State
     from pipework.runtime.random.streams import RandomStream
 
@@ -51,7 +50,8 @@ class UnseenDraws:
             always: whether a layer is known to need it.
         """
         self._runs += 1
-        return Hold(self, stream) if always or self.found or self._runs <= LOOKS else None
+        looks = self._runs <= LOOKS and not self.generator.is_captured()
+        return Hold(self, stream) if always or self.found or looks else None
 
 
 class Hold:
@@ -143,25 +143,26 @@ class LateDraws:
     """Notes the states of some workers' generators before a run, and looks at them afterwards.
 
     Args:
-        workers: on accelerators, which draw from streams.
+        draws: of the workers whose layers may draw, and which do not hold their generators. Of others nothing is asked:
+            threads of the user's may draw meanwhile, and not all of them do by a kernel with a wrapper.
     """
 
-    def __init__(self, workers: Sequence[WorkerDevice]) -> None:
-        self._draws = [worker.unseen_draws for worker in workers if worker.unseen_draws is not None]
+    def __init__(self, draws: Sequence[UnseenDraws]) -> None:
+        self._draws = draws
         generators = {each.generator for each in self._draws}
         # While a graph is captured nobody may ask for a state.
         self._before = {each: each.state_and_draws() for each in generators if not each.is_captured()}
 
     def error(self) -> RuntimeError | None:
-        """The error if a kernel that no wrapper saw has moved a generator which nobody held; None: none has."""
-        moved = [each for each, before in self._before.items() if each.has_moved_since(before)]
+        """The error if a kernel that no wrapper saw has moved a generator, which is put back; None: none has."""
+        moved = [each for each, before in self._before.items() if each.put_back(before)]
         if not moved:
             return None
         for each in self._draws:
             each.found |= each.generator in moved
         places = ", ".join(sorted(str(each.device) for each in moved))
         return RuntimeError(
-            f"a layer on {places} drew random numbers by a kernel of an extension or of fused attention, and none did "
-            "so in the first mini-batches: in a recomputation the numbers would be others. Nothing of this mini-batch "
-            "was used. Call the pipe again: from now on its layers have a stream for such kernels, too"
+            f"a layer on {places} drew random numbers by a kernel of an extension or of fused attention, or seeded its "
+            "generator, and none did so in the first mini-batches: in a recomputation the numbers would be others. "
+            "Nothing of this mini-batch was used. Call the pipe again: from now on its layers may do so"
         )

@@ -4,6 +4,7 @@ import copy
 import threading
 import types
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,6 +42,21 @@ class Extension(nn.Module):
         generator.set_offset(offset + 4)
         numbers = torch.rand(x.shape, generator=torch.Generator().manual_seed(mix(seed, offset, 0)))
         return x * numbers.to(x.device)
+
+
+class Seeded(nn.Module):
+    """Draws the same numbers for each micro-batch, and puts the generator back."""
+
+    def __init__(self, on: bool = True) -> None:
+        super().__init__()
+        self.on = on
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.on:
+            return x
+        with torch.random.fork_rng([x.device.index], device_type=x.device.type):
+            torch.get_device_module(x.device).manual_seed(5)
+            return x * torch.rand_like(x)
 
 
 class Late(nn.Module):
@@ -101,13 +117,13 @@ def pipe_of(plain: nn.Sequential, balance: list[int], **options: bool) -> Pipe:
 @pytest.mark.gpu
 @pytest.mark.parametrize("one_thread", [False, True])
 @pytest.mark.parametrize("balance", [[6], [2, 4], [1, 2, 2, 1]])
-@pytest.mark.parametrize("layer", [Extension, Attention, Recurrent])
+@pytest.mark.parametrize("layer", [Extension, Seeded, Attention, Recurrent])
 def test_numbers_depend_on_no_cut(layer: Callable[[], nn.Module], balance: list[int], one_thread: bool) -> None:
     plain = blocks(layer(), layer()).to(accelerator())
     pipe = pipe_of(plain, balance, one_thread=one_thread)
     for seed in range(STEPS):
         # Kernels of attention and of recurrent layers may add in any order on a real device.
-        exact = layer is Extension or accelerator().type == "sim"
+        exact = layer in (Extension, Seeded) or accelerator().type == "sim"
         compare(plain, pipe, seed, rtol=0 if exact else 1e-4)
 
 
@@ -126,17 +142,21 @@ def test_a_layer_may_begin_to_draw_at_any_time(balance: list[int]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("balance", [[6], [3, 3]])
-def test_an_extension_that_begins_to_draw_is_seen_at_once(balance: list[int]) -> None:
-    plain = blocks(Extension(on=False), Extension(on=False)).to(accelerator())
+@pytest.mark.parametrize("kind", [Extension, Seeded])
+def test_an_extension_that_begins_to_draw_is_seen_at_once(
+    kind: type[Extension] | type[Seeded], balance: list[int]
+) -> None:
+    plain = blocks(kind(on=False), kind(on=False)).to(accelerator())
     pipe = pipe_of(plain, balance)
     for seed in range(STEPS):
         compare(plain, pipe, seed)
     for model in (plain, pipe):
         for layer in model.modules():
-            if isinstance(layer, Extension):
+            if isinstance(layer, kind):
                 layer.on = True
     with pytest.raises(RuntimeError, match=r"drew random numbers by a kernel of an extension or of fused attention"):
         compare(plain, pipe, 100)
+    assert device_generator(accelerator()).get() == (100, 0), "the caller's generator is as it was"
     plain.zero_grad()
     assert all(parameter.grad is None for parameter in pipe.parameters())
     for seed in range(STEPS):
@@ -173,6 +193,61 @@ def test_workers_of_one_device_do_not_wait_for_each_other() -> None:
             if isinstance(layer, Together):
                 layer.waits = seed >= LOOKS
         compare(plain, pipe, seed)
+
+
+@pytest.mark.gpu
+def test_threads_of_the_users_may_draw_where_layers_do_not() -> None:
+    device, over = accelerator(), threading.Event()
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, balance=[1, 1], devices=[device] * 2)
+    generator = torch.get_device_module(device).default_generators[0]
+
+    def draw() -> None:
+        while not over.is_set():
+            generator.set_offset(generator.get_offset() + 4)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for _ in range(3):
+            pipe(torch.ones(4, 2, device=device)).sum().backward()
+    finally:
+        over.set()
+        thread.join()
+
+
+class OfEach(nn.Module):
+    """Saves the generators of two devices at the same time as another worker, then draws."""
+
+    def __init__(self, stage: int, met: threading.Barrier) -> None:
+        super().__init__()
+        self.stage, self.met = stage, met
+
+    def forward(self, x: Tensor) -> Tensor:
+        if micro_batch_here() == 1 - self.stage:
+            self.met.wait(60)
+        with torch.random.fork_rng([0, 1], device_type=x.device.type):
+            return x * torch.rand_like(x)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
+def test_workers_that_hold_their_generators_do_not_wait_for_each_others() -> None:
+    kind, met = accelerator().type, threading.Barrier(2)
+    devices = [torch.device(kind, 0), torch.device(kind, 1)]
+    layers = nn.Sequential(OfEach(0, met), OfEach(1, met))
+    pipe = Pipe(layers, 2, "never", balance=[1, 1], devices=devices, schedule="gpipe")
+    x = torch.ones(2, 2, device=devices[0])
+    torch.manual_seed(0)
+    key = draw_key()
+    expected = []
+    for micro_batch in range(2):
+        row = torch.ones(1, 2)
+        for layer in range(2):
+            generator = torch.Generator(devices[layer]).manual_seed(mix(key, layer, micro_batch))
+            row = row * torch.rand(1, 2, generator=generator, device=devices[layer]).cpu()
+        expected.append(row)
+    torch.manual_seed(0)
+    assert torch.equal(pipe(x).cpu(), torch.cat(expected))
 
 
 @pytest.mark.gpu
@@ -231,3 +306,14 @@ def test_a_worker_holds_in_its_first_runs_and_where_something_was_found() -> Non
     assert draws.hold(stream, always=True) is not None
     draws.found = True
     assert draws.hold(stream, always=False) is not None
+
+
+def test_nobody_looks_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("torch.example")
+    module.__dict__["is_current_stream_capturing"] = lambda: True
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    draws, stream = UnseenDraws(DeviceGenerator(torch.device("cpu"))), RandomStream(Key(1))
+    assert draws.hold(stream, always=False) is None
+    monkeypatch.setattr(draws.generator, "get", Mock(side_effect=RuntimeError("during CUDA graph capture")))
+    with pytest.raises(RuntimeError, match="graph capture"):  # of the device, before any worker begins
+        draws.hold(stream, always=True)
