@@ -390,6 +390,20 @@ def draw_unseen() -> list[Tensor]:
     return [*results, torch.rand(4, device="sim:0")]
 
 
+def begin_to_seed() -> list[Tensor]:
+    """A layer seeds the generator of its device, which its worker does not hold: an error. Then the caller draws."""
+
+    class Seeds(nn.Module):
+        def forward(self, x):
+            torch.get_device_module("sim").default_generators[0].manual_seed(3)
+            return x
+
+    pipe = Pipe(nn.Sequential(Seeds(), nn.Linear(WIDTH, WIDTH)), 2, balance=[1, 1], devices=["sim:0", "sim:0"])
+    with contextlib.suppress(RuntimeError):
+        pipe(torch.ones(8, WIDTH, device="sim:0"))
+    return [torch.rand(4, device="sim:0")]
+
+
 def not_held(scenario: Callable[[], list[Tensor]]) -> list[Tensor]:
     """As in later mini-batches, in which workers do not hold the generator of their device."""
     with mock.patch.object(unseen_draws, "LOOKS", 0):
@@ -435,6 +449,7 @@ SCENARIOS: dict[str, Callable[[], list[Tensor]]] = {
     "draws in between": draw_between,
     "draws for a shard": draw_for_shards,
     "draws of an extension": draw_unseen,
+    "a layer that begins to seed, not held": lambda: not_held(begin_to_seed),
     "two workers that draw, not held": lambda: not_held(draw_at_the_same_time),
     "two threads, not held": lambda: not_held(draw_on_two_threads),
     "draws in between, not held": lambda: not_held(draw_between),

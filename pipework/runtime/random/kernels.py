@@ -149,7 +149,7 @@ def _device_state_access(
 
 
 def drawing_from(stream: RandomStream | None) -> contextlib.AbstractContextManager[None]:
-    """A context in which this thread draws its CPU random numbers from the stream."""
+    """A context in which this thread draws its random numbers from the stream."""
     return _Drawing(stream)
 
 
