@@ -13,7 +13,7 @@ FREE := $(if $(TORCH),torch|setuptools|)$(if $(TRANSFORMERS),transformers|tokeni
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train finetune test test-thorough test-all test-accelerator docs package lint format bench clean
+.PHONY: help train finetune test test-thorough test-all test-accelerator test-gpu docs package lint format bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +39,11 @@ test-all: $(VENV)/.test ## run all tests, the slow ones too
 test-accelerator: $(VENV)/.test ## run the tests of accelerators on a simulated one (needs gcc or clang)
 	$(BIN)/python -m tests.accelerator.build
 	$(BIN)/python -m pytest -p tests.accelerator.plugin -n $(WORKERS) -m "gpu and not slow" $(ARGS)
+
+# An interpreter of your own has the PyTorch that fits your driver, and needs hypothesis, ninja, numpy, pytest, pytest-timeout
+# and pytest-xdist beside it.
+test-gpu: $(if $(GPU_PYTHON),,$(VENV)/.test) ## test on an NVIDIA GPU, five minutes (your own Python: GPU_PYTHON=python3)
+	$(or $(GPU_PYTHON),$(BIN)/python) -m tests.gpu.run $(ARGS)
 
 lint: $(VENV)/.dev ## check style, format and types
 	$(BIN)/ruff check .

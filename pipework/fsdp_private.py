@@ -3,7 +3,7 @@
 FSDP gathers the parameters of a layer at its forward and its backward, and reduces gradients after each backward. A
 pipe does both at other times, for all micro-batches at once, and has no public way to: `unshard`, `reshard` and some
 settings are public, but not the reduction by itself, nor the parameters that are whole meanwhile. If a name is gone,
-its use raises an AttributeError with the name, and layers that FSDP2 shards cannot be in a pipe.
+layers that FSDP2 shards cannot be in a pipe: `FSDPStates` raises an ImportError with the name.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from pipework.torch_private import require
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -39,6 +41,7 @@ def free_shards(layers: Iterable[nn.Module]) -> None:
     """Frees the memory of shards that FSDP keeps beside the parameters, after these were moved to the meta device."""
     for module in fsdp_modules(layers):
         for each in (each for group in _groups_of(_state_of(module)) for each in group.fsdp_params):
+            require(each, "sharded_param._local_tensor _sharded_param_data")
             each._sharded_param_data = each.sharded_param._local_tensor.view(-1)
 
 
@@ -134,10 +137,13 @@ class FSDPStates:
         self._states = list(dict.fromkeys(states))
         self._has_several = False
         for state in self._states:
+            require(state, "_is_root _lazy_init _modules _states_to_forward_prefetch _states_to_backward_prefetch")
+            require(state, "_state_ctx.iter_forward_root _state_ctx.is_last_backward")
             if state._is_root is None and len(state._modules) > 1:  # which PyTorch refuses as a root
                 self._has_several = True
             else:
                 state._lazy_init()
+                _look_up(state)
         self._groups = [group for state in self._states for group in _groups_of(state)]
         self._changed: list[_Setting] = []
         self._works: list[_Work] = []
@@ -257,5 +263,19 @@ def _state_of(module: FSDPModule) -> Any:
 
 def _groups_of(state: Any) -> list[Any]:
     """FSDP's groups of parameters of one call of `fully_shard`; in PyTorch 2.11 there is one, or None."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    require(state, "_fsdp_param_group")
+    return [group for group in (state._fsdp_param_group,) if group is not None]
+
+
+def _look_up(state: Any) -> None:
+    """Raises an ImportError with the first name that an initialised state does not have."""
+    require(state, "_root_post_backward_final_callback _comm_ctx.post_forward_order")
+    for group in _groups_of(state):
+        require(group, "fsdp_params unshard wait_for_unshard reshard post_backward _training_state.IDLE")
+        require(group, "reduce_grads all_reduce_grads reshard_after_backward post_forward_mesh_info")
+        require(group, "mesh_info.replicate_mesh_dim force_sum_reduction_for_comms _reduce_scatter_comm.allocate")
+        require(group, "_post_forward_indices _all_gather_result _all_reduce_hook")
+        for each in group.fsdp_params:
+            require(each, "sharded_param reduce_dtype offload_to_cpu")

@@ -28,8 +28,8 @@ from pipework.model.state_names import state_tensors
 from pipework.model.wrapped_module import WrappedModule
 from pipework.pipe_warning import warn_caller
 from pipework.profiling.first_mini_batch import AUTO, FirstMiniBatch, refuse_memory
-from pipework.runtime.random.on_devices import generator_given_up
 from pipework.runtime.random.streams import draw_key
+from pipework.runtime.random.unseen_draws import generators_given_up
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
 from pipework.schedule.argument_checks import refuse_whole_stages
 from pipework.skip.verify import verify_skippables
@@ -523,7 +523,7 @@ class Pipe(Layers):
             return nn.Sequential()(*inputs, **keyword_inputs)
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
         doubts = self._wrapped.doubts()
-        with ShortTracebacks(), generator_given_up(), self._backend.calling(what):
+        with ShortTracebacks(), generators_given_up(), self._backend.calling(what):
             self._refuse_changed_partitions()
             self._refuse_to_run_without_data()
             result = self._executor.run(
@@ -623,8 +623,8 @@ class Pipe(Layers):
         Outputs, loss, the gradients of parameters and inputs, buffers, and numbers that layers keep are compared:
 
         * with the plain model, run micro-batch by micro-batch with the same random numbers, to the last bit: as the
-          model is, and without dropout (in evaluation mode, but for norms with running statistics). What differs
-          between two runs of the plain model, as with kernels that add in any order, is compared relatively;
+          model is, and without dropout (in evaluation mode, but for norms with running statistics). Where bits differ,
+          the plain model runs again: four times its own difference is allowed, as kernels may add in any order;
         * with the plain model and the whole batch at once, relatively, without dropout. This shows whether the batch is
           cut along its rows and the loss weighs them right.
 
@@ -634,10 +634,10 @@ class Pipe(Layers):
         pipe remembers are as before, also after an error. But hooks of yours run, and what a forward writes into
         parameters, or into objects of other kinds than lists, dicts, sets and tensors, stays.
 
-        It takes the time of two steps of the pipe and five of the plain model, where one worker computes at a time, and
-        of two more if something differs. The memory is that of a step of the whole batch without recomputation, on the
-        devices of the layers, a copy of the buffers there, and three copies of the gradients on the host. So take a
-        batch that fits, with at least two rows in each micro-batch.
+        It takes the time of two steps of the pipe and three of the plain model, where one worker computes at a time,
+        and of at most four more if something differs. The memory is that of a step of the whole batch without
+        recomputation, on the devices of the layers, a copy of the buffers there, and three copies of the gradients on
+        the host. So take a batch that fits, with at least two rows in each micro-batch.
 
         If workers are processes, all call this with the same batch. Each runs its own layers while the others wait, and
         the outputs go through the host. Gradients of parameters that several processes use, and means over a number of

@@ -15,7 +15,7 @@ PACKAGE = Path(pipework.__file__).parent
 # Folders of tests that span the whole library, or are of what is outside the package.
 SPANNING = {
     "accelerator", "benchmarks", "compat/differential", "ddp", "distributed/together", "docs", "examples", "exactness",
-    "faults", "pitfalls",
+    "faults", "gpu", "pitfalls",
 }  # fmt: skip
 # Tests of several source files of their folder, or of all its subfolders.
 OF_SEVERAL = {

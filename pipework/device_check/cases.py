@@ -72,7 +72,7 @@ def first_cases(source: torch.device, destination: torch.device) -> list[Case]:
 
     Example:
         >>> [case.way for case in first_cases(CPU, CPU)]
-        ['outside', '1f1b', 'gpipe', 'zb-h1', 'outside', '1f1b']
+        ['outside', '1f1b', 'gpipe', 'zb-h1', 'outside', 'zb-h1']
     """
     if source == destination:
         here = source
@@ -82,13 +82,14 @@ def first_cases(source: torch.device, destination: torch.device) -> list[Case]:
             Case((here,) * 4, "gpipe", "always", here, delayed="caller"),
             Case((here,) * 2, "zb-h1", "never", here, dropout=False),
             Case((here,) * 4, "outside", "except_last", here, dropout=False, skip=True, delayed="layers"),
-            Case((here,) * 2, "1f1b", "always", here, autocast=True, input_gradient=True),
+            Case((here,) * 2, "zb-h1", "always", here, autocast=True, input_gradient=True),
         ]
     two = (source, destination)
     return [
         Case(two, "1f1b", "except_last", source, input_gradient=True, delayed="copies"),
         Case(two, "outside", "never", destination, dropout=False, skip=True, delayed="caller"),
         Case(two, "zb-h1", "always", CPU, pinned=True, delayed="layers"),  # the host does not wait for pinned memory
+        Case((*two, source), "zb-h1", "except_last", source, skip=True, autocast=True),
     ]
 
 

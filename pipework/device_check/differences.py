@@ -26,7 +26,7 @@ def difference(actual: Values, expected: Values, tolerance: float = 0.0) -> str 
 
     Example:
         >>> difference([{"loss": torch.tensor(1.0)}], [{"loss": torch.tensor(2.0)}])
-        'step 0: loss: 1 of 1 elements differ, the largest difference is 1'
+        'step 0: loss: 1 of 1 elements differ, the largest difference is 1 (the largest element 2)'
     """
     for step, (computed, reference) in enumerate(zip(actual, expected, strict=True)):
         wrong = [
@@ -52,5 +52,7 @@ def _difference(actual: Tensor, expected: Tensor, tolerance: float) -> str | Non
     largest = apart[~apart.isnan()]
     facts = [f"{int((actual != expected).sum())} of {actual.numel()} elements differ"]
     facts += [f"{nans} are NaN"] if nans else []
-    facts += [f"the largest difference is {float(largest.max()):.3g}"] if largest.numel() else []
+    if largest.numel():
+        whole = float(expected.double().abs().max())
+        facts += [f"the largest difference is {float(largest.max()):.3g} (the largest element {whole:.3g})"]
     return ", ".join(facts)

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,12 +29,14 @@ from pipework.model.local_parameters import texts_of
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from pipework.distributed.health.process_exit import ExitHook
     from pipework.distributed.transport.channel import Group
 
 logger = logging.getLogger("pipework")
 
 PIPELINE = "pp"
 REPLICAS = "dp"
+LEFT_EARLY = "pipework_left_early"  # set on a DeviceMesh when another rank had not come to its end as this one did
 PIPES = "pipework/pipes of {}"  # the key of the store at which a rank counts the pipes that it has made of a mesh
 
 # A rank waits for another one as long as that is alive: the monitor decides this, and not a timeout of PyTorch.
@@ -310,15 +313,18 @@ def init(
         raise ValueError(f"dp is {dp}, and there are {ranks} processes: wanted a number of replicas that divides them")
     neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     device = _own_device(int(os.environ.get("LOCAL_RANK", rank)), neighbours)
-    if not dist.is_initialized():
+    own_job = not dist.is_initialized()
+    if own_job:
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
         prefix = attempt_prefix(store, rank, ranks, timeout)
         backend = _backend(device, neighbours)
         dist.init_process_group(
             backend, store=PrefixStore(prefix, store), rank=rank, world_size=ranks, timeout=_NO_TIMEOUT
         )
-    process_exit.install()
+    hook = process_exit.install()
     device_mesh = init_device_mesh(device.type, (dp, ranks // dp), mesh_dim_names=(REPLICAS, PIPELINE))
+    if own_job:
+        _destroy_at_exit(hook, device_mesh)
     return Mesh(device_mesh, device, torch_private.default_store(), detect, action_timeout, timeout, grace)
 
 
@@ -378,10 +384,8 @@ def network_devices() -> list[Any]:
     return [ProcessGroupGloo.create_device(interface=name) for name in named]
 
 
-def group_of(
-    store: Store, name: str, members: Sequence[int], rank: int, devices: Sequence[Any] = (), *, nccl: bool = False
-) -> Group:
-    """A process group of some ranks; returns as soon as all of them have called this.
+def group_of(store: Store, name: str, members: Sequence[int], rank: int, devices: Sequence[Any] = ()) -> Group:
+    """A process group of some ranks, for tensors on the CPU; returns as soon as all of them have called this.
 
     PyTorch's own `new_group` must be called by every rank of the job, or as often in each process.
 
@@ -391,14 +395,42 @@ def group_of(
         members: its ranks.
         rank: of this process.
         devices: of the network, which gloo's groups may share; empty: the group makes its own.
-        nccl: uses NCCL, for tensors on CUDA devices; else gloo, for tensors on the CPU.
     """
     place = PrefixStore(name, store), members.index(rank), len(members)
-    if nccl:
-        kind: Any = dist.distributed_c10d.ProcessGroupNCCL  # not every build of PyTorch has it
-        return cast("Group", kind(*place))
     own = list(devices) or network_devices()
     return cast("Group", torch_private.gloo_group(*place, own, _NO_TIMEOUT))
+
+
+def nccl_group(store: Store, name: str, members: Sequence[int], rank: int, device: torch.device) -> Group:
+    """A process group of some ranks, for tensors on CUDA devices; returns when all of them are connected.
+
+    Args:
+        store: through which the members find each other.
+        name: of the group, never used before with this store.
+        members: its ranks.
+        rank: of this process.
+        device: of this process; that of the calling thread from now on, or NCCL would take memory of the first one.
+    """
+    torch.accelerator.set_device_index(device)
+    kind: Any = dist.distributed_c10d.ProcessGroupNCCL  # not every build of PyTorch has it
+    group = kind(PrefixStore(name, store), members.index(rank), len(members), _NO_TIMEOUT)
+    group.eager_connect_single_device(device)  # else each of its first transfers would wait for the other rank
+    return cast("Group", group)
+
+
+def _destroy_at_exit(hook: ExitHook, device_mesh: DeviceMesh) -> None:
+    """Has the process groups that `init` has made destroyed at a normal end, after those of the pipes."""
+    world, process = weakref.ref(dist.group.WORLD), os.getpid()
+
+    def destroy() -> None:
+        if hook.was_called or os.getpid() != process or not dist.is_initialized() or dist.group.WORLD is not world():
+            return
+        if LEFT_EARLY in vars(device_mesh):
+            torch_private.abort_process_groups()
+        else:
+            dist.destroy_process_group()
+
+    weakref.finalize(hook, destroy)  # it follows those of pipes, which are made later; `atexit` would be before them
 
 
 def _are_dimensions(given: Sequence[str], names: Sequence[str]) -> bool:

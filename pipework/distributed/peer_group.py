@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, TypeVar
@@ -26,7 +27,7 @@ from pipework.distributed.health.monitor import HealthMonitor
 from pipework.distributed.health.preemption import Preemption
 from pipework.distributed.health.status import describe_action
 from pipework.distributed.layer_collectives import break_layer_groups, is_broken_collective, refuse_broken_groups
-from pipework.distributed.mesh import PIPES
+from pipework.distributed.mesh import LEFT_EARLY, PIPES
 from pipework.distributed.rendezvous import Rendezvous
 from pipework.distributed.shared_tensors import refuse_other_shards
 from pipework.distributed.step_header import StepHeaders
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from pipework.distributed.mesh import Mesh
     from pipework.distributed.rendezvous import Connections, RendezvousSpec
     from pipework.distributed.shared_tensors import SharedTensors
+    from pipework.distributed.transport.channel import Group
     from pipework.runtime.peers import RunSpec
     from pipework.runtime.transport import Transport
     from pipework.runtime.worker_threads import WorkerThreads
@@ -106,10 +108,12 @@ class PeerGroup:
             names=self._named,
             numbers=self.everyone,
             calls=mesh.calls.of_pipe(number),
-            hosts_store=mesh.hosts_store,
+            lingers=mesh.hosts_store or mesh.uses_nccl,
         )
         self._generator = GeneratorStates()
         self._connections = self._rendezvous(store, spec, tensors)
+        if groups := self._connections.device_groups:
+            weakref.finalize(self, _end_device_groups, groups, self.monitor, mesh, os.getpid())
         control = self._connections.groups["control"]
         self._found_inf = FoundInf(self._connections.groups["everyone"], mesh.device)
         self._tensors = tensors
@@ -396,7 +400,8 @@ class PeerGroup:
         here, action = self.everyone.index(self.mesh.rank), describe_action(self.monitor.progress.action)
         seen = f", seen by {self._named(here)} at {action}, in {self.monitor.current}"
         with self.monitor.progress.waits():
-            self.monitor.explain_disconnect(None if error.rank is None else self.everyone.index(error.rank), seen=seen)
+            position = None if error.rank is None else self.everyone.index(error.rank)
+            self.monitor.explain_disconnect(position, seen=seen, cause=error.__cause__)
         return self.monitor.error()
 
     def reduce(self, spec: RunSpec, stage: int) -> None:
@@ -490,6 +495,22 @@ class PeerGroup:
     def _is_of_layers(self, error: BaseException) -> bool:
         """Whether a layer of this rank has seen that another rank left a collective."""
         return len(self.mesh.same_layers) > 1 and is_broken_collective(error)
+
+
+def _end_device_groups(groups: Sequence[Group], monitor: HealthMonitor, mesh: Mesh, process: int) -> None:
+    """Ends the groups of NCCL with their pipe, or at the end of the program, when all has arrived that was sent.
+
+    They are aborted, since a shutdown waits for other ranks, which may end later, or never.
+    """
+    if os.getpid() != process:  # a forked child
+        return
+    with contextlib.suppress(RuntimeError):  # of the device, which was raised before
+        if not monitor.broken:
+            torch.accelerator.synchronize(mesh.device)
+        if not monitor.close():
+            vars(mesh.device_mesh)[LEFT_EARLY] = True
+        for group in groups:
+            group.abort()
 
 
 def _cut(text: str) -> tuple[str, str, str]:

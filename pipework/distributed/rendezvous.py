@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import functools
 import threading
 import time
 from dataclasses import dataclass, field
@@ -13,13 +15,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 from pipework.distributed.gradients.data_parallel import DataParallel
 from pipework.distributed.gradients.tied import TiedParameters
 from pipework.distributed.layer_group import LayerGroup
-from pipework.distributed.mesh import group_of, network_devices
+from pipework.distributed.mesh import group_of, nccl_group, network_devices
 from pipework.distributed.shared_tensors import refuse_any_different, refuse_some_different
 from pipework.distributed.transport.channel import Channel, LostConnectionError, break_group
 from pipework.distributed.transport.device_channel import DeviceChannel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
@@ -55,7 +57,8 @@ class Connections:
     """One rank's connections to the others; during the rendezvous, those made so far.
 
     Attributes:
-        groups: of ranks of the CPU, by name: "control" is of all workers of this pipe, "everyone" of all ranks.
+        groups: for tensors on the CPU, by name: "control" is of all workers of this pipe, "everyone" of all ranks.
+        device_groups: for tensors on accelerators; in the same order on all ranks that have two of them.
         channels: to the workers that this one has to do with.
         replicas: the ranks that hold the same stages; None: there are no others.
         some_replicas: by their ranks, those of them that share parameters which the others do not.
@@ -64,6 +67,7 @@ class Connections:
     """
 
     groups: dict[str, Group] = field(default_factory=dict)
+    device_groups: list[Group] = field(default_factory=list)
     channels: dict[int, Channel] = field(default_factory=dict)
     replicas: DataParallel | None = None
     some_replicas: dict[tuple[int, ...], DataParallel] = field(default_factory=dict)
@@ -85,6 +89,8 @@ class Connections:
             replicas.abort()
         if self.layers is not None:
             self.layers.abort()
+        for group in self.device_groups:
+            group.abort()
 
     def forget(self) -> None:
         """After a failed run: releases the tensors of unfinished transfers."""
@@ -181,7 +187,7 @@ class Rendezvous:
         group = self._group(self._store, name, ranks, mesh.rank)
         device_group = None
         if mesh.uses_nccl:
-            device_group = self._group(self._store, f"{name}, NCCL", ranks, mesh.rank, nccl=True)
+            device_group = self._device_group(self._store, name, ranks, mesh.rank)
         return DataParallel(group, ranks, device_group, mesh.data_parallel_size)
 
     def _connect(self, store: Store) -> None:
@@ -200,13 +206,23 @@ class Rendezvous:
             outgoing, incoming = (up, down) if here == low else (down, up)
             device_channel = None
             if mesh.uses_nccl:
-                up = self._group(store, f"{low} to {high}, NCCL", both, here, nccl=True)
-                down = self._group(store, f"{high} to {low}, NCCL", both, here, nccl=True)
+                up = self._device_group(store, f"{low} to {high}", both, here)
+                down = self._device_group(store, f"{high} to {low}", both, here)
                 device_channel = DeviceChannel(*((up, down) if here == low else (down, up)), mesh.device)
             other = high if here == low else low
             self._made.channels[other] = Channel(
                 mesh.ranks[other], outgoing, incoming, mesh.device, device_channel, mesh.device_mesh
             )
+            if device_channel is not None:
+                with _lost_if_it_fails():
+                    device_channel.connect()
+
+    def _device_group(self, store: Store, name: str, members: Sequence[int], rank: int) -> Group:
+        """A group of NCCL, connected."""
+        make = functools.partial(nccl_group, device=self._mesh.device)
+        group = self._group(store, f"{name}, NCCL", members, rank, make)
+        self._made.device_groups.append(group)
+        return group
 
     def _group(
         self,
@@ -214,8 +230,7 @@ class Rendezvous:
         name: str,
         members: Sequence[int],
         rank: int,
-        *,
-        nccl: bool = False,
+        make: Callable[[Store, str, Sequence[int], int], Group] | None = None,
     ) -> Group:
         """A group, made once all its members are there.
 
@@ -231,7 +246,14 @@ class Rendezvous:
             pause = min(1.5 * pause, _POLL)
         if self._over.is_set():
             raise RuntimeError("the rendezvous was ended because a rank has failed")
-        try:
-            return group_of(store, name, members, rank, self._devices, nccl=nccl)
-        except RuntimeError as error:  # a member has just ended
-            raise LostConnectionError(None) from error
+        with _lost_if_it_fails():
+            return make(store, name, members, rank) if make else group_of(store, name, members, rank, self._devices)
+
+
+@contextlib.contextmanager
+def _lost_if_it_fails() -> Iterator[None]:
+    """An error that PyTorch raises while a group is made: mostly a member has just ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostConnectionError(None) from error

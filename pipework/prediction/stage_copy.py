@@ -412,4 +412,5 @@ def _need(meter: StorageMeter, before: int) -> Need:
 
 def _run_backward(roots: tuple[GradientEdge, ...], seeds: tuple[Tensor, ...]) -> None:
     if roots:
-        torch_private.run_backward(roots, seeds, False)
+        with torch.autograd.set_multithreading_enabled(False):  # on this thread, as a worker does
+            torch_private.run_backward(roots, seeds, False)

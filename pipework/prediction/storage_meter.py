@@ -6,6 +6,7 @@ import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from pipework import torch_private
@@ -16,16 +17,15 @@ from pipework.torch_private import memory_key
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import torch
-
 _BLOCK = 512  # bytes; the allocators of accelerators round up to it
 
 
 class StorageMeter(torch_private.DispatchMode):  # type: ignore[misc]
     """Counts the storages that operators make on a device while the mode is entered, and those that are freed since.
 
-    It asks no allocator, so it works on every device, also on the meta device, and changes no counter of it. What a
-    kernel needs for itself, and frees before it ends, is not seen.
+    It works on every device, also on the meta device, and changes no counter of an allocator. What an operator needs
+    for itself, such as a workspace of cuDNN, is seen where the allocator counts what it has freed (CUDA's does). What a
+    library keeps from then on, as cuBLAS does for each thread and stream, does not count.
 
     Args:
         device: others do not count.
@@ -71,7 +71,9 @@ class StorageMeter(torch_private.DispatchMode):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs an operator, and counts what it has made."""
+        before = self._freed_so_far()
         result = func(*args, **(kwargs or {}))
+        temporary = self._freed_so_far() - before
         self._operators += 1
         self._sum += self.live
         new = [tensor for tensor in tensors_among(result) if tensor.device == self._device and not self._knows(tensor)]
@@ -81,7 +83,12 @@ class StorageMeter(torch_private.DispatchMode):  # type: ignore[misc]
             for tensor in new:
                 if memory_key(tensor) not in given:
                     self._count(tensor)
+        self.peak = max(self.peak, self.live + temporary)
         return result
+
+    def _freed_so_far(self) -> int:
+        stats = torch.accelerator.memory_stats(self._device) if is_accelerator(self._device) else {}
+        return int(stats.get("allocated_bytes.all.freed", 0))
 
     def _knows(self, tensor: Tensor) -> bool:
         key = memory_key(tensor)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipework.runtime.failure import add_note
-from pipework.runtime.random.on_devices import GeneratorGuard, device_generator
+from pipework.runtime.random.on_devices import device_generator
+from pipework.runtime.random.unseen_draws import UnseenDraws
 from pipework.values.tensor_form import copied
 
 if TYPE_CHECKING:
@@ -29,12 +30,27 @@ if TYPE_CHECKING:
 
 
 class WorkerDevice:
-    """The device of one worker; for an accelerator with the stream that the worker computes on."""
+    """The device of one worker; for an accelerator with the stream that the worker computes on.
+
+    Attributes:
+        device: PyTorch's name of it.
+        stream: None: the device is the CPU.
+        unseen_draws: what the worker knows of its layers; None on the CPU, where each worker has a generator.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.Stream(device) if is_accelerator(device) else None
+        self.unseen_draws = None if self.stream is None else UnseenDraws(device_generator(device))
         self._waited: torch.Stream | None = None  # for all that this worker has launched
+
+    def begin_thread(self) -> None:
+        """Called by a new thread of the worker."""
+        self.enter_thread()
+        if self.stream is not None:
+            # A thread has no CUDA context before its first call of the runtime. cuBLAS warns of that, and takes the
+            # context of the first GPU.
+            self.stream.query()
 
     def enter_thread(self) -> None:
         """Makes the stream the current one of this thread, and its device, too."""
@@ -61,14 +77,6 @@ class WorkerDevice:
                 if locked:  # a note that another thread has taken back meanwhile must not come back
                     self._waited = current
             record_on(current, tensors)
-
-    def generator_guard(self, *, moves: bool) -> GeneratorGuard | None:
-        """What guards the device's default generator; None on the CPU, where each worker has one of its own.
-
-        Args:
-            moves: see `GeneratorGuard`.
-        """
-        return None if self.stream is None else GeneratorGuard(device_generator(self.device), moves=moves)
 
     def clock(self) -> Clock:
         """A clock whose marks are passed when the device has completed what was launched before."""

@@ -20,9 +20,9 @@ from pipework.runtime.one_thread import OneThreadRun
 from pipework.runtime.out_of_memory import is_out_of_memory, note_memory
 from pipework.runtime.peers import RunSpec
 from pipework.runtime.random import kernels
-from pipework.runtime.random.on_devices import generator_given_up
 from pipework.runtime.random.shards import install_for_dtensors
-from pipework.runtime.random.streams import RandomStream
+from pipework.runtime.random.streams import RandomStream, has_random_state
+from pipework.runtime.random.unseen_draws import LateDraws, generators_given_up
 from pipework.runtime.stage.memory_meter import MemoryMeter
 from pipework.runtime.stage.stage_run import StageRun
 from pipework.runtime.worker import RunConditions, WorkerRun
@@ -167,7 +167,7 @@ class Step:
         for number, tied in ties.items():
             self._runs[number].tied = tied
         if any(run.draws for run in self._runs.values()):
-            kernels.install()  # layers on an accelerator may draw on the CPU, too
+            kernels.install(each.device for each in engine.accelerators)
             install_for_dtensors()
 
     @property
@@ -214,7 +214,7 @@ class Step:
         for run in self._runs.values():
             run.aliases.take_gradients()  # a backward that wanted some parameters only left the others' gradients lying
         sent = [("B", len(self._engine.placement) - 1, [(tensors, None) for tensors in gradients])]
-        with generator_given_up(), self._engine.peers.calling("backward"):
+        with generators_given_up(), self._engine.peers.calling("backward"):
             self._engine.workers.refuse_own_thread()
             received = self._run(self._program.others, sent, self._returned, begins=False, retain_graph=retain_graph)
         return received[0] if received else []
@@ -335,11 +335,15 @@ class Step:
                     send = transport.outside.sender(kind, stage)
                     for micro_batch, message in enumerate(messages):
                         send(micro_batch, message)
+                late_draws = LateDraws([job.not_held for job in jobs.values() if job.not_held is not None])
                 begun = time.perf_counter()
                 if here:
                     engine.workers.run_here(calls[0], lambda error: failure.report(error, None))
                 else:
                     engine.workers.run(calls, lambda error: failure.report(error, None))
+                late = late_draws.error()
+                if late is not None:
+                    failure.report(late, None)
                 completed = not failure.happened
                 if choice is not None and completed:
                     choice.ran(time.perf_counter() - begun, one_thread=one_thread)
@@ -423,12 +427,13 @@ class Step:
         if together:
             parts = [(parts[0][0], self._runs, self._program.launch_order(orders))]
         for worker, runs, order in parts:
-            device, endpoint, stream = engine.devices[worker], transport.endpoints[worker], None
+            device, endpoint, stream, hold = engine.devices[worker], transport.endpoints[worker], None, None
             if any(run.draws for run in runs.values()):
-                # In evaluation nothing moves an accelerator's default generator, so that what its layers draw is
-                # remembered.
-                stream = RandomStream(self._key, device.generator_guard(moves=self._key.drawn))
-            job = WorkerRun(worker, runs, order, device, conditions, stream, recorded=recorded)
+                stream = RandomStream(self._key)
+                if device.unseen_draws is not None and stream.moves_generators:
+                    modules = [module for stage in runs for module in engine.stages[stage].modules]
+                    hold = device.unseen_draws.hold(stream, always=any(map(has_random_state, modules)))
+            job = WorkerRun(worker, runs, order, device, conditions, stream, hold, recorded=recorded)
             turn = conditions.turn
             job.connect(endpoint if turn is None else TakingTurns(endpoint, turn), retain_graph=retain_graph)
             jobs[worker] = job

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipework.runtime.device import WorkerDevice
     from pipework.runtime.failure import Failure
     from pipework.runtime.random.streams import RandomStream
+    from pipework.runtime.random.unseen_draws import Hold, UnseenDraws
     from pipework.runtime.stage.stage_run import StageRun
     from pipework.runtime.transport import Endpoint
     from pipework.schedule import Action
@@ -75,11 +76,14 @@ class WorkerRun:
         device: the worker's.
         conditions: those of all workers.
         stream: the source of the worker's random numbers; None: its layers draw none.
+        hold: see `StageRun.connect`.
         recorded: whether actions are recorded with their times.
 
     Attributes:
         handlers: by (kind, stage), the function that executes an action.
         finish: called after the last action, unless one has failed.
+        not_held: what is known of layers that may draw from the generator of an accelerator, and do not hold it; None:
+            there are none.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class WorkerRun:
         device: WorkerDevice,
         conditions: RunConditions,
         stream: RandomStream | None,
+        hold: Hold | None = None,
         *,
         recorded: bool,
     ) -> None:
@@ -100,6 +105,10 @@ class WorkerRun:
         self._device = device
         self._conditions = conditions
         self._stream = stream
+        self._hold = hold
+        self.not_held: UnseenDraws | None = None
+        if stream is not None and stream.moves_generators and hold is None:
+            self.not_held = device.unseen_draws
         self._marks: list[tuple[Action, Any, Any, tuple[int, int, int]]] | None = [] if recorded else None
         self._meter = self._runs[0].meter
         self.handlers: dict[tuple[str, int], Callable[[Action], None]] = {}
@@ -119,6 +128,7 @@ class WorkerRun:
             run.connect(
                 endpoint,
                 stream=self._stream,
+                hold=self._hold,
                 started=None if self._marks is None else self._mark_start,
                 retain_graph=retain_graph,
                 context_entered=self._conditions.in_context,

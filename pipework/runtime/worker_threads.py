@@ -155,7 +155,7 @@ class _Task:
 
 def _serve(queue: SimpleQueue[Any], device: WorkerDevice) -> None:
     calling_thread.become_worker()
-    device.enter_thread()
+    device.begin_thread()
     share = 0
     with torch.autograd.set_multithreading_enabled(False):
         # A backward must run on the worker that calls it. The engine has one thread per device, for which workers would

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 _TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-4}
 _OF_OTHERS: Final = 5e-2
 _TINY: Final = 1e-30
+# Of a model that differs from itself: how many times its own difference is allowed, as two runs are a small sample,
+# and what rounding makes of sums in 16 bits (two units in the last place of bfloat16), so that the least is allowed.
+_TIMES: Final = 4
+_LEAST_OF_OTHERS: Final = 1.6e-2
+MOST: Final = 5e-2  # a model that differs more from itself gives nothing to compare with
 _FLOOR: Final = 1e-3  # of the largest element of all tensors: a smaller tensor is compared relative to that
 
 
@@ -107,6 +112,20 @@ def tolerance_of(values: Mapping[str, Mapping[str, Any]]) -> float:
     if torch_private.any_autocast():
         return _OF_OTHERS
     return max((_TOLERANCES.get(dtype, _OF_OTHERS) for dtype in found), default=0.0)
+
+
+def allowed_for(itself: float, tolerance: float) -> float:
+    """How far a pipe may be apart from a model that differs from itself when it is run twice.
+
+    Args:
+        itself: by how much it does, relative to the largest element; more than `MOST` counts as `MOST`.
+        tolerance: of sums in another order, as `tolerance_of` gives it.
+
+    Example:
+        >>> allowed_for(3e-3, 1e-4), allowed_for(1e-6, 1e-4)
+        (0.012, 0.0001)
+    """
+    return max(_TIMES * min(itself, MOST), min(tolerance, _LEAST_OF_OTHERS))
 
 
 def on_host(value: Any) -> Any:

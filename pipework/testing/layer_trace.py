@@ -74,14 +74,20 @@ class LayerTrace:
         number = self._counts[place] = self._counts.get(place, -1) + 1
         self.seen[(*place, number)] = _digest(tensor), _sums(tensor)
 
-    def first_other(self, reference: LayerTrace) -> LayerPlace | None:
-        """The first place where the same micro-batches gave other bits."""
+    def first_other(self, reference: LayerTrace, tolerance: float) -> LayerPlace | None:
+        """The first place where the same micro-batches gave something else.
+
+        Args:
+            reference: of the same micro-batches.
+            tolerance: relative to the largest sum of a row; 0: other bits count.
+        """
         order: dict[tuple[bool, int], int] = {}
         found = []
-        for (is_gradient, micro_batch, layer, number), (digest, _) in reference.seen.items():
+        for (is_gradient, micro_batch, layer, number), (digest, sums) in reference.seen.items():
             at = order[is_gradient, micro_batch] = order.get((is_gradient, micro_batch), -1) + 1
             own = self.seen.get((is_gradient, micro_batch, layer, number))
-            if own is None or own[0] != digest:
+            near = tolerance and own is not None and _near(own[1], sums, _bound(sums, tolerance))
+            if own is None or (own[0] != digest and not near):
                 found.append(LayerPlace(is_gradient, micro_batch, at, layer))
         return min(found, default=None)
 
@@ -93,15 +99,23 @@ class LayerTrace:
             tolerance: relative to the largest sum of a row.
         """
         for at, ((is_gradient, _, layer, number), (_, sums)) in enumerate(whole.seen.items()):
-            bound, begin = tolerance * float(sums.abs().max()) if sums.numel() else 0.0, 0
+            bound, begin = _bound(sums, tolerance), 0
             parts = {key[1]: own for key, (_, own) in self.seen.items() if key[2:] == (layer, number) and not key[0]}
             is_whole = len(parts) > 1 and all(len(own) == len(sums) for own in parts.values())  # not cut along rows
             for micro_batch, own in sorted(parts.items()) if not is_gradient else ():
                 rows = sums if is_whole else sums[begin : begin + len(own)]
                 begin += len(own)
-                if rows.shape != own.shape or not bool(((rows - own).abs() <= bound).all()):
+                if not _near(own, rows, bound):
                     return LayerPlace(False, micro_batch, at, layer)
         return None
+
+
+def _bound(sums: Tensor, tolerance: float) -> float:
+    return tolerance * float(sums.abs().max()) if sums.numel() else 0.0
+
+
+def _near(sums: Tensor, reference: Tensor, bound: float) -> bool:
+    return sums.shape == reference.shape and bool(((sums - reference).abs() <= bound).all())
 
 
 def _digest(tensor: Tensor) -> bytes:

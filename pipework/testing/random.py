@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from pipework.runtime.device import is_accelerator
 from pipework.runtime.random import kernels
-from pipework.runtime.random.on_devices import DeviceGenerator, GeneratorGuard
+from pipework.runtime.random.on_devices import device_generator
 from pipework.runtime.random.shards import install_for_dtensors
 from pipework.runtime.random.streams import Key, RandomStream
+from pipework.runtime.random.unseen_draws import Hold, UnseenDraws
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -80,19 +81,16 @@ def drawing(devices: Iterable[torch.device], key: int, micro_batch: int) -> Iter
     Yields:
         What starts the stream of a layer, by the layer's number.
     """
-    kernels.install()
+    accelerators = [device for device in devices if is_accelerator(device)]
+    kernels.install(accelerators)
     install_for_dtensors()
-    # With locks of their own: a backward in here may call a pipe, on autograd's thread, whose workers need the others.
-    guards = [GeneratorGuard(DeviceGenerator(device), moves=True) for device in devices if is_accelerator(device)]
-    drawn = Key(key)
-    streams = [RandomStream(drawn, guard) for guard in guards] or [RandomStream(drawn)]
+    stream = RandomStream(Key(key))
 
     def enter_layer(number: int) -> None:
-        for stream in streams:
-            stream.enter(number, micro_batch)
+        stream.enter(number, micro_batch)
 
-    with contextlib.ExitStack() as stack:
-        for guard in guards:
-            stack.enter_context(guard)
-        stack.enter_context(kernels.drawing_from(streams[0]))
+    with kernels.drawing_from(stream), contextlib.ExitStack() as stack:
+        for device in accelerators:
+            # Not locked: a backward in here may call a pipe, on autograd's thread, whose workers draw meanwhile.
+            stack.enter_context(Hold(UnseenDraws(device_generator(device)), stream, locked=False))
         yield enter_layer

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from pipework.torch_private import pytree, register_node
+from pipework.torch_private import pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +63,7 @@ class DataclassNode:
         return instance
 
 
-register_node(
+pytree.register_pytree_node(
     DataclassNode,
     lambda node: (node.values, (node.kind, node.names)),
     lambda values, context: DataclassNode(context[0], context[1], list(values)).rebuilt(),

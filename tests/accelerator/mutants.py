@@ -21,22 +21,23 @@ import pipework
 
 # Calls whose result nobody uses: without them, a program goes on as if nothing were missing.
 CALLS = {
-    "_seed_device",
     "enter_thread",
     "hand_over",
     "record_on",
     "record_stream",
     "set_device_index",
-    "self._generator.set_state",
-    "self._own.set_state",
-    "self.set_state",
+    "hold.move",
+    "self.generator.set",
+    "self.set",
+    "put_state",
+    "stream.keep_state_on",
     "set_stream",
     "synchronize",
     "wait_event",
     "wait_for_caller",
     "wait_stream",
 }
-ENTERED = {"stream", "self._guard"}  # other contexts have nothing to do with devices
+ENTERED = {"stream", "self._hold"}  # other contexts have nothing to do with devices
 FOLDERS = ("autograd", "model", "runtime")
 
 

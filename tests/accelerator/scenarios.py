@@ -5,13 +5,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from pipework import Pipe, pop, skippable, stash
-from pipework.runtime.random.on_devices import DeviceGenerator, GeneratorGuard
+from pipework.runtime.random import unseen_draws
+from pipework.runtime.random.on_devices import DeviceGenerator
 from pipework.runtime.random.shards import drawing_for_shard
 from tests.accelerator.gate import closed_gate, wait_at
 
@@ -350,15 +352,75 @@ def draw_for_shards() -> list[Tensor]:
     return [output.detach(), *(parameter.grad for parameter in pipe.parameters())]
 
 
+class _NumbersOfExtension(torch.autograd.Function):
+    """Draws forward and backward by a kernel that PyTorch's dispatcher does not know."""
+
+    @staticmethod
+    def numbers(x: Tensor) -> Tensor:
+        generator = torch.get_device_module("sim").default_generators[x.device.index]
+        seed, offset = generator.initial_seed(), generator.get_offset()
+        generator.set_offset(offset + 1)
+        return torch.rand(x.shape, generator=torch.Generator().manual_seed(seed % 2**32 + offset)).to(x.device)
+
+    @staticmethod
+    def forward(ctx, x):
+        return x + _NumbersOfExtension.numbers(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * _NumbersOfExtension.numbers(gradient)
+
+
+def draw_unseen() -> list[Tensor]:
+    """Two workers of one device with layers that draw by an extension, forward and backward; then the caller draws."""
+
+    class Extension(nn.Module):
+        def forward(self, x):
+            return nn.functional.dropout(_NumbersOfExtension.apply(x), 0.5)
+
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Extension(), nn.Linear(WIDTH, WIDTH), Extension()).to("sim:0")
+    pipe = Pipe(layers, 2, "always", balance=[2, 2], devices=["sim:0", "sim:0"])
+    results = []
+    for step in range(6):  # also after the first ones, in which every worker holds the generator
+        torch.manual_seed(step)
+        pipe.zero_grad()
+        output = pipe(torch.ones(8, WIDTH, device="sim:0"))
+        output.sum().backward()
+        results += [output.detach(), *(parameter.grad for parameter in pipe.parameters())]
+    return [*results, torch.rand(4, device="sim:0")]
+
+
+def begin_to_seed() -> list[Tensor]:
+    """A layer seeds the generator of its device, which its worker does not hold: an error. Then the caller draws."""
+
+    class Seeds(nn.Module):
+        def forward(self, x):
+            torch.get_device_module("sim").default_generators[0].manual_seed(3)
+            return x
+
+    pipe = Pipe(nn.Sequential(Seeds(), nn.Linear(WIDTH, WIDTH)), 2, balance=[1, 1], devices=["sim:0", "sim:0"])
+    with contextlib.suppress(RuntimeError):
+        pipe(torch.ones(8, WIDTH, device="sim:0"))
+    return [torch.rand(4, device="sim:0")]
+
+
+def not_held(scenario: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """As in later mini-batches, in which workers do not hold the generator of their device."""
+    with mock.patch.object(unseen_draws, "LOOKS", 0):
+        return scenario()
+
+
 def seed_without_default_generators() -> list[Tensor]:
     """A device whose module has functions for the state of its generator, and no generators, as `torch.mps`."""
     module = torch.get_device_module("sim")
     generators = vars(module).pop("default_generators")
     try:
         generator = DeviceGenerator(torch.device("sim:0"))
-        with GeneratorGuard(generator, moves=True) as guard:
-            guard.seed(3)
-            return [torch.rand(4, device="sim:0")]
+        before = generator.get()
+        generator.set(generator.seeded(3))
+        drawn = [torch.rand(4, device="sim:0")]
+        generator.set(before)
+        return [*drawn, torch.tensor(before)]
     finally:
         module.default_generators = generators
 
@@ -386,6 +448,13 @@ SCENARIOS: dict[str, Callable[[], list[Tensor]]] = {
     "two threads": draw_on_two_threads,
     "draws in between": draw_between,
     "draws for a shard": draw_for_shards,
+    "draws of an extension": draw_unseen,
+    "a layer that begins to seed, not held": lambda: not_held(begin_to_seed),
+    "two workers that draw, not held": lambda: not_held(draw_at_the_same_time),
+    "two threads, not held": lambda: not_held(draw_on_two_threads),
+    "draws in between, not held": lambda: not_held(draw_between),
+    "draws for a shard, not held": lambda: not_held(draw_for_shards),
+    "evaluation, not held": lambda: not_held(lambda: evaluate(["sim:0", "sim:1"])),
 }
 
 

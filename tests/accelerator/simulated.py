@@ -122,10 +122,12 @@ def _device_module() -> ModuleType:
         "Event": torch.Event,
         "Stream": torch.Stream,
         "_is_in_bad_fork": lambda: False,
+        "_initialized": True,  # which torch.utils.checkpoint asks
         "_lazy_init": lambda: None,
         "current_device": _device.current_device,
         "current_stream": lambda device=None: torch.accelerator.current_stream(device),
         "default_generators": generators,
+        "device": lambda device: torch.accelerator.device_index(_index(device)),
         "device_count": _device.device_count,
         "empty_cache": torch.accelerator.empty_cache,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16, torch.float32],

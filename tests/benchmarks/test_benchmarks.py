@@ -39,6 +39,7 @@ TINY = {
     "schedule_speed": ["--quick", "--rounds", "1", "--largest", "16"],
     "detection": ["--rounds", "1", "--detect", "2.5", "--kinds", "exception"],
     "host_launch": ["--rounds", "1", "--stages", "2", "--blocks", "0", "--micro-batches", "2"],
+    "gpu": ["--device", "cpu", "--rounds", "3", "--seconds", "0", "--case", "two-parts"],
     "glue": ["--rounds", "1", "--blocks", "2", "--parts", "2"],
     "stream_operations": ["--stages", "2"],
     "partition": ["--quick", "--problems", "1", "--largest", "97"],

@@ -28,5 +28,9 @@ def test_the_first_cases_of_a_device_have_every_way_and_checkpoint() -> None:
     assert any(case.skip for case in cases)
 
 
+def test_halves_of_backwards_are_tried_under_autocast_on_devices_and_links() -> None:
+    assert all(any(c.autocast and c.way == "zb-h1" for c in first_cases(ONE, to)) for to in (ONE, TWO))
+
+
 def test_no_memory_is_pinned_without_an_accelerator() -> None:
     assert not any(case.pinned for case in islice(further_cases(CPU, CPU), 200))

@@ -18,13 +18,14 @@ def test_a_tolerance_is_relative_to_the_largest_element() -> None:
 
 def test_nan_is_never_within_a_tolerance() -> None:
     text = difference([{"x": torch.tensor([1.0, math.nan])}], [{"x": torch.tensor([1.0, 1.0])}], 0.1)
-    assert text == "step 0: x: 1 of 2 elements differ, 1 are NaN, the largest difference is 0"
+    assert text == "step 0: x: 1 of 2 elements differ, 1 are NaN, the largest difference is 0 (the largest element 1)"
 
 
 def test_the_first_wrong_step_and_the_number_of_others() -> None:
     good, bad = ({"a": torch.tensor([value]), "b": torch.tensor([value])} for value in (1.0, 1.5))
     text = difference([good, bad], [good, good])
-    assert text == "step 1: a: 1 of 1 elements differ, the largest difference is 0.5; and 1 more of 2 tensors"
+    facts = "1 of 1 elements differ, the largest difference is 0.5 (the largest element 1)"
+    assert text == f"step 1: a: {facts}; and 1 more of 2 tensors"
 
 
 def test_another_dtype_differs() -> None:

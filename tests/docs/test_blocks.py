@@ -18,10 +18,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from sybil import Example, Sybil
-from sybil.parsers.markdown import CodeBlockParser
 
 from tests.programs import RunPython
+
+sybil = pytest.importorskip("sybil")
+markdown = pytest.importorskip("sybil.parsers.markdown")
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -37,7 +38,7 @@ NUMBER = re.compile(r"\d+([.,]\d+)*")
 TRACEBACK = "Traceback (most recent call last):\n"
 
 
-def shown_below(example: Example) -> re.Match[str] | None:
+def shown_below(example: sybil.Example) -> re.Match[str] | None:
     """The output that the page shows right below a block."""
     return OUTPUT.match(example.document.text, example.region.end)
 
@@ -50,10 +51,10 @@ def compare(got: str, shown: re.Match[str] | None) -> None:
     assert doctest.OutputChecker().check_output(want, got, options), f"shown:\n{want}\nbut it is:\n{got}"
 
 
-class Python(CodeBlockParser):
+class Python(markdown.CodeBlockParser):
     language = "python"
 
-    def evaluate(self, example: Example) -> None:
+    def evaluate(self, example: sybil.Example) -> None:
         if script := SCRIPT.match(example.parsed):
             Path(script["file"]).write_text(example.parsed, encoding="utf-8")
             return
@@ -71,7 +72,7 @@ class Python(CodeBlockParser):
         compare(printed.getvalue(), shown)
 
 
-class Shell(CodeBlockParser):
+class Shell(markdown.CodeBlockParser):
     """Runs commands.
 
     Args:
@@ -93,7 +94,7 @@ class Shell(CodeBlockParser):
         assert ran.returncode == 0, f"{shlex.join(command)}\n{ran.stderr}"
         return ran.stdout
 
-    def evaluate(self, example: Example) -> None:
+    def evaluate(self, example: sybil.Example) -> None:
         printed = ""
         for line in example.parsed.splitlines():
             match shlex.split(line, comments=True):
@@ -131,7 +132,7 @@ def test_blocks_run_and_print_what_is_shown(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    document = Sybil([Python(), Shell(run_python)]).parse(page)
+    document = sybil.Sybil([Python(), Shell(run_python)]).parse(page)
     threads = torch.get_num_threads()
     try:
         for example in document.examples():
@@ -142,7 +143,7 @@ def test_blocks_run_and_print_what_is_shown(
 
 def test_readme_shows_how_it_is_used(run_python: RunPython) -> None:
     """The pattern that finds the blocks would pass an empty page, too."""
-    examples = list(Sybil([Python(), Shell(run_python)]).parse(ROOT / "README.md").examples())
+    examples = list(sybil.Sybil([Python(), Shell(run_python)]).parse(ROOT / "README.md").examples())
     assert [example.region.parsed.count("Pipe(") > 0 for example in examples].count(True) >= 4
     assert sum(shown_below(example) is not None for example in examples) >= 1
 

@@ -25,6 +25,8 @@ REFUSED = {
     "a layer, parameter or buffer that is added to a pipe": "cannot be registered in a pipe",
     "another layer in `pipe.partitions`": "that is not the pipe's",
     "a layer draws from Python's `random`, numpy or a `torch.Generator` of its own, or counts calls": "another output",
+    "a layer on an accelerator draws inside of fused attention or of an extension, or seeds the device, and none did in "
+    "the first mini-batches": "by a kernel of an extension or of fused attention",
     "`optimizer.step()` between forward and backward, with the loss outside": "modified by an inplace operation since",
     "`attach` to a model whose loss mixes rows, is a sum, or counts other labels than the weights say": (
         " of the sample is "

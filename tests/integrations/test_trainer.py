@@ -259,6 +259,7 @@ def test_a_checkpoint_of_the_model_alone_says_so(tmp_path: Path, caplog: pytest.
 
 @pytest.mark.gpu
 def test_stages_on_several_devices_of_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
     import transformers
 
     from pipework.integrations.trainer import PipeTrainer

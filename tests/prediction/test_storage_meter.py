@@ -3,10 +3,12 @@
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from pipework.prediction import storage_meter
 from pipework.prediction.storage_meter import StorageMeter
 
 CPU = torch.device("cpu")
@@ -40,6 +42,19 @@ def test_what_was_there_before_is_not_counted_nor_are_its_views() -> None:
         assert constant[:10].sum() == 10
     assert meter.live == 0
     assert meter.peak < 16
+
+
+def test_what_an_operator_frees_before_it_ends_counts_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = iter([0, 10 * KIB, 12 * KIB, 12 * KIB])  # before and after each operator
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda _: {"allocated_bytes.all.freed": next(freed)})
+    monkeypatch.setattr(storage_meter, "is_accelerator", lambda _: True)
+    meter = StorageMeter(CPU)
+    with meter:
+        x = torch.zeros(256)
+        assert (meter.live, meter.peak) == (KIB, 11 * KIB)
+        meter.begin()
+        assert (x + 1).shape == (256,)
+    assert meter.peak == 2 * KIB
 
 
 def test_a_forward_and_its_backward() -> None:

@@ -10,12 +10,12 @@ from pipework.runtime.device import Link, WorkerDevice, is_accelerator, link
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def test_the_cpu_has_no_stream_and_no_generator_to_guard() -> None:
+def test_the_cpu_has_no_stream_and_no_generator_that_workers_share() -> None:
     device = WorkerDevice(CPU)
     assert not is_accelerator(CPU)
     assert device.stream is None
-    assert device.generator_guard(moves=True) is None
-    for step in (device.enter_thread, device.wait_for_caller, lambda: device.hand_over([torch.zeros(1), None])):
+    assert device.unseen_draws is None
+    for step in (device.begin_thread, device.wait_for_caller, lambda: device.hand_over([torch.zeros(1), None])):
         step()  # nothing to synchronise
 
 

@@ -260,8 +260,6 @@ class DataParallel:
             self._reductions.clear()
             self._comparison = None
         break_group(self._group)
-        if self._device_group is not None:
-            self._device_group.abort()
 
     def _end_comparison(self) -> None:
         with self._lock:

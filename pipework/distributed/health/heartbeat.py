@@ -69,7 +69,7 @@ class Heartbeat:
         times: of detection.
         owner: the monitor, while it exists.
         calls: of the pipe, among those of all pipes of this process.
-        hosts_store: the store ends with this process.
+        lingers: see `HealthMonitor`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Heartbeat:
         owner: Callable[[], HealthMonitor | None],
         calls: PipeCalls,
         *,
-        hosts_store: bool,
+        lingers: bool,
     ) -> None:
         self.rank = rank
         self.names = names
@@ -103,7 +103,8 @@ class Heartbeat:
         self._progress = progress
         self._owner = owner
         self._calls = calls
-        self._hosts_store = hosts_store
+        self._lingers = lingers
+        self._others_left = False
         self._others = [other for other in range(len(names)) if other != rank]
         limit = times.action_timeout
         self._stuck = None if limit is None else StuckDetector(rank, names[rank], limit, times.longest_gap)
@@ -143,14 +144,17 @@ class Heartbeat:
         if self.failure is None or self.failure.kind != "disagreement":
             self._calls.end()
 
-    def leave(self, process: int) -> None:
+    def leave(self, process: int) -> bool:
         """Ends the threads; the last heartbeat says that this rank has left.
 
         Args:
             process: the one that the monitor belongs to.
+
+        Returns:
+            Whether the others were seen to leave, too, if it lingers.
         """
         if os.getpid() != process:  # a forked child has a copy of the connection, but it is not the one that leaves
-            return
+            return False
         self._closing.set()
         self.wake()
         for thread in self._threads:
@@ -161,6 +165,7 @@ class Heartbeat:
                 while thread.is_alive() and self._client.answered != answered:
                     answered = self._client.answered
                     thread.join(STORE_WAIT)
+        return self._others_left
 
     def wake(self) -> None:
         """Has the exchanging thread run now."""
@@ -244,7 +249,7 @@ class Heartbeat:
                 if leaving:
                     self._publish_beat(left=True, reason=_last_exception())
                     self._client.read("changed")  # its answer means that the heartbeat is written
-                    if self._hosts_store:
+                    if self._lingers:
                         self._wait_for_others_to_leave()
                     return
                 if due:
@@ -360,7 +365,7 @@ class Heartbeat:
             self.declare(failure)
 
     def _wait_for_others_to_leave(self) -> None:
-        """The store ends with this process: waits a moment until all others have left, or know of a failure."""
+        """Waits a moment until all others have left, or know of a failure."""
         deadline = time.monotonic() + STORE_WAIT - 0.5
         waited_for = set(self._others)
         while waited_for and time.monotonic() < deadline:
@@ -368,6 +373,7 @@ class Heartbeat:
             waited_for -= {rank for rank, beat in beats.items() if beat is not None and beat.left}
             waited_for -= {rank for rank in waited_for if self._client.read(f"acknowledged/{rank}") is not None}
             time.sleep(0.02)
+        self._others_left = not waited_for
 
 
 def _start(thread: threading.Thread) -> None:

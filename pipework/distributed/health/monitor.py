@@ -53,8 +53,8 @@ class HealthMonitor:
         names: the name of a rank in messages, such as ``"rank 2 (stage 2)"``.
         numbers: of all ranks in the job; None: they are those of the monitor.
         calls: of the pipe, among those of all pipes of this process; None: it has one.
-        hosts_store: the store ends with this process, so that closing waits a moment until others have read the last
-            heartbeat.
+        lingers: closing waits a moment until the others leave, too: the store ends with this process, or what it has
+            sent may be on its way.
 
     Attributes:
         progress: where the hot loop writes what it does.
@@ -71,7 +71,7 @@ class HealthMonitor:
         >>> monitor.end()
         >>> monitor.failure is None
         True
-        >>> monitor.close()
+        >>> left = monitor.close()
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class HealthMonitor:
         names: Callable[[int], str] = "rank {}".format,
         numbers: Sequence[int] | None = None,
         calls: PipeCalls | None = None,
-        hosts_store: bool = False,
+        lingers: bool = False,
     ) -> None:
         if not 0 <= rank < ranks:
             raise ValueError(f"rank must be one of 0 to {ranks - 1}, got {rank}")
@@ -106,7 +106,7 @@ class HealthMonitor:
             times,
             weakref.ref(self),
             calls or ProcessCalls().of_pipe(1),
-            hosts_store=hosts_store,
+            lingers=lingers,
         )
         self._leave: weakref.finalize[Any, HealthMonitor] | None = None
 
@@ -118,10 +118,13 @@ class HealthMonitor:
             # them.
             self._leave = weakref.finalize(self, self._heartbeat.leave, self._process)
 
-    def close(self) -> None:
-        """Tells the others that this rank has left normally, after as many calls as it made, and ends the threads."""
-        if self._leave is not None:
-            self._leave()
+    def close(self) -> bool:
+        """Tells the others that this rank has left normally, after as many calls as it made, and ends the threads.
+
+        Returns:
+            Whether the others were seen to leave, too, if it lingers.
+        """
+        return self._leave is not None and bool(self._leave())
 
     # ---- calls that all ranks make ------------------------------------------------------------------------------
 
@@ -259,7 +262,9 @@ class HealthMonitor:
         if self.failure is None:
             self.announce(_CULPRIT, rank)
 
-    def explain_disconnect(self, rank: int | None, patience: float = 1.0, seen: str = "") -> PeerFailure:
+    def explain_disconnect(
+        self, rank: int | None, patience: float = 1.0, seen: str = "", cause: BaseException | None = None
+    ) -> PeerFailure:
         """A connection was closed: finds out why.
 
         A rank that closes its connections on purpose has announced the culprit before, mostly itself, and its report
@@ -269,6 +274,7 @@ class HealthMonitor:
             rank: the other end; None: not known which of several.
             patience: seconds within which a rank that lives announces something.
             seen: where it was noticed, such as ", seen by rank 0 at F of stage 0".
+            cause: how PyTorch noticed it.
 
         Returns:
             The failure behind it.
@@ -286,7 +292,8 @@ class HealthMonitor:
             if culprit is not None and now > (end if reports else begin + patience):
                 return self.declare_lost(culprit, seen)
             if now > end:
-                heartbeat.set_failure(PeerFailure(None, "lost", "a connection was closed, and no rank says why"))
+                text = "a connection was closed, and no rank says why"
+                heartbeat.set_failure(PeerFailure(None, "lost", f"{text}: {cause}" if cause else text))
         assert self.failure is not None
         return self.failure
 

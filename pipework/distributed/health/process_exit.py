@@ -32,15 +32,20 @@ class ExitHook:
 
     Args:
         previous: the hook before this one, which still prints the exception.
+
+    Attributes:
+        was_called: whether an exception, or Ctrl-C, ends the program.
     """
 
     def __init__(self, previous: Callable[..., Any]) -> None:
         self._previous = previous
         self._code: int | None = None
         self._running = _thread.allocate_lock()  # held from an uncaught exception until the interpreter exits
+        self.was_called = False
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """As `sys.excepthook`."""
+        self.was_called = True
         if isinstance(error, PipelineError):
             self._print_shortened(kind, error, traceback)
         else:
@@ -77,11 +82,13 @@ class ExitHook:
                 faulthandler.dump_traceback_later(GRACE + 2, exit=True)
 
 
-def install() -> None:
+def install() -> ExitHook:
     """Has uncaught exceptions end the program with an exit code that tells which process failed."""
-    if not isinstance(sys.excepthook, ExitHook):
-        sys.excepthook = hook = ExitHook(sys.excepthook)
-        atexit.register(hook.limit_exit)
+    if isinstance(sys.excepthook, ExitHook):
+        return sys.excepthook
+    sys.excepthook = hook = ExitHook(sys.excepthook)
+    atexit.register(hook.limit_exit)
+    return hook
 
 
 def end_after(seconds: float, code: int, begin: Callable[[], object] = bool) -> Callable[[], bool]:

@@ -223,7 +223,8 @@ class Channel:
                 memories = [
                     tensor_form.memory_of(t) for t in tensors if t is not None and tensor_form.lies_on_accelerator(t)
                 ]
-                works += [self._device_channel.send(memory) for memory in memories if memory.numel()]
+                if full := [memory for memory in memories if memory.numel()]:
+                    works.append(self._device_channel.send(full))
                 parts += memories
         except RuntimeError as error:
             raise LostConnectionError(self._rank) from error
@@ -321,8 +322,6 @@ class Channel:
         """Ends all transfers, also those that other threads wait for; the channel cannot be used any more."""
         break_group(self._outgoing)
         break_group(self._incoming)
-        if self._device_channel is not None:
-            self._device_channel.abort()
 
     def forget(self) -> None:
         """After an abort, when no thread waits any more: drops all tensors of unfinished transfers."""
@@ -387,5 +386,6 @@ def _with_device_tensors(
     device_channel: DeviceChannel, tensors: tuple[Tensor | None, ...], form: header.Description
 ) -> tuple[Tensor | None, ...]:
     """The tensors of a message, with those that come directly from the other accelerator."""
-    pairs = zip(tensors, form.forms, strict=True)
-    return tuple([device_channel.receive(each) if each and each.on_accelerator else tensor for tensor, each in pairs])
+    forms = [each if each is not None and each.on_accelerator else None for each in form.forms]
+    received = iter(device_channel.receive([each for each in forms if each is not None]))
+    return tuple([tensor if each is None else next(received) for tensor, each in zip(tensors, forms, strict=True)])

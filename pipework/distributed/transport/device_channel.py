@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from pipework.torch_private import transfer_together
+
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from pipework.distributed.transport.channel import Group
@@ -25,18 +30,20 @@ class DeviceChannel:
         self._peer = 1 - outgoing.rank()
         self._device = device
 
-    def send(self, memory: Tensor) -> Any:
-        """Starts to send; the result has a `wait()`."""
-        return self._outgoing.send([memory], self._peer, 0)
+    def connect(self) -> None:
+        """Sends and receives a byte, as the other rank does: the first transfer of a group waits for the receiver."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        both = [(self._outgoing, "send"), (self._incoming, "recv")]
+        for group, operation in both if self._peer else reversed(both):  # on both sides in the same order
+            transfer_together(group, operation, [byte], self._peer).wait()
 
-    def receive(self, form: TensorForm) -> Tensor:
-        """The next tensor, which is of this form."""
-        room = form.room(self._device)
-        if room.numel():
-            self._incoming.recv([room], self._peer, 0).wait()
-        return form.tensor(room)
+    def send(self, memories: Sequence[Tensor]) -> Any:
+        """Starts to send the tensors of a message, which are not empty; the result has a `wait()`."""
+        return transfer_together(self._outgoing, "send", memories, self._peer)
 
-    def abort(self) -> None:
-        """Ends all transfers."""
-        self._outgoing.abort()
-        self._incoming.abort()
+    def receive(self, forms: Sequence[TensorForm]) -> list[Tensor]:
+        """The tensors of the next message, which are of these forms."""
+        rooms = [form.room(self._device) for form in forms]
+        if full := [room for room in rooms if room.numel()]:
+            transfer_together(self._incoming, "recv", full, self._peer).wait()
+        return [form.tensor(room) for form, room in zip(forms, rooms, strict=True)]

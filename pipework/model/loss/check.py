@@ -20,7 +20,7 @@ from pipework import torch_private
 from pipework.model.loss.inner_function import InnerFunction
 from pipework.model.rows import IGNORE
 from pipework.runtime.caller_modes import Modes
-from pipework.runtime.random.on_devices import generators_left_alone
+from pipework.runtime.random.streams import generators_left_alone
 from pipework.values import nested
 from pipework.values.equality import same
 

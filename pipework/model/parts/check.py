@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipework import torch_private
 from pipework.model.parts.execution.leaves import flatten, mapped, tensors_in
+from pipework.torch_private import pytree
 from pipework.values import equality
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _difference(expected: Any, actual: Any) -> str | None:
     got, other = flatten(actual)
     if len(wanted) != len(got) or not equality.same(form, other):
         return f"wanted {form}, got {other}"
-    paths = torch_private.paths_of(expected)
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(expected)[0]]
     for number, (left, right) in enumerate(zip(wanted, got, strict=True)):
         place = paths[number] if len(paths) == len(wanted) else f"output {number}"
         if isinstance(left, Tensor) and isinstance(right, Tensor):

@@ -1,74 +1,143 @@
-"""Random streams on accelerators: a device's default generator is moved by one thread at a time, which puts it back.
+"""The default generators of accelerators: each kernel that draws finds the state of its thread's stream there.
 
-An accelerator's fused kernels (dropout, attention) take no generator. So a layer gets its stream by seeding the
-device's default generator. All threads of the process draw from that one: the workers of every pipe, and the caller. A
-worker holds it from the seed to the last draw, and leaves it in the state that it found.
+An accelerator's fused kernels (dropout, attention) take no generator. They draw from the device's default one, which
+all threads of the process share: the workers of every pipe, and the caller. So the wrappers around the kernels
+(`kernels`) exchange its state for as long as it takes to launch one of them:
+
+    F.dropout -> aten::native_dropout -> [lock; seed and offset of the stream in] -> the same kernel
+                                         [offset of the stream noted; what was there before back in; unlock]
+
+The state is a few numbers on the host, so nothing waits for the device, and layers that draw nothing pay nothing.
+Kernels that no wrapper sees are the matter of `unseen_draws`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import inspect
 import threading
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from pipework.runtime.random import kernels
-from pipework.runtime.random.streams import Key, RandomStream
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import Self
+    from collections.abc import Callable
 
-    from torch import Tensor
+    from pipework.runtime.random.streams import RandomStream
+
+State: TypeAlias = tuple[int, ...]
+"""Seed and offset; of a device whose module has functions for a state only, the bytes of that."""
 
 
 class DeviceGenerator:
-    """The default generator of an accelerator, with the lock of whoever moves it; see `device_generator`."""
+    """The default generator of an accelerator, with the lock of whoever draws from it; see `device_generator`.
+
+    Attributes:
+        device: the accelerator.
+        lock: held while the state is another one than the caller's.
+        draws_by_others: how many kernels have drawn from it as it was: the caller's, and those of evaluations.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self.lock = threading.RLock()
+        self.draws_by_others = 0
+        self._is_exchanged = False
 
     @cached_property
     def _own(self) -> torch.Generator | None:
         """The generator itself; None: the device's module has functions for its state only, as `torch.mps`."""
-        module = torch.get_device_module(self._device)
+        module = torch.get_device_module(self.device)
         generators = getattr(module, "default_generators", ())
-        if self._device.index is not None and self._device.index < len(generators):
-            return generators[self._device.index]  # type: ignore[no-any-return]
+        if self.device.index is not None and self.device.index < len(generators):
+            return generators[self.device.index]  # type: ignore[no-any-return]
         if callable(getattr(module, "get_rng_state", None)) and callable(getattr(module, "set_rng_state", None)):
             return None
         raise RuntimeError(
-            f"layers on {self._device} may draw random numbers, and its module {module.__name__} has neither "
+            f"layers on {self.device} may draw random numbers, and its module {module.__name__} has neither "
             "default_generators nor get_rng_state and set_rng_state, so that they could not be drawn again in a "
             "recomputation: run these layers on another device, or give the module these functions"
         )
 
     def check(self) -> None:
-        """Raises a RuntimeError if the device does not let its generator be moved."""
-        _ = self._own
+        """Raises a RuntimeError if the device does not let its generator be moved, as while a graph is captured."""
+        self.get()
 
-    def get_state(self) -> Tensor:
-        """The state."""
+    def get(self) -> State:
+        """The state. Not to be asked for while a graph is captured."""
         if self._own is not None:
-            return self._own.get_state()
-        return torch.get_device_module(self._device).get_rng_state(self._device)  # type: ignore[no-any-return]
+            return self._own.initial_seed(), self._own.get_offset()
+        # The function itself, not the one that `kernels` has put in its place.
+        get_state = inspect.unwrap(torch.get_device_module(self.device).get_rng_state)
+        return tuple(get_state(self.device).tolist())
 
-    def set_state(self, state: Tensor) -> None:
+    def set(self, state: State) -> None:
         """Restores a state."""
         if self._own is not None:
-            self._own.set_state(state)
+            seed, offset = state
+            self._own.manual_seed(seed).set_offset(offset)
         else:
-            torch.get_device_module(self._device).set_rng_state(state, self._device)
+            put_state = inspect.unwrap(torch.get_device_module(self.device).set_rng_state)
+            put_state(torch.tensor(state, dtype=torch.uint8), self.device)
 
-    def seed(self, seed: int) -> None:
-        """Starts the stream of a 64-bit seed."""
+    def seeded(self, seed: int) -> State:
+        """The state at the beginning of the stream of a 64-bit seed."""
         if self._own is not None:
-            self._own.manual_seed(seed)
-        else:
-            self.set_state(torch.Generator(self._device).manual_seed(seed).get_state())
+            return seed, 0
+        return tuple(torch.Generator(self.device).manual_seed(seed).get_state().tolist())
+
+    def is_captured(self) -> bool:
+        """Whether this thread captures a graph, so that kernels do not run yet and the state is none."""
+        asked = getattr(torch.get_device_module(self.device), "is_current_stream_capturing", None)
+        return asked is not None and bool(asked())
+
+    def state_and_draws(self) -> tuple[State, int]:
+        """The state that the caller sees, and `draws_by_others`."""
+        with self.lock:
+            return self.get(), self.draws_by_others
+
+    def put_back(self, before: tuple[State, int]) -> bool:
+        """Puts it back if it has moved since an earlier `state_and_draws`, and nobody is counted who may have done so.
+
+        Returns:
+            Whether it has moved.
+        """
+        with self.lock:
+            (state, draws), (state_before, draws_before) = self.state_and_draws(), before
+            if state == state_before or draws != draws_before:
+                return False
+            self.set(state_before)
+            return True
+
+    def drawn(self, stream: RandomStream | None, draw: Callable[[], Any]) -> Any:
+        """Runs what draws from the generator, or asks for its state.
+
+        Args:
+            stream: of this thread; None: it has none.
+            draw: what is run.
+        """
+        others = () if stream is None or self in stream.holds else list(stream.holds.values())
+        for hold in others:  # while this thread waits for this one, another thread may wait for those that it holds
+            with hold.given_up():
+                return self.drawn(stream, draw)
+        with self.lock:
+            if stream is None or not stream.moves_generators:
+                self.draws_by_others += 1
+                return draw()
+            if self in stream.holds:
+                with stream.holds[self].noting():
+                    return draw()
+            if self._is_exchanged:  # the kernel of one operator calls another one
+                return draw()
+            found = self.get()
+            self.set(stream.state_on(self))
+            self._is_exchanged = True
+            try:
+                return draw()
+            finally:
+                self._is_exchanged = False
+                stream.keep_state_on(self, self.get())
+                self.set(found)
 
 
 # A device's default generator is one for the whole process, and so is its lock: pipes that know nothing of each other
@@ -79,94 +148,3 @@ _generators: dict[torch.device, DeviceGenerator] = {}
 def device_generator(device: torch.device) -> DeviceGenerator:
     """The default generator of an accelerator; the same object for the same device."""
     return _generators.get(device) or _generators.setdefault(device, DeviceGenerator(device))
-
-
-class GeneratorGuard:
-    """A context manager around what one thread draws on an accelerator.
-
-    Args:
-        generator: of the accelerator.
-        moves: whether the generator is seeded inside, and so put back at the end. If not, numbers are drawn from it as
-            it is, and the guard only keeps others from moving it meanwhile.
-
-    Raises:
-        RuntimeError: the generator is to be moved, and the device does not let it.
-    """
-
-    __slots__ = ("_found", "_generator", "_held", "seed")
-
-    def __init__(self, generator: DeviceGenerator, *, moves: bool) -> None:
-        if moves:
-            generator.check()
-        self._generator = generator
-        self._held = False
-        self._found: Tensor | None = None
-        self.seed: Callable[[int], None] | None = generator.seed if moves else None
-
-    def __enter__(self) -> Self:
-        self._generator.lock.acquire()
-        try:
-            if self.seed is not None:
-                self._found = self._generator.get_state()
-        except BaseException:
-            self._generator.lock.release()
-            raise
-        self._held = True
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._held = False
-        found, self._found = self._found, None
-        try:
-            if found is not None:
-                self._generator.set_state(found)
-        finally:
-            self._generator.lock.release()
-
-    @contextlib.contextmanager
-    def seeded(self, seed: int) -> Iterator[None]:
-        """Inside, the generator starts from a seed, if it may be moved; afterwards it goes on where it was."""
-        if self.seed is None:
-            yield
-            return
-        before = self._generator.get_state()
-        self.seed(seed)
-        try:
-            yield
-        finally:
-            self._generator.set_state(before)
-
-    @contextlib.contextmanager
-    def given_up(self) -> Iterator[None]:
-        """Inside, other threads may hold the generator; afterwards it is as it was before."""
-        if not self._held:
-            yield
-            return
-        own: Any = None if self.seed is None else self._generator.get_state()
-        self.__exit__()
-        try:
-            yield
-        finally:
-            self.__enter__()
-            if own is not None:
-                self._generator.set_state(own)
-
-
-def generator_given_up() -> contextlib.AbstractContextManager[None]:
-    """A context for a call that waits for other workers: they may need the generator that this thread holds.
-
-    A layer that calls another pipe does so while it holds the generator of its device.
-    """
-    stream = kernels.thread_stream.stream
-    return contextlib.nullcontext() if stream is None or stream.guard is None else stream.guard.given_up()
-
-
-@contextlib.contextmanager
-def generators_left_alone(device: torch.device) -> Iterator[None]:
-    """Inside, this thread draws from a stream of its own, on the CPU and on a device, and moves no generator."""
-    kernels.install()
-    guard = None if device.type == "cpu" else GeneratorGuard(device_generator(device), moves=True)
-    stream = RandomStream(Key(0), guard)
-    with kernels.drawing_from(stream), contextlib.nullcontext() if guard is None else guard:
-        stream.enter(0, 0)
-        yield

@@ -19,7 +19,7 @@ import torch
 
 from pipework import torch_private
 from pipework.runtime.random import kernels
-from pipework.runtime.random.streams import mix
+from pipework.runtime.random.streams import RandomStream, mix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,19 +27,20 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from pipework.runtime.random.streams import RandomStream
 
-
-class _ShardStream:
+class _ShardStream(RandomStream):
     """Stands for a stream while numbers of one shard are drawn."""
 
-    def __init__(self, whole: RandomStream, seed: int) -> None:
-        self.key, self.guard = whole.key, whole.guard
-        self._generator = torch.Generator("cpu").manual_seed(seed)
+    __slots__ = ("_own_seed",)
 
-    def generator(self) -> torch.Generator:
-        """The generator to draw the next CPU numbers from."""
-        return self._generator
+    def __init__(self, whole: RandomStream, seed: int) -> None:
+        super().__init__(whole.key)
+        self.moves_generators, self.holds = whole.moves_generators, whole.holds
+        self._own_seed = seed
+
+    def seed(self) -> int:
+        """The one that it was given."""
+        return self._own_seed
 
 
 @contextlib.contextmanager
@@ -54,12 +55,10 @@ def drawing_for_shard(place: int) -> Iterator[None]:
         yield
         return
     drawn = torch.empty((), dtype=torch.int64).random_(generator=stream.generator())
-    seed = mix(int(drawn), place, 0)
-    own: Any = _ShardStream(stream, seed)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(kernels.drawing_from(own))
-        if stream.guard is not None:
-            stack.enter_context(stream.guard.seeded(seed))
+    own = _ShardStream(stream, mix(int(drawn), place, 0))
+    with kernels.drawing_from(own), contextlib.ExitStack() as stack:
+        for hold in own.holds.values():
+            stack.enter_context(hold.seeded(own.seed()))
         yield
 
 

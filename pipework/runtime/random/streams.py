@@ -8,6 +8,7 @@ recomputed.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,10 @@ from pipework import torch_private
 from pipework.runtime.random import kernels
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from pipework.runtime.random.on_devices import GeneratorGuard
+    from pipework.runtime.random.on_devices import DeviceGenerator, State
+    from pipework.runtime.random.unseen_draws import Hold
 
 _MASK = (1 << 64) - 1
 _INSIDE = 1 << 32  # above the numbers of layers
@@ -122,31 +124,36 @@ class Key:
 
 
 class RandomStream:
-    """The source of one worker's CPU random numbers; it starts anew at each (layer, micro-batch).
+    """The source of one worker's random numbers; it starts anew at each (layer, micro-batch).
 
-    `enter` only notes layer and micro-batch, since most layers draw nothing. The first draw seeds the generator.
+    `enter` only notes layer and micro-batch, since most layers draw nothing. The first draw seeds a generator.
 
     Args:
         key: of this call.
-        guard: entered around what draws on an accelerator; None: the worker is on the CPU.
+
+    Attributes:
+        key: as above.
+        moves_generators: whether accelerators draw from this stream, too. In evaluation they draw from their default
+            generators as they are, so that what they draw is remembered.
+        holds: with which the worker holds the generators of devices at present.
     """
 
-    __slots__ = ("_generator", "_place", "_seed_device", "_seeded", "guard", "key")
+    __slots__ = ("_generator", "_on_devices", "_place", "_seeded", "holds", "key", "moves_generators")
 
-    def __init__(self, key: Key, guard: GeneratorGuard | None = None) -> None:
-        self.guard = guard
+    def __init__(self, key: Key) -> None:
         self.key = key
+        self.moves_generators = key.drawn
+        self.holds: dict[DeviceGenerator, Hold] = {}
         self._place = -1, -1
         self._seeded: tuple[int, int] | None = None  # the very place for which the generator was seeded
         self._generator: torch.Generator | None = None
-        self._seed_device = None if guard is None else guard.seed
+        self._on_devices: dict[DeviceGenerator, tuple[tuple[int, int], State]] = {}  # likewise, on accelerators
 
     def enter(self, layer: int, micro_batch: int) -> None:
         """Starts the stream of this layer and micro-batch."""
         self._place = layer, micro_batch
-        if self._seed_device is not None:
-            # An accelerator's fused kernels take no generator, so its default generator is seeded.
-            self._seed_device(self.seed())
+        for generator, hold in self.holds.items():
+            hold.move(generator.seeded(self.seed()))
 
     @property
     def micro_batch(self) -> int:
@@ -170,6 +177,15 @@ class RandomStream:
             self._seeded = self._place
         return self._generator
 
+    def state_on(self, device: DeviceGenerator) -> State:
+        """The state from which an accelerator draws next."""
+        place, state = self._on_devices.get(device, (None, ()))
+        return state if place is self._place else device.seeded(self.seed())
+
+    def keep_state_on(self, device: DeviceGenerator, state: State) -> None:
+        """Notes the state that an accelerator has left."""
+        self._on_devices[device] = self._place, state
+
 
 def micro_batch_here() -> int:
     """Inside of a layer: the number of the present micro-batch, for which this thread draws its numbers; else -1."""
@@ -185,6 +201,24 @@ def streams_inside() -> Callable[[int], None] | None:
     """
     stream = kernels.thread_stream.stream
     return None if stream is None else stream.enter_inside
+
+
+@contextlib.contextmanager
+def generators_left_alone(device: torch.device) -> Iterator[None]:
+    """Inside, this thread draws from a stream of its own, on the CPU and on a device, and moves no generator."""
+    kernels.install([] if device.type == "cpu" else [device])
+    with kernels.drawing_from(RandomStream(Key(0))):
+        yield
+
+
+def has_random_state(layer: nn.Module) -> bool:
+    """Whether a layer's dropout has a state of its own on accelerators, as that of cuDNN's recurrent layers.
+
+    Example:
+        >>> has_random_state(nn.LSTM(2, 2, num_layers=2, dropout=0.1)), has_random_state(nn.Dropout(0.1))
+        (True, False)
+    """
+    return any(isinstance(module, nn.RNNBase) and module.dropout > 0 for module in layer.modules())
 
 
 def mix(key: int, layer: int, micro_batch: int) -> int:

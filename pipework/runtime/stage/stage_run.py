@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from pipework.autograd.tied_gradients import TiedGradients
     from pipework.runtime.caller_context import CallerContext
     from pipework.runtime.random.streams import RandomStream
+    from pipework.runtime.random.unseen_draws import Hold
     from pipework.runtime.stage.buffers import Snapshot
     from pipework.runtime.stage.loss import InnerLoss
     from pipework.runtime.stage.memory_meter import MemoryMeter
@@ -97,10 +98,9 @@ class StageRun:
             self._layers = stage.layers_with_target
         stage.refresh()
         self.draws = any(map(may_draw, stage.modules)) or (loss is not None and function_may_draw(loss.function))
-        defers = splits and context.grad and torch_private.can_defer
         self._stray = stage.stray_gradients() if context.grad else None
         new_queue = list if self._stray is None else self._stray.new_queue
-        self._weight_store = WeightGradientStore(stage.deferred, new_queue) if defers else None
+        self._weight_store = WeightGradientStore(stage.deferred, new_queue) if splits and context.grad else None
         self.sharded = stage.fully_sharded()
         modules = stage.modules if context.grad else ()
         self.aliases = Aliases(modules, self._weight_store, self._stray, self.sharded)
@@ -130,6 +130,7 @@ class StageRun:
         endpoint: Endpoint,
         *,
         stream: RandomStream | None,
+        hold: Hold | None = None,
         started: Callable[[], None] | None = None,
         retain_graph: bool = False,
         context_entered: bool = False,
@@ -139,6 +140,7 @@ class StageRun:
         Args:
             endpoint: the worker's side of the transport.
             stream: the source of the worker's random numbers; None: the layers draw none.
+            hold: entered by each action that may draw from the generator of an accelerator unseen, if given.
             started: called when an action has received its inputs and begins to compute, if given.
             retain_graph: whether the B actions leave their graphs for another run.
             context_entered: whether the caller's settings for the layers are in force during the whole run.
@@ -150,16 +152,21 @@ class StageRun:
         self._send_output = endpoint.sender("F", self._index + 1)
         self._send_gradient = endpoint.sender("B", self._index - 1) if self._sends_gradients else None
         self._enter_stream = None if stream is None else stream.enter
-        self._guard = None if stream is None else stream.guard
+        self._hold = hold
         if self._gets_gradients is not None:
             self._gets_gradients.connect(endpoint)
         self._memory = SharedMemory(self.aliases.leaves)
-        self._watched = not (self.meter is None and self._guard is None and self._skips is None)
+        self._watched = not (self.meter is None and self._hold is None and self._skips is None)
         self._started = started
         self._retain_graph = retain_graph
         self._run_backward = torch_private.run_backward
+        self._add_weight_gradients = None if self._weight_store is None else self._weight_store.add_weight_gradients
         if context_entered and self._context.autocasts:
-            self._run_backward = functools.partial(_without_autocast, self._context)
+            self._run_backward = functools.partial(_without_autocast, self._context, self._run_backward)
+            if self._add_weight_gradients is not None:
+                self._add_weight_gradients = functools.partial(
+                    _without_autocast, self._context, self._add_weight_gradients
+                )
         self._has_end = self._weight_store is not None or self.meter is not None or self.sharded is not None
         self._has_extras = (
             not self._grad
@@ -328,8 +335,8 @@ class StageRun:
             add_note(error, text)
 
     def _end_backward(self, micro_batch: int) -> None:
-        if self._weight_store is not None:
-            self._weight_store.add_weight_gradients(micro_batch, again=self._retain_graph)
+        if self._add_weight_gradients is not None:
+            self._add_weight_gradients(micro_batch, again=self._retain_graph)
             if self._memory.pending:
                 self._memory.separate()
             self._check_parameters()
@@ -379,10 +386,10 @@ class StageRun:
             of_leaves = (None,) * len(leaves)
             if self._weight_store is not None:
                 self._weight_store.nothing_to_differentiate(micro_batch)
-        elif self._guard is None:
+        elif self._hold is None:
             of_leaves = self._gradients(leaves, starts, seeds, micro_batch)
         else:
-            with self._guard:
+            with self._hold:
                 of_leaves = self._gradients(leaves, starts, seeds, micro_batch)
         if self._check_finite:
             refuse_non_finite(of_leaves, f"the gradient of an input of stage {self._index}")
@@ -511,8 +518,8 @@ class StageRun:
         self, leaves: tuple[Tensor, ...], structure: Around, micro_batch: int
     ) -> tuple[tuple[Tensor, ...], Around]:
         with contextlib.ExitStack() as stack:
-            if self._guard is not None:
-                stack.enter_context(self._guard)
+            if self._hold is not None:
+                stack.enter_context(self._hold)
             if self.meter is not None:
                 target = () if self._loss is None else self._loss.tensors(micro_batch)
                 stack.enter_context(self.meter.measuring(self._index, micro_batch, leaves, target))
@@ -630,12 +637,10 @@ def _differentiable(
     return tuple([root for root, _ in present]), tuple([gradient for _, gradient in present])
 
 
-def _without_autocast(
-    context: CallerContext, starts: tuple[Tensor | GradientEdge, ...], seeds: tuple[Tensor, ...], retain_graph: bool
-) -> None:
-    """As PyTorch advises for a backward."""
+def _without_autocast(context: CallerContext, run: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    """As PyTorch advises for a backward, whole or in halves: autocast would cast its products and sums again."""
     with context.without_autocast():
-        torch_private.run_backward(starts, seeds, retain_graph)
+        run(*arguments, **options)
 
 
 def _itself(output: Tensor) -> Root:

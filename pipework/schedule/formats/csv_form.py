@@ -99,7 +99,7 @@ def _with_waits(order: Iterable[Action]) -> Iterator[str]:
 
 
 def from_csv(text: str, *, name: str = "csv") -> Schedule:
-    """Read what :func:`to_csv` or `torch.distributed.pipelining` wrote, in either form.
+    """Read what :func:`to_csv` or `torch.distributed.pipelining` wrote, in any form.
 
     A forward and a backward side by side (``OVERLAP_F_B``) are read as one after the other, as PyTorch runs them. Waits
     are left out: here an action waits for what it needs.

@@ -86,6 +86,22 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
 
 }  // namespace
 
+// As on CUDA, operators that draw have kernels of their own, which can be wrapped.
+void add_random_operators(torch::Library& m) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (name.getNamespace() != std::optional<std::string_view>("aten")) continue;
+    auto op = dispatcher.findSchemaOrThrow(name.name.c_str(), name.overload_name.c_str());
+    if (!op.hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
+    for (const auto& argument : op.schema().arguments()) {
+      if (argument.name() != "generator") continue;
+      auto inside = name.name.substr(std::string("aten::").size());
+      if (!name.overload_name.empty()) inside += "." + name.overload_name;
+      m.impl(inside.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_operator>());
+    }
+  }
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_operator>()); }
 
 TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
@@ -113,6 +129,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&run_operator>());
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
+  add_random_operators(m);
 }
 
 }  // namespace sim

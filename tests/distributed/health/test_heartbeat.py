@@ -29,7 +29,7 @@ def heartbeats(count: int) -> list[Heartbeat]:
             times,
             lambda: None,
             ProcessCalls().of_pipe(1),
-            hosts_store=False,
+            lingers=False,
         )
         for rank in range(count)
     ]

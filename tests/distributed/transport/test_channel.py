@@ -14,6 +14,7 @@ from pipework.distributed.transport.channel import Channel, LostConnectionError,
 from pipework.distributed.transport.device_channel import DeviceChannel
 from pipework.values import tensor_form
 from tests.helpers import in_threads
+from tests.nccl_stand_in import NcclStandIn
 
 ADDRESSES = [("F", 1, 0), ("F skip 0", 3, 0), ("F", 1, 1)]
 MESSAGES: dict[str, list[tuple[Tensor | None, ...]]] = {
@@ -35,6 +36,7 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
 
     def join(rank: int) -> None:
         groups = [group_of(store, name, (0, 1), rank) for name in ("up", "down", "up there", "down there")]
+        groups[2:] = map(NcclStandIn, groups[2:])
         own, there = (groups[:2], groups[2:]) if rank == 0 else (groups[1::-1], groups[:1:-1])
         cpu = torch.device("cpu")
         sides[rank] = Channel(1 - rank, *own, cpu, DeviceChannel(*there, cpu) if device_channel else None)

@@ -96,9 +96,9 @@ def test_installing_changes_nothing_that_pytorch_draws(run_python: RunPython) ->
         "    torch.manual_seed(0)\n"
         "    return [torch.rand(5), torch.randn(5), torch.randperm(5), torch.nn.functional.dropout(torch.ones(9))]\n"
         "before = draws()\n"
-        "assert kernels._library is None\n"
+        "assert not kernels._libraries\n"
         "kernels.install(); kernels.install()\n"
-        "assert kernels._library is not None\n"
+        "assert [*kernels._libraries] == ['cpu']\n"
         "assert all(map(torch.equal, before, draws()))\n"
     )
     run_python(["-c", script], env={**os.environ, **ENVIRONMENT, "PYTHONWARNINGS": "error"}).check_returncode()
@@ -107,12 +107,12 @@ def test_installing_changes_nothing_that_pytorch_draws(run_python: RunPython) ->
 def test_nobody_goes_on_before_everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     monkeypatch.setattr(torch.library, "Library", Mock())
-    monkeypatch.setattr(kernels.torch_private, "generator_arguments", dict)
-    monkeypatch.setattr(kernels, "_library", None)
-    monkeypatch.setattr(kernels, "_install_state_access", lambda: found.append(kernels._library))
+    monkeypatch.setattr(kernels.torch_private, "random_operators", lambda key: {})
+    monkeypatch.setattr(kernels, "_libraries", {})
+    monkeypatch.setattr(kernels, "_wrap_state_access", lambda kind: found.append({**kernels._libraries}))
     kernels.install()
-    assert found == [None]
-    assert kernels._library is not None
+    assert found == [{}]
+    assert [*kernels._libraries] == ["cpu"]
 
 
 @pytest.mark.parametrize(("layer", "installs"), [("nn.ReLU()", False), ("nn.Dropout(0.1)", True)])
@@ -121,7 +121,7 @@ def test_the_kernels_are_replaced_only_when_a_layer_may_draw(run_python: RunPyth
     script = (
         "import torch\nfrom torch import nn\nfrom pipework import Pipe\nfrom pipework.runtime.random import kernels\n"
         f"pipe = Pipe(nn.Sequential(nn.Linear(2, 2), {layer}), 2, balance=[1, 1], devices=['cpu'] * 2)\n"
-        "assert kernels._library is None\n"
-        f"pipe(torch.ones(4, 2)); assert (kernels._library is not None) is {installs}\n"
+        "assert not kernels._libraries\n"
+        f"pipe(torch.ones(4, 2)); assert bool(kernels._libraries) is {installs}\n"
     )
     run_python(["-c", script], env={**os.environ, **ENVIRONMENT, "PYTHONWARNINGS": "error"}).check_returncode()

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pipework import Pipe
 from pipework.runtime.random import streams
-from pipework.runtime.random.on_devices import DeviceGenerator, GeneratorGuard, device_generator
+from pipework.runtime.random.on_devices import DeviceGenerator, device_generator
+from pipework.runtime.random.streams import Key, RandomStream, mix
 from pipework.testing import draw_key, reference_backward
 
 WIDTH = 32
@@ -46,64 +47,33 @@ def without_generators(monkeypatch: pytest.MonkeyPatch, **functions: object) -> 
     return DeviceGenerator(CPU)
 
 
-def test_a_device_without_default_generators_is_seeded_through_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(1)
-    draws = without_generators(
+def of_functions(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> DeviceGenerator:
+    """A device whose module has functions for the state of a generator alone."""
+    return without_generators(
         monkeypatch,
         get_rng_state=lambda device: generator.get_state(),
         set_rng_state=lambda state, device: generator.set_state(state),
     )
-    before = generator.get_state()
-    with GeneratorGuard(draws, moves=True) as guard:
-        assert guard.seed is not None
-        guard.seed(7)
-        drawn = torch.rand(3, generator=generator)
-    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(7)))
-    assert torch.equal(generator.get_state(), before)
+
+
+def test_a_device_without_default_generators_is_moved_through_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.Generator().manual_seed(1)
+    generator, stream, before = of_functions(monkeypatch, own), RandomStream(Key(7)), own.get_state()
+    stream.enter(2, 3)
+    drawn = [generator.drawn(stream, lambda: torch.rand(3, generator=own)) for _ in range(2)]
+    assert torch.equal(torch.cat(drawn), torch.rand(6, generator=torch.Generator().manual_seed(mix(7, 2, 3))))
+    assert torch.equal(own.get_state(), before)
 
 
 def test_a_device_whose_generator_cannot_be_moved_is_refused_when_layers_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = without_generators(monkeypatch, manual_seed=lambda seed: None)
     with pytest.raises(RuntimeError, match=r"torch.example has neither default_generators nor get_rng_state"):
-        GeneratorGuard(generator, moves=True)
-    with GeneratorGuard(generator, moves=False):  # in evaluation nothing is moved
-        pass
+        generator.check()
+    assert generator.drawn(RandomStream(Key()), lambda: 5) == 5  # in evaluation nothing is moved
 
 
 def test_a_device_has_one_generator() -> None:
     assert device_generator(torch.device("cpu")) is device_generator(torch.device("cpu"))
-
-
-def test_a_generator_that_is_given_up_is_free_for_others_and_then_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = torch.Generator().manual_seed(1)
-    shared = without_generators(
-        monkeypatch,
-        get_rng_state=lambda device: own.get_state(),
-        set_rng_state=lambda state, device: own.set_state(state),
-    )
-    expected = torch.rand(2, generator=torch.Generator().manual_seed(7))
-    found: list[Tensor] = []
-
-    def other() -> None:
-        with GeneratorGuard(shared, moves=True) as guard:
-            found.append(own.get_state())
-            assert guard.seed is not None
-            guard.seed(8)
-            torch.rand(5, generator=own)
-
-    before = own.get_state()
-    with GeneratorGuard(shared, moves=True) as guard:
-        assert guard.seed is not None
-        guard.seed(7)
-        drawn = [torch.rand(1, generator=own)]
-        with guard.given_up():
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join(30)
-        drawn.append(torch.rand(1, generator=own))
-    assert torch.equal(found[0], before), "meanwhile the generator is in the state that the caller left"
-    assert torch.equal(torch.cat(drawn), expected)
-    assert torch.equal(own.get_state(), before)
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -144,13 +114,12 @@ def test_two_pipes_of_one_device_are_called_from_two_threads(
     device, key = device_of(kind), 12345
     monkeypatch.setattr(streams, "draw_key", lambda: key)
     plain = blocks().to(device)
-    if kind == "cpu":
-        plain = nn.Sequential(*(Recomputed(*block) for block in plain[:4]), plain[4])
+    plain = nn.Sequential(*(Recomputed(*block) for block in plain[:4]), plain[4])
     x = torch.randn(16, WIDTH, device=device)
     reference = reference_backward(plain, x, torch.sum, 4, key)
     balance = {1: [5], 2: [2, 3]}[stages]
     pipes = [Pipe(copy.deepcopy(plain), 4, mode, balance=balance, devices=[device] * stages) for _ in range(2)]
-    before = device_generator(device).get_state() if kind != "cpu" else torch.get_rng_state()
+    before = device_generator(device).get() if kind != "cpu" else torch.get_rng_state()
     wrong: list[int] = []
 
     def steps(pipe: Pipe) -> None:
@@ -168,7 +137,10 @@ def test_two_pipes_of_one_device_are_called_from_two_threads(
     for thread in threads:
         thread.join(120)
     assert wrong == []
-    assert torch.equal(device_generator(device).get_state() if kind != "cpu" else torch.get_rng_state(), before)
+    if kind != "cpu":
+        assert device_generator(device).get() == before
+    else:
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 class _Noisy(torch.autograd.Function):

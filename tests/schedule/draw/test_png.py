@@ -3,13 +3,14 @@ import sys
 from io import BytesIO
 from xml.etree import ElementTree
 
-import matplotlib
 import pytest
 from PIL import Image, ImageColor
 
 from pipework.schedule import Action, Costs, Interval, Schedule, Timeline, build, fill_drain, simulate, svg
 from pipework.schedule.draw.palette import ACTION, MEMORY, action_fill, worker_fill
 from pipework.timeline import png
+
+matplotlib = pytest.importorskip("matplotlib")
 
 
 def predicted(workers, micro_batches, **costs):

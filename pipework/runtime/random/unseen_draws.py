@@ -1,0 +1,168 @@
+"""Kernels that draw from an accelerator's generator, and that no wrapper sees.
+
+PyTorch's dispatcher does not know what an extension launches. A wrapper of fused attention would take longer to call
+than its kernel to launch, and few models have dropout there. The dropout of a recurrent layer has a state of its own,
+which begins anew when the generator is seeded. All of these move or read the generator as they find it. So a worker
+holds it for as long as one of its actions takes, seeded for each layer:
+
+* in its first runs, because nobody knows yet what its layers do;
+* in all later runs, if the generator has moved there without a wrapper, or if a layer is recurrent and has dropout.
+
+If it moves for the first time in a later run, the numbers of that run could not be drawn again. That is an error, and
+from then on the worker holds the generator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+from pipework.runtime.random import kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Self
+
+    from pipework.runtime.random.on_devices import DeviceGenerator, State
+    from pipework.runtime.random.streams import RandomStream
+
+LOOKS: Final = 4  # runs of a worker; a mini-batch whose loss is outside has two
+
+
+class UnseenDraws:
+    """What one worker knows of its layers.
+
+    Attributes:
+        generator: of the worker's device.
+        found: whether the generator has moved without a wrapper.
+    """
+
+    def __init__(self, generator: DeviceGenerator) -> None:
+        self.generator = generator
+        self.found = False
+        self._runs = 0
+
+    def hold(self, stream: RandomStream, *, always: bool) -> Hold | None:
+        """What the actions of the next run enter; None: nothing.
+
+        Args:
+            stream: of the worker.
+            always: whether a layer is known to need it.
+        """
+        self._runs += 1
+        looks = self._runs <= LOOKS and not self.generator.is_captured()
+        return Hold(self, stream) if always or self.found or looks else None
+
+
+class Hold:
+    """A context manager, in which one thread alone draws from a generator, which is put back at the end.
+
+    Args:
+        draws: what the worker knows.
+        stream: the stream that the generator stands for meanwhile.
+        locked: whether other threads are kept from drawing; else they must not.
+    """
+
+    def __init__(self, draws: UnseenDraws, stream: RandomStream, *, locked: bool = True) -> None:
+        draws.generator.check()
+        self.generator = draws.generator
+        self._draws = draws
+        self._stream = stream
+        self._locked = locked
+        self._found: State = ()
+        self._noted: State = ()
+
+    def __enter__(self) -> Self:
+        if self._locked:
+            self.generator.lock.acquire()
+        self._found = self._noted = self.generator.get()
+        self._stream.holds[self.generator] = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._look()
+        del self._stream.holds[self.generator]
+        self.generator.set(self._found)
+        if self._locked:
+            self.generator.lock.release()
+
+    def move(self, state: State) -> None:
+        """Sets the generator."""
+        self._look()
+        self.generator.set(state)
+        self._noted = state
+
+    @contextlib.contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Inside, the generator starts from a seed; afterwards it goes on where it was."""
+        before = self.generator.get()
+        self.move(self.generator.seeded(seed))
+        try:
+            yield
+        finally:
+            self.move(before)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Around a kernel that a wrapper sees."""
+        self._look()
+        try:
+            yield
+        finally:
+            self._noted = self.generator.get()
+
+    @contextlib.contextmanager
+    def given_up(self) -> Iterator[None]:
+        """Inside, other threads may hold the generator; afterwards it is as it was before."""
+        own = self.generator.get()
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+            self.move(own)
+
+    def _look(self) -> None:
+        self._draws.found |= self.generator.get() != self._noted
+
+
+@contextlib.contextmanager
+def generators_given_up() -> Iterator[None]:
+    """A context for a call that waits for other workers: they may need a generator that this thread holds.
+
+    A layer that calls another pipe may do so while it holds the generator of its device.
+    """
+    stream = kernels.thread_stream.stream
+    with contextlib.ExitStack() as stack:
+        for hold in () if stream is None else list(stream.holds.values()):
+            stack.enter_context(hold.given_up())
+        yield
+
+
+class LateDraws:
+    """Notes the states of some workers' generators before a run, and looks at them afterwards.
+
+    Args:
+        draws: of the workers whose layers may draw, and which do not hold their generators. Of others nothing is asked:
+            threads of the user's may draw meanwhile, and not all of them do by a kernel with a wrapper.
+    """
+
+    def __init__(self, draws: Sequence[UnseenDraws]) -> None:
+        self._draws = draws
+        generators = {each.generator for each in self._draws}
+        # While a graph is captured nobody may ask for a state.
+        self._before = {each: each.state_and_draws() for each in generators if not each.is_captured()}
+
+    def error(self) -> RuntimeError | None:
+        """The error if a kernel that no wrapper saw has moved a generator, which is put back; None: none has."""
+        moved = [each for each, before in self._before.items() if each.put_back(before)]
+        if not moved:
+            return None
+        for each in self._draws:
+            each.found |= each.generator in moved
+        places = ", ".join(sorted(str(each.device) for each in moved))
+        return RuntimeError(
+            f"a layer on {places} drew random numbers by a kernel of an extension or of fused attention, or seeded its "
+            "generator, and none did so in the first mini-batches: in a recomputation the numbers would be others. "
+            "Nothing of this mini-batch was used. Call the pipe again: from now on its layers may do so"
+        )

@@ -1,0 +1,112 @@
+"""The benchmark `gpu`: what it compares, what it does with a case that fails, and how workers get parts of a card."""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import harness
+from benchmarks.gpu import parts, run
+from benchmarks.gpu.card import Card
+from benchmarks.gpu.measure import Case, difference, measure
+from benchmarks.gpu.ways import Way, pipe_way, plain
+from pipework import Pipe
+from pipework.testing import draw_key, reference_step
+from tests.programs import RunPython
+
+ROOT = Path(__file__).resolve().parents[2]
+LOSS = nn.functional.mse_loss
+CPU = Card(torch.device("cpu"), 1e12)
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted"), [([2.0, 4.0], 0.0), ([2.0, 3.0], 0.25), ([2.0, math.nan], math.inf), ([2.0, math.inf], math.inf)]
+)
+def test_a_difference_is_a_share_of_the_largest_element(got: list[float], wanted: float) -> None:
+    assert difference([torch.tensor(got)], [torch.tensor([2.0, 4.0])]) == wanted
+
+
+def test_what_was_to_be_zero_differs_infinitely() -> None:
+    assert difference([torch.tensor([1e-9])], [torch.zeros(1)]) == math.inf
+
+
+def test_the_ideal_is_the_share_of_the_schedule() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipe = Pipe(model, 8, "never", schedule="1f1b", loss_fn=LOSS, devices=["cpu"] * 2)
+    assert pipe_way(pipe, 1).ideal() == pytest.approx(9 / 16)
+
+
+def test_a_way_that_fails_or_has_other_gradients_is_named_and_the_others_are_measured(capsys: Any) -> None:
+    batch = torch.randn(4, 2), torch.randn(4, 2)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def broken() -> Way:
+        raise RuntimeError("no memory\nand more lines")
+
+    def other() -> Way:
+        return plain(copy.deepcopy(model), lambda output, target: 2 * LOSS(output, target), 2, sms=1)
+
+    ways = {"plain": lambda: plain(copy.deepcopy(model), LOSS, 2, sms=1), "broken": broken, "other": other}
+    outcome = measure(Case(batch, batch, tokens=4, flops=1.0, ways=ways), CPU, rounds=3, seconds=0.0)
+    assert list(outcome.measured) == ["plain", "other"]
+    assert outcome.errors["broken"] == "RuntimeError: no memory"
+    assert "other gradients: they differ by" in outcome.errors["other"]
+    assert outcome.measured["other"].difference == pytest.approx(1.0)
+    assert [len(each.seconds) for each in outcome.measured.values()] == [3, 3]
+    assert "no memory\nand more lines" in capsys.readouterr().err
+
+
+def test_a_case_that_takes_too_long_is_a_line_and_what_was_measured_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    status = run.main(["--device", "cpu", "--case", "plain", "llama", "--limit", "0.05", "--save"])
+    assert status == 1
+    assert "FAILED: llama: ended after 0.05 s" in capsys.readouterr().out
+    (saved,) = tmp_path.iterdir()
+    assert list(json.loads(saved.read_text())["cases"]) == ["plain", "llama"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("case", "way"), [("one-stage", "torch.distributed.pipelining"), ("llama", "two stages")])
+def test_other_libraries_and_a_llama_compute_the_same_gradients(run_python: RunPython, case: str, way: str) -> None:
+    options = ["--device", "cpu", "--rounds", "3", "--seconds", "0", "--case", case]
+    done = run_python(["-m", "benchmarks.gpu.run", *options], cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"| {way}" in done.stdout
+    assert f"REACHED: {case}: the largest difference of gradients: 0 " in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an NVIDIA GPU")
+def test_without_a_gpu_it_says_so_in_one_line(capsys: Any) -> None:
+    assert run.main([]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("one_thread", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_workers_compute_in_the_streams_of_their_parts(schedule: str, one_thread: bool) -> None:
+    device = torch.device(torch.accelerator.current_accelerator().type, 0)
+    streams = [torch.Stream(device) for _ in range(2)]
+    seen = set()
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).to(device)
+    reference = copy.deepcopy(model)
+    for layer in model:
+        layer.register_forward_hook(lambda *_: seen.add(torch.accelerator.current_stream(device)))
+    pipe = Pipe(model, 4, schedule=schedule, loss_fn=LOSS, devices=[device] * 2, one_thread=one_thread)
+    parts.compute_on(pipe, [parts.Part(stream, 1) for stream in streams])
+    x, y = torch.randn(8, 8).to(device), torch.randn(8, 8).to(device)
+    torch.manual_seed(0)
+    wanted = reference_step(reference, x, y, LOSS, 4, draw_key())
+    torch.manual_seed(0)
+    loss = pipe(x, target=y)
+    loss.backward()
+    assert seen == {*streams}
+    assert torch.equal(loss, wanted.loss)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(pipe.parameters(), reference.parameters(), strict=True))
