@@ -54,6 +54,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiles_first() -> None:
+    """Without a GPU, the CUDA build of PyTorch 2.11 crashes once the first thread that has compiled has ended."""
+    torch._C._ensureCUDADeviceGuardSet()  # which compiling calls
+
+
 @pytest.fixture(scope="session")
 def nurseries() -> Iterator[list[Nursery]]:
     """Where ranks come from, as tests/jobs.py starts them; without the first rank, nothing is there."""

@@ -58,6 +58,7 @@ def whole(tensor: Tensor | None) -> Tensor:
 
 def compiled_and_checkpointed(mesh: Mesh, dimension: str) -> None:
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo, about itself
+    warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")  # likewise
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", dimension))
     found = []
     for how in (("",) * 4, ("checkpointed", "compiled", "compiled checkpointed", "")):
