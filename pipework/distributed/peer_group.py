@@ -8,8 +8,9 @@ import json
 import logging
 import os
 import threading
+import time
 import weakref
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
@@ -59,6 +60,10 @@ if TYPE_CHECKING:
     Result = TypeVar("Result")
 
 _LOG = logging.getLogger("pipework")
+
+_WATCHDOG: Final = 0.25
+"""Seconds after which PyTorch's watchdog of a group of NCCL, which wakes every 0.1 s, knows that all transfers have
+ended. Before, it takes it for an error of theirs if the other rank ends the group, and prints it."""
 
 
 class PeerGroup:
@@ -504,11 +509,13 @@ def _end_device_groups(groups: Sequence[Group], monitor: HealthMonitor, mesh: Me
     """
     if os.getpid() != process:  # a forked child
         return
-    with contextlib.suppress(RuntimeError):  # of the device, which was raised before
-        if not monitor.broken:
+    if not monitor.broken:
+        with contextlib.suppress(RuntimeError):  # of the device, which was raised before
             torch.accelerator.synchronize(mesh.device)
-        if not monitor.close():
-            vars(mesh.device_mesh)[LEFT_EARLY] = True
+            time.sleep(_WATCHDOG)
+    if not monitor.close():
+        vars(mesh.device_mesh)[LEFT_EARLY] = True
+    with contextlib.suppress(RuntimeError):
         for group in groups:
             group.abort()
 

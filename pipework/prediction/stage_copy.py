@@ -143,7 +143,8 @@ class StageCopy:
             timeout: seconds for measuring times; None: they are not measured, and those of all actions are 1 or 0.
         """
         end = time.perf_counter() + (timeout or 0)
-        with self._aliases.standing_in():
+        # As a worker's, a backward runs on the thread that calls it.
+        with self._aliases.standing_in(), torch.autograd.set_multithreading_enabled(False):
             if self._weight_store is not None:
                 self._time(self._fresh(value))  # the first pass shows which weight gradients can be delayed
             actions = replace(self._actions(value), saves_input=self._saves_input(self._fresh(value)))
@@ -412,5 +413,4 @@ def _need(meter: StorageMeter, before: int) -> Need:
 
 def _run_backward(roots: tuple[GradientEdge, ...], seeds: tuple[Tensor, ...]) -> None:
     if roots:
-        with torch.autograd.set_multithreading_enabled(False):  # on this thread, as a worker does
-            torch_private.run_backward(roots, seeds, False)
+        torch_private.run_backward(roots, seeds, False)

@@ -432,7 +432,9 @@ class Step:
                 stream = RandomStream(self._key)
                 if device.unseen_draws is not None and stream.moves_generators:
                     modules = [module for stage in runs for module in engine.stages[stage].modules]
-                    hold = device.unseen_draws.hold(stream, always=any(map(has_random_state, modules)))
+                    # A rank that saw a late draw could not tell the others before they have used the mini-batch.
+                    always = engine.peers.are_others or any(map(has_random_state, modules))
+                    hold = device.unseen_draws.hold(stream, always=always)
             job = WorkerRun(worker, runs, order, device, conditions, stream, hold, recorded=recorded)
             turn = conditions.turn
             job.connect(endpoint if turn is None else TakingTurns(endpoint, turn), retain_graph=retain_graph)

@@ -6,7 +6,8 @@ which begins anew when the generator is seeded. All of these move or read the ge
 holds it for as long as one of its actions takes, seeded for each layer:
 
 * in its first runs, because nobody knows yet what its layers do;
-* in all later runs, if the generator has moved there without a wrapper, or if a layer is recurrent and has dropout.
+* in all later runs, if the generator has moved there without a wrapper, or if a layer is recurrent and has dropout;
+* in all runs if workers are processes, of which each mostly has its device for itself, so that nobody waits.
 
 If it moves for the first time in a later run, the numbers of that run could not be drawn again. That is an error, and
 from then on the worker holds the generator.
@@ -164,5 +165,5 @@ class LateDraws:
         return RuntimeError(
             f"a layer on {places} drew random numbers by a kernel of an extension or of fused attention, or seeded its "
             "generator, and none did so in the first mini-batches: in a recomputation the numbers would be others. "
-            "Nothing of this mini-batch was used. Call the pipe again: from now on its layers may do so"
+            "No gradient of this mini-batch was delivered. Call the pipe again: from now on its layers may do so"
         )
