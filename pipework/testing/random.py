@@ -7,11 +7,8 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from pipework.runtime.device import is_accelerator
-from pipework.runtime.random import kernels
-from pipework.runtime.random.on_devices import device_generator
 from pipework.runtime.random.shards import install_for_dtensors
-from pipework.runtime.random.streams import Key, RandomStream
-from pipework.runtime.random.unseen_draws import Hold, UnseenDraws
+from pipework.runtime.random.unseen_draws import generators_left_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -81,16 +78,8 @@ def drawing(devices: Iterable[torch.device], key: int, micro_batch: int) -> Iter
     Yields:
         What starts the stream of a layer, by the layer's number.
     """
-    accelerators = [device for device in devices if is_accelerator(device)]
-    kernels.install(accelerators)
     install_for_dtensors()
-    stream = RandomStream(Key(key))
-
-    def enter_layer(number: int) -> None:
-        stream.enter(number, micro_batch)
-
-    with kernels.drawing_from(stream), contextlib.ExitStack() as stack:
-        for device in accelerators:
-            # Not locked: a backward in here may call a pipe, on autograd's thread, whose workers draw meanwhile.
-            stack.enter_context(Hold(UnseenDraws(device_generator(device)), stream, locked=False))
-        yield enter_layer
+    accelerators = filter(is_accelerator, devices)
+    # Not locked: a backward in here may call a pipe, on autograd's thread, whose workers draw meanwhile.
+    with generators_left_alone(accelerators, key, locked=False) as stream:
+        yield lambda number: stream.enter(number, micro_batch)

@@ -20,7 +20,7 @@ from pipework import torch_private
 from pipework.model.loss.inner_function import InnerFunction
 from pipework.model.rows import IGNORE
 from pipework.runtime.caller_modes import Modes
-from pipework.runtime.random.streams import generators_left_alone
+from pipework.runtime.random.unseen_draws import generators_left_alone
 from pipework.values import nested
 from pipework.values.equality import same
 
@@ -61,7 +61,7 @@ def doubts_about_loss(settings: LossSettings, loss: InnerLoss, rows: Sequence[in
     seen, loss.seen = loss.seen or [], None
     if len(seen) == 2 and not Modes.capture():  # a mode of the caller's may count calls
         # The step has succeeded, whatever the function makes of outputs that no layer has returned.
-        with contextlib.suppress(Exception), torch.no_grad(), generators_left_alone(seen[0].value.device):
+        with contextlib.suppress(Exception), torch.no_grad(), generators_left_alone([seen[0].value.device], 0):
             found = _doubt(settings, loss, seen, rows)
             if found is not None and (padding is None or _SUM in found):
                 return [found]

@@ -8,7 +8,6 @@ recomputed.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from pipework import torch_private
 from pipework.runtime.random import kernels
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from pipework.runtime.random.on_devices import DeviceGenerator, State
     from pipework.runtime.random.unseen_draws import Hold
@@ -201,14 +200,6 @@ def streams_inside() -> Callable[[int], None] | None:
     """
     stream = kernels.thread_stream.stream
     return None if stream is None else stream.enter_inside
-
-
-@contextlib.contextmanager
-def generators_left_alone(device: torch.device) -> Iterator[None]:
-    """Inside, this thread draws from a stream of its own, on the CPU and on a device, and moves no generator."""
-    kernels.install([] if device.type == "cpu" else [device])
-    with kernels.drawing_from(RandomStream(Key(0))):
-        yield
 
 
 def has_random_state(layer: nn.Module) -> bool:

@@ -19,13 +19,16 @@ import contextlib
 from typing import TYPE_CHECKING, Final
 
 from pipework.runtime.random import kernels
+from pipework.runtime.random.on_devices import device_generator
+from pipework.runtime.random.streams import Key, RandomStream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from typing import Self
 
+    import torch
+
     from pipework.runtime.random.on_devices import DeviceGenerator, State
-    from pipework.runtime.random.streams import RandomStream
 
 LOOKS: Final = 4  # runs of a worker; a mini-batch whose loss is outside has two
 
@@ -138,6 +141,27 @@ def generators_given_up() -> Iterator[None]:
         for hold in () if stream is None else list(stream.holds.values()):
             stack.enter_context(hold.given_up())
         yield
+
+
+@contextlib.contextmanager
+def generators_left_alone(devices: Iterable[torch.device], key: int, *, locked: bool = True) -> Iterator[RandomStream]:
+    """A context in which this thread draws from a stream of its own, and moves no generator of the CPU or of devices.
+
+    Args:
+        devices: on which it may draw; those of the CPU need no mention.
+        key: of the stream.
+        locked: see `Hold`.
+
+    Yields:
+        The stream.
+    """
+    accelerators = [device for device in devices if device.type != "cpu"]
+    kernels.install(accelerators)
+    stream = RandomStream(Key(key))
+    with kernels.drawing_from(stream), contextlib.ExitStack() as stack:
+        for device in accelerators:
+            stack.enter_context(Hold(UnseenDraws(device_generator(device)), stream, locked=locked))
+        yield stream
 
 
 class LateDraws:
