@@ -694,6 +694,8 @@ def on_each_rank(mesh: Mesh) -> Any:
     results += [found(stacked, y, x, balance=[2, 4]), found(tied(), y, x, balance=[2, 2])]
     results += [found([nn.Linear(WIDTH, 8), Unordered(1e-3, 0.0, []), nn.Tanh(), nn.Linear(8, OUTPUTS)], y, x)]
     allowed = str(results[-1])
+    results.append(attached(Vision(p=0.5), batch_of(Vision), devices=None, mesh=mesh, checkpoint="always"))
+    results[-1] = results[-1].verify(**batch_of(Vision))
     right = [str(each) for each in results if not each]
     wrong = [
         found(around(nn.BatchNorm1d(8)), y, x, balance=[2, 2]),
