@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pipework.fsdp_private import fsdp_modules
 from pipework.saving.random_states import random_states, set_random_states
-from pipework.testing.comparison import MOST, Compared, allowed_for, compare, tolerance_of
+from pipework.testing.comparison import MOST, Compared, allowed_for, compare_kinds, tolerance_of
 from pipework.testing.layer_trace import LayerPlace
 from pipework.testing.runs import Runs
 from pipework.torch_private import BatchNorm
@@ -65,9 +65,11 @@ class Verification:
             rows.append((each.what, each.against, how, str(each.tensors), f"{each.difference:.2g}", each.verdict))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         wrong = sum(bool(each.first) for each in self.compared)
+        most = max((each.difference for each in self.compared if each.against == _ITSELF), default=0.0)
         verdict = f"{wrong} of {len(self.compared)} comparisons DIFFER" if wrong else "the pipe equals the plain model"
-        inexact = any(each.against == _ITSELF and each.differing for each in self.compared)
-        lines = [verdict + (" as far as that equals itself" if inexact and not wrong else "")]
+        if most > MOST:
+            verdict = f"not compared: the plain model differs from itself by {most:.2g}"
+        lines = [verdict + (" as far as that equals itself" if most and not wrong else "")]
         lines += ["  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines += [f"first difference: {self.first}"] if self.first else []
         lines += [f"* {text}" for text in (*self.reasons, *self.notes)]
@@ -105,7 +107,7 @@ class _Checks:
         self._runs = runs
         self._lines: list[Compared] = []
         self._first = ""
-        self._most = 0.0  # that the plain model has differed from itself: each run shows a part of it
+        self._most: dict[str, float] = {}  # by kind, how far the plain model was from itself: a run shows a part of it
         self._reasons: list[str] = []
         self._notes: list[str] = []
 
@@ -134,50 +136,59 @@ class _Checks:
         runs = self._runs
         pipe, plain = runs.of_pipe(), runs.of_plain()
         tolerance = tolerance_of({kind: plain[kind] for kind in ("outputs", "loss", "gradients")})
-        allowed, lines = 0.0, self._beside_plain(suffix, pipe, plain, 0.0, tolerance)
+        allowed: dict[str, float] = {}  # by kind
+        compared, lines = True, self._beside_plain(suffix, pipe, plain, allowed, tolerance)
         if any(self._told([bool(each.first) for each in lines])):
             # Kernels that add in any order, such as those of flash attention's backward, give no bits to compare with.
-            itself = self._compared(suffix, _ITSELF, runs.of_plain(), plain, MOST)
-            if differs := max(self._told([each.difference for each in itself])):
-                self._most = most = max(differs, self._most)
-                allowed = allowed_for(most, tolerance)
-                lines = self._beside_plain(suffix, pipe, plain, allowed, tolerance)
-                self._notes += [_INEXACT.format(suffix, most, allowed), _ANY_ORDER] if most <= MOST else []
-            lines.append(replace(functools.reduce(Compared.joined, itself), what=f"plain model{suffix}"))
+            itself = compare_kinds(suffix, _ITSELF, runs.of_plain(), plain, MOST, {})
+            compared = not any(self._told([bool(each.first) for each in itself]))
+            if compared:
+                allowed = self._allowed(suffix, itself, tolerance)
+            lines = self._beside_plain(suffix, pipe, plain, allowed, tolerance) if compared else []
+            itself = [replace(each, what=f"plain model{suffix}", near=_NEAR) for each in itself]
+            lines += [functools.reduce(Compared.joined, itself)] if itself else []
         entire: Values = {}
         if whole and runs.is_given:
             self._notes.append("the micro-batches were given, so there is no whole batch to compare with")
         elif whole and not runs.has_whole:
             self._notes.append("split= cut the batch, and the loss is outside: nothing was compared with the whole")
-        elif whole:
+        elif whole and compared:
             entire = runs.of_plain(whole=True)
             mine, theirs = runs.without_averages(pipe), runs.without_averages(entire)
-            lines += self._compared(suffix, _WHOLE, mine, theirs, max(allowed, tolerance))
+            lines += compare_kinds(suffix, _WHOLE, mine, theirs, tolerance, allowed)
         self._lines += (lines := self._of_all_ranks(lines))
         wrong = {each.against for each in lines if each.first}
         against = next((each for each in (_ITSELF, _PIECES, _WHOLE) if each in wrong), None)
         if against is not None and not self._first:
             self._reasons += self._told(self._reasons_of(against, lines, pipe, entire))
-            bound = max(allowed, tolerance) if against == _WHOLE else allowed if against == _PIECES else 0.0
-            places = self._told([place for place in [self._place(against, bound)] if place is not None])
+            least = tolerance if against == _WHOLE else 0.0
+            forward = max(least, *(allowed[kind] for kind in allowed if kind != "gradients"), 0.0)
+            bounds = forward, max(forward, allowed.get("gradients", 0.0))
+            places = self._told([place for place in [self._place(against, bounds)] if place is not None])
             self._first = str(LayerPlace(*min(places))) if places else ""
 
+    def _allowed(self, suffix: str, itself: Sequence[Compared], tolerance: float) -> dict[str, float]:
+        """How far the pipe may be apart, for the kinds in which the plain model differs from itself."""
+        own: dict[str, float] = {}
+        for what, difference in self._told([(each.what.partition(",")[0], each.difference) for each in itself]):
+            own[what] = max(difference, own.get(what, 0.0))
+        if "loss" in own:  # one number may be equal by chance
+            own["loss"] = max(own["loss"], own.get("outputs", own.get("gradients", 0.0)))
+        most = {kind: max(each, self._most.get(kind, 0.0)) for kind, each in own.items() if each}
+        self._most.update(most)
+        allowed = {kind: allowed_for(each, tolerance) for kind, each in most.items()}
+        found = [f"{most[kind]:.2g} in {kind} ({allowed[kind]:.2g} was allowed)" for kind in most]
+        self._notes += [_INEXACT.format(suffix, ", ".join(found)), _ANY_ORDER] if found else []
+        return allowed
+
     def _beside_plain(
-        self, suffix: str, pipe: Values, plain: Values, allowed: float, tolerance: float
+        self, suffix: str, pipe: Values, plain: Values, allowed: Mapping[str, float], tolerance: float
     ) -> list[Compared]:
-        lines = self._compared(suffix, _PIECES, pipe, plain, allowed)
+        lines = compare_kinds(suffix, _PIECES, pipe, plain, 0.0, allowed)
         if not self._runs.rounds:
             return lines
-        most = max(allowed, tolerance)  # see "Where it ends" in docs/exactness.md
+        most = max(allowed.get("gradients", 0.0), tolerance)  # see "Where it ends" in docs/exactness.md
         return [each.up_to(most) if each.what.startswith("gradients") else each for each in lines]
-
-    @staticmethod
-    def _compared(suffix: str, against: str, values: Values, reference: Values, tolerance: float) -> list[Compared]:
-        return [
-            compare(kind + suffix, against, each, reference[kind], tolerance)
-            for kind, each in values.items()
-            if each or reference[kind]
-        ]
 
     def _told(self, own: list[Any]) -> list[Any]:
         """The elements of the lists of all processes."""
@@ -194,12 +205,13 @@ class _Checks:
             key=lambda each: ((_PIECES, _ITSELF, _WHOLE).index(each.against), kinds.index(each.what.partition(",")[0])),
         )
 
-    def _place(self, against: str, tolerance: float) -> LayerPlace | None:
+    def _place(self, against: str, tolerances: tuple[float, float]) -> LayerPlace | None:
         """The first place where something differs in this process, found by two further runs with hooks."""
         runs = self._runs
         mine = runs.traced(runs.of_pipe if against == _PIECES else runs.of_plain)
         theirs = runs.traced(functools.partial(runs.of_plain, whole=against == _WHOLE))
-        place = (mine.first_apart if against == _WHOLE else mine.first_other)(theirs, tolerance)
+        whole = against == _WHOLE
+        place = mine.first_apart(theirs, tolerances[0]) if whole else mine.first_other(theirs, tolerances)
         if place is None:
             return None
         behind = min(runs.pipe._partitions) * 1_000_000  # what other processes found in earlier layers comes before
@@ -234,9 +246,8 @@ def _needs_gradient(parameter: Tensor) -> bool:
     return parameter.requires_grad
 
 
-_INEXACT: Final = (
-    "run twice{}, the plain model differs from itself by up to {:.2g}, so the pipe was compared with it within {:.2g}"
-)
+_NEAR: Final = "differs from itself"
+_INEXACT: Final = "run twice{}, the plain model differs from itself by up to {}"
 _ANY_ORDER: Final = (
     "kernels that add in any order, such as flash attention's backward and index_add on a GPU, make the plain model "
     "differ from itself, and so does a layer that draws numbers outside of PyTorch: "

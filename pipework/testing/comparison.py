@@ -24,6 +24,7 @@ _TINY: Final = 1e-30
 _TIMES: Final = 4
 _LEAST_OF_OTHERS: Final = 1.6e-2
 MOST: Final = 5e-2  # a model that differs more from itself gives nothing to compare with
+_WITHIN: Final = "within what the plain model differs from itself"
 _FLOOR: Final = 1e-3  # of the largest element of all tensors: a smaller tensor is compared relative to that
 
 
@@ -39,6 +40,7 @@ class Compared:
         differing: how many differ at all.
         difference: the largest, relative to the largest element of the tensor; infinite if shapes or NaNs differ.
         first: the name of the first that differs too much; empty: none does.
+        near: the verdict if something differs, but not too much.
     """
 
     what: str
@@ -48,13 +50,14 @@ class Compared:
     differing: int = 0
     difference: float = 0.0
     first: str = ""
+    near: str = "equal up to rounding"
 
     @property
     def verdict(self) -> str:
         """In a word or two."""
         if self.first and math.isinf(self.difference):
             return f"DIFFERS: {self.first} (in shape, dtype, NaN, or a plain value)"
-        return f"DIFFERS: {self.first}" if self.first else "equal up to rounding" if self.differing else "equal"
+        return f"DIFFERS: {self.first}" if self.first else self.near if self.differing else "equal"
 
     def up_to(self, tolerance: float) -> Self:
         """This line if so much may differ everywhere."""
@@ -68,6 +71,7 @@ class Compared:
             differing=self.differing + other.differing,
             difference=max(self.difference, other.difference),
             first=self.first or other.first,
+            near=self.near if self.difference >= other.difference else other.near,
         )
 
 
@@ -105,6 +109,38 @@ def compare(
     return done
 
 
+def compare_kinds(
+    suffix: str,
+    against: str,
+    values: Mapping[str, Mapping[str, Any]],
+    reference: Mapping[str, Mapping[str, Any]],
+    tolerance: float,
+    allowed: Mapping[str, float],
+) -> list[Compared]:
+    """A line for each kind that has values.
+
+    Args:
+        suffix: of the kinds, in the table.
+        against: see `Compared`.
+        values: by kind, see `compare`.
+        reference: likewise.
+        tolerance: of rounding, for all kinds.
+        allowed: for the kinds in which the reference differs from itself.
+
+    Example:
+        >>> one, other = {"outputs": {"x": torch.tensor(1.0)}}, {"outputs": {"x": torch.tensor(1.25)}}
+        >>> compare_kinds("", "itself", one, other, 0.0, {"outputs": 0.5})[0].verdict
+        'within what the plain model differs from itself'
+    """
+    lines = []
+    for kind, own in values.items():
+        if own or reference[kind]:
+            most = max(tolerance, allowed.get(kind, 0.0))
+            line = compare(kind + suffix, against, own, reference[kind], most)
+            lines.append(replace(line, near=_WITHIN) if kind in allowed and line.difference > tolerance else line)
+    return lines
+
+
 def tolerance_of(values: Mapping[str, Mapping[str, Any]]) -> float:
     """How far apart sums in another order may be, for what a run gave."""
     found = {each.dtype for own in values.values() for each in own.values() if isinstance(each, Tensor)}
@@ -118,14 +154,14 @@ def allowed_for(itself: float, tolerance: float) -> float:
     """How far a pipe may be apart from a model that differs from itself when it is run twice.
 
     Args:
-        itself: by how much it does, relative to the largest element; more than `MOST` counts as `MOST`.
+        itself: by how much it does, relative to the largest element; at most `MOST`.
         tolerance: of sums in another order, as `tolerance_of` gives it.
 
     Example:
         >>> allowed_for(3e-3, 1e-4), allowed_for(1e-6, 1e-4)
         (0.012, 0.0001)
     """
-    return max(_TIMES * min(itself, MOST), min(tolerance, _LEAST_OF_OTHERS))
+    return max(_TIMES * itself, min(tolerance, _LEAST_OF_OTHERS))
 
 
 def on_host(value: Any) -> Any:

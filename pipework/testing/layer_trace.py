@@ -74,18 +74,19 @@ class LayerTrace:
         number = self._counts[place] = self._counts.get(place, -1) + 1
         self.seen[(*place, number)] = _digest(tensor), _sums(tensor)
 
-    def first_other(self, reference: LayerTrace, tolerance: float) -> LayerPlace | None:
+    def first_other(self, reference: LayerTrace, tolerances: tuple[float, float]) -> LayerPlace | None:
         """The first place where the same micro-batches gave something else.
 
         Args:
             reference: of the same micro-batches.
-            tolerance: relative to the largest sum of a row; 0: other bits count.
+            tolerances: of outputs and of gradients, relative to the largest sum of a row; 0: other bits count.
         """
         order: dict[tuple[bool, int], int] = {}
         found = []
         for (is_gradient, micro_batch, layer, number), (digest, sums) in reference.seen.items():
             at = order[is_gradient, micro_batch] = order.get((is_gradient, micro_batch), -1) + 1
             own = self.seen.get((is_gradient, micro_batch, layer, number))
+            tolerance = tolerances[is_gradient]
             near = tolerance and own is not None and _near(own[1], sums, _bound(sums, tolerance))
             if own is None or (own[0] != digest and not near):
                 found.append(LayerPlace(is_gradient, micro_batch, at, layer))

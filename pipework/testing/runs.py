@@ -233,9 +233,9 @@ class Runs:
     def _attributes(self) -> dict[str, Any]:
         """The numbers and tensors that modules hold beside parameters and buffers, also in lists and dicts.
 
-        Those of the modules around an attached model's units are left out: each part has others.
+        Those of an attached model's parts and of the modules around its units are left out: each part has others.
         """
-        around = frozenset[nn.Module]() if self.attached is None else self.attached.containers
+        around = frozenset[nn.Module]() if self.attached is None else self.attached.containers.union(self.pipe)
         of_every_module = vars(nn.Module())
         return {
             each.name: on_host(each.value)
