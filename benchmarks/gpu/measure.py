@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.gpu.card import Card, same_bits_twice
-from benchmarks.gpu.ways import WARM_UP, Way
+from benchmarks.gpu.ways import Way
 
 WRONG = 5e-2  # of a tensor's largest element: no rounding of bfloat16
 Batch = tuple[Any, Any]
@@ -94,7 +94,7 @@ def measure(case: Case, card: Card, rounds: int, seconds: float) -> Outcome:
             way = make()
             if way is None:
                 continue
-            for _ in range(WARM_UP):
+            for _ in range(way.warm_up):
                 way.clear()
                 way.run(*case.batch)
             card.synchronize()
