@@ -157,8 +157,14 @@ def _cells(each: Measured, plain: Measured) -> Sequence[str]:
         f"{each.gib:.2f}" if each.gib else "",
         f"{harness.median_ratio(each.seconds, plain.seconds):.3f}",
         *map(share, (each.ideal, each.bubble, each.predicted)),
-        "the same bits" if each.bitwise and not each.difference else f"differ by {each.difference:.1e}",
+        _gradients(each),
     ]
+
+
+def _gradients(each: Measured) -> str:
+    if each.difference is None:
+        return "not compared"
+    return "the same bits" if each.bitwise and not each.difference else f"differ by {each.difference:.1e}"
 
 
 def _speed(name: str, measured: Mapping[str, Measured]) -> list[Verdict]:
@@ -186,7 +192,9 @@ def _speed(name: str, measured: Mapping[str, Measured]) -> list[Verdict]:
 
 def _bits(name: str, measured: Mapping[str, Measured]) -> list[Verdict]:
     """Whether the gradients of pipes are those of the plain model, to the last bit."""
-    exact = [each.difference for each in measured.values() if each.ours and each.bitwise]
+    exact = [
+        each.difference for each in measured.values() if each.ours and each.bitwise and each.difference is not None
+    ]
     what = f"{name}: the largest difference of gradients"
     return [Verdict(what, max(exact), 0.0, "of the largest element")] if exact else []
 

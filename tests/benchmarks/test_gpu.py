@@ -52,14 +52,28 @@ def test_a_way_that_fails_or_has_other_gradients_is_named_and_the_others_are_mea
     def other() -> Way:
         return plain(copy.deepcopy(model), lambda output, target: 2 * LOSS(output, target), 2, sms=1)
 
-    ways = {"plain": lambda: plain(copy.deepcopy(model), LOSS, 2, sms=1), "broken": broken, "other": other}
-    outcome = measure(Case(batch, batch, tokens=4, flops=1.0, ways=ways), CPU, rounds=3, seconds=0.0)
-    assert list(outcome.measured) == ["plain", "other"]
+    def one_shape() -> Way:
+        way = plain(copy.deepcopy(model), LOSS, 2, sms=1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            assert x is batch[0], "another mini-batch"
+            LOSS(way.model(x), y).backward()
+
+        return Way(way.model, step, sms=1)
+
+    made = {"plain": lambda: plain(copy.deepcopy(model), LOSS, 2, sms=1), "broken": broken}
+    ways = made | {"other": other, "one shape": one_shape}
+    short = batch[0].clone(), batch[1].clone()
+    outcome = measure(Case(batch, short, tokens=4, flops=1.0, ways=ways), CPU, rounds=3, seconds=0.0)
+    assert list(outcome.measured) == ["plain", "other", "one shape"]
+    run.report("case", outcome, CPU)
+    printed = capsys.readouterr()
+    assert " not compared |" in printed.out
     assert outcome.errors["broken"] == "RuntimeError: no memory"
     assert "other gradients: they differ by" in outcome.errors["other"]
     assert outcome.measured["other"].difference == pytest.approx(1.0)
-    assert [len(each.seconds) for each in outcome.measured.values()] == [3, 3]
-    assert "no memory\nand more lines" in capsys.readouterr().err
+    assert [len(each.seconds) for each in outcome.measured.values()] == [3, 3, 3]
+    assert "no memory\nand more lines" in printed.err
 
 
 def test_a_case_that_takes_too_long_is_a_line_and_what_was_measured_is_saved(
