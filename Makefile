@@ -17,6 +17,7 @@ FREE := $(if $(TORCH),torch|setuptools|)$(if $(TRANSFORMERS),transformers|tokeni
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
+	@echo 'With other versions, in an environment for them: make test TORCH=2.15.0 TRANSFORMERS=5.24.0 PYTHON=python3.13'
 
 train: $(VENV)/.train ## train a small GPT in a pipeline (options: ARGS="--help")
 	@trap : INT; echo $(BIN)/python examples/train_gpt.py $(ARGS); \

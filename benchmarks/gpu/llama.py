@@ -19,9 +19,16 @@ ROWS = 8  # as many micro-batches
 SHORT = 128
 
 
-def llama(card: Card) -> Case:
-    """The plain model, and the same with a pipe of one and of two stages; also on two halves of the card."""
-    from transformers import LlamaConfig
+def llama(card: Card) -> Case | None:
+    """The plain model, and the same with a pipe of one stage, and of two on halves of the card, or on the CPU.
+
+    None, and a line of text, where transformers is not installed.
+    """
+    try:
+        from transformers import LlamaConfig
+    except ImportError:
+        print("llama is left out, because transformers is not installed: pip install transformers\n")
+        return None
 
     if card.is_gpu:
         sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
@@ -36,7 +43,7 @@ def llama(card: Card) -> Case:
     on = parts.split(2) if card.is_gpu else []
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(vocabulary, (ROWS, tokens), generator=draw).to(card.device)
-    short = ids[:, : min(SHORT, tokens)].contiguous()
+    short = ids[:, : min(SHORT, tokens // 2)].contiguous()
 
     def alone(part: parts.Part | None) -> Way:
         model = _model(config, card)
@@ -55,10 +62,11 @@ def llama(card: Card) -> Case:
     made: dict[str, Callable[[], Way | None]] = {
         "plain": lambda: alone(None),
         "one stage": lambda: attached(1, []),
-        "two stages": lambda: attached(2, []),
     }
     if on:
         made |= {"plain on a half": lambda: alone(on[0]), "two halves": lambda: attached(2, on)}
+    else:
+        made["two stages"] = lambda: attached(2, [])
     with torch.device("meta"):
         weights = sum(parameter.numel() for parameter in _built(config, card.dtype).parameters())
     flops = training_flops(weights, config.num_hidden_layers, config.hidden_size, tokens) * ids.numel()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.gpu.card import Card, same_bits_twice
-from benchmarks.gpu.ways import WARM_UP, Way
+from benchmarks.gpu.ways import Way
 
 WRONG = 5e-2  # of a tensor's largest element: no rounding of bfloat16
 Batch = tuple[Any, Any]
@@ -53,7 +53,8 @@ class Measured:
         ideal: see `Way.ideal`.
         bubble: recorded.
         predicted: the bubble of the simulation with the recorded times.
-        difference: of the gradients from those of the plain model, as a share of the largest element of each tensor.
+        difference: of the gradients from those of the plain model, as a share of the largest element of each tensor;
+            None: they could not be compared.
         bitwise: whether they were computed so that they can be equal to the last bit.
     """
 
@@ -67,7 +68,7 @@ class Measured:
     ideal: float | None = None
     bubble: float | None = None
     predicted: float | None = None
-    difference: float = 0.0
+    difference: float | None = None
     bitwise: bool = True
 
 
@@ -94,7 +95,7 @@ def measure(case: Case, card: Card, rounds: int, seconds: float) -> Outcome:
             way = make()
             if way is None:
                 continue
-            for _ in range(WARM_UP):
+            for _ in range(way.warm_up):
                 way.clear()
                 way.run(*case.batch)
             card.synchronize()
@@ -169,11 +170,12 @@ def _compare(case: Case, ways: Mapping[str, Way], outcome: Outcome) -> None:
         each = outcome.measured[name]
         try:
             if way.graph:
-                each.bitwise, each.difference = False, difference(way.gradients(*case.batch), full)
+                each.bitwise, apart = False, difference(way.gradients(*case.batch), full)
             else:
                 with same_bits_twice():
-                    each.difference = difference(way.gradients(*case.short), exact)
-            assert each.difference <= WRONG, f"other gradients: they differ by {each.difference:.3g}"
+                    apart = difference(way.gradients(*case.short), exact)
+            each.difference = apart
+            assert apart <= WRONG, f"other gradients: they differ by {apart:.3g}"
         except Exception as error:
             _note(outcome, name, error)
 

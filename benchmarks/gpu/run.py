@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +30,7 @@ from benchmarks.harness import Verdict
 
 NAME = "gpu"
 FAILED = 1
+ALL = 240.0  # seconds after which no case goes on
 COLUMNS = (
     "ms", "fastest", "host ms", "tokens/s", "MFU", "GiB", "of plain", "ideal", "bubble", "predicted", "gradients",
 )  # fmt: skip
@@ -36,11 +38,13 @@ COLUMNS = (
 
 def options() -> harness.Options:
     parser = harness.Options(__doc__)
-    parser.add_amount("--rounds", 10, 3, "of each way, at most")
-    parser.add_amount("--seconds", 8.0, 1.0, "about how long the rounds of a case may take")
+    parser.add_amount("--rounds", 6, 3, "of each way, at most")
+    parser.add_amount("--seconds", 4.0, 1.0, "about how long the rounds of a case may take")
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="(default: all)")
     parser.add_argument("--device", choices=["cuda:0", "cpu"], default="cuda:0", help="cpu: to try the script")
-    parser.add_argument("--limit", type=float, default=90.0, help="seconds after which a case is ended (default 90)")
+    parser.add_argument(
+        "--limit", type=float, default=90.0, help="seconds after which each of several cases is ended (default 90)"
+    )
     parser.add_argument(
         "--peak-tflops", type=float, help="of the card in dense bfloat16, for the MFU (default: known for some cards)"
     )
@@ -60,11 +64,14 @@ def one_case(arguments: argparse.Namespace) -> int:
     """Measures a case in this process."""
     (name,) = arguments.case
     card = Card.of(arguments.device, arguments.peak_tflops)
+    case = CASES[name](card)
+    if case is None:
+        return 0
     with harness.on_this_machine() as machine:
-        outcome = measure(CASES[name](card), card, arguments.rounds, arguments.seconds)
+        outcome = measure(case, card, arguments.rounds, arguments.seconds)
     if torch.distributed.is_initialized():  # for the pipe of PyTorch
         torch.distributed.destroy_process_group()
-    verdicts = report(name, outcome)
+    verdicts = report(name, outcome, card)
     content = {"card": card.facts(), "cases": {name: asdict(outcome)}}
     if arguments.json is not None:
         found = {**content, "verdicts": [vars(verdict) for verdict in verdicts]}
@@ -78,18 +85,18 @@ def all_cases(arguments: argparse.Namespace) -> int:
     """Measures each case in a process, and saves after each what there is by then."""
     verdicts: list[Verdict] = []
     content: dict[str, Any] = {"card": {}, "cases": {}}
-    status = 0
+    status, ends = 0, time.monotonic() + ALL
     with harness.on_this_machine() as machine, tempfile.TemporaryDirectory() as folder:
         for name in arguments.case:
             path = Path(folder, f"{name}.json")
-            error = in_a_process(arguments, name, path)
+            error = in_a_process(arguments, name, path, min(arguments.limit, ends - time.monotonic()))
             status = FAILED if error else status
             if path.exists():
                 found = json.loads(path.read_text(encoding="utf-8"))
                 content["card"] = found["card"]
                 content["cases"] |= found["cases"]
                 verdicts += [Verdict(**each) for each in found["verdicts"]]
-            else:
+            elif error:
                 content["cases"][name] = {"errors": {name: error}}
                 print(f"FAILED: {name}: {error}", flush=True)
             if arguments.save:
@@ -98,12 +105,20 @@ def all_cases(arguments: argparse.Namespace) -> int:
     return status
 
 
-def in_a_process(arguments: argparse.Namespace, name: str, path: Path) -> str:
+def in_a_process(arguments: argparse.Namespace, name: str, path: Path, limit: float) -> str:
     """Runs this script for one case; its output goes to this one's.
+
+    Args:
+        arguments: of the command line.
+        name: of the case.
+        path: where it writes what it found.
+        limit: seconds after which it is ended.
 
     Returns:
         What went wrong; empty: nothing did.
     """
+    if limit <= 0.0:
+        return f"not begun: the cases before it took {ALL:g} s"
     command = [
         *(sys.executable, "-m", "benchmarks.gpu.run", "--case", name, "--json", str(path)),
         *("--device", arguments.device, "--rounds", str(arguments.rounds), "--seconds", str(arguments.seconds)),
@@ -111,13 +126,13 @@ def in_a_process(arguments: argparse.Namespace, name: str, path: Path) -> str:
     ]
     sys.stdout.flush()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        code = subprocess.run(command, timeout=arguments.limit, check=False).returncode
+        code = subprocess.run(command, timeout=limit, check=False).returncode
         return "" if code == 0 else f"its process ended with status {code}"
-    return f"ended after {arguments.limit:g} s"
+    return f"ended after {limit:.3g} s"
 
 
-def report(name: str, outcome: Outcome) -> list[Verdict]:
-    """Prints the table of a case and its errors; returns the verdicts."""
+def report(name: str, outcome: Outcome, card: Card) -> list[Verdict]:
+    """Prints the table of a case and its errors; returns the verdicts: about speed only those of a GPU."""
     print(f"\n{name}: times in ms, medians\n")
     if outcome.measured:
         plain = next(iter(outcome.measured.values()))
@@ -126,7 +141,7 @@ def report(name: str, outcome: Outcome) -> list[Verdict]:
     for way, error in outcome.errors.items():
         print(f"FAILED: {name}, {way}: {error}")
     print(flush=True)
-    return [*_speed(name, outcome.measured), *_bits(name, outcome.measured)]
+    return [*(_speed(name, outcome.measured) if card.is_gpu else []), *_bits(name, outcome.measured)]
 
 
 def _cells(each: Measured, plain: Measured) -> Sequence[str]:
@@ -142,8 +157,14 @@ def _cells(each: Measured, plain: Measured) -> Sequence[str]:
         f"{each.gib:.2f}" if each.gib else "",
         f"{harness.median_ratio(each.seconds, plain.seconds):.3f}",
         *map(share, (each.ideal, each.bubble, each.predicted)),
-        "the same bits" if each.bitwise and not each.difference else f"differ by {each.difference:.1e}",
+        _gradients(each),
     ]
+
+
+def _gradients(each: Measured) -> str:
+    if each.difference is None:
+        return "not compared"
+    return "the same bits" if each.bitwise and not each.difference else f"differ by {each.difference:.1e}"
 
 
 def _speed(name: str, measured: Mapping[str, Measured]) -> list[Verdict]:
@@ -171,7 +192,9 @@ def _speed(name: str, measured: Mapping[str, Measured]) -> list[Verdict]:
 
 def _bits(name: str, measured: Mapping[str, Measured]) -> list[Verdict]:
     """Whether the gradients of pipes are those of the plain model, to the last bit."""
-    exact = [each.difference for each in measured.values() if each.ours and each.bitwise]
+    exact = [
+        each.difference for each in measured.values() if each.ours and each.bitwise and each.difference is not None
+    ]
     what = f"{name}: the largest difference of gradients"
     return [Verdict(what, max(exact), 0.0, "of the largest element")] if exact else []
 

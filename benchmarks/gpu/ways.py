@@ -16,8 +16,6 @@ from benchmarks.gpu.card import Card
 from pipework import Pipe
 from pipework.schedule import Costs, simulate
 
-WARM_UP = 8  # the first mini-batches of a pipe compare and inspect
-
 Step = Callable[[Any, Any], object]
 """Forward and backward of a mini-batch: its inputs and its target."""
 
@@ -47,6 +45,11 @@ class Way:
     stream: Any = None
     reads: Any = None
     grown: int = 0
+
+    @property
+    def warm_up(self) -> int:
+        """Steps before those that are measured: the first mini-batches of a pipe compare and inspect."""
+        return 8 if self.pipe is not None and not self.graph else 2
 
     def clear(self) -> None:
         """Before each step."""
@@ -102,7 +105,7 @@ def as_graph(way: Way, card: Card, batch: tuple[Any, Any], stream: Any) -> Way:
         stream: in which it is captured and replayed.
     """
     way.stream = stream
-    for _ in range(WARM_UP):
+    for _ in range(way.warm_up):
         way.clear()
         way.run(*batch)
     card.synchronize()
@@ -125,11 +128,17 @@ def of_pytorch(model: nn.Module, loss_of: Callable[..., Tensor], chunks: int, ca
 
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    stage = pipelining.PipelineStage(model, 0, 1, card.device)
-    schedule = pipelining.Schedule1F1B(
-        stage, chunks, loss_fn=lambda output, target: loss_of(output, target) / chunks, scale_grads=False
-    )
-    return Way(model, lambda x, y: schedule.step(x, target=y, return_outputs=False), card.sms)
+    schedules = dict[torch.Size, Any]()
+
+    def step(x: Tensor, y: Tensor) -> None:
+        if x.shape not in schedules:  # a stage refuses other shapes than those of its first mini-batch
+            schedules[x.shape] = pipelining.Schedule1F1B(
+                pipelining.PipelineStage(model, 0, 1, card.device), chunks,
+                loss_fn=lambda output, target: loss_of(output, target) / chunks, scale_grads=False,
+            )  # fmt: skip
+        schedules[x.shape].step(x, target=y, return_outputs=False)
+
+    return Way(model, step, card.sms)
 
 
 def of_torchgpipe(model: nn.Sequential, loss_of: Callable[..., Tensor], chunks: int, card: Card) -> Way | None:

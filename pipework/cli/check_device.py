@@ -122,7 +122,7 @@ def _lines(findings: Findings, accelerators: bool) -> list[str]:
         rows = [_row(place) for place in findings.places if place.is_device == (what == "device")]
         if not rows:
             continue
-        table = aligned([(what, "verdict", "cases", "64 MiB copied at, 1 KiB in"), *rows], left={0, 1, 3})
+        table = aligned([(what, "verdict", "cases", "copies: speed of 64 MiB, time of 1 KiB"), *rows], left={0, 1, 3})
         lines += [*map(str.rstrip, table), ""]
     for place in findings.places:
         lines += _notes(place)

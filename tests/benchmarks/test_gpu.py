@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,28 @@ def test_a_way_that_fails_or_has_other_gradients_is_named_and_the_others_are_mea
     def other() -> Way:
         return plain(copy.deepcopy(model), lambda output, target: 2 * LOSS(output, target), 2, sms=1)
 
-    ways = {"plain": lambda: plain(copy.deepcopy(model), LOSS, 2, sms=1), "broken": broken, "other": other}
-    outcome = measure(Case(batch, batch, tokens=4, flops=1.0, ways=ways), CPU, rounds=3, seconds=0.0)
-    assert list(outcome.measured) == ["plain", "other"]
+    def one_shape() -> Way:
+        way = plain(copy.deepcopy(model), LOSS, 2, sms=1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            assert x is batch[0], "another mini-batch"
+            LOSS(way.model(x), y).backward()
+
+        return Way(way.model, step, sms=1)
+
+    made = {"plain": lambda: plain(copy.deepcopy(model), LOSS, 2, sms=1), "broken": broken}
+    ways = made | {"other": other, "one shape": one_shape}
+    short = batch[0].clone(), batch[1].clone()
+    outcome = measure(Case(batch, short, tokens=4, flops=1.0, ways=ways), CPU, rounds=3, seconds=0.0)
+    assert list(outcome.measured) == ["plain", "other", "one shape"]
+    run.report("case", outcome, CPU)
+    printed = capsys.readouterr()
+    assert " not compared |" in printed.out
     assert outcome.errors["broken"] == "RuntimeError: no memory"
     assert "other gradients: they differ by" in outcome.errors["other"]
     assert outcome.measured["other"].difference == pytest.approx(1.0)
-    assert [len(each.seconds) for each in outcome.measured.values()] == [3, 3]
-    assert "no memory\nand more lines" in capsys.readouterr().err
+    assert [len(each.seconds) for each in outcome.measured.values()] == [3, 3, 3]
+    assert "no memory\nand more lines" in printed.err
 
 
 def test_a_case_that_takes_too_long_is_a_line_and_what_was_measured_is_saved(
@@ -72,6 +87,21 @@ def test_a_case_that_takes_too_long_is_a_line_and_what_was_measured_is_saved(
     assert list(json.loads(saved.read_text())["cases"]) == ["plain", "llama"]
 
 
+def test_a_case_for_which_no_time_is_left_is_not_begun(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(run, "ALL", 0.0)
+    assert run.main(["--device", "cpu", "--case", "plain", "llama"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("not begun: the cases before it took 0 s") == 2
+    assert "times in ms" not in printed
+
+
+def test_without_transformers_the_llama_is_left_out_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert run.main(["--device", "cpu", "--case", "llama"]) == 0
+    (line,) = capsys.readouterr().out.split("\n\n")[:-1]
+    assert line == "llama is left out, because transformers is not installed: pip install transformers"
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(("case", "way"), [("one-stage", "torch.distributed.pipelining"), ("llama", "two stages")])
 def test_other_libraries_and_a_llama_compute_the_same_gradients(run_python: RunPython, case: str, way: str) -> None:
@@ -80,6 +110,7 @@ def test_other_libraries_and_a_llama_compute_the_same_gradients(run_python: RunP
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"| {way}" in done.stdout
     assert f"REACHED: {case}: the largest difference of gradients: 0 " in done.stdout
+    assert done.stdout.count("to reach") == 1  # tiny models on the CPU say nothing about speed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an NVIDIA GPU")

@@ -81,6 +81,10 @@ def test_a_missing_target_says_what_was_given() -> None:
     for call, got in (
         (lambda: pipe(x), r"pipe\(x, target=y\) \(got 1 positional input\)"),
         (lambda: pipe(x, x, labels=x), r"pipe\(x, target=y\) \(got 2 positional inputs, keywords: labels\)"),
+        (
+            lambda: pipe.predict(input=x),
+            r"pipe\.predict\(\*\*batch, target=y\) \(got 0 positional inputs, keywords: input\)",
+        ),
         (lambda: pipe.predict(x, timeout=0), r"pipe\.predict\(x, target=y\) \(got 1 positional input\)"),
     ):
         with pytest.raises(ValueError, match=rf"^{begin}{got}\. For outputs alone use"):

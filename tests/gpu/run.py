@@ -24,6 +24,7 @@ from benchmarks.gpu.card import Card
 from benchmarks.harness import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
+ALL = 300.0  # seconds after which no check goes on
 PROCESSES = 8  # that share the card; each has a context and an allocator of its own
 NO_GPU = "make test-gpu needs an NVIDIA GPU, and PyTorch finds none (`make test-accelerator` simulates one)"
 
@@ -38,7 +39,7 @@ class Check:
     Attributes:
         name: in the table.
         command: arguments of Python.
-        seconds: after which it is ended.
+        seconds: after which it is ended, or earlier if all together have taken `ALL`.
         counts: from its output, and a file that it may have written, to what it has found.
     """
 
@@ -102,18 +103,26 @@ def checks(report: Path, seconds: float) -> list[Check]:
     ]
 
 
-def run(check: Check, report: Path) -> Found:
-    """Runs a command to its end, or for its time. If it does not say how many have failed, one has."""
+def run(check: Check, report: Path, ends: float) -> Found:
+    """Runs a command to its end, or for its time. If it does not say how many have failed, one has.
+
+    Args:
+        check: which.
+        report: where pytest writes.
+        ends: the value of `time.perf_counter` at which all checks end.
+    """
     report.unlink(missing_ok=True)
     start = time.perf_counter()
+    limit = min(check.seconds, ends - start)
+    if limit <= 0.0:
+        return Found(check.name, 0, 1, 0.0, f"not begun: the checks before it took {ALL:g} s")
     try:
         done: Any = subprocess.run(
-            [sys.executable, *check.command], cwd=ROOT, capture_output=True, text=True, timeout=check.seconds,
-            check=False,
+            [sys.executable, *check.command], cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as expired:
         parts = [part.decode() if isinstance(part, bytes) else part or "" for part in (expired.stdout, expired.stderr)]
-        output = "\n".join([*parts, f"ended after {check.seconds:g} s"])
+        output = "\n".join([*parts, f"ended after {limit:.3g} s"])
         return Found(check.name, 0, 1, time.perf_counter() - start, output)
     seconds = time.perf_counter() - start
     try:
@@ -135,10 +144,10 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     found = []
     with tempfile.TemporaryDirectory() as folder, harness.on_this_machine() as machine:
-        report = Path(folder, "report.xml")
+        report, ends = Path(folder, "report.xml"), time.perf_counter() + ALL
         for check in checks(report, arguments.seconds):
             print(f"{check.name} ...", flush=True)
-            found.append(run(check, report))
+            found.append(run(check, report, ends))
     for each in found:
         if each.failed:
             print(f"\n== {each.what}\n{each.output}")

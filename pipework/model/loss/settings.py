@@ -130,9 +130,10 @@ class LossSettings:
                 f"schedule {schedule!r} computes the loss inside and got no target: {_not_there(reader)}. Call "
                 f"{call}(x, target=y) on every rank, with y at least there ({got} here). {outputs}"
             )
+        given = "x" if inputs or not keywords else "**batch"
         return ValueError(
-            f"schedule {schedule!r} computes the loss inside and got no target: call {call}(x, target=y) ({got}). "
-            f"{outputs}"
+            f"schedule {schedule!r} computes the loss inside and got no target: call {call}({given}, target=y) "
+            f"({got}). {outputs}"
         )
 
     def outside_of_one_rank(self, reader: int) -> ValueError:
