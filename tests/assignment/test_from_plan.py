@@ -115,7 +115,8 @@ def test_the_devices_of_the_plan_are_those_of_the_pipe() -> None:
     here = profile(layers(), x, target=y, loss_fn=distance, devices=["cpu", "cpu"], rows=[4], timeout=0)
     plan = planned(here, ("cpu", "cpu"))
     pipe = Pipe(layers(), plan=plan, loss_fn=distance)
-    assert [str(device) for device in pipe.devices] == ["cpu"] * len(pipe.balance)
+    # What is planned depends on measured times: a worker may have several stages.
+    assert [str(device) for device in pipe.devices] == ["cpu"] * plan.schedule.workers
     pipe(x, target=y).backward()
 
 
