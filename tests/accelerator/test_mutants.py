@@ -1,13 +1,15 @@
 """Each wait, record, switch and seed of the runtime is needed: without it, the detector or values show a defect."""
 
 import contextlib
+import threading
+import time
 from collections.abc import Iterable
 
 import pytest
 import torch
 from torch import Tensor
 
-from pipework.runtime import device
+from pipework.runtime.random import kernels
 from pipework.runtime.random.on_devices import DeviceGenerator
 from tests.accelerator import simulated
 from tests.accelerator.mutants import Mutant, mutants
@@ -82,8 +84,19 @@ def test_each_is_caught(mutant: Mutant, expected: dict[str, list[Tensor]], monke
         assert defects(expected)
 
 
-def test_a_generator_for_each_pipe_is_caught(
+def test_a_generator_for_each_thread_is_caught(
     expected: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "device_generator", DeviceGenerator)
-    assert defect("two threads", 1, expected["two threads"])
+    name, put, made = "two threads, not held", DeviceGenerator.set, dict[tuple[int, torch.device], DeviceGenerator]()
+
+    def put_slowly(self: DeviceGenerator, state: tuple[int, ...]) -> None:
+        put(self, state)
+        time.sleep(0.002)  # another thread may draw meanwhile, if it need not wait for this one
+
+    def of_thread(place: torch.device) -> DeviceGenerator:
+        return made.setdefault((threading.get_ident(), place), DeviceGenerator(place))
+
+    monkeypatch.setattr(DeviceGenerator, "set", put_slowly)
+    assert defect(name, 1, expected[name]) is None
+    monkeypatch.setattr(kernels, "device_generator", of_thread)
+    assert defect(name, 1, expected[name])

@@ -151,8 +151,9 @@ class RandomStream:
     def enter(self, layer: int, micro_batch: int) -> None:
         """Starts the stream of this layer and micro-batch."""
         self._place = layer, micro_batch
-        for generator, hold in self.holds.items():
-            hold.move(generator.seeded(self.seed()))
+        if self.holds:
+            for generator, hold in self.holds.items():
+                hold.move(generator.seeded(self.seed()))
 
     @property
     def micro_batch(self) -> int:

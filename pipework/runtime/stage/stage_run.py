@@ -19,6 +19,7 @@ import functools
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipework import torch_private
@@ -649,7 +650,12 @@ def _itself(output: Tensor) -> Root:
 
 def _edge(output: Tensor) -> Root:
     """The output's edge into the graph, from which a backward can start without keeping the output's memory alive."""
-    return _itself(output) if output.grad_fn is None else get_gradient_edge(output)
+    node = output.grad_fn
+    if node is None:
+        return _itself(output)
+    if node.__class__.__base__ is BackwardCFunction:  # of a function in Python, which an edge alone does not keep alive
+        return get_gradient_edge(output)
+    return GradientEdge(node, output.output_nr)
 
 
 def _version(tensor: Tensor) -> int:
