@@ -46,10 +46,11 @@ test-accelerator: $(VENV)/.test ## run the tests of accelerators on a simulated 
 test-gpu: $(if $(GPU_PYTHON),,$(VENV)/.test) ## test on an NVIDIA GPU, five minutes (your own Python: GPU_PYTHON=python3)
 	$(or $(GPU_PYTHON),$(BIN)/python) -m tests.gpu.run $(ARGS)
 
-lint: $(VENV)/.dev ## check style, format and types
+lint: $(VENV)/.dev ## check style, format and types, and that no folder outgrows its cap
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict pipework
+	$(BIN)/python .ci/code_lines.py
 
 docs: $(VENV)/.docs ## build the documentation: docs/_build/html/index.html
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html $(ARGS)
