@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pipework.assignment.partition import partition_model
     from pipework.attached import attach, to_sequential
-    from pipework.balance import balance_by_size, balance_by_time
     from pipework.distributed.health.errors import PipelineError, exit_code
     from pipework.distributed.mesh import Mesh, init
     from pipework.integrations.pretrained import load_pretrained, save_pretrained
@@ -22,12 +21,10 @@ if TYPE_CHECKING:
     from pipework.model.with_device import WithDevice
     from pipework.pipe import Pipe
     from pipework.pipe_warning import PipeWarning
+    from pipework.planning.balance.by_size import balance_by_size
+    from pipework.planning.balance.by_time import balance_by_time
     from pipework.planning.plan import Plan
-    from pipework.planning.profiles.layer_costs import LinkSpeed
-    from pipework.planning.profiles.profile import Profile
-    from pipework.profiling.estimate import Rates
-    from pipework.profiling.measure import profile
-    from pipework.profiling.plan_model import plan
+    from pipework.planning.profiling.plan_model import plan
     from pipework.runtime.random.shards import draw_per_rank
     from pipework.saving import Checkpoint, load_checkpoint, save_checkpoint
     from pipework.skip import Namespace, pop, skippable, stash, verify_skippables
@@ -48,10 +45,6 @@ __all__ = [
     "balance_by_time",
     "plan",
     "Plan",
-    "profile",
-    "Profile",
-    "Rates",
-    "LinkSpeed",
     "skippable",
     "stash",
     "pop",
@@ -79,7 +72,6 @@ __all__ = [
 def __getattr__(name: str) -> object:
     homes = {
         "pipework.attached": ("attach", "to_sequential"),
-        "pipework.balance": ("balance_by_size", "balance_by_time"),
         "pipework.distributed.health.errors": ("PipelineError", "exit_code"),
         "pipework.distributed.mesh": ("Mesh", "init"),
         "pipework.integrations.pretrained": ("load_pretrained", "save_pretrained"),
@@ -91,12 +83,10 @@ def __getattr__(name: str) -> object:
         "pipework.model.with_device": ("WithDevice",),
         "pipework.pipe": ("Pipe",),
         "pipework.pipe_warning": ("PipeWarning",),
-        "pipework.planning.profiles.layer_costs": ("LinkSpeed",),
+        "pipework.planning.balance.by_size": ("balance_by_size",),
+        "pipework.planning.balance.by_time": ("balance_by_time",),
         "pipework.planning.plan": ("Plan",),
-        "pipework.planning.profiles.profile": ("Profile",),
-        "pipework.profiling.estimate": ("Rates",),
-        "pipework.profiling.measure": ("profile",),
-        "pipework.profiling.plan_model": ("plan",),
+        "pipework.planning.profiling.plan_model": ("plan",),
         "pipework.assignment.partition": ("partition_model",),
         "pipework.runtime.random.shards": ("draw_per_rank",),
         "pipework.saving": ("Checkpoint", "load_checkpoint", "save_checkpoint"),

@@ -19,7 +19,6 @@ from pipework.attached_forward import (
     by_name,
     with_argument,
 )
-from pipework.balance import balance_by_time
 from pipework.integrations import adapter_for
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.layout import Layout
@@ -31,7 +30,8 @@ from pipework.model.parts.execution.result import LossPlace
 from pipework.model.parts.originals import OwnParameters, take_over
 from pipework.model.parts.sample import arguments_of, as_given, single_rows
 from pipework.pipe import Pipe, backend_for
-from pipework.profiling.first_mini_batch import AUTO, FirstMiniBatch, refuse_memory
+from pipework.planning.balance.by_time import balance_by_time
+from pipework.planning.profiling.first_mini_batch import AUTO, FirstMiniBatch, refuse_memory
 from pipework.schedule.edges import recomputed
 from pipework.signatures import positional_names, signature_of
 

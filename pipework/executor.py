@@ -29,10 +29,10 @@ from pipework.model.output_rows import OutputRows
 from pipework.model.own_split import in_micro_batches
 from pipework.model.required_gradients import required_gradients, requires_gradients
 from pipework.model.rows import modules_with_batch_second, watched
-from pipework.prediction.mini_batch_form import MiniBatchForm, batch_bytes, largest_micro_batch
-from pipework.prediction.predict import predict_step
-from pipework.prediction.stage_copy import Sample
-from pipework.prediction.what_fits import note_what_fits
+from pipework.planning.prediction.mini_batch_form import MiniBatchForm, batch_bytes, largest_micro_batch
+from pipework.planning.prediction.predict import predict_step
+from pipework.planning.prediction.stage_copy import Sample
+from pipework.planning.prediction.what_fits import note_what_fits
 from pipework.runtime.caller_context import CallerContext
 from pipework.runtime.engine import make_engine
 from pipework.runtime.failure import add_note
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from pipework.model.loss.settings import LossSettings
     from pipework.model.own_split import OwnSplit
     from pipework.model.tuples import TupleRule
-    from pipework.prediction.predict import Prediction
+    from pipework.planning.prediction.predict import Prediction
     from pipework.runtime.engine import Engine
     from pipework.runtime.stage.loss import InnerLoss
     from pipework.runtime.transport import Message

@@ -27,7 +27,7 @@ from pipework.model.sequential import tuple_rule
 from pipework.model.state_names import state_tensors
 from pipework.model.wrapped_module import WrappedModule
 from pipework.pipe_warning import warn_caller
-from pipework.profiling.first_mini_batch import AUTO, FirstMiniBatch, refuse_memory
+from pipework.planning.profiling.first_mini_batch import AUTO, FirstMiniBatch, refuse_memory
 from pipework.runtime.random.streams import draw_key
 from pipework.runtime.random.unseen_draws import generators_given_up
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from pipework.distributed.mesh import Mesh
     from pipework.model.own_split import OwnSplit
     from pipework.planning.plan import Plan
-    from pipework.prediction.predict import Prediction
+    from pipework.planning.prediction.predict import Prediction
     from pipework.schedule import Schedule, ScheduleSpec
     from pipework.verify import Verification
 

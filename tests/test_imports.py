@@ -50,7 +50,6 @@ MAY_IMPORT = {
     "model.parts.analysis": {"model.parts.execution", "runtime.random", "values"},
     "model.parts.execution": {"runtime.random", "values"},
     "model.loss": {"model", "runtime", "runtime.random", "runtime.stage", "values"},
-    "balance": {"autograd", "model", "values"},
     "planning": {
         "planning.cuts", "planning.profiles", "planning.search", "schedule", "schedule.analysis", "schedule.draw",
         "schedule.synthesis",
@@ -60,17 +59,18 @@ MAY_IMPORT = {
     "planning.search": {
         "planning", "planning.cuts", "planning.profiles", "schedule", "schedule.analysis", "schedule.draw",
     },
+    "planning.balance": {"assignment", "autograd", "model", "values"},
     "assignment": {
-        "balance", "model", "planning", "planning.profiles", "runtime", "runtime.random", "schedule", "schedule.draw",
+        "model", "planning", "planning.profiles", "runtime", "runtime.random", "schedule", "schedule.draw",
     },
-    "prediction": {
-        "autograd", "autograd.weight_split", "balance", "model", "runtime", "runtime.random", "runtime.skips",
+    "planning.prediction": {
+        "autograd", "autograd.weight_split", "model", "planning.balance", "runtime", "runtime.random", "runtime.skips",
         "runtime.stage", "schedule", "schedule.analysis", "schedule.draw", "summary", "values",
     },
-    "profiling": {
-        "__init__", "assignment", "backend", "balance", "distributed", "executor", "model", "model.loss", "planning",
-        "planning.profiles", "planning.search", "prediction", "runtime", "runtime.stage", "saving", "schedule",
-        "schedule.draw", "skip", "timeline", "values",
+    "planning.profiling": {
+        "__init__", "assignment", "backend", "distributed", "executor", "model", "model.loss", "planning",
+        "planning.balance", "planning.prediction", "planning.profiles", "planning.search", "runtime", "runtime.stage",
+        "saving", "schedule", "schedule.draw", "skip", "timeline", "values",
     },
     "skip": {"model", "runtime.skips"},
     "summary": {"schedule", "schedule.draw", "values"},
@@ -89,24 +89,25 @@ MAY_IMPORT = {
     "device_check": {"__init__", "runtime", "testing"},
     "backend": {"runtime"},
     "executor": {
-        "autograd", "backend", "model", "model.loss", "pipe_warning", "prediction", "runtime", "runtime.random",
-        "runtime.skips", "runtime.stage", "schedule", "skip", "values",
+        "autograd", "backend", "model", "model.loss", "pipe_warning", "planning.prediction", "runtime",
+        "runtime.random", "runtime.skips", "runtime.stage", "schedule", "skip", "values",
     },
     "pipe": {
-        "assignment", "backend", "distributed", "executor", "model", "model.loss", "pipe_warning", "profiling",
+        "assignment", "backend", "distributed", "executor", "model", "model.loss", "pipe_warning", "planning.profiling",
         "runtime.random", "runtime.stage", "schedule", "skip", "summary", "timeline", "verify",
     },
     "integrations": {"model.parts", "model.parts.analysis", "model.parts.execution", "saving"},
     "attached_forward": {"model", "model.parts", "model.parts.execution", "runtime", "values"},
     "attached": {
-        "assignment", "attached_forward", "backend", "balance", "integrations", "model", "model.parts",
-        "model.parts.analysis", "model.parts.execution", "pipe", "pipe_warning", "profiling", "schedule", "values",
+        "assignment", "attached_forward", "backend", "integrations", "model", "model.parts",
+        "model.parts.analysis", "model.parts.execution", "pipe", "pipe_warning", "planning.balance",
+        "planning.profiling", "schedule", "values",
     },
     "saving": {"__init__", "model", "values"},  # what it needs of a pipe are its partitions
     "pipe_warning": set(),
     "__init__": {
-        "assignment", "attached", "balance", "distributed", "distributed.health", "integrations", "model", "pipe",
-        "pipe_warning", "planning", "planning.profiles", "profiling", "saving", "skip",
+        "assignment", "attached", "distributed", "distributed.health", "integrations", "model", "pipe",
+        "pipe_warning", "planning", "planning.balance", "planning.profiles", "planning.profiling", "saving", "skip",
     },
 }  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))

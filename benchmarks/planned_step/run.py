@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-import pipework
+import pipework.planning
 from benchmarks import harness
 from benchmarks.harness import Verdict
 from benchmarks.planned_step.models import TASKS, Task
 from pipework import Pipe, Plan
-from pipework.profiling.micro_batches import SampleBatch
-from pipework.profiling.trial import by_speed
+from pipework.planning.profiling.micro_batches import SampleBatch
+from pipework.planning.profiling.trial import by_speed
 from pipework.schedule import simulate
 
 DEVICES = ("cpu", "cpu")
@@ -55,7 +55,7 @@ def measure(task: Task, rounds: int, search: float, timeout: float) -> Result:
     options: dict[str, Any] = {"target": y, "loss_fn": task.loss, "devices": DEVICES, "timeout": timeout}
     quiet: dict[str, Any] = {"progress": lambda line: None}
     module = task.module()
-    profile = pipework.profile(module, x, **options, **quiet)
+    profile = pipework.planning.profile(module, x, **options, **quiet)
     plan = pipework.plan(module, x, **options, **quiet, seconds=search)
     pipes = {"plan": Pipe(task.module(), plan=plan, loss_fn=task.loss)}
     names = sorted(plan.named, key=plan.named.__getitem__)[:NAMED]

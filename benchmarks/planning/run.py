@@ -17,8 +17,8 @@ from pathlib import Path
 
 from benchmarks import harness
 from benchmarks.harness import Verdict
-from pipework import Profile
-from pipework.balance.minimax import minimax_partition
+from pipework.assignment.minimax import minimax_partition
+from pipework.planning import Profile
 from pipework.planning.plan_profile import plan_profile
 from pipework.planning.request import PlanRequest, make_request
 from pipework.planning.search.candidate import Candidate, Choice, evaluate

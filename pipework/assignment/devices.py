@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipework.balance.checks import not_a_list
+from pipework.assignment.checks import not_a_list
 from pipework.model.with_device import Device
 
 

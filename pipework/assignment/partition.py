@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from pipework.assignment.by_parameters import estimated_costs
+from pipework.assignment.checks import check_initialised, checked_balance, not_sequential, too_few_devices
 from pipework.assignment.devices import Machine, checked_devices, default_devices, usable_device
-from pipework.balance.by_parameters import estimated_costs
-from pipework.balance.checks import check_initialised, checked_balance, not_sequential, too_few_devices
-from pipework.balance.minimax import minimax_partition
+from pipework.assignment.minimax import minimax_partition
 from pipework.model.materialize import materialize_partitions, move
 from pipework.model.release import refuse_released
 from pipework.model.sequential import named_layers
@@ -42,7 +42,7 @@ def choose_partitioning(
 
     * ``balance`` and ``devices`` given: the function takes both, and drops devices that are not needed.
     * ``balance`` alone: the devices are the visible accelerators, or as many CPU workers where there is none.
-    * ``devices`` alone: the balance comes from :func:`~pipework.balance.estimated_costs`.
+    * ``devices`` alone: the balance comes from :func:`~pipework.planning.estimated_costs`.
     * Neither, and the layers lie on several devices or are wrapped in :class:`WithDevice`: they stay where they are.
       Consecutive layers on the same device are one partition; layers without parameters join the layer before them.
     * Neither, and all layers lie on one device: the devices are all visible accelerators, or CPU workers where there is

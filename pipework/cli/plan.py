@@ -25,7 +25,8 @@ def add_to(commands: Commands) -> None:
         "plan",
         help="find the best pipeline for a profile of a model",
         description="Choose cut, micro-batches, schedule, recomputation and order of devices for a model whose layers "
-        "were measured with pipework.profile(model, sample).save(FILE), and say how far from the best that is.",
+        "were measured with pipework.planning.profile(model, sample).save(FILE), and say how far from the best that "
+        "is.",
         epilog="example: python -m pipework plan profile.json --workers 8 --memory 24GiB --batch 64 -o plan.json -o "
         "plan.svg",
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipework import balance
-from pipework.balance.minimax import minimax_partition
+from pipework.assignment.minimax import minimax_partition
 from pipework.compat.adapted_pipe import TupleKeeping, sequence
 
 if TYPE_CHECKING:

@@ -1,1 +1,32 @@
-"""The best pipeline for a model's layers, devices and memory: from a profile to a plan. It needs no tensors."""
+"""The best pipeline for a model's layers, devices and memory.
+
+Copies of a model's layers are measured, for its profile or to predict a step of a pipe. The search for a plan needs the
+profile only, and no tensors. Names are imported when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipework.assignment.by_parameters import estimated_costs
+    from pipework.assignment.minimax import minimax_partition
+    from pipework.planning.profiles.layer_costs import LinkSpeed
+    from pipework.planning.profiles.profile import Profile
+    from pipework.planning.profiling.estimate import Rates
+    from pipework.planning.profiling.measure import profile
+
+__all__ = ["profile", "Profile", "Rates", "LinkSpeed", "estimated_costs", "minimax_partition"]
+
+
+def __getattr__(name: str) -> object:
+    homes = {
+        "profile": "pipework.planning.profiling.measure",
+        "Profile": "pipework.planning.profiles.profile",
+        "Rates": "pipework.planning.profiling.estimate",
+        "LinkSpeed": "pipework.planning.profiles.layer_costs",
+        "estimated_costs": "pipework.assignment.by_parameters",
+        "minimax_partition": "pipework.assignment.minimax",
+    }
+    if name not in homes:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(homes[name]), name)

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from pipework.planning.search.candidate import Candidate
 
 _FAR = 2  # times as many rows as were measured, or as few
-_LINKS = "measure links with pipework.profile on the devices, or give them with dataclasses.replace(profile, links=...)"
+_LINKS = (
+    "measure links with pipework.planning.profile on the devices, or give them with "
+    "dataclasses.replace(profile, links=...)"
+)
 
 
 def doubts(candidate: Candidate) -> list[str]:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipework import Pipe, Plan, Profile, pop, profile, skippable, stash
+from pipework import Pipe, Plan, pop, skippable, stash
 from pipework.assignment.from_plan import layer_infos
+from pipework.planning import Profile, profile
 from pipework.planning.plan_profile import plan_profile
 from pipework.schedule.edges import recomputed
 from tests.conftest import Way, distance

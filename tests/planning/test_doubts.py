@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from pipework import Plan, Profile
+from pipework import Plan
+from pipework.planning import Profile
 from pipework.planning.profiles.layer_costs import LinkSpeed
 from tests.planning.made_profiles import made
 from tests.planning.search.test_search import planned

@@ -61,7 +61,7 @@ def parse(text: str, name: str, make: Callable[..., Profile]) -> Profile:
         name,
         "profile",
         _FORMAT,
-        "pipework.profile(model, sample).save(path)",
+        "pipework.planning.profile(model, sample).save(path)",
         lambda fields: make(**_made(fields)),
     )
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import pipework
-from pipework import Mesh, Pipe, Plan, Rates, pop, skippable, stash
+import pipework.planning
+from pipework import Mesh, Pipe, Plan, pop, skippable, stash
+from pipework.planning import Rates
 from pipework.schedule.edges import recomputed
 from pipework.testing import draw_key, reference_step
 
@@ -44,7 +45,7 @@ def with_a_skip() -> nn.Sequential:
 
 
 def planned() -> Plan:
-    profile = pipework.profile(layers(), X, target=Y, loss_fn=F.mse_loss, rates=RATES, rows=[4])
+    profile = pipework.planning.profile(layers(), X, target=Y, loss_fn=F.mse_loss, rates=RATES, rows=[4])
     options: dict[str, Any] = {"devices": ["device"] * 2, "chunks": 4, "schedules": ["1f1b"], "iterations": 30}
     free = pipework.plan(profile, **options)
     return pipework.plan(profile, **options, memory=max(held.total for held in free.workers) - 1000)
@@ -70,7 +71,7 @@ def train(mesh: Mesh) -> None:
     assert pipe.schedule().orders == plan.schedule.orders
     train_alike(pipe, plain, plan.chunks)
     skipping = with_a_skip()
-    measured = pipework.profile(skipping, X, target=Y, loss_fn=F.mse_loss, rates=RATES, rows=[4])
+    measured = pipework.planning.profile(skipping, X, target=Y, loss_fn=F.mse_loss, rates=RATES, rows=[4])
     settings: dict[str, Any] = {"devices": ["device"] * 2, "balance": [2, 2, 2, 3], "chunks": 4}
     over_stages = measured.predict(**settings, schedule="interleaved-1f1b", checkpoint="always")
     assert over_stages.schedule.skips == ((0, 3),)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework import MicroBatches, NoChunk
-from pipework.balance import balance_by_time
+from pipework import MicroBatches, NoChunk, balance_by_time
 from pipework.schedule import SCHEDULES, build, schedule_spec
 from tests.model.parts.harness import assert_exact, assert_same, attached, loss_in, plain_step
 from tests.model.parts.models import WIDTH, Block, Frozen, batch_of, loss_of
@@ -140,7 +139,7 @@ class Timed(nn.Module):
 def test_the_seconds_of_a_large_head_count(head: float, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten blocks take a second each: how many of them are in the second stage, beside the head."""
     clock, model = Clock(), Deep(0)
-    monkeypatch.setattr("pipework.balance.by_time.now", clock.now)
+    monkeypatch.setattr("pipework.planning.balance.by_time.now", clock.now)
     monkeypatch.setattr("pipework.attached.balance_by_time", functools.partial(balance_by_time, timeout=0.0))
     model.blocks = nn.ModuleList(Timed(clock, 1.0) for _ in range(10))
     model.head = Timed(clock, head)

@@ -1,0 +1,88 @@
+"""Checks of a balance, and of the module that it belongs to."""
+
+import operator
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+
+def check_partitions(partitions: int, layers: int) -> None:
+    """Raises ``ValueError`` unless that many non-empty partitions can be made of that many layers."""
+    if partitions < 1:
+        raise ValueError(f"partitions must be at least 1, got {partitions}")
+    if partitions > layers:
+        raise ValueError(f"cannot make {partitions} partitions of {layers} layers: ask for at most {layers}")
+
+
+def not_sequential(module: object) -> TypeError:
+    """The error for a module that is not an ``nn.Sequential``."""
+    got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+    advice = "it is one already, so pass its layers" if hasattr(module, "partitions") else "write"
+    return TypeError(f"module must be nn.Sequential to be partitioned, got {got}: {advice} nn.Sequential(*layers)")
+
+
+def too_few_devices(devices: int, partitions: int, what: str = "partitions") -> IndexError:
+    """The error for fewer devices than partitions, or than workers if these hold several partitions."""
+    return IndexError(
+        f"too few devices to hold given partitions (devices: {devices}, {what}: {partitions}): give {partitions} "
+        f"devices, such as devices=['cpu'] * {partitions}"
+    )
+
+
+def not_a_list(devices: object) -> TypeError:
+    """The error for a single device, or a number of devices, in place of a list."""
+    such = f"[{devices!r}]?"
+    if isinstance(devices, int) and devices > 0 and not isinstance(devices, bool):
+        numbers = list(range(devices)) if devices <= 4 else f"list(range({devices}))"
+        such = f"""write ["cpu"] * {devices} for {devices} workers on the CPU, or {numbers} for accelerators"""
+    return TypeError(f"devices must be a list with the device of each partition, got {devices!r}: {such}")
+
+
+def check_initialised(module: nn.Module) -> None:
+    """Raises ``ValueError`` if a lazy parameter has no shape yet."""
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"parameter {name!r} is lazy and has no shape yet: run one batch through the module first, "
+                "for example module(sample)"
+            )
+
+
+def checked_balance(balance: Sequence[int], layers: int) -> list[int]:
+    """The balance as a list of positive integers that sum to the number of layers.
+
+    Raises:
+        TypeError: The balance is not a sequence, or is a string.
+        ValueError: The balance does not fit the layers; the message shows how to find one that fits.
+    """
+    try:
+        given = None if isinstance(balance, str | bytes) else list(balance)
+    except TypeError:
+        given = None
+    if given is None:
+        example = [(layers + 1) // 2, layers // 2] if layers > 1 else [layers]
+        raise TypeError(
+            f"balance must list the number of layers of each partition, got {balance!r}: write balance="
+            f"{example}, or leave balance out and give devices=, or let pipework measure one: "
+            "pipework.balance_by_time(2, module, sample)"
+        )
+    counts = [_as_count(count) for count in given]
+    positive = all(count >= 1 for count in counts)
+    if positive and sum(counts) == layers:
+        return counts
+    raise ValueError(
+        f"balance must be positive integers that sum to {layers}, the number of layers, got {given}"
+        + (f", which sums to {sum(counts)}. " if positive else ". ")
+        + "Let pipework measure one, with sample = one batch of input:\n\n"
+        "    from pipework import balance_by_time\n"
+        f"    balance = balance_by_time({max(1, min(len(given), layers))}, module, sample)\n"
+    )
+
+
+def _as_count(count: object) -> int:
+    """The number as an int, or 0, which no partition may have, for anything that is not an integer."""
+    try:
+        return 0 if isinstance(count, bool) else operator.index(count)  # type: ignore[arg-type]
+    except TypeError:
+        return 0

@@ -1,0 +1,111 @@
+"""Micro-batches of several sizes, cut from one mini-batch as a pipe cuts it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipework.model import microbatch
+from pipework.model.loss.settings import LossSettings
+from pipework.model.sequential import tuple_rule
+from pipework.model.tuples import TupleRule
+from pipework.planning.prediction.mini_batch_form import largest_micro_batch
+from pipework.planning.prediction.stage_copy import Sample
+from pipework.runtime.stage.loss import InnerLoss
+from pipework.values import nested
+from pipework.values.tensor_form import bytes_of
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """A mini-batch and its loss.
+
+    Attributes:
+        inputs: positional arguments of the first layer.
+        keywords: its keyword arguments.
+        target: of the loss; None: the loss is not measured.
+        loss: how it is computed.
+        tuples: the rule for tuples between layers.
+    """
+
+    inputs: tuple[Any, ...]
+    keywords: dict[str, Any]
+    target: Any
+    loss: LossSettings
+    tuples: TupleRule
+
+    @classmethod
+    def of(
+        cls, module: nn.Sequential, sample: Any, keywords: Mapping[str, Any] | None, target: Any, loss_fn: Any
+    ) -> SampleBatch:
+        """What the caller gave for a module; a tuple is spread into positional arguments.
+
+        Raises:
+            TypeError: there is no tensor in the sample or target, or another argument has a wrong type.
+            ValueError: the module has no layer, one of target and loss function is missing, or the sample cannot be
+                split, or has no rows.
+        """
+        if not len(module):
+            raise ValueError("the module has no layers, so there is nothing to measure")
+        if target is None and loss_fn is not None:
+            raise ValueError("got loss_fn= and no target=: give both, target=y, loss_fn=f, or none of them")
+        last = list(module)[-1]
+        if target is not None and loss_fn is None and TupleRule.BY_SIGNATURE.keeps_whole(last):
+            raise ValueError(
+                f"got target= and no loss_fn=, and the last layer ({type(last).__name__}) does not take a target: give "
+                "loss_fn=f, which computes the loss from output and target, or a last layer that takes the target "
+                "after its input and returns the loss"
+            )
+        if keywords is not None and not isinstance(keywords, Mapping):
+            raise TypeError(
+                f"keywords is {keywords!r}: wanted a mapping from names to values, such as {{'mask': mask}}"
+            )
+        if target is not None and not nested.flatten(target)[0]:
+            raise TypeError(f"target is {target!r}: wanted a tensor, or several")
+        inputs = sample if isinstance(sample, tuple) else (sample,)
+        # Calls of a copy change nothing in a loss function that is a module.
+        loss = LossSettings(copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn)
+        found = cls(inputs, dict(keywords or {}), target, loss, tuple_rule(module))
+        if not found.rows:
+            raise ValueError("the sample has no rows: give the inputs of a mini-batch")
+        return found
+
+    @property
+    def rows(self) -> int:
+        """Of the mini-batch."""
+        return sum(microbatch.split(self.inputs, self.keywords, 1).rows)
+
+    def bytes_on(self, first: torch.device, last: torch.device) -> list[tuple[torch.device, int]]:
+        """The bytes of the inputs on the first stage's device, and of the target on the last one's."""
+        given = [nested.flatten((self.inputs, self.keywords))[0], nested.flatten(self.target)[0]]
+        return [(place, sum(map(bytes_of, each))) for place, each in zip((first, last), given, strict=True)]
+
+    def micro_batch(self, rows: int, device: torch.device | None = None) -> Sample:
+        """The largest micro-batch of so many rows; the last one has what is left.
+
+        Args:
+            rows: of a micro-batch.
+            device: of the target; None: the CPU.
+        """
+        whole = microbatch.split(self.inputs, self.keywords, 1)
+        full, left = divmod(sum(whole.rows), rows)
+        sizes = [rows] * full + [left] * (left > 0)
+        ((_, structure),) = whole.micro_batches
+        parts = microbatch.Split.of(
+            whole.tensors, tuple([each and sizes for each in whole.sizes]), structure, dims=whole.dims
+        )
+        largest = largest_micro_batch(parts)
+        arguments, keywords = microbatch.arguments_of(parts.micro_batches[largest])
+        sample = Sample(arguments, keywords, tuples=self.tuples)
+        if self.target is None:
+            return sample
+        targets, _ = parts.targets(self.target, device or torch.device("cpu"))
+        count = len(parts.rows)
+        # Weights of micro-batches depend on what targets hold, and the time of a product does not.
+        loss = InnerLoss(self.loss.function, (1.0,) * count, micro_batches=count)
+        return replace(sample, loss=loss, target=nested.unflatten(*targets[largest]))
