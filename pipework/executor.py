@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections import OrderedDict
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -29,14 +27,9 @@ from pipework.model.output_rows import OutputRows
 from pipework.model.own_split import in_micro_batches
 from pipework.model.required_gradients import required_gradients, requires_gradients
 from pipework.model.rows import modules_with_batch_second, watched
-from pipework.planning.prediction.mini_batch_form import MiniBatchForm, batch_bytes, largest_micro_batch
-from pipework.planning.prediction.predict import predict_step
-from pipework.planning.prediction.stage_copy import Sample
-from pipework.planning.prediction.what_fits import note_what_fits
 from pipework.runtime.caller_context import CallerContext
 from pipework.runtime.engine import make_engine
 from pipework.runtime.failure import add_note
-from pipework.runtime.out_of_memory import is_out_of_memory
 from pipework.runtime.program import Program
 from pipework.runtime.random.streams import Key
 from pipework.runtime.skips.skip import Skip
@@ -47,7 +40,6 @@ from pipework.signatures import positional_names
 from pipework.skip.layout import skip_edges
 from pipework.skip.verify import verify_skippables
 from pipework.spot_checks import FIRST
-from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -252,8 +244,6 @@ class Executor:
         except Exception as error:
             for doubt in () if own.learned is None else own.learned.doubts:  # which may be why
                 add_note(error, doubt)
-            if trains and is_out_of_memory(error):
-                self._note_what_fits(self._call(split, targets), context, error)
             raise
         self._backend.share_key(facts, key)
         if own.learned is not None:  # not before: a call that fails has shown nothing
@@ -290,8 +280,6 @@ class Executor:
             doubts += self._output_rows.doubts(results, split.rows)
         tensors = joined.tensors
         if context.grad and any(joined.differentiable):
-            if trains:
-                step.out_of_memory = functools.partial(self._note_what_fits, self._call(split, None), context)
             backward = LossOutside(step, cut=joined.splits.cut, join=own.splits.join)
             tensors = attach(backward, own.tensors, tensors, joined.differentiable, step.stages, rooted=rooted)
         return joined.value(tensors)
@@ -376,64 +364,31 @@ class Executor:
         progress: Callable[[str], None] | None,
     ) -> Prediction:
         """See `Pipe.predict`."""
-        devices = self._assignment.partitioning.devices
+        from pipework.planning.prediction.predict import predict_call  # a step needs nothing of planning
+
         inputs, keyword_inputs, target = self._cut_by_caller(inputs, keyword_inputs, target)
         split = self._split(inputs, keyword_inputs)
         count = len(split.micro_batches)
-        largest = largest_micro_batch(split)
-        arguments, keywords = microbatch.arguments_of(split.micro_batches[largest])
-        sample = Sample(arguments, keywords, tuples=self._tuples)
-        targets: list[Message] | None = None
         plain = Program(self._assignment.schedule(count))
         if target is None and not plain.loss_may_be_outside:
             raise self.loss.missing_target(plain.schedule.name, len(inputs), keyword_inputs, call="pipe.predict")
+        devices = self._assignment.partitioning.devices
+        targets: list[Message] | None = None
+        loss: InnerLoss | None = None
         if target is not None:
             targets, weighing = split.targets(target, devices[-1], layout=self._known_layout)
             loss = self.loss.inner(targets, weighing, devices[-1], grad=True, keeps_output=False)
-            sample = replace(sample, loss=loss, target=nested.unflatten(*targets[largest]))
-        program = self._program(count, self.checkpoint, inside=target is not None)
-        partitions = list(self._partitions.values())
-        return predict_step(
-            partitions,
+        return predict_call(
+            list(self._partitions.values()),
             devices,
-            program.schedule,
-            sample,
-            batch=batch_bytes(split, targets, devices),
+            self._program(count, self.checkpoint, inside=target is not None).schedule,
+            split,
+            targets,
+            loss,
+            self._tuples,
             optimizer=optimizer,
             timeout=timeout,
             progress=progress,
-        )
-
-    def _call(self, split: Split | Given, targets: Sequence[Message] | None) -> MiniBatchForm | None:
-        """What is remembered of a mini-batch for `_note_what_fits`; None: nothing can be predicted from it."""
-        if not self._backend.is_whole:
-            return None
-        with contextlib.suppress(Exception):  # of tensors of the user's own kind; the step goes on in any case
-            return MiniBatchForm.of(split, targets, self._assignment.partitioning.devices)
-        return None
-
-    def _note_what_fits(self, call: MiniBatchForm | None, context: CallerContext, error: BaseException) -> None:
-        """Adds a note to an out-of-memory error of a training step: which other settings would fit."""
-        if call is None:
-            why = (
-                "nothing is predicted for other settings: inputs or targets are of a kind that has no copy without data"
-            )
-            if not self._backend.is_whole:
-                why = (
-                    "this process knows its own stages only: pipe.predict of a pipe of the same layers, made without "
-                    "mesh=, says what all of them need, and with other settings"
-                )
-            add_note(error, why)
-            return
-        note_what_fits(
-            error,
-            self._assignment,
-            list(self._partitions.values()),
-            self.loss.function,
-            call,
-            checkpoint=self.checkpoint,
-            tuples=self._tuples,
-            ordinary=not context.autocasts and context.saved_tensor_hooks is None,
         )
 
     def schedule(self, micro_batches: int | None) -> Schedule:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipework import balance
+import pipework
 from pipework.assignment.minimax import minimax_partition
 from pipework.compat.adapted_pipe import TupleKeeping, sequence
 
@@ -39,7 +39,7 @@ def balance_by_time(
     Raises:
         ValueError: the number of partitions is out of range, or a parameter has a gradient.
     """
-    return balance.balance_by_time(partitions, sequence(TupleKeeping, module), sample, timeout=timeout, device=device)
+    return pipework.balance_by_time(partitions, sequence(TupleKeeping, module), sample, timeout=timeout, device=device)
 
 
 def balance_by_size(
@@ -64,7 +64,7 @@ def balance_by_size(
     Raises:
         ValueError: an argument is out of range.
     """
-    return balance.balance_by_size(
+    return pipework.balance_by_size(
         partitions, sequence(TupleKeeping, module), input, chunks=chunks, param_scale=param_scale, device=device
     )
 

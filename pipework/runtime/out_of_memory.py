@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from pipework.runtime.transport import Address
     from pipework.schedule import Action
 
+_HINT = (
+    "  pipe.predict says before a step what each device will hold; it is less with more chunks, schedule='1f1b', "
+    "checkpoint='always', or a balance that moves layers elsewhere"
+)
 _COLUMNS = ("stage", "device", "weights", "gradients", "buffers", "activations", "micro-batches", "messages")
 
 
@@ -61,7 +65,7 @@ def note_memory(
     """
     if error is not None and is_out_of_memory(error):
         with contextlib.suppress(Exception):  # an error of the table must not replace the first one
-            add_note(error, "\n".join([_heading(error, action, stages), *table(stages, runs, messages)]))
+            add_note(error, "\n".join([_heading(error, action, stages), *table(stages, runs, messages), _HINT]))
 
 
 def table(stages: Sequence[Stage], runs: Sequence[StageRun], messages: Sequence[tuple[Address, Any]] = ()) -> list[str]:

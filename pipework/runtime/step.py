@@ -97,9 +97,6 @@ class Step:
         input_gradients: whether any input tensor requires a gradient, in the process that reads the inputs.
         takes_gradients: whether this process wants these gradients; they are there for all.
         versions: of the caller's input tensors.
-
-    Attributes:
-        out_of_memory: called with an error of `backward` that says that memory has run out; None: nothing is.
     """
 
     def __init__(
@@ -129,7 +126,6 @@ class Step:
         self._options = options
         self._loss = loss
         self._failed = False
-        self.out_of_memory: Callable[[BaseException], None] | None = None
         # Most models' inputs need no gradient, and a message for each micro-batch that says so is not free.
         self._input_gradients = input_gradients
         self._returned = [("B", -1)] if input_gradients and takes_gradients else []
@@ -375,8 +371,6 @@ class Step:
             self._failed = True
             for run in self._runs.values():
                 run.clear()
-            if self.out_of_memory is not None and failure.error is not None and is_out_of_memory(failure.error):
-                self.out_of_memory(failure.error)
             failure.explain(engine.peers.explained)
             failure.raise_first()
         if recorder is not None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from pipework import balance
+import pipework
 from pipework.compat.adapted_pipe import sequence
 from pipework.model.sequential import PipeSequential
 
@@ -38,7 +38,7 @@ def balance_by_time(
     Raises:
         ValueError: the number of partitions is out of range, or a parameter has a gradient.
     """
-    return balance.balance_by_time(
+    return pipework.balance_by_time(
         partitions, sequence(PipeSequential, module), _inputs(sample), timeout=timeout, device=device
     )
 
@@ -65,7 +65,7 @@ def balance_by_size(
     Raises:
         ValueError: an argument is out of range.
     """
-    return balance.balance_by_size(
+    return pipework.balance_by_size(
         partitions,
         sequence(PipeSequential, module),
         _inputs(input),

@@ -9,25 +9,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipework.model import microbatch
 from pipework.planning.balance.sandbox import threads_of_a_worker, traceless
 from pipework.planning.prediction.device_peaks import device_peaks
+from pipework.planning.prediction.mini_batch_form import batch_bytes, largest_micro_batch
 from pipework.planning.prediction.optimizer_bytes import optimizer_bytes
 from pipework.planning.prediction.sharing import Sharing, sharing
-from pipework.planning.prediction.stage_copy import StageCopy, Tracker
+from pipework.planning.prediction.stage_copy import Sample, StageCopy, Tracker
 from pipework.runtime.device import is_accelerator
 from pipework.runtime.out_of_memory import is_out_of_memory
 from pipework.schedule import Costs, simulate
 from pipework.schedule.draw.aligned import aligned
 from pipework.summary import readable_bytes
+from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torch import nn
 
+    from pipework.model.given import Given
+    from pipework.model.microbatch import Split
     from pipework.model.tuples import TupleRule
     from pipework.planning.prediction.optimizer_bytes import OptimizerBytes
-    from pipework.planning.prediction.stage_copy import ActionBytes, Measured, Sample
+    from pipework.planning.prediction.stage_copy import ActionBytes, Measured
+    from pipework.runtime.stage.loss import InnerLoss
+    from pipework.runtime.transport import Message
     from pipework.schedule import Schedule, Simulation
 
 
@@ -139,6 +146,36 @@ class Prediction:
             return []
         which = ", ".join(map(str, self.measured_on_cpu))
         return [f"measured on the CPU, because the device ran out of memory: stage {which}; its times are the CPU's"]
+
+
+def predict_call(
+    partitions: Sequence[nn.Sequential],
+    devices: Sequence[torch.device],
+    schedule: Schedule,
+    split: Split | Given,
+    targets: Sequence[Message] | None,
+    loss: InnerLoss | None,
+    tuples: TupleRule,
+    *,
+    optimizer: torch.optim.Optimizer | float | None,
+    timeout: float,
+    progress: Callable[[str], None] | None,
+) -> Prediction:
+    """Predicts the step of a mini-batch that is split already; see `predict_step` and `Sample`."""
+    largest = largest_micro_batch(split)
+    sample = Sample(*microbatch.arguments_of(split.micro_batches[largest]), loss, tuples=tuples)
+    if targets is not None:
+        sample = replace(sample, target=nested.unflatten(*targets[largest]))
+    return predict_step(
+        partitions,
+        devices,
+        schedule,
+        sample,
+        batch=batch_bytes(split, targets, devices),
+        optimizer=optimizer,
+        timeout=timeout,
+        progress=progress,
+    )
 
 
 def predict_step(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -194,9 +194,6 @@ class _Steps:
 
 class _TrialExecutor(Executor):
     warns: ClassVar[bool] = False  # the pipe that is made of the plan will
-
-    def _note_what_fits(self, *_: Any) -> None:
-        """Nothing: the plan says it."""
 
 
 def _cpu_bytes(plan: Plan) -> float:
