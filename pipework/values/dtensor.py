@@ -140,15 +140,6 @@ class DTensorPlacement:
         places = tuple(map(_place, tensor.placements))
         return cls(tuple(names), places, tuple(tensor.shape), tuple(tensor.stride()))
 
-    def fits(self, tensor: DTensor) -> bool:
-        """Whether a DTensor is placed like that."""
-        return (
-            tensor.device_mesh.mesh_dim_names == self.dimensions
-            and tensor.shape == self.shape
-            and tensor.stride() == self.strides
-            and tuple(map(_place, tensor.placements)) == self.places
-        )
-
     def whole(self, part: Tensor, mesh: DeviceMesh | None) -> Tensor:
         """The DTensor of which this part lies here.
 

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from types import BuiltinMethodType, FunctionType, GeneratorType, MethodType
+from types import BuiltinMethodType, EllipsisType, FunctionType, GeneratorType, MethodType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import torch
@@ -26,6 +26,7 @@ _COLLECTIONS: Final[tuple[type, ...]] = (set, frozenset, type({}.keys()), type({
 _SEQUENCE_ITERATORS: Final[tuple[type, ...]] = (type(iter([])), type(iter(())))
 _LAZY_ITERATORS: Final = (GeneratorType, map, filter, zip)
 _LOOKED_AT: Final = 64  # of the elements of a collection, which may be a large one of plain values
+_PLAIN: Final = (bool, int, str, bytes, EllipsisType, torch.Size, torch.dtype, torch.device)
 
 
 class Place(NamedTuple):
@@ -117,6 +118,38 @@ def unflatten(tensors: tuple[Tensor, ...], structure: Structure | None) -> Any:
 def replaced(value: Any, kind: type | tuple[type, ...], replacement: Callable[[Any], Any]) -> Any:
     """The value with every leaf of a type, or of one of several, replaced."""
     return pytree.tree_map(lambda leaf: replacement(leaf) if isinstance(leaf, kind) else leaf, value)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two values, structures or tree specs are the same, exactly. Any other object is the same only as itself.
+
+    1 is not True, 0.0 is not -0.0, and NaN is NaN. It calls no `__eq__` of other classes, which may raise an error or
+    return an array. PyTorch's own comparison of tree specs treats the keys 1 and True as equal.
+
+    Example:
+        >>> same([float("nan")], [float("nan")]), same((1,), (1.0,))
+        (True, False)
+    """
+    if left is right:
+        return True
+    kind = type(left)
+    if kind is not type(right):
+        return False
+    if kind is float or kind is complex:
+        return repr(left) == repr(right)  # distinguishes 0.0 from -0.0, and equals for NaN
+    if kind in _PLAIN:
+        return bool(left == right)
+    if issubclass(kind, (tuple, list)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if kind is pytree.TreeSpec:
+        return left.type is right.type and same((left.context, left.children()), (right.context, right.children()))
+    if kind is slice or kind is range:
+        return same((left.start, left.stop, left.step), (right.start, right.stop, right.step))
+    if kind in pytree.SUPPORTED_NODES:  # in a dataclass, or in the context of a registered class
+        return same(pytree.tree_flatten(left), pytree.tree_flatten(right))
+    if dataclasses.is_dataclass(kind):
+        return same([*fields_of(left).items()], [*fields_of(right).items()])
+    return False
 
 
 def same_nesting(left: Structure | None, right: Structure | None) -> bool:

@@ -7,7 +7,7 @@ or device.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,11 +47,6 @@ class TensorForm:
     on_accelerator: bool = False
     shift: int = 0
     placed: DTensorPlacement | None = None
-    _all_strides: tuple[int, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        strides = usual_strides(self.shape) if self.strides is None else self.strides
-        object.__setattr__(self, "_all_strides", strides)
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorForm:
@@ -89,23 +84,9 @@ class TensorForm:
         """Whether it is the form of a new tensor."""
         return self.strides is None and not self.shift
 
-    def fits(self, tensor: Tensor) -> bool:
-        """Whether this is the form of a tensor, without making its form."""
-        requires_grad = tensor.requires_grad
-        if self.placed is not None:
-            if not (is_dtensor(tensor) and self.placed.fits(tensor)):
-                return False
-            tensor = local_part(tensor)
-        return (
-            type(tensor) is torch.Tensor
-            and tensor.dtype is self.dtype
-            and tensor.shape == self.shape
-            and requires_grad is self.requires_grad
-            and tensor.layout is torch.strided
-            and (tensor.stride() == self._all_strides or 0 in self.shape)
-            and _shift(tensor) == self.shift
-            and lies_on_accelerator(tensor) is self.on_accelerator
-        )
+    @property
+    def _all_strides(self) -> tuple[int, ...]:
+        return usual_strides(self.shape) if self.strides is None else self.strides
 
     @property
     def sent_sizes(self) -> tuple[int, ...]:

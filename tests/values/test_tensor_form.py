@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from pipework.torch_private import ALIGNMENT
-from pipework.values.tensor_form import TensorForm, copied
+from pipework.values.tensor_form import copied
 
 TENSORS = {
     "usual": torch.rand(3, 4),
@@ -46,11 +46,3 @@ def test_a_copy_lies_as_the_tensor_does(name: str) -> None:
 def test_what_has_no_strides_is_copied_as_it_is() -> None:
     gpu, parameter = torch.accelerator.current_accelerator(), torch.nn.Parameter(torch.rand(3, 4).t())
     assert copied(parameter, gpu).stride() == parameter.stride()
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_its_form_fits(name: str) -> None:
-    tensor = TENSORS[name]
-    form = TensorForm.of(tensor)
-    assert form.fits(tensor)
-    assert form.fits(copied(tensor, tensor.device))

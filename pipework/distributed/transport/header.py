@@ -16,9 +16,8 @@ from pipework.runtime.skips.stashed import Stashed
 from pipework.torch_private import ALIGNMENT
 from pipework.values import structure_json
 from pipework.values.dtensor import DTensorPlacement
-from pipework.values.equality import same
 from pipework.values.json_codec import decode_scalar, encode_scalar
-from pipework.values.nested import Place, Structure
+from pipework.values.nested import Place, Structure, same
 from pipework.values.tensor_form import TensorForm, extent, usual_strides
 
 if TYPE_CHECKING:
@@ -55,22 +54,14 @@ class Description:
         return tuple([None if form is None or room is None else form.tensor(room) for form, room in pairs])
 
     def fits(self, tensors: Sequence[Tensor | None], around: Any) -> bool:
-        """Whether this is the description of a message, without making its description.
+        """Whether this is the description of a message.
 
         Example:
             >>> description = describe((torch.zeros(2), None), None)
             >>> description.fits((torch.ones(2), None), None), description.fits((torch.ones(3), None), None)
             (True, False)
         """
-        if len(tensors) != len(self.forms) or not (around is self.around or same(around, self.around)):
-            return False
-        for form, tensor in zip(self.forms, tensors, strict=True):
-            if form is None or tensor is None:
-                if not (form is None and tensor is None):
-                    return False
-            elif not form.fits(tensor):
-                return False
-        return True
+        return self == describe(tensors, around)
 
 
 def describe(tensors: Sequence[Tensor | None], around: Any) -> Description:

@@ -22,7 +22,7 @@ from pipework.model.rows import IGNORE
 from pipework.runtime.caller_modes import Modes
 from pipework.runtime.random.unseen_draws import generators_left_alone
 from pipework.values import nested
-from pipework.values.equality import same
+from pipework.values.nested import same
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

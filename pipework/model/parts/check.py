@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipework.model.parts.execution.leaves import flatten, mapped, tensors_in
 from pipework.torch_private import pytree
-from pipework.values import equality
+from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,7 +82,7 @@ def _difference(expected: Any, actual: Any) -> str | None:
     """Where two results differ, and how; None: they are the same."""
     wanted, form = flatten(expected)
     got, other = flatten(actual)
-    if len(wanted) != len(got) or not equality.same(form, other):
+    if len(wanted) != len(got) or not nested.same(form, other):
         return f"wanted {form}, got {other}"
     paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(expected)[0]]
     for number, (left, right) in enumerate(zip(wanted, got, strict=True)):
