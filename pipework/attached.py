@@ -31,12 +31,11 @@ from pipework.model.parts.originals import OwnParameters, take_over
 from pipework.model.parts.sample import arguments_of, as_given, single_rows
 from pipework.pipe import Pipe, backend_for
 from pipework.planning.balance.by_time import balance_by_time
-from pipework.planning.profiling.first_mini_batch import AUTO, FirstMiniBatch, refuse_memory
 from pipework.schedule.edges import recomputed
 from pipework.signatures import positional_names, signature_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -112,8 +111,7 @@ def attach(
     outputs: Literal["last", "all"] = "all",
     mesh: Mesh | DeviceMesh | None = None,
     check: bool = True,
-    plan: Plan | Mapping[str, Any] | None = None,
-    memory: float | str | Mapping[str, float | str] | None = None,
+    plan: Plan | None = None,
     split: OwnSplit | None = None,
 ) -> pipework.Pipe:
     """Makes a pipe of a model, and lets the model's forward run in it.
@@ -142,7 +140,7 @@ def attach(
         balance: how many units each stage has; None: so that all stages take equally long for the sample, with a mesh
             so that they have equally many parameters.
         devices: see `Pipe`.
-        schedule: see `Pipe`. 'auto': the units are planned at once, with the sample as the mini-batch.
+        schedule: see `Pipe`.
         grad_scaler: see `Pipe`.
         check_finite: see `Pipe`.
         one_thread: see `Pipe`.
@@ -153,9 +151,8 @@ def attach(
         check: run these rows through the model and through its parts, in evaluation mode and without gradients, and
             compare; and compare their loss with what the pipe makes of the loss of each. Nothing is compared with a
             mesh, or if the model is not whole on the device of the sample, as on the meta device.
-        plan: `pipe.plan` of a pipe that was attached to such a model: it decides chunks, checkpoint, balance and
-            schedule, and the devices unless they are given. With schedule='auto': options of `pipework.plan`.
-        memory: with schedule='auto': see `Pipe`.
+        plan: of the model's units: what `pipework.plan` returned for the layers of `to_sequential`. It decides chunks,
+            checkpoint, balance and schedule, and the devices unless they are given.
         split: see `Pipe`. All arguments but the target are given to the function by their names, and what it returns
             is passed to the model in the same way.
 
@@ -217,18 +214,15 @@ def attach(
             cuttable.result,
             lambda labels: cuttable.result_of(*with_argument(signature, *cuttable.sample, target, labels)),
         )
-    planned: dict[str, tuple[Any, Any]] = {
-        "chunks": (chunks, 1), "balance": (balance, None), "checkpoint": (checkpoint, "except_last"),
-    }  # fmt: skip
-    if schedule == AUTO:
-        first = FirstMiniBatch.of(cuttable.sequential(), LossOf(place), devices, memory, plan, planned)
-        plan, planned = first.plan(arguments, keywords, names[target], mesh=mesh), {}
-    else:
-        refuse_memory(memory)
-        planned["schedule"] = schedule, "1f1b"
     if plan is not None:
         plan = checked_plan(plan)
-        told = planned_arguments(plan, cuttable.sequential(), devices, planned, on_ranks=mesh is not None)
+        decided = {
+            "chunks": (chunks, 1),
+            "checkpoint": (checkpoint, "except_last"),
+            "balance": (balance, None),
+            "schedule": (schedule, "1f1b"),
+        }
+        told = planned_arguments(plan, cuttable.sequential(), devices, decided, on_ranks=mesh is not None)
         chunks, balance, devices, schedule = told
         checkpoint = "except_last" if recomputed(told.schedule) else "never"
     elif balance is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from copy import copy
 from inspect import signature
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from pipework.model.sequential import tuple_rule
 from pipework.model.state_names import state_tensors
 from pipework.model.wrapped_module import WrappedModule
 from pipework.pipe_warning import warn_caller
-from pipework.planning.profiling.first_mini_batch import AUTO, FirstMiniBatch, refuse_memory
 from pipework.runtime.random.streams import draw_key
 from pipework.runtime.random.unseen_draws import generators_given_up
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
@@ -53,8 +52,6 @@ if TYPE_CHECKING:
     from pipework.planning.prediction.predict import Prediction
     from pipework.schedule import Schedule, ScheduleSpec
     from pipework.verify import Verification
-
-_CPU: Final = torch.device("cpu")
 
 
 class Pipe(Layers):
@@ -84,7 +81,7 @@ class Pipe(Layers):
         schedule: the order of what the workers do: the name of any schedule that trains, such as 'gpipe', '1f1b',
             'interleaved-1f1b', 'looped-bfs', 'zb-h1' or 'zb-v' (or of its class in torch.distributed.pipelining), a
             `Schedule` of your own, or a `ScheduleSpec` that makes one of any size. All but 'gpipe' and 'looped-bfs'
-            need the loss inside, `pipe(x, target=y)`. 'auto': the first training mini-batch is planned, see `plan`.
+            need the loss inside, `pipe(x, target=y)`.
         loss_fn: from the output and the target of a micro-batch to its loss, a 0-dimensional tensor. None: if a target
             is given, the last layer takes it as its last positional argument and returns the loss. After the first
             mini-batch a function that is not PyTorch's is called once more, without gradients, for two micro-batches
@@ -119,10 +116,7 @@ class Pipe(Layers):
             whole parameters at a time: those that it needs next. Fewer take less memory and gather more often. None:
             all stages of the worker, from the beginning of a call to its end.
         plan: what `pipework.plan` returned for these layers; it decides chunks, checkpoint, balance and schedule, and
-            the devices unless they are given. With a mesh all processes load the same plan, of as many workers. With
-            schedule='auto' the first training mini-batch makes the plan, as `pipework.plan` does (so it takes half a
-            minute longer), and these are its options, such as ``{"seconds": 10}``; chunks other than 1 stay as given.
-        memory: with schedule='auto': the bytes that each device may hold, such as "24GiB"; see `pipework.plan`.
+            the devices unless they are given. With a mesh all processes load the same plan, of as many workers.
         split: cuts a mini-batch that cannot be cut along the rows of its tensors: a function of the call's positional
             arguments, a dict of its keyword arguments, its target and `chunks`. It returns for each micro-batch a tuple
             of the first three. The rest is as if the call had these in `MicroBatches`. If workers are processes, those
@@ -144,7 +138,7 @@ class Pipe(Layers):
     """
 
     _own_attributes: ClassVar[frozenset[str]] = Layers._own_attributes | {
-        "_assignment", "_backend", "_defers", "_executor", "_first", "_later", "_plan", "_wrapped",
+        "_assignment", "_backend", "_defers", "_executor", "_plan", "_wrapped",
     }  # fmt: skip
     _executor_type: ClassVar[type[Executor]] = Executor
     _attached: AttachedModel | None = None
@@ -168,45 +162,20 @@ class Pipe(Layers):
         mesh: Mesh | DeviceMesh | None = None,
         local_parameters: Sequence[str] | Mapping[str, str | Sequence[str]] = (),
         whole_stages: int | None = None,
-        plan: Plan | Mapping[str, Any] | None = None,
-        memory: float | str | Mapping[str, float | str] | None = None,
+        plan: Plan | None = None,
         split: OwnSplit | None = None,
     ) -> None:
-        planned: dict[str, tuple[Any, Any]] = {
-            "chunks": (chunks, 1),
-            "balance": (balance, None),
-            "checkpoint": (checkpoint, "except_last"),
-        }
-        if schedule == AUTO:
-            if mesh is not None:
-                raise ValueError(
-                    "schedule='auto' is for workers that are threads: an optimizer is made before the first "
-                    "mini-batch, and a process must know by then which layers are its own. Plan on all processes "
-                    "first: plan = pipework.plan(model, x, target=y, loss_fn=f, mesh=mesh); pipe = Pipe(model, "
-                    "plan=plan, loss_fn=f, mesh=mesh)"
-                )
-            first = FirstMiniBatch.of(module, loss_fn, devices, memory, plan, planned)
-            later = {
-                "deferred_batch_norm": deferred_batch_norm,
-                "devices": devices,
-                "loss_fn": loss_fn,
-                "loss_reduction": loss_reduction,
-                "loss_weight": loss_weight,
-                "grad_scaler": grad_scaler,
-                "check_finite": check_finite,
-                "one_thread": one_thread,
-                "split": split,
-            }
-            self._wait_for_mini_batch(first, later)
-            return
-        refuse_memory(memory)
-        self._first: FirstMiniBatch | None = None
         self._plan: Plan | None = None
         if plan is not None:
-            planned["schedule"] = schedule, "gpipe"
             self._plan = plan = checked_plan(plan)
+            decided = {
+                "chunks": (chunks, 1),
+                "checkpoint": (checkpoint, "except_last"),
+                "balance": (balance, None),
+                "schedule": (schedule, "gpipe"),
+            }
             chunks, balance, devices, schedule = planned_arguments(
-                plan, module, devices, planned, on_ranks=mesh is not None
+                plan, module, devices, decided, on_ranks=mesh is not None
             )
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
             raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
@@ -300,41 +269,11 @@ class Pipe(Layers):
         self.training = module.training
         self._wrapped = WrappedModule(module if executor.warns else None)
 
-    def _wait_for_mini_batch(self, first: FirstMiniBatch, later: Mapping[str, Any]) -> None:
-        """Begins without a plan: all layers are in one partition, where they lie."""
-        LossSettings(first.loss_fn, later["loss_reduction"], later["loss_weight"], later["grad_scaler"])
-        refuse_own_behaviour(first.module)
-        verify_skippables(first.module)
-        super().__init__({0: first.module}, [next((each.device for each in first.module.parameters()), _CPU)], [0])
-        self._later = later
-        self._first, self._plan = first, None
-        self._backend, self._defers = LocalBackend(), False
-        self.training = first.module.training
-
-    def _make_plan(
-        self, first: FirstMiniBatch, inputs: tuple[Any, ...], keywords: Mapping[str, Any], target: Any
-    ) -> None:
-        """Plans the first training mini-batch, and begins anew with the plan."""
-        with first.lock:
-            if self._first is None:  # another thread has made the plan meanwhile
-                return
-            if not (self.training and torch.is_grad_enabled()):
-                raise RuntimeError(
-                    "this pipe has no plan yet: schedule='auto' makes one from the first training mini-batch, and this "
-                    "call is an evaluation. Train a step first, or plan before: Pipe(model, plan=pipework.plan(model, "
-                    "x, target=y, loss_fn=f), loss_fn=f)"
-                )
-            made = Pipe.__new__(type(self))
-            Pipe.__init__(made, first.module, plan=first.plan(inputs, keywords, target), **self._later)
-            hooks = {name: value for name, value in self.__dict__.items() if "_hooks" in name}
-            # At once, and not before it is complete: another thread may call this pipe at any moment.
-            self.__dict__.update({**made.__dict__, **hooks})
-
     _refused_attributes = Layers._refused_attributes | frozenset(signature(__init__).parameters) - {"self", "module"}
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that the pipe follows; None: it has none, or, with schedule='auto', none yet."""
+        """The plan that the pipe follows; None: it has none."""
         return self._plan
 
     @property
@@ -358,7 +297,7 @@ class Pipe(Layers):
     @property
     def devices(self) -> list[torch.device]:
         """The device of each worker; with one partition per worker, of each partition."""
-        return list(self._stage_devices if self._first is not None else self._assignment.devices)
+        return list(self._assignment.devices)
 
     @property
     def is_first(self) -> bool:
@@ -509,8 +448,6 @@ class Pipe(Layers):
                 of micro-batches, a list or an object has an entry for each row, rows cannot weigh the mean, the
                 schedule needs a target, the loss has dimensions, or `loss_scale` is no positive number.
         """
-        if (first := self._first) is not None:
-            self._make_plan(first, inputs, keyword_inputs, target)
         if outputs not in ("last", "all"):
             raise ValueError(f"outputs is not one of 'last' or 'all': got {outputs!r}")
         if return_output and self._executor.loss.function is None and (target is not None or not self.is_last):
@@ -667,18 +604,7 @@ class Pipe(Layers):
 
     def __repr__(self) -> str:
         """A table of the partitions."""
-        if self._first is not None:
-            return f"Pipe: {len(self)} layers, planned at the first training mini-batch (schedule 'auto')"
         return table(self)
-
-    def __getattr__(self, name: str) -> Any:
-        """Called for what is not there, such as an executor before there is a plan."""
-        if name in ("_executor", "_assignment") and self.__dict__.get("_first") is not None:
-            raise RuntimeError(
-                "this pipe has no plan yet: schedule='auto' makes one from the first training mini-batch, "
-                "pipe(x, target=y)"
-            )
-        return super().__getattr__(name)
 
     def schedule(self, micro_batches: int | None = None) -> Schedule:
         """The order of all actions of a training mini-batch.
@@ -689,14 +615,13 @@ class Pipe(Layers):
         return self._executor.schedule(micro_batches)
 
     def _prepared(self, layer: nn.Module) -> nn.Module:
-        if self._first is None:
-            self._executor.layer_replaced()
+        self._executor.layer_replaced()
         return convert_deferred_batch_norm(layer, self.chunks) if self._defers else layer
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, each with an executor of its own."""
         self._backend.check_copyable()
-        return {**self.__dict__} if self._first is not None else {**self.__dict__, "_executor": copy(self._executor)}
+        return {**self.__dict__, "_executor": copy(self._executor)}
 
 
 def _doubt_about_no_mesh() -> str | None:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipework import Plan, attach
-from pipework.attached import to_sequential
+from pipework import Plan, attach, plan, to_sequential
 from pipework.model.parts.cut import Cuttable
 from tests.model.parts.harness import assert_exact, assert_same, attached, loss_in, plain_step
 from tests.model.parts.models import (
@@ -71,45 +70,41 @@ def test_one_unit_for_each_worker(kind: type[nn.Module], checkpoint: str) -> Non
 FEW = {"iterations": 8, "timeout": 0}
 
 
+def plan_of(kind: type[nn.Module], **options: Any) -> Plan:
+    batch = batch_of(kind)
+    few = {"devices": ["cpu", "cpu"], "iterations": 8, "timeout": 0, **options}
+    layers = to_sequential(kind(), batch)
+    return plan(
+        layers, (), keywords=batch, target=batch["labels"], loss_fn=lambda result, _: loss_in(result), chunks=2, **few
+    )
+
+
 @pytest.mark.parametrize("kind", [UNet, Vision, EncoderDecoder], ids=lambda kind: kind.__name__)
 def test_a_plan_of_the_units(kind: type[nn.Module]) -> None:
-    assert_exact(kind(), batch_of(kind), chunks=2, schedule="auto", plan=FEW)
+    assert_exact(kind(), batch_of(kind), chunks=1, plan=plan_of(kind))
 
 
-def test_a_plan_is_saved_and_decides_again(tmp_path: Path) -> None:
-    model, batch = ResNet(), batch_of(ResNet)
-    other = copy.deepcopy(model)
-    pipe = attach(model, batch, schedule="auto", devices=["cpu", "cpu"], memory="1GiB", plan=FEW)
-    assert pipe.plan is not None
-    assert len(pipe.plan.layers) == groups(ResNet)
-    assert {worker.limit for worker in pipe.plan.workers} == {2.0**29}
-    pipe.plan.save(tmp_path / "plan.json")
-    again = attach(other, batch, plan=Plan.load(tmp_path / "plan.json"))
-    assert again.schedule().orders == pipe.schedule().orders
-    for each in (model, other):
-        loss_in(each(**batch)).backward()
-    for one, same in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one.grad, same.grad)
+def test_a_plan_that_was_saved_decides(tmp_path: Path) -> None:
+    made = plan_of(ResNet, memory="1GiB")
+    assert len(made.layers) == groups(ResNet)
+    made.save(tmp_path / "plan.json")
+    pipe = attach(ResNet(), batch_of(ResNet), plan=Plan.load(tmp_path / "plan.json"))
+    assert pipe.plan == made
+    assert pipe.schedule().orders == made.schedule.orders
 
 
-PLANNED_WRONGLY: dict[str, tuple[dict[str, Any], str]] = {
-    "memory": ({"memory": 3}, "memory= is for schedule='auto'"),
-    "balance": ({"schedule": "auto", "balance": [3, 3]}, "balance= is given beside schedule='auto'"),
-    "no plan": ({"plan": 4}, "wanted a Plan"),
-    "no options": ({"schedule": "auto", "plan": {"second": 1}}, "plan has 'second'"),
-    "another model": ({"plan": "of another model"}, "the plan is for"),
-}
-
-
-@pytest.mark.parametrize("wrong", PLANNED_WRONGLY)
-def test_plans_that_are_refused(wrong: str) -> None:
-    options, message = PLANNED_WRONGLY[wrong]
-    if options.get("plan") == "of another model":
-        options = {"plan": attach(Vision(), batch_of(Vision), schedule="auto", devices=["cpu"], plan=FEW).plan}
-    model = ResNet()
-    with pytest.raises((TypeError, ValueError), match=message):
-        attach(model, batch_of(ResNet), **options)
-    assert "forward" not in vars(model)
+def test_plans_that_are_refused() -> None:
+    of_other = plan_of(Vision, devices=["cpu"])
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"plan": 4}, "wanted a Plan"),
+        ({"plan": of_other}, "the plan is for"),
+        ({"plan": of_other, "balance": [3, 3]}, "balance= is given beside plan="),
+    ]
+    for options, message in wrong:
+        model = ResNet()
+        with pytest.raises((TypeError, ValueError), match=message):
+            attach(model, batch_of(ResNet), **options)
+        assert "forward" not in vars(model)
 
 
 class Takes(Vision):
