@@ -13,7 +13,7 @@ FREE := $(if $(TORCH),torch|setuptools|)$(if $(TRANSFORMERS),transformers|tokeni
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train finetune test test-thorough test-all test-accelerator test-gpu docs package lint format bench clean
+.PHONY: help train finetune test test-thorough test-all test-accelerator test-gpu test-synthesis docs package lint format bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -45,6 +45,12 @@ test-accelerator: $(VENV)/.test ## run the tests of accelerators on a simulated 
 # and pytest-xdist beside it.
 test-gpu: $(if $(GPU_PYTHON),,$(VENV)/.test) ## test on an NVIDIA GPU, five minutes (your own Python: GPU_PYTHON=python3)
 	$(or $(GPU_PYTHON),$(BIN)/python) -m tests.gpu.run $(ARGS)
+
+# A distribution of its own, which CI leaves out.
+test-synthesis: $(VENV)/.dev ## test the schedules made by search, extras/synthesis
+	$(PIP) --editable 'extras/synthesis[test]' --constraint $(VENV)/constraints.txt
+	$(BIN)/mypy --strict extras/synthesis/pipework_synthesis
+	$(BIN)/python -m pytest -n $(WORKERS) $(or $(ARGS),extras/synthesis)
 
 lint: $(VENV)/.dev ## check style, format and types, and that no folder outgrows its cap
 	$(BIN)/ruff check .

@@ -19,14 +19,12 @@ PACKAGE = Path(pipework.__file__).parent
 MAY_IMPORT = {
     "schedule": {
         "schedule.generators", "schedule.passes", "schedule.analysis", "schedule.formats", "schedule.draw",
-        "schedule.synthesis",
     },
     "schedule.generators": {"schedule"},
     "schedule.passes": {"schedule", "schedule.analysis"},
     "schedule.analysis": {"schedule", "schedule.passes", "schedule.draw"},
     "schedule.formats": {"schedule", "schedule.passes"},
     "schedule.draw": {"schedule"},
-    "schedule.synthesis": {"schedule", "schedule.analysis", "schedule.draw", "schedule.passes"},
     "timeline": {"schedule", "schedule.analysis", "schedule.draw"},
     "fsdp_private": set(),
     "torch_private": set(),
@@ -52,7 +50,6 @@ MAY_IMPORT = {
     "model.loss": {"model", "runtime", "runtime.random", "runtime.stage", "values"},
     "planning": {
         "planning.cuts", "planning.profiles", "planning.search", "schedule", "schedule.analysis", "schedule.draw",
-        "schedule.synthesis",
     },
     "planning.cuts": set(),
     "planning.profiles": {"planning", "schedule"},
@@ -166,9 +163,7 @@ def test_imports_point_one_way(path: Path) -> None:
         )
     if folder.split(".")[0] == "schedule":
         names = set(imported(ast.parse(path.read_text())))
-        optional = (
-            {"matplotlib"} if path.name == "png.py" else {"ortools"} if path.parent.name == "synthesis" else set()
-        )
+        optional = {"matplotlib"} if path.name == "png.py" else set()
         allowed = sys.stdlib_module_names | {"pipework"} | optional
         assert {name.split(".")[0] for name in names} <= allowed
 

@@ -35,7 +35,6 @@ def certify(
     workers: Sequence[WorkerBytes],
     balance: Sequence[int],
     any_bound: float,
-    proven: float = 0.0,
 ) -> Certificate:
     """Bound a step from below.
 
@@ -44,7 +43,6 @@ def certify(
         workers: the bytes of each worker.
         balance: the layers of each stage.
         any_bound: what no plan undercuts, see :func:`any_plan_bound`.
-        proven: a bound of the schedule that a solver has proven, in seconds; the larger one counts.
     """
     schedule, costs = simulation.schedule, simulation.costs
     again = Counter(action.stage for order in schedule.orders for action in order if action.kind == "R")
@@ -61,7 +59,7 @@ def certify(
     )
     binding = _binding(simulation, workers, balance, memory=within > free * (1 + 1e-9))
     step = simulation.makespan
-    return Certificate(_rounded(max(within, proven), step), _rounded(any_bound, step), binding)
+    return Certificate(_rounded(within, step), _rounded(any_bound, step), binding)
 
 
 def any_plan_bound(request: PlanRequest) -> float:

@@ -98,6 +98,6 @@ def best_plans(
     plans = []
     for each in (found, *others[:named]):
         simulation = simulate(each.schedule, each.costs)
-        certificate = certify(simulation, each.workers, each.choice.balance, bound, search.proven(each))
+        certificate = certify(simulation, each.workers, each.choice.balance, bound)
         plans.append(Plan.of(each, certificate, seconds_of, doubts(each)))
     return plans

@@ -30,7 +30,7 @@ class PlanRequest:
         batch: the rows of a mini-batch.
         chunks: the numbers of micro-batches that may be chosen.
         optimizer: the numbers that the optimizer keeps for each trained parameter, such as 2 for Adam.
-        schedules: names that may be chosen; None: all, and synthesised ones.
+        schedules: names that may be chosen; None: all.
         keeps_order: whether worker 0 has the first device, and so on.
     """
 

@@ -8,7 +8,7 @@ from pipework.schedule.analysis.measure import Measures, measure
 from pipework.schedule.analysis.rules import Violation
 from pipework.schedule.analysis.simulate import Simulation, simulate
 from pipework.schedule.analysis.validate import ScheduleError, Validation, ValidationOptions, check, validate
-from pipework.schedule.costs import Costs
+from pipework.schedule.costs import Costs, StageCosts
 from pipework.schedule.draw.grid import grid
 from pipework.schedule.draw.svg import svg
 from pipework.schedule.formats.csv_form import from_csv, to_csv
@@ -36,10 +36,9 @@ from pipework.schedule.passes.recompute import (
 from pipework.schedule.passes.restrict import restricted
 from pipework.schedule.passes.sharding import with_sharding
 from pipework.schedule.phases import split_at_loss
+from pipework.schedule.placement import loop_placement, wave_placement
 from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build, schedule_spec
 from pipework.schedule.schedule import Schedule
-from pipework.schedule.synthesis.result import Synthesis
-from pipework.schedule.synthesis.synthesize import synthesize
 from pipework.schedule.timeline import Interval, Timeline
 
 __all__ = [
@@ -57,7 +56,7 @@ __all__ = [
     "ScheduleError",
     "ScheduleSpec",
     "Simulation",
-    "Synthesis",
+    "StageCosts",
     "TRANSFERS",
     "Timeline",
     "Validation",
@@ -78,6 +77,7 @@ __all__ = [
     "interleaved_1f1b",
     "interleaved_zb",
     "list_schedule",
+    "loop_placement",
     "looped_bfs",
     "lower_bounds",
     "measure",
@@ -88,13 +88,13 @@ __all__ = [
     "split_at_loss",
     "spread_evenly",
     "svg",
-    "synthesize",
     "to_csv",
     "to_json",
     "to_orders_text",
     "v_half",
     "v_min",
     "validate",
+    "wave_placement",
     "with_communication",
     "with_gradient_reduction",
     "with_recompute",

@@ -24,7 +24,6 @@ TINY = {
     "p2p_overhead": ["--rounds", "1", "--sizes", "tiny", "--chunks", "4"],
     "many_workers": ["--rounds", "1", "--workers", "2", "3", "--milliseconds", "1", "--micro-batches", "3"],
     "split_cost": ["--seconds", "0.01"],
-    "synthesis": ["--seconds", "0.05", "--only", "small"],
     "zero_bubble": ["--seconds", "0.01", "--widths", "8", "16", "--chunks", "2", "4"],
     "unet_speed": [
         *("--rounds", "1", "--levels", "2", "--width", "4", "--size", "8"),

@@ -47,10 +47,6 @@ class SearchBudget:
         elapsed = time.perf_counter() - self._start
         return max((elapsed + after) / self.seconds, self.used / self.iterations)
 
-    def allows(self, candidates: int) -> bool:
-        """Whether there is time for something that takes as long as so many candidates; the first one may tell."""
-        return candidates * self._each <= (1 - self.share()) * self.seconds
-
     def part(self, share: float) -> SearchBudget:
         """A budget of a share of this one, which begins now."""
         return SearchBudget(share * self.seconds, max(1.0, share * self.iterations))

@@ -1,8 +1,6 @@
 """The search as a whole, on profiles made by hand."""
 
-import time
 from dataclasses import replace
-from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from pipework.planning.profiles.layer_costs import DeviceKind, LayerSeconds, Lin
 from pipework.planning.request import make_request
 from pipework.planning.search.candidate import Candidate, Choice, evaluate
 from pipework.planning.search.choices import orders
-from pipework.schedule import SCHEDULES, ScheduleError, from_csv, validate
+from pipework.schedule import SCHEDULES, from_csv, validate
 from pipework.schedule.analysis.memory import SLACK
 from pipework.schedule.edges import recomputed
 from tests.planning.made_profiles import made
@@ -188,23 +186,3 @@ def test_a_search_goes_on_until_something_fits() -> None:
         break
     assert all(worker.fits for worker in plan.workers)
     assert planned(made(UNEVEN, kept=[30] * 8), memory=limit, iterations=2000).seconds <= plan.seconds
-
-
-def test_the_variants_of_a_candidate_share_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[tuple[float, tuple[int, ...]]] = []
-
-    def refusing(*_: Any, seconds: float, recomputed: Any, **__: Any) -> None:
-        given.append((seconds, tuple(map(len, recomputed))))
-        time.sleep(seconds / 2)
-        raise ScheduleError("memory_limit")
-
-    monkeypatch.setattr("pipework.planning.search.search.synthesize", refusing)
-    profile = made([1.0] * 8, kept=[1000] * 8)
-    free = planned(profile, ["device"] * 2, chunks=8, iterations=100, schedules=["1f1b"])
-    memory = max(each.total for each in free.workers) - 1
-    planned(profile, ["device"] * 2, memory, chunks=8, iterations=None, seconds=3.0)
-    assert len(given) >= 3
-    assert len(set(given)) == len(given)
-    assert 0 in {sum(recomputed) for _, recomputed in given}
-    for (before, _), (after, _) in pairwise(given):
-        assert after == pytest.approx(before, rel=0.8)  # a failed search leaves half of its time to those that follow

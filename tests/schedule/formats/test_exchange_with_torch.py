@@ -4,8 +4,7 @@ import pytest
 from torch.distributed.pipelining import schedules as peer
 
 from benchmarks.receive_order import theirs
-from pipework.schedule import KINDS, SCHEDULES, Costs, Schedule, build, from_csv, simulate, synthesize, to_csv, validate
-from pipework.schedule.placement import loop_placement, wave_placement
+from pipework.schedule import KINDS, SCHEDULES, Costs, Schedule, build, from_csv, simulate, to_csv, validate
 
 WITH_COMMUNICATION = "compute_comms_waits" if hasattr(peer, "WAIT_SEND_F") else "compute_comms"
 SIZES = [(1, 4), (2, 4), (4, 8), (4, 4), (8, 16)]
@@ -44,14 +43,6 @@ def accepts(schedule, form, folder):
 def test_pytorch_loads_and_accepts_every_schedule(name, form, tmp_path):
     for workers, chunks in [*SIZES, (3, 2), (3, 7)]:
         accepts(build(name, workers=workers, chunks=chunks), form, tmp_path)
-
-
-@pytest.mark.parametrize("form", ["compute_only", WITH_COMMUNICATION])
-@pytest.mark.parametrize("placement", [wave_placement(2, 2), wave_placement(3, 2), loop_placement(2, 2), (0, 1, 2)])
-def test_pytorch_loads_and_accepts_synthesised_schedules(placement, form, tmp_path):
-    costs = Costs(input_gradient=1.5, weight_gradient=0.5, transfer=0.05)
-    found = synthesize(placement, 6, costs, memory_limit=1 + len(placement), iterations=20, solver=False)
-    accepts(found.schedule, form, tmp_path)
 
 
 @pytest.mark.parametrize("kind", [*theirs.SEVERAL, "ScheduleGPipe"])

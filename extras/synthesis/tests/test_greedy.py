@@ -2,12 +2,11 @@ from random import Random
 
 import pytest
 
-from pipework.schedule import Costs, simulate
-from pipework.schedule.placement import loop_placement, wave_placement
-from pipework.schedule.synthesis.greedy import Policy, list_scheduled, pattern_keys
-from pipework.schedule.synthesis.patterns import offsets_of, random_delays, random_policy
-from pipework.schedule.synthesis.problem import least_room, problem_of, schedule_of
-from pipework.schedule.synthesis.times import Times
+from pipework.schedule import Costs, loop_placement, simulate, wave_placement
+from pipework_synthesis.greedy import Policy, greedy_orders, pattern_keys
+from pipework_synthesis.patterns import offsets_of, random_delays, random_policy
+from pipework_synthesis.problem import least_room, problem_of, schedule_of
+from pipework_synthesis.times import Times
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -39,7 +38,7 @@ def test_no_deadlock_and_within_memory_for_any_keys(seed: int) -> None:
     for _ in range(5):
         keys = pattern_keys(problem, offsets_of(problem, random_delays(problem, draws)), problem.work())
         policy = random_policy(draws)
-        made = list_scheduled(problem, keys, policy)
+        made = greedy_orders(problem, keys, policy)
         if made is None:
             assert policy.turns  # only turns can lead to a deadlock
             continue
@@ -55,7 +54,7 @@ def test_no_deadlock_and_within_memory_for_any_keys(seed: int) -> None:
 
 def test_weight_halves_fill_gaps() -> None:
     problem = problem_of((0, 1), 3, Costs().spread(2), (2, 2), [(), ()], split=True)
-    made = list_scheduled(problem, pattern_keys(problem, [0, 1, 3, 2, 4, 3], 3.0), Policy())
+    made = greedy_orders(problem, pattern_keys(problem, [0, 1, 3, 2, 4, 3], 3.0), Policy())
     assert made is not None
     actions = [str(action) for action in schedule_of(problem, made[1]).orders[0]]
     assert actions == ["0F0", "0F1", "0I0", "0W0", "0F2", "0I1", "0W1", "0I2", "0W2"]

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Final
 
-from pipework.schedule.synthesis.greedy import Keys, Policy, list_scheduled
-from pipework.schedule.synthesis.problem import Orders
-from pipework.schedule.synthesis.solving import SolverEffort
-from pipework.schedule.synthesis.times import TimedOrders, Times
+from pipework_synthesis.greedy import Keys, Policy, greedy_orders
+from pipework_synthesis.problem import Orders
+from pipework_synthesis.solving import SolverEffort
+from pipework_synthesis.times import TimedOrders, Times
 
 Progress = Callable[[str], None]
 
@@ -119,7 +119,7 @@ class Incumbent:
 
     def try_keys(self, keys: Keys, policy: Policy, method: str, *, improves: bool = False) -> float:
         """Makes a list schedule and takes it if it is shorter; returns its time, infinity if there is none."""
-        made = list_scheduled(self.times.problem, keys, policy)
+        made = greedy_orders(self.times.problem, keys, policy)
         if made is None:
             return inf
         if made[0] < self.makespan:

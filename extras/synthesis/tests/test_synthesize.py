@@ -1,3 +1,4 @@
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -13,22 +14,21 @@ from pipework.schedule import (
     Costs,
     Schedule,
     ScheduleError,
-    Synthesis,
     build,
     from_csv,
     from_json,
+    loop_placement,
     lower_bounds,
     simulate,
-    synthesize,
     to_csv,
     to_json,
     validate,
+    wave_placement,
 )
-from pipework.schedule.placement import loop_placement, wave_placement
-from pipework.schedule.synthesis import solving
-from pipework.schedule.synthesis.problem import problem_of
-from pipework.schedule.synthesis.stretch import fewer
-from pipework.schedule.synthesis.synthesize import _ToBeginFrom
+from pipework_synthesis import Synthesis, solving, synthesize
+from pipework_synthesis.problem import problem_of
+from pipework_synthesis.stretch import fewer
+from pipework_synthesis.synthesize import _ToBeginFrom
 
 COSTS = {
     "A": Costs(),
@@ -250,7 +250,7 @@ def test_named_schedules_may_be_left_out() -> None:
 
 
 def test_of_large_schedules_the_fastest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipework.schedule.synthesis.synthesize._MOST_ACTIONS", 40)  # each of them has 16
+    monkeypatch.setattr(sys.modules["pipework_synthesis.synthesize"], "_MOST_ACTIONS", 40)  # each of them has 16
     schedules = [build(name, workers=2, chunks=4) for name in ("1f1b", "eager-1f1b", "gpipe", "hanayo")]
     kept = _ToBeginFrom()
     for schedule, makespan in zip(schedules[:3], (3.0, inf, 2.0), strict=True):
@@ -259,7 +259,7 @@ def test_of_large_schedules_the_fastest_are_kept(monkeypatch: pytest.MonkeyPatch
     kept.add(schedules[3], 1.0)  # has 32
     assert kept.schedules == [schedules[3]]
     kept = _ToBeginFrom()
-    monkeypatch.setattr("pipework.schedule.synthesis.synthesize._MOST_ACTIONS", 1)
+    monkeypatch.setattr(sys.modules["pipework_synthesis.synthesize"], "_MOST_ACTIONS", 1)
     kept.add(schedules[0], inf)
     assert kept.schedules == [schedules[0]]  # one is kept, however large
 
@@ -286,14 +286,14 @@ def test_tells_of_progress_and_of_what_it_found() -> None:
     assert all(" by " in line for line in lines)
     text = str(found)
     assert "synthesised" in text
-    assert "without OR-tools (pip install 'pipework[plan]' finds more)" in text
+    assert "without OR-tools (pip install ortools finds more)" in text
     assert f"found by {found.found_by}" in text
 
 
 def test_without_or_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solving, "find_spec", lambda name: None)
     assert not synthesize((0, 1), 3, iterations=1).solver
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'pipework\[plan\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install ortools"):
         synthesize((0, 1), 3, iterations=1, solver=True)
 
 
@@ -304,7 +304,7 @@ def test_without_or_tools(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"micro_batches": 0}, "micro_batches is 0: wanted an integer of at least 1"),
         ({"memory_limit": [1]}, "memory_limit has 1 number: wanted 2"),
         ({"memory_limit": 0.5}, "raise the limit to 1"),
-        ({"recomputed": [1]}, "recomputed has 1 entry: wanted 2, one for each stage"),
+        ({"recomputed": [1]}, "recomputed has 1 entries: wanted 2, one for each stage"),
         ({"recomputed": [5, 5]}, "recomputed of stage 0 is 5"),
         ({"recomputed": [0, {3}]}, r"recomputed of stage 1 is \{3\}: .* some of the micro-batches 0 to 2"),
         ({"recomputed": [0, True]}, "recomputed of stage 1 is True"),
@@ -322,7 +322,7 @@ def test_refuses(arguments: dict[str, object], message: str) -> None:
 
 
 def test_refuses_wrong_types() -> None:
-    with pytest.raises(TypeError, match="schedule is '1f1b': wanted a Schedule"):
+    with pytest.raises(TypeError, match="seeds has '1f1b': wanted a Schedule"):
         synthesize((0, 1), 3, seeds=["1f1b"])  # type: ignore[list-item]
     for recomputed in ({0, 1}, {0: 1, 1: 1}):
         with pytest.raises(TypeError, match="wanted a sequence with an entry for each stage"):

@@ -8,19 +8,21 @@ from math import inf
 from operator import itemgetter
 from types import MappingProxyType
 
-from pipework.schedule.analysis.bounds import lower_bounds
-from pipework.schedule.analysis.memory import SLACK, each_limit
-from pipework.schedule.analysis.simulate import Simulation, simulate
-from pipework.schedule.analysis.validate import ScheduleError
-from pipework.schedule.argument_checks import check_placement, checked_tuple, positive_integers
-from pipework.schedule.costs import Costs, StageCosts, checked_without_skips
-from pipework.schedule.edges import recomputed
-from pipework.schedule.passes.recompute import with_recompute_on_stages
-from pipework.schedule.schedule import Schedule, checked_schedule
-from pipework.schedule.synthesis import solving
-from pipework.schedule.synthesis.incumbent import Budget
-from pipework.schedule.synthesis.named import named_schedules
-from pipework.schedule.synthesis.problem import (
+from pipework.schedule import (
+    Costs,
+    Schedule,
+    ScheduleError,
+    Simulation,
+    StageCosts,
+    lower_bounds,
+    simulate,
+    with_recompute_on_stages,
+)
+from pipework_synthesis import solving
+from pipework_synthesis.incumbent import Budget
+from pipework_synthesis.named import named_schedules
+from pipework_synthesis.problem import (
+    SLACK,
     Problem,
     in_integers,
     least_room,
@@ -28,8 +30,8 @@ from pipework.schedule.synthesis.problem import (
     problem_of,
     schedule_of,
 )
-from pipework.schedule.synthesis.result import Synthesis
-from pipework.schedule.synthesis.search import Seed, searched
+from pipework_synthesis.result import Synthesis
+from pipework_synthesis.search import Seed, searched
 
 _SECONDS = 10.0
 _MOST_ACTIONS = 4_000_000  # of all schedules to begin from; each action takes more than a hundred bytes
@@ -83,7 +85,7 @@ def synthesize(
         ModuleNotFoundError: `solver` is True, and OR-tools is not installed.
 
     Example:
-        >>> from pipework.schedule.placement import wave_placement
+        >>> from pipework.schedule import wave_placement
         >>> costs = Costs(forward=0.5, input_gradient=0.75, weight_gradient=0.25)
         >>> found = synthesize(wave_placement(2, 2), 4, costs, memory_limit=4, iterations=5, solver=False)
         >>> found.makespan <= min(found.named.values())
@@ -92,7 +94,10 @@ def synthesize(
     task = _Task(placement, micro_batches, costs, memory_limit, recomputed, split=split)
     use = _solver(solver)
     budget = _budget(seconds, iterations)
-    more = [checked_schedule(schedule) for schedule in seeds]
+    more = list(seeds)
+    for seed in more:
+        if not isinstance(seed, Schedule):
+            raise TypeError(f"seeds has {seed!r}: wanted a Schedule, such as build('1f1b', workers=4, chunks=8)")
     makespans: dict[str, float] = {}
     best: Simulation | None = None
     found_by = ""
@@ -155,14 +160,14 @@ def _micro_batches(stage: int, recomputed: object, count: int) -> frozenset[int]
 def _solver(wanted: bool | None) -> bool:
     if wanted and not solving.available():
         raise ModuleNotFoundError(
-            "solver=True needs OR-tools, which is not installed: pip install 'pipework[plan]', or leave solver out"
+            "solver=True needs OR-tools, which is not installed: pip install ortools, or leave solver out"
         )
     return solving.available() if wanted is None else wanted
 
 
 def _budget(seconds: float | None, iterations: int | None) -> Budget:
-    if iterations is not None:
-        positive_integers(iterations=iterations)
+    if iterations is not None and (type(iterations) is not int or iterations < 1):
+        raise ValueError(f"iterations is {iterations!r}: wanted an integer of at least 1")
     if seconds is not None:
         if isinstance(seconds, bool) or not isinstance(seconds, int | float):
             raise TypeError(f"seconds is {seconds!r}: wanted a number, or None")
@@ -211,23 +216,26 @@ class _Task:
         *,
         split: bool,
     ) -> None:
-        positive_integers(micro_batches=micro_batches)
-        self.placement: tuple[int, ...] = checked_tuple("placement", placement, "(0, 1)")
-        check_placement(self.placement)
+        # Refuses a wrong placement, number of micro-batches, costs or limit.
+        lower_bounds(placement, micro_batches, costs, memory_limit=memory_limit)
+        self.placement = tuple(placement)
         self.micro_batches, self.split = micro_batches, split
-        self.costs = checked_without_skips(costs)
+        self.costs = replace(costs or Costs(), skip_transfer=0.0)  # what is searched for has no skip connections
         stages = len(self.placement)
         self.spread: StageCosts = self.costs.spread(stages)
         if isinstance(recomputed, Set | Mapping):
             raise TypeError(f"recomputed is {recomputed!r}: wanted a sequence with an entry for each stage")
-        given = checked_tuple("recomputed", recomputed, "(0, 4), with an entry for each stage") or (0,) * stages
-        if len(given) != stages:
-            entries = "1 entry" if len(given) == 1 else f"{len(given)} entries"
-            raise ValueError(f"recomputed has {entries}: wanted {stages}, one for each stage")
+        entries = tuple(recomputed) or (0,) * stages
+        if len(entries) != stages:
+            raise ValueError(f"recomputed has {len(entries)} entries: wanted {stages}, one for each stage")
         self.recomputed: tuple[frozenset[int], ...] = tuple(
-            _micro_batches(stage, each, micro_batches) for stage, each in enumerate(given)
+            _micro_batches(stage, each, micro_batches) for stage, each in enumerate(entries)
         )
-        self.limits = each_limit(memory_limit, 1 + max(self.placement))
+        workers = 1 + max(self.placement)
+        if memory_limit is None or isinstance(memory_limit, int | float):
+            self.limits = (inf if memory_limit is None else float(memory_limit),) * workers
+        else:
+            self.limits = tuple(map(float, memory_limit))
         self.bound = self._bound()
         self._check_room()
 
@@ -293,7 +301,7 @@ class _Task:
 
     def _recomputing(self, schedule: Schedule) -> Schedule:
         """The schedule with the wanted recomputation; one that has some of its own stays."""
-        if recomputed(schedule):
+        if "R" in schedule.kinds:
             return schedule
         return with_recompute_on_stages(schedule, self.recomputed)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipework.schedule.synthesis.problem import FORWARD, GRADIENT, WEIGHT, Orders, Problem
+from pipework_synthesis.problem import FORWARD, GRADIENT, WEIGHT, Orders, Problem
 
 
 @dataclass(frozen=True)

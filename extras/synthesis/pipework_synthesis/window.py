@@ -16,9 +16,9 @@ from array import array
 from math import floor, isfinite
 from typing import Any, NamedTuple
 
-from pipework.schedule.synthesis.problem import GRADIENT, Orders
-from pipework.schedule.synthesis.solving import Amounts, SolverEffort, solve
-from pipework.schedule.synthesis.times import TimedOrders, Times
+from pipework_synthesis.problem import GRADIENT, Orders
+from pipework_synthesis.solving import Amounts, SolverEffort, solve
+from pipework_synthesis.times import TimedOrders, Times
 
 
 class Window(NamedTuple):

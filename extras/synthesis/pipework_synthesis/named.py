@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from pipework.schedule.costs import Costs
-from pipework.schedule.registry import SCHEDULES, build
-from pipework.schedule.schedule import Schedule
+from pipework.schedule import SCHEDULES, Costs, Schedule, build
 
 
 def named_schedules(

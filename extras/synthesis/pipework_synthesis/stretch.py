@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pipework.schedule.passes.recompute import spread_evenly
-from pipework.schedule.synthesis.problem import Orders, Problem
-from pipework.schedule.synthesis.solving import SolverEffort, amounts_of
-from pipework.schedule.synthesis.times import TimedOrders, Times
-from pipework.schedule.synthesis.window import WindowCut, improved_between
+from pipework.schedule import spread_evenly
+from pipework_synthesis.problem import Orders, Problem
+from pipework_synthesis.solving import SolverEffort, amounts_of
+from pipework_synthesis.times import TimedOrders, Times
+from pipework_synthesis.window import WindowCut, improved_between
 
 
 def fewer(problem: Problem, few: int) -> Problem:
@@ -71,7 +71,7 @@ def chain_of(short: Problem, plan: TimedOrders, cut: float, size: int) -> Chain 
 
     Example:
         >>> from pipework.schedule import Costs
-        >>> from pipework.schedule.synthesis.problem import problem_of
+        >>> from pipework_synthesis.problem import problem_of
         >>> short = problem_of((0,), 2, Costs().spread(1), (1,), [()], split=False)
         >>> chain = chain_of(short, Times(short).plan([[0, 2, 1, 3]]), cut=3.0, size=1)
         >>> chain.before, chain.block, chain.orders(4)

@@ -10,7 +10,7 @@ from array import array
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from pipework.schedule.synthesis.problem import Orders, Problem
+from pipework_synthesis.problem import Orders, Problem
 
 Keys = list["array[float]"]
 """For each lane, which is ``kind * stages + stage``, a key for each micro-batch, ascending."""
@@ -57,7 +57,7 @@ def reserves(problem: Problem) -> list[float]:
     return result
 
 
-def list_scheduled(problem: Problem, keys: Keys, policy: Policy = Policy()) -> tuple[float, Orders] | None:  # noqa: B008
+def greedy_orders(problem: Problem, keys: Keys, policy: Policy = Policy()) -> tuple[float, Orders] | None:  # noqa: B008
     """Simulate the workers.
 
     Returns:

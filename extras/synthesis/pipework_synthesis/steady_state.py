@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from pipework.schedule.synthesis.problem import GRADIENT, Problem
-from pipework.schedule.synthesis.solving import Amounts, Point, SolverEffort, solve
+from pipework_synthesis.problem import GRADIENT, Problem
+from pipework_synthesis.solving import Amounts, Point, SolverEffort, solve
 
 
 class Pattern(NamedTuple):

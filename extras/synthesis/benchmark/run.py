@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from benchmarks import harness
 from benchmarks.harness import Verdict
-from pipework.schedule import Costs, Synthesis, synthesize
-from pipework.schedule.placement import wave_placement
+from pipework.schedule import Costs, wave_placement
+from pipework_synthesis import Synthesis, synthesize
 
 COSTS = {
     "A": Costs(),

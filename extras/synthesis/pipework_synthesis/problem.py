@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from pipework.schedule.action import Action
-from pipework.schedule.analysis.memory import SLACK
-from pipework.schedule.costs import StageCosts
-from pipework.schedule.schedule import Schedule
+from pipework.schedule import Action, Schedule, StageCosts
 
 FORWARD: Final = 0
 GRADIENT: Final = 1
 WEIGHT: Final = 2
+
+SLACK: Final = 1 + 1e-9
+"""The factor by which an amount of memory may exceed a limit, for rounding; that of :func:`simulate`."""
 
 Orders = list[list[int]]
 """The operations of each worker, in the order in which it runs them."""

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from pipework.schedule.analysis.simulate import Simulation
-from pipework.schedule.draw.aligned import aligned
-from pipework.schedule.schedule import Schedule
+from pipework.schedule import Schedule, Simulation
 
 
 @dataclass(frozen=True)
@@ -57,12 +55,12 @@ class Synthesis:
         return min(self.named.values(), default=self.makespan) / self.makespan - 1.0 if self.makespan else 0.0
 
     def __str__(self) -> str:
-        rows = [("schedule", "makespan", "to bound")]
         best = sorted(self.named.items(), key=lambda item: item[1])[:3]
-        bound = self.lower_bound
+        lines = [f"{'schedule':>18}  {'makespan':>10}  {'to bound':>8}"]
         for name, makespan in [(self.schedule.name, self.makespan), *best]:
-            rows.append((name, f"{makespan:.6g}", f"{makespan / bound - 1:.1%}" if bound else ""))
-        rows.append(("best known bound", f"{bound:.6g}", ""))
+            excess = f"{makespan / self.lower_bound - 1:.1%}" if self.lower_bound else ""
+            lines.append(f"{name:>18}  {makespan:>10.6g}  {excess:>8}")
+        lines.append(f"{'best known bound':>18}  {self.lower_bound:>10.6g}")
         proven = ", proven optimal" if self.optimal else ""
-        with_solver = "with OR-tools" if self.solver else "without OR-tools (pip install 'pipework[plan]' finds more)"
-        return "\n".join([*aligned(rows), f"found by {self.found_by}{proven}, in {self.seconds:.1f} s, {with_solver}"])
+        with_solver = "with OR-tools" if self.solver else "without OR-tools (pip install ortools finds more)"
+        return "\n".join([*lines, f"found by {self.found_by}{proven}, in {self.seconds:.1f} s, {with_solver}"])

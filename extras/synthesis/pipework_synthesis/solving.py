@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from math import floor, inf, isinf
 from typing import Any, NamedTuple
 
-from pipework.schedule.synthesis.problem import FORWARD, GRADIENT, Problem, integer_scale
+from pipework_synthesis.problem import FORWARD, GRADIENT, Problem, integer_scale
 
 
 class SolverEffort(NamedTuple):

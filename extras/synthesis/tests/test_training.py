@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
-from pipework.schedule import Costs, Schedule, from_csv, from_json, synthesize, to_csv, to_json
-from pipework.schedule.placement import loop_placement, wave_placement
+from pipework.schedule import Costs, Schedule, from_csv, from_json, loop_placement, to_csv, to_json, wave_placement
+from pipework_synthesis import synthesize
 from tests.exactness.test_schedules_from_csv import CHUNKS, assert_trains
 from tests.exactness.test_skips import CHECKPOINT_MODES
 

@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Sequence
 from random import Random
 
-from pipework.schedule.synthesis.greedy import Policy
-from pipework.schedule.synthesis.problem import Problem
+from pipework_synthesis.greedy import Policy
+from pipework_synthesis.problem import Problem
 
 
 def hop_classes(placement: Sequence[int]) -> list[int]:

@@ -8,15 +8,15 @@ from itertools import product
 from math import ceil, inf
 from random import Random
 
-from pipework.schedule.synthesis import solving
-from pipework.schedule.synthesis.greedy import Keys, Policy, pattern_keys
-from pipework.schedule.synthesis.incumbent import Budget, Incumbent, Progress
-from pipework.schedule.synthesis.patterns import offsets_of, random_delays, random_policy
-from pipework.schedule.synthesis.problem import Orders, Problem
-from pipework.schedule.synthesis.steady_state import Wanted, pattern
-from pipework.schedule.synthesis.stretch import Chain, chain_of, fewer, rotated, with_better_block
-from pipework.schedule.synthesis.times import Times
-from pipework.schedule.synthesis.window import Window, improved
+from pipework_synthesis import solving
+from pipework_synthesis.greedy import Keys, Policy, pattern_keys
+from pipework_synthesis.incumbent import Budget, Incumbent, Progress
+from pipework_synthesis.patterns import offsets_of, random_delays, random_policy
+from pipework_synthesis.problem import Orders, Problem
+from pipework_synthesis.steady_state import Wanted, pattern
+from pipework_synthesis.stretch import Chain, chain_of, fewer, rotated, with_better_block
+from pipework_synthesis.times import Times
+from pipework_synthesis.window import Window, improved
 
 WHOLE = 400
 """Problems of up to so many operations are given to the solver as a whole."""
