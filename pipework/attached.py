@@ -35,7 +35,7 @@ from pipework.schedule.edges import recomputed
 from pipework.signatures import positional_names, signature_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -105,14 +105,13 @@ def attach(
     devices: Sequence[int | str | torch.device] | None = None,
     schedule: str | Schedule | ScheduleSpec = "1f1b",
     grad_scaler: torch.amp.GradScaler | None = None,
-    check_finite: bool = False,
-    one_thread: bool | None = None,
     deferred_batch_norm: bool = False,
     outputs: Literal["last", "all"] = "all",
     mesh: Mesh | DeviceMesh | None = None,
     check: bool = True,
     plan: Plan | None = None,
     split: OwnSplit | None = None,
+    debug: str | Iterable[str] = (),
 ) -> pipework.Pipe:
     """Makes a pipe of a model, and lets the model's forward run in it.
 
@@ -142,8 +141,6 @@ def attach(
         devices: see `Pipe`.
         schedule: see `Pipe`.
         grad_scaler: see `Pipe`.
-        check_finite: see `Pipe`.
-        one_thread: see `Pipe`.
         deferred_batch_norm: see `Pipe`; the model's batch norms are replaced.
         outputs: if workers are processes, which of them get what the model returns beside the loss: 'all', or 'last',
             that of the last stage. In training none does, and all get the loss.
@@ -155,6 +152,7 @@ def attach(
             checkpoint, balance and schedule, and the devices unless they are given.
         split: see `Pipe`. All arguments but the target are given to the function by their names, and what it returns
             is passed to the model in the same way.
+        debug: see `Pipe`.
 
     Returns:
         The pipe. `pipe.eval()` is not needed: it follows `model.train()` and `model.eval()`.
@@ -255,11 +253,10 @@ def attach(
         loss_reduction=loss_reduction,
         loss_weight=loss_weight,
         grad_scaler=grad_scaler,
-        check_finite=check_finite,
-        one_thread=one_thread,
         deferred_batch_norm=deferred_batch_norm,
         mesh=mesh,
         split=own_split,
+        debug=debug,
     )
     pipe._executor.know(layout)
     if plan is not None:

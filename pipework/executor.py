@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -59,7 +59,26 @@ if TYPE_CHECKING:
     from pipework.timeline import Recording
 
 
+CHECK_FINITE: Final = "check_finite"
+ONE_THREAD: Final = "one_thread"
 _LOOKS = frozenset({"inputs", "loss"})  # at what to look in the first mini-batch that is cut
+
+
+def checked_debug(debug: str | Iterable[str]) -> frozenset[str]:
+    """The names in `debug` of `Pipe`.
+
+    Raises:
+        ValueError: a name is unknown.
+
+    Example:
+        >>> checked_debug("one_thread")
+        frozenset({'one_thread'})
+    """
+    names = [debug] if isinstance(debug, str) else list(debug)
+    for name in names:
+        if name not in (CHECK_FINITE, ONE_THREAD):
+            raise ValueError(f"debug is one or several of 'check_finite' and 'one_thread': got {name!r}")
+    return frozenset(names)
 
 
 class Executor:
@@ -74,9 +93,8 @@ class Executor:
         loss: see `LossSettings`.
         chunks: see `Pipe`; may be changed between mini-batches, as `checkpoint` may.
         checkpoint: see `Pipe`.
-        check_finite: see `Pipe`.
-        one_thread: see `Pipe`.
         own_split: see `split` of `Pipe`.
+        debug: see `Pipe`.
 
     Attributes:
         recording: receives the actions of mini-batches; None: nothing is recorded.
@@ -96,9 +114,8 @@ class Executor:
         *,
         chunks: int,
         checkpoint: str,
-        check_finite: bool,
-        one_thread: bool | None,
         own_split: OwnSplit | None = None,
+        debug: frozenset[str] = frozenset(),
     ) -> None:
         self._assignment = assignment
         self._backend = backend
@@ -107,8 +124,7 @@ class Executor:
         self.loss = loss
         self.chunks = chunks
         self.checkpoint = checkpoint
-        self._check_finite = check_finite
-        self._one_thread = one_thread
+        self._debug = debug
         self._own_split = own_split
         self._layout: Layout | None = None
         self._layout_is_fixed = False
@@ -216,7 +232,7 @@ class Executor:
             context,
             key,
             StepOptions(
-                self._check_finite,
+                CHECK_FINITE in self._debug,
                 self.recording,
                 number,
                 everywhere=everywhere,
@@ -430,7 +446,7 @@ class Executor:
                 peers=self._backend.peers,
                 tuples=self._tuples,
                 loss=self.loss.function if isinstance(self.loss.function, nn.Module) else None,
-                one_thread=self._one_thread,
+                one_thread=True if ONE_THREAD in self._debug else None,
             )
             self._backend.use(self._engine.workers)
         return self._engine

@@ -15,7 +15,7 @@ from pipework.assignment.doubts import doubts_about
 from pipework.assignment.from_plan import checked_plan, planned_arguments
 from pipework.assignment.partition import split_layers
 from pipework.backend import LocalBackend, PipeSpec
-from pipework.executor import Executor
+from pipework.executor import Executor, checked_debug
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.checkpoint import AS_SCHEDULED, MODES
 from pipework.model.layers import Layers, refuse_own_behaviour
@@ -38,7 +38,7 @@ from pipework.timeline.recording import checked_step
 from pipework.tracebacks import ShortTracebacks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -93,14 +93,6 @@ class Pipe(Layers):
             one of them, and else the rows.
         grad_scaler: gradients carry its scale inside of the pipe already, so that small ones survive in float16; use
             it outside as always.
-        check_finite: NaN or an infinity in an output or a gradient raises a FloatingPointError at once, with a note
-            that says where. On an accelerator the host waits for every result to see it.
-        one_thread: one thread runs the actions of all workers of this process, in the order of the schedule, and not a
-            thread for each worker. On accelerators the host then waits less for Python's lock, but a layer that waits
-            for its device (`.item()`, `.nonzero()`) holds up all of them. On the CPU it is the calling thread, and the
-            workers compute one after the other, which helps to debug. None: a thread for each worker; where all are on
-            the CPU and an action takes less than 0.1 ms, the calling thread alone if that was faster in some steps, but
-            not while actions are recorded. False, where layers of different stages wait for each other.
         mesh: what `pipework.init()` returned, or a `DeviceMesh`: each worker is a process, and this one holds the
             layers of its own stages only. Then the pipe is made and called by all processes alike. Its dimension "pp"
             has the workers of one pipe, "dp" replicas of it, and any further one, such as "tp", the processes that
@@ -121,6 +113,12 @@ class Pipe(Layers):
             arguments, a dict of its keyword arguments, its target and `chunks`. It returns for each micro-batch a tuple
             of the first three. The rest is as if the call had these in `MicroBatches`. If workers are processes, those
             that read the inputs or the target call it, each with the whole call.
+        debug: one or several of these, for a pipe that does something unexpected. 'check_finite': NaN or an infinity in
+            an output or a gradient raises a FloatingPointError at once, with a note that says where; on an accelerator
+            the host waits for every result to see it. 'one_thread': one thread executes the actions of all workers of
+            this process, in the order of the schedule, where otherwise each worker has a thread. On accelerators the
+            host then waits less for Python's lock, but a layer that waits for its device (`.item()`, `.nonzero()`)
+            holds up all workers.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`.
@@ -157,13 +155,12 @@ class Pipe(Layers):
         loss_reduction: str = "mean",
         loss_weight: Callable[[Any], Any] | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
-        check_finite: bool = False,
-        one_thread: bool | None = None,
         mesh: Mesh | DeviceMesh | None = None,
         local_parameters: Sequence[str] | Mapping[str, str | Sequence[str]] = (),
         whole_stages: int | None = None,
         plan: Plan | None = None,
         split: OwnSplit | None = None,
+        debug: str | Iterable[str] = (),
     ) -> None:
         self._plan: Plan | None = None
         if plan is not None:
@@ -181,6 +178,7 @@ class Pipe(Layers):
             raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
         if checkpoint not in MODES:
             raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never': got {checkpoint!r}")
+        debugging = checked_debug(debug)
         loss = LossSettings(loss_fn, loss_reduction, loss_weight, grad_scaler)
         if isinstance(module, nn.Sequential):
             refuse_own_behaviour(module)
@@ -240,8 +238,7 @@ class Pipe(Layers):
             loss,
             chunks=chunks,
             checkpoint=checkpoint,
-            check_finite=bool(check_finite),
-            one_thread=None if one_thread is None else bool(one_thread),
+            debug=debugging,
             own_split=split,
         )
         settings = {
@@ -252,7 +249,7 @@ class Pipe(Layers):
             "loss_fn": function_identity(loss_fn),
             "loss_weight": function_identity(loss_weight),
             "split": function_identity(split),
-            "check_finite": bool(check_finite),
+            "debug": sorted(debugging),
             "grad_scaler": grad_scaler is not None,
             "training": module.training,
             "local_parameters": sorted(map(list, patterns.items()), key=str),

@@ -181,7 +181,7 @@ def test_several_layers_are_taken_from_a_list() -> None:
         "loss_fn",
         "loss_weight",
         "loss_reduction",
-        "check_finite",
+        "debug",
         "grad_scaler",
         "deferred_batch_norm",
         "mesh",
@@ -195,6 +195,11 @@ def test_what_a_pipe_is_made_with_cannot_be_changed(name: str, value: object) ->
     ):
         setattr(pipe, name, value)
     pipe(torch.randn(8, 4)).sum().backward()
+
+
+def test_an_unknown_name_in_debug_is_refused() -> None:
+    with pytest.raises(ValueError, match="debug is one or several of 'check_finite' and 'one_thread': got 'finite'"):
+        Pipe(nn.Sequential(nn.Linear(2, 2)), devices=["cpu"], debug=["one_thread", "finite"])
 
 
 def test_forward_may_be_replaced() -> None:

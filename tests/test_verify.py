@@ -297,11 +297,11 @@ WRONG: dict[str, tuple[Callable[[], Verification], bool, str, str]] = {
         True, "1.counts['tokens'][0], in an attribute, which a recomputation changes once more", "",
     ),
     "Python's random": (
-        lambda: verified(around(Noise()), one_thread=False),
+        lambda: verified(around(Noise())),
         True, "draws numbers outside of PyTorch (random, NumPy)", "micro-batch 0, layer '2' (Noise): its output",
     ),
     "a fault in one stage": (
-        lambda: verified(around(Late()), one_thread=False),
+        lambda: verified(around(Late())),
         True, "reads what depends on the thread", "micro-batch 0, layer '2' (Late): its output",
     ),
 }  # fmt: skip
@@ -440,7 +440,7 @@ def inexact(forward: float, backward: float, *others: nn.Module) -> tuple[Verifi
     random.seed(0)
     calls: list[str] = []
     unordered = Unordered(forward, backward, calls)
-    found = verified([nn.Linear(WIDTH, 8), nn.Tanh(), unordered, *others, nn.Linear(8, OUTPUTS)], one_thread=False)
+    found = verified([nn.Linear(WIDTH, 8), nn.Tanh(), unordered, *others, nn.Linear(8, OUTPUTS)])
     return found, calls.count(threading.main_thread().name)
 
 

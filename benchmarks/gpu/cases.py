@@ -106,7 +106,7 @@ def _on_parts(task: Task, card: Card, count: int, schedules: tuple[str, ...]) ->
     made = _plain(task, card, on[0] if on else None)
 
     def pipe(schedule: str, one_thread: bool) -> Way:
-        return ways.pipe_way(_pipe(task, card, schedule, count, one_thread=one_thread), sms, on)
+        return ways.pipe_way(_pipe(task, card, schedule, count, debug="one_thread" if one_thread else ()), sms, on)
 
     for schedule in schedules:
         made[schedule] = lambda schedule=schedule: pipe(schedule, one_thread=False)

@@ -2,10 +2,10 @@
 
 Accelerators compute while the host launches, so a step can be no shorter than its launches. Stages are a linear layer
 and a ReLU, or blocks of four layers, on tensors so small that their kernels take next to no time. The plain model
-launches the same layers on one device, micro-batch by micro-batch. With `Pipe(one_thread=True)` one thread launches the
-actions of all workers in the order of their simulated starts, so none waits for a message or for Python's lock. Beside
-the seconds on the clock there are those that Python's threads computed: they do not depend on what else runs on the
-machine, and lack the waits for the lock.
+launches the same layers on one device, micro-batch by micro-batch. With `Pipe(debug="one_thread")` one thread launches
+the actions of all workers in the order of their simulated starts, so none waits for a message or for Python's lock.
+Beside the seconds on the clock there are those that Python's threads computed: they do not depend on what else runs on
+the machine, and lack the waits for the lock.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def measure(case: Case, devices: Sequence[str], micro_batches: int, rounds: int)
     def pipe(one_thread: bool) -> Pipe:
         return Pipe(
             case.model(), micro_batches, "never", balance=[1] * case.stages, devices=devices, schedule="1f1b",
-            loss_fn=loss_of, one_thread=one_thread,
+            loss_fn=loss_of, debug="one_thread" if one_thread else (),
         )  # fmt: skip
 
     threads, one = pipe(one_thread=False), pipe(one_thread=True)

@@ -52,7 +52,7 @@ class Case:
     workers: int
     stages_per_worker: int = 1
     inside: bool = True
-    one_thread: bool | None = None
+    one_thread: bool = False
 
     @property
     def stages(self) -> int:
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        way = {None: "", True: ", one thread", False: ", threads"}[self.one_thread]
+        way = ", one thread" if self.one_thread else ""
         return f"{self.schedule}{'' if self.inside else ', loss outside'}{way}"
 
     @property
@@ -82,7 +82,7 @@ class Case:
             devices=["cpu"] * self.workers,
             schedule=self.schedule,
             loss_fn=loss_of if self.inside else None,
-            one_thread=self.one_thread,
+            debug="one_thread" if self.one_thread else (),
         )
 
 

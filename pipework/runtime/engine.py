@@ -81,7 +81,7 @@ class Engine:
                 f"{placement_text(parameter)}), and this pipe has {len(self.devices)} workers that are threads: they "
                 "would start the collectives of different stages in another order in each process, and mix up their "
                 "values: let each worker be a process, Pipe(..., mesh=) with a DeviceMesh that has a dimension 'pp' "
-                "beside those of the layers; or one_thread=True, in which all processes have one order"
+                'beside those of the layers; or debug="one_thread", in which all processes have one order'
             )
 
     def refuse_fully_sharded(self, sharded: FullySharded | None) -> None:

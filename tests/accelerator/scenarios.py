@@ -160,7 +160,7 @@ def train(
     """Some steps with inputs that the caller's stream makes just before, and overwrites just after."""
     pipe = Pipe(
         model(), 4, checkpoint, balance=[4 // len(devices)] * len(devices), devices=devices, schedule=schedule,
-        loss_fn=functional.mse_loss, deferred_batch_norm=deferred, one_thread=one_thread,
+        loss_fn=functional.mse_loss, deferred_batch_norm=deferred, debug="one_thread" if one_thread else (),
     )  # fmt: skip
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1, foreach=True)
     first, last = "sim:0" if devices[0] == "cpu" else devices[0], devices[-1]

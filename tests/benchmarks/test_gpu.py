@@ -120,9 +120,9 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("one_thread", [False, True])
+@pytest.mark.parametrize("debug", [(), "one_thread"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_workers_compute_in_the_streams_of_their_parts(schedule: str, one_thread: bool) -> None:
+def test_workers_compute_in_the_streams_of_their_parts(schedule: str, debug: Any) -> None:
     device = torch.device(torch.accelerator.current_accelerator().type, 0)
     streams = [torch.Stream(device) for _ in range(2)]
     seen = set()
@@ -130,7 +130,7 @@ def test_workers_compute_in_the_streams_of_their_parts(schedule: str, one_thread
     reference = copy.deepcopy(model)
     for layer in model:
         layer.register_forward_hook(lambda *_: seen.add(torch.accelerator.current_stream(device)))
-    pipe = Pipe(model, 4, schedule=schedule, loss_fn=LOSS, devices=[device] * 2, one_thread=one_thread)
+    pipe = Pipe(model, 4, schedule=schedule, loss_fn=LOSS, devices=[device] * 2, debug=debug)
     parts.compute_on(pipe, [parts.Part(stream, 1) for stream in streams])
     x, y = torch.randn(8, 8).to(device), torch.randn(8, 8).to(device)
     torch.manual_seed(0)

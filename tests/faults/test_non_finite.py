@@ -35,13 +35,15 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 def pipe_and_batch(way: Any, check_finite: bool, checkpoint: str = "never") -> tuple[Pipe, Batch]:
     module = nn.Sequential(*(Spoil() for _ in range(4)))
-    pipe = way.pipe(module, 3, checkpoint, balance=[1] * 4, check_finite=check_finite)
+    pipe = way.pipe(module, 3, checkpoint, balance=[1] * 4, debug="check_finite" if check_finite else ())
     return pipe, (torch.cat([torch.randn(3, 3), torch.arange(3.0)[:, None]], dim=1), torch.randn(3))
 
 
 def three_stages(*, check_finite: bool, checkpoint: str) -> tuple[Pipe, torch.Tensor]:
     module = nn.Sequential(*(Spoil() for _ in range(3)))
-    pipe = Pipe(module, 3, checkpoint, balance=[1] * 3, devices=["cpu"] * 3, check_finite=check_finite)
+    pipe = Pipe(
+        module, 3, checkpoint, balance=[1] * 3, devices=["cpu"] * 3, debug="check_finite" if check_finite else ()
+    )
     return pipe, torch.cat([torch.randn(3, 3), torch.arange(3.0)[:, None]], dim=1)
 
 
@@ -91,7 +93,7 @@ def test_a_gradient_of_a_parameter_alone_is_named(checkpoint: str) -> None:
             return x + self.gain.sqrt()
 
     module = nn.Sequential(nn.Linear(4, 4), Root(), nn.Linear(4, 4))
-    pipe = Pipe(module, 2, checkpoint, balance=[1, 1, 1], devices=["cpu"] * 3, check_finite=True)
+    pipe = Pipe(module, 2, checkpoint, balance=[1, 1, 1], devices=["cpu"] * 3, debug="check_finite")
     with pytest.raises(FloatingPointError, match=r"parameter '1\.gain' is not finite: 0 NaN and 1 infinite") as caught:
         pipe(torch.randn(4, 4)).sum().backward()
     assert "pipework: stage 1, micro-batch 0, action B" in caught.value.__notes__

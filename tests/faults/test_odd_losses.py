@@ -71,7 +71,7 @@ def test_a_hidden_parameter_is_found_if_the_first_micro_batch_weighs_nothing() -
 
 def test_sparse_gradients_can_be_checked() -> None:
     module = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
-    pipe = Pipe(module, 2, balance=[1, 1], devices=["cpu"] * 2, loss_fn=functional.mse_loss, check_finite=True)
+    pipe = Pipe(module, 2, balance=[1, 1], devices=["cpu"] * 2, loss_fn=functional.mse_loss, debug="check_finite")
     pipe(torch.randint(0, 10, (8,)), target=torch.randn(8, 4)).backward()
     assert pipe[0].weight.grad.is_sparse
 

@@ -36,10 +36,10 @@ def test_parts_are_equal_and_disjoint(cut: list[parts.Part]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("schedule", "one_thread"), [("1f1b", False), ("1f1b", True), ("interleaved-1f1b", False), ("zb-v", False)]
+    ("schedule", "debug"), [("1f1b", ()), ("1f1b", "one_thread"), ("interleaved-1f1b", ()), ("zb-v", ())]
 )
 def test_a_pipe_on_parts_has_the_bits_of_the_plain_model(
-    cut: list[parts.Part], schedule: str, one_thread: bool, dtype: torch.dtype
+    cut: list[parts.Part], schedule: str, debug: object, dtype: torch.dtype
 ) -> None:
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(LAYERS)]
     model = nn.Sequential(*blocks).to(CARD, dtype)
@@ -47,7 +47,7 @@ def test_a_pipe_on_parts_has_the_bits_of_the_plain_model(
     stages = len(cut) * schedule_spec(schedule).stages_per_worker
     pipe = Pipe(
         model, CHUNKS, "except_last", balance=[LAYERS // stages] * stages, devices=[CARD] * len(cut),
-        schedule=schedule, loss_fn=F.mse_loss, one_thread=one_thread,
+        schedule=schedule, loss_fn=F.mse_loss, debug=debug,
     )  # fmt: skip
     parts.compute_on(pipe, cut)
     for step in range(6):

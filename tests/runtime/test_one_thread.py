@@ -37,10 +37,10 @@ class Threads(nn.Module):
 def test_gradients_are_those_of_a_thread_each(schedule: str, checkpoint: str) -> None:
     x, y = torch.randn(8, 6), torch.randn(8, 6)
     found = []
-    for one_thread in (False, True):
+    for debug in ((), "one_thread"):
         pipe = Pipe(
             model(), 4, checkpoint, schedule=schedule, loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2,
-            one_thread=one_thread,
+            debug=debug,
         )  # fmt: skip
         torch.manual_seed(7)
         loss = pipe(x, target=y)
@@ -56,9 +56,14 @@ def test_gradients_on_accelerators(schedule: str) -> None:
     assert found is not None
     devices = [torch.device(found.type, worker % torch.accelerator.device_count()) for worker in range(2)]
     results = []
-    for one_thread in (False, True):
+    for debug in ((), "one_thread"):
         pipe = Pipe(
-            model(), 4, schedule=schedule, loss_fn=nn.functional.mse_loss, devices=devices, one_thread=one_thread
+            model(),
+            4,
+            schedule=schedule,
+            loss_fn=nn.functional.mse_loss,
+            devices=devices,
+            debug=debug,
         )
         torch.manual_seed(7)
         for step in range(2):
@@ -69,7 +74,7 @@ def test_gradients_on_accelerators(schedule: str) -> None:
 
 
 def test_the_loss_may_be_outside() -> None:
-    pipes = [Pipe(model(), 4, devices=["cpu"] * 2, one_thread=one_thread) for one_thread in (False, True)]
+    pipes = [Pipe(model(), 4, devices=["cpu"] * 2, debug=debug) for debug in ((), "one_thread")]
     for pipe in pipes:
         torch.manual_seed(7)
         pipe(torch.linspace(-1, 1, 48).view(8, 6)).square().sum().backward()
@@ -80,7 +85,7 @@ def test_the_loss_may_be_outside() -> None:
 
 def test_all_layers_run_on_one_thread_with_all_cores() -> None:
     layers = [Threads() for _ in range(3)]
-    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), *layers), 2, balance=[2, 1, 1], devices=["cpu"] * 3, one_thread=True)
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), *layers), 2, balance=[2, 1, 1], devices=["cpu"] * 3, debug="one_thread")
     pipe(torch.ones(4, 2)).sum().backward()
     assert set.union(*(layer.seen for layer in layers)) == {threading.current_thread().name}
     assert set.union(*(layer.intra_op for layer in layers)) == {torch.get_num_threads()}
@@ -93,7 +98,7 @@ def test_an_error_names_its_place_and_the_pipe_goes_on() -> None:
                 raise ValueError("too large")
             return x
 
-    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), Fails()), 2, balance=[1, 1], devices=["cpu"] * 2, one_thread=True)
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), Fails()), 2, balance=[1, 1], devices=["cpu"] * 2, debug="one_thread")
     with pytest.raises(ValueError, match="too large") as caught:
         pipe(torch.full((4, 2), 1e4) * pipe[0].weight.sign().sum(0))
     assert any("stage 1, micro-batch 0, action F" in note for note in caught.value.__notes__)
@@ -101,7 +106,7 @@ def test_an_error_names_its_place_and_the_pipe_goes_on() -> None:
 
 
 def test_modes_see_every_operator_and_actions_are_recorded() -> None:
-    pipe = Pipe(model(), 4, schedule="1f1b", loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, one_thread=True)
+    pipe = Pipe(model(), 4, schedule="1f1b", loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, debug="one_thread")
     x = torch.randn(8, 6)
     pipe(x, target=x).backward()
     with FlopCounterMode(display=False) as counter, pipe.record() as timeline:

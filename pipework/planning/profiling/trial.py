@@ -71,8 +71,6 @@ class Trial:
             batch.loss,
             chunks=plan.chunks,
             checkpoint=AS_SCHEDULED,
-            check_finite=False,
-            one_thread=False,
         )
 
     def timed_step(self, recording: Recording) -> float:

@@ -276,7 +276,7 @@ def test_what_a_rank_without_all_units_refuses(on_ranks: Run, tmp_path: Path) ->
 
 def one_thread(mesh: Mesh) -> float:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    pipe = pipework.Pipe(model, 4, schedule="1f1b", loss_fn=nn.functional.mse_loss, mesh=mesh, one_thread=True)
+    pipe = pipework.Pipe(model, 4, schedule="1f1b", loss_fn=nn.functional.mse_loss, mesh=mesh, debug="one_thread")
     x = torch.linspace(-1, 1, 32).view(8, 4)
     loss = pipe(x, target=x)
     loss.backward()

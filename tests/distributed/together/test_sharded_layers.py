@@ -393,7 +393,7 @@ def threads(mesh: Mesh) -> str:
     with pytest.raises(ValueError, match="let each worker"):
         pipe(x, target=y)
     pipe = Pipe(
-        model, CHUNKS, balance=[2, 2], devices=["cpu", "cpu"], schedule="1f1b", loss_fn=F.mse_loss, one_thread=True
+        model, CHUNKS, balance=[2, 2], devices=["cpu", "cpu"], schedule="1f1b", loss_fn=F.mse_loss, debug="one_thread"
     )
     pipe(x, target=y).backward()
     close(pipe, gradients([7]))

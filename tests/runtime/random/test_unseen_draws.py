@@ -115,12 +115,12 @@ def pipe_of(plain: nn.Sequential, balance: list[int], **options: bool) -> Pipe:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("one_thread", [False, True])
+@pytest.mark.parametrize("debug", [(), "one_thread"])
 @pytest.mark.parametrize("balance", [[6], [2, 4], [1, 2, 2, 1]])
 @pytest.mark.parametrize("layer", [Extension, Seeded, Attention, Recurrent])
-def test_numbers_depend_on_no_cut(layer: Callable[[], nn.Module], balance: list[int], one_thread: bool) -> None:
+def test_numbers_depend_on_no_cut(layer: Callable[[], nn.Module], balance: list[int], debug: object) -> None:
     plain = blocks(layer(), layer()).to(accelerator())
-    pipe = pipe_of(plain, balance, one_thread=one_thread)
+    pipe = pipe_of(plain, balance, debug=debug)
     for seed in range(STEPS):
         # Kernels of attention and of recurrent layers may add in any order on a real device.
         exact = layer in (Extension, Seeded) or accelerator().type == "sim"
