@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from pipework.integrations.pretrained import load_pretrained, save_pretrained
     from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
     from pipework.model.checkpoint import is_checkpointing, is_recomputing
-    from pipework.model.chunk import Chunk, NoChunk
-    from pipework.model.given import MicroBatches
-    from pipework.model.sequential import PipeSequential
-    from pipework.model.with_device import WithDevice
+    from pipework.model.marks import Chunk, MicroBatches, NoChunk
+    from pipework.model.sequential import PipeSequential, WithDevice
     from pipework.pipe import Pipe
     from pipework.pipe_warning import PipeWarning
     from pipework.planning.balance.by_size import balance_by_size
@@ -77,10 +75,8 @@ def __getattr__(name: str) -> object:
         "pipework.integrations.pretrained": ("load_pretrained", "save_pretrained"),
         "pipework.model.batchnorm": ("DeferredBatchNorm", "convert_deferred_batch_norm"),
         "pipework.model.checkpoint": ("is_checkpointing", "is_recomputing"),
-        "pipework.model.chunk": ("Chunk", "NoChunk"),
-        "pipework.model.given": ("MicroBatches",),
-        "pipework.model.sequential": ("PipeSequential",),
-        "pipework.model.with_device": ("WithDevice",),
+        "pipework.model.marks": ("Chunk", "MicroBatches", "NoChunk"),
+        "pipework.model.sequential": ("PipeSequential", "WithDevice"),
         "pipework.pipe": ("Pipe",),
         "pipework.pipe_warning": ("PipeWarning",),
         "pipework.planning.balance.by_size": ("balance_by_size",),

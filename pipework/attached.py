@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import pipework
     from pipework.backend import Backend
     from pipework.distributed.mesh import Mesh
-    from pipework.model.own_split import OwnSplit
+    from pipework.model.marks import OwnSplit
     from pipework.planning.plan import Plan
     from pipework.schedule import Schedule, ScheduleSpec
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from pipework.model.own_split import checked_parts
+from pipework.model.marks import checked_pieces
 from pipework.model.parts.execution.part import Part
 from pipework.model.parts.execution.result import LossPlace
 from pipework.model.parts.following import Following
@@ -19,7 +19,7 @@ from pipework.values import nested
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pipework.model.own_split import OwnSplit, Piece
+    from pipework.model.marks import OwnSplit, Piece
     from pipework.model.parts.cut import Cuttable
     from pipework.pipe import Pipe
 
@@ -197,7 +197,7 @@ class SplitByName:
         """The micro-batches, each with its target among its arguments."""
         names = by_name(self._signature, arguments, keywords)
         names.pop(self._target, None)
-        parts = checked_parts(self._function, (), names, target, chunks)
+        parts = checked_pieces(self._function, (), names, target, chunks)
         if target is None:
             return parts
         return [(inputs, {**named, self._target: of}, of) for inputs, named, of in parts]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipework.assignment.assignment import Assignment
     from pipework.autograd.factor import Factor
     from pipework.model.local_parameters import Dimensions
+    from pipework.model.mini_batch import MiniBatch
     from pipework.runtime.peers import Peers
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import Key
@@ -112,21 +113,6 @@ class StepFacts(NamedTuple):
     given: Sequence[int] | None = None
     target_is_unread: bool = False
     input_gradients: bool = False
-
-
-class MiniBatch(Protocol):
-    """What a backend asks of a mini-batch.
-
-    Attributes:
-        rows: of each micro-batch.
-        is_given: whether the caller has made the micro-batches; then a micro-batch may have -1 in place of its rows.
-    """
-
-    @property
-    def rows(self) -> Sequence[int]: ...  # noqa: D102
-
-    @property
-    def is_given(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -326,7 +312,7 @@ class LocalBackend:
     def begin(self, header: StepHeader, batch: MiniBatch | None, data: StepData) -> StepFacts:
         """This process knows everything. The key is drawn when the call has been checked."""
         assert batch is not None
-        given = batch.rows if batch.is_given else None
+        given = None if batch.is_cut else batch.rows
         inside, gradients = data.target is not None, data.gradients != 0
         return StepFacts(sum(batch.rows), len(batch.rows), None, inside, given, input_gradients=gradients)
 

@@ -14,19 +14,15 @@ from pipework.autograd.batch_versions import BatchVersions
 from pipework.autograd.nodes import LossInside, LossOutside, attach
 from pipework.autograd.undelivered import UndeliveredLosses
 from pipework.backend import StepData, StepFacts, StepHeader
-from pipework.model import microbatch
+from pipework.model import mini_batch
 from pipework.model.batchnorm import DeferredBatchNorm
-from pipework.model.given import Given, given, is_given
 from pipework.model.layers import doubts_about_hooks
 from pipework.model.layout import Layout
 from pipework.model.loss.check import doubts_about_loss, may_be_other
 from pipework.model.loss.settings import checked_scale
-from pipework.model.microbatch import Split
-from pipework.model.misspelt import refuse_misspelt
-from pipework.model.output_rows import OutputRows
-from pipework.model.own_split import in_micro_batches
-from pipework.model.required_gradients import required_gradients, requires_gradients
-from pipework.model.rows import modules_with_batch_second, watched
+from pipework.model.marks import has_micro_batches, in_micro_batches
+from pipework.model.mini_batch import MiniBatch, required_gradients, requires_gradients
+from pipework.model.row_warnings import OutputRows, batch_second_noticed, modules_with_batch_second
 from pipework.runtime.caller_context import CallerContext
 from pipework.runtime.engine import make_engine
 from pipework.runtime.failure import add_note
@@ -49,8 +45,8 @@ if TYPE_CHECKING:
     from pipework.assignment.assignment import Assignment
     from pipework.backend import Backend
     from pipework.model.loss.settings import LossSettings
-    from pipework.model.own_split import OwnSplit
-    from pipework.model.tuples import TupleRule
+    from pipework.model.marks import OwnSplit
+    from pipework.model.sequential import TupleRule
     from pipework.planning.prediction.predict import Prediction
     from pipework.runtime.engine import Engine
     from pipework.runtime.stage.loss import InnerLoss
@@ -133,7 +129,6 @@ class Executor:
         self._device_types = sorted({"cpu", *(device.type for device in assignment.devices)})
         self.skips = self._skips_between(partitions)
         self._programs: dict[tuple[int, str, bool], Program] = {}
-        self._keywords: frozenset[str] = frozenset()  # that were given to the present first layer
         self._looks = _LOOKS
         self._output_rows = OutputRows()
         self._undelivered = UndeliveredLosses()
@@ -214,7 +209,7 @@ class Executor:
         if not inside and trains:
             self._refuse_loss_outside(program, len(inputs), keyword_inputs, everywhere=everywhere)
         self._refuse_misplaced(facts, return_output=return_output, scaled=loss_scale is not None)
-        looks = self._looks if self.warns and not split.is_given and micro_batches > 1 else frozenset[str]()
+        looks = self._looks if self.warns and split.is_cut and micro_batches > 1 else frozenset[str]()
         inner, padding = None, None
         if inside:
             inner, padding = self._inner_loss(
@@ -273,7 +268,7 @@ class Executor:
             arrived = self._backend.expect_backward() if has_backward else None
             shared = LossInside(
                 step,
-                own.splits.join,
+                own.pieces.join,
                 returned,
                 inner.scale_in(results[0][0][0].dtype),
                 arrived,
@@ -286,17 +281,17 @@ class Executor:
             doubts += doubts_about_loss(self.loss, inner, split.rows, padding)
             self._looks -= looks & {"loss"}
             loss, output = _loss_and_output(results, outputs, split, shared, own.tensors, rooted=rooted)
-            if outputs and self.warns and not split.is_given:
-                doubts += self._output_rows.doubts(outputs, split.rows)
+            if outputs and self.warns and split.is_cut:
+                doubts += self._output_rows.warnings(outputs, split.rows)
             return (loss, output) if return_output else loss
         if not results:
             return None
         joined = split.joined(results)
-        if self.warns and not split.is_given:
-            doubts += self._output_rows.doubts(results, split.rows)
+        if self.warns and split.is_cut:
+            doubts += self._output_rows.warnings(results, split.rows)
         tensors = joined.tensors
         if context.grad and any(joined.differentiable):
-            backward = LossOutside(step, cut=joined.splits.cut, join=own.splits.join)
+            backward = LossOutside(step, cut=joined.cut, join=own.pieces.join)
             tensors = attach(backward, own.tensors, tensors, joined.differentiable, step.stages, rooted=rooted)
         return joined.value(tensors)
 
@@ -418,7 +413,6 @@ class Executor:
     def layer_replaced(self) -> None:
         """The stages still run the layer that was there before: the next mini-batch makes and checks them again."""
         self._engine = None
-        self._keywords = frozenset()
         self._looks = _LOOKS
         self._output_rows = OutputRows()
         self._layout = self._layout if self._layout_is_fixed else None
@@ -490,21 +484,16 @@ class Executor:
         self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], target: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """The call as it is, or in the micro-batches that the function of the caller makes of it."""
-        if self._own_split is None or is_given(inputs, keyword_inputs):
+        if self._own_split is None or has_micro_batches(inputs, keyword_inputs):
             return inputs, keyword_inputs, target
         return in_micro_batches(self._own_split, inputs, keyword_inputs, target, self.chunks)
 
-    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> Split | Given:
+    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> MiniBatch:
         """The mini-batch in micro-batches."""
         if not keyword_inputs:
             self._backend.check_inputs(inputs)
-        elif self._backend.is_first and not keyword_inputs.keys() <= self._keywords:
-            refuse_misspelt(keyword_inputs, *next(self._layers.named_children()))
-            self._keywords = frozenset(keyword_inputs)
         device = self._assignment.partitioning.devices[0]
-        if is_given(inputs, keyword_inputs):
-            return given(inputs, keyword_inputs, device)
-        return microbatch.split(inputs, keyword_inputs, self.chunks, device, self._known_layout)
+        return mini_batch.split(inputs, keyword_inputs, self.chunks, device, self._known_layout)
 
     def _refuse_checkpoint_around(self, inputs: Iterable[Tensor]) -> None:
         """Raises a RuntimeError if autograd saves tensors, whose hooks would call the pipe on one of its workers."""
@@ -534,7 +523,7 @@ class Executor:
     @contextlib.contextmanager
     def _rows_watched(self, lock: threading.Lock, rows: Sequence[int], doubts: list[str]) -> Iterator[None]:
         """For the first mini-batch that is cut: looks for uses in which dimension 0 is not that of the rows."""
-        with watched(modules_with_batch_second(self._layers.named_children()), {*rows}, lock) as found:
+        with batch_second_noticed(modules_with_batch_second(self._layers.named_children()), {*rows}, lock) as found:
             yield
         self._looks -= {"inputs"}
         doubts += found
@@ -543,7 +532,7 @@ class Executor:
 def _loss_and_output(
     results: list[Message],
     outputs: list[Message],
-    split: Split | Given,
+    split: MiniBatch,
     shared: LossInside,
     inputs: Sequence[Tensor],
     *,
@@ -568,6 +557,6 @@ def _output_without_loss() -> ValueError:
     )
 
 
-def _elsewhere(facts: StepFacts) -> Split | Given:
+def _elsewhere(facts: StepFacts) -> MiniBatch:
     """A mini-batch whose tensors another process has."""
-    return Split.elsewhere(facts.rows, facts.micro_batches) if facts.given is None else Given.elsewhere(facts.given)
+    return MiniBatch.elsewhere(facts.rows, facts.micro_batches, facts.given)

@@ -18,14 +18,13 @@ from pipework.backend import LocalBackend, PipeSpec
 from pipework.executor import Executor, checked_debug
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.checkpoint import AS_SCHEDULED, MODES
-from pipework.model.layers import Layers, refuse_own_behaviour
+from pipework.model.layers import Layers, WrappedModule, refuse_own_behaviour
 from pipework.model.local_parameters import local_dimensions, patterns_of
 from pipework.model.loss.function_identity import function_identity
 from pipework.model.loss.settings import LossSettings
 from pipework.model.materialize import on_meta
 from pipework.model.sequential import tuple_rule
 from pipework.model.state_names import state_tensors
-from pipework.model.wrapped_module import WrappedModule
 from pipework.pipe_warning import warn_caller
 from pipework.runtime.random.streams import draw_key
 from pipework.runtime.random.unseen_draws import generators_given_up
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from pipework.attached_forward import AttachedModel
     from pipework.backend import Backend, ProcessGroupView
     from pipework.distributed.mesh import Mesh
-    from pipework.model.own_split import OwnSplit
+    from pipework.model.marks import OwnSplit
     from pipework.planning.plan import Plan
     from pipework.planning.prediction.predict import Prediction
     from pipework.schedule import Schedule, ScheduleSpec
@@ -456,7 +455,7 @@ class Pipe(Layers):
                 raise ValueError("a pipe without layers has no loss: leave the target out")
             return nn.Sequential()(*inputs, **keyword_inputs)
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
-        doubts = self._wrapped.doubts()
+        doubts = self._wrapped.warnings()
         with ShortTracebacks(), generators_given_up(), self._backend.calling(what):
             self._refuse_changed_partitions()
             self._refuse_to_run_without_data()

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from pipework import Pipe
 from pipework import pipe as pipe_module
 from pipework.backend import LocalBackend, StepData, StepFacts, StepHeader
-from pipework.model.given import MicroBatches, given
-from pipework.model.microbatch import split
+from pipework.model.marks import MicroBatches
+from pipework.model.mini_batch import split
 from pipework.runtime.peers import LocalPeers, RunSpec
 from pipework.runtime.random.streams import Key
 from pipework.runtime.transport import LocalTransport
@@ -30,7 +30,8 @@ def test_one_process_has_everything() -> None:
     header = StepHeader(training=True, grad=True, everywhere=False, returns_output=False, recorded=False)
     facts = backend.begin(header, split((torch.zeros(5, 1),), {}, 2), StepData((), {}, 1))
     assert facts == StepFacts(rows=5, micro_batches=2, key=None, inside=True)
-    facts = backend.begin(header, given((MicroBatches([torch.zeros(2), torch.zeros(())]),), {}), StepData((), {}, None))
+    batch = split((MicroBatches([torch.zeros(2), torch.zeros(())]),), {}, 2)
+    facts = backend.begin(header, batch, StepData((), {}, None))
     assert (facts.micro_batches, facts.given) == (2, [2, -1])
     key = Key()
     backend.share_key(facts, key)

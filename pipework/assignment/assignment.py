@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pipework.model.with_device import Device
+    from pipework.model.sequential import Device
 
 
 @dataclass(frozen=True)

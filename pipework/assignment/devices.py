@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pipework.assignment.checks import not_a_list
-from pipework.model.with_device import Device
+from pipework.model.sequential import Device
 
 
 @dataclass(frozen=True)

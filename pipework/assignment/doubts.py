@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipework.assignment.assignment import Assignment
-    from pipework.model.with_device import Device
+    from pipework.model.sequential import Device
 
 
 def doubts_about(

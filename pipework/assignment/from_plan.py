@@ -15,7 +15,7 @@ from pipework.planning.profiles.layer_costs import LayerInfo
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pipework.model.with_device import Device
+    from pipework.model.sequential import Device
     from pipework.schedule import Schedule
 
 

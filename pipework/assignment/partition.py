@@ -14,8 +14,7 @@ from pipework.assignment.devices import Machine, checked_devices, default_device
 from pipework.assignment.minimax import minimax_partition
 from pipework.model.materialize import materialize_partitions, move
 from pipework.model.release import refuse_released
-from pipework.model.sequential import named_layers
-from pipework.model.with_device import Device, WithDevice
+from pipework.model.sequential import Device, WithDevice, named_layers
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from pipework.compat.backward_order import from_last_to_first
 from pipework.executor import Executor
-from pipework.model import microbatch
-from pipework.model.given import flattened
-from pipework.model.sequential import named_layers
-from pipework.model.tuples import TupleRule
+from pipework.model import mini_batch
+from pipework.model.marks import flattened
+from pipework.model.sequential import TupleRule, named_layers
 from pipework.pipe import Pipe
 from pipework.torch_private import pytree
 from pipework.values import nested
@@ -59,7 +58,7 @@ class AdaptedExecutor(Executor):
         program = super()._checked(schedule)
         return replace(program, schedule=from_last_to_first(program.schedule))
 
-    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> microbatch.Split:
+    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> mini_batch.MiniBatch:
         whole: list[Tensor] = []
         unwrapped = tuple([_unwrapped(each, whole) for each in inputs])
         tensors, structure, marks = flattened((unwrapped, keyword_inputs))
@@ -75,7 +74,7 @@ class AdaptedExecutor(Executor):
             raise TypeError(f"inputs do not have any tensors: {inputs}")
         if len(counts) > 1:
             raise RuntimeError(f"Found different number of chunks produced for inputs: {counts[0]} and {counts[1]}")
-        return microbatch.Split.of(tensors, sizes, structure)
+        return mini_batch.MiniBatch.of(tensors, sizes, structure)
 
 
 class AdaptedPipe(Pipe):

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
     from pipework.assignment.assignment import Assignment
     from pipework.autograd.factor import Factor
-    from pipework.backend import MiniBatch, PipeSpec, StepData, StepFacts, StepHeader
+    from pipework.backend import PipeSpec, StepData, StepFacts, StepHeader
     from pipework.distributed.mesh import Mesh
+    from pipework.model.mini_batch import MiniBatch
     from pipework.runtime.peers import Peers
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import Key

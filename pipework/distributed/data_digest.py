@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from pipework.model.given import MicroBatches, flattened
+from pipework.model.marks import MicroBatches, flattened
 from pipework.values import nested
 
 if TYPE_CHECKING:

@@ -47,11 +47,12 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from pipework.autograd.factor import Factor
-    from pipework.backend import MiniBatch, StepData, StepFacts, StepHeader
+    from pipework.backend import StepData, StepFacts, StepHeader
     from pipework.distributed.mesh import Mesh
     from pipework.distributed.rendezvous import Connections, RendezvousSpec
     from pipework.distributed.shared_tensors import SharedTensors
     from pipework.distributed.transport.channel import Group
+    from pipework.model.mini_batch import MiniBatch
     from pipework.runtime.peers import RunSpec
     from pipework.runtime.transport import Transport
     from pipework.runtime.worker_threads import WorkerThreads

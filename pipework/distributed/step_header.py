@@ -16,8 +16,8 @@ from pipework.distributed.data_digest import NO_DATA, data_digest, tells_rows
 from pipework.distributed.delivered_losses import Delivered, DeliveredLosses
 from pipework.distributed.layer_group import NO_KEY, LayerCall
 from pipework.distributed.transport.channel import LostConnectionError
-from pipework.model.given import NO_ROWS
-from pipework.model.required_gradients import gradients_are_there
+from pipework.model.marks import NO_ROWS
+from pipework.model.mini_batch import gradients_are_there
 from pipework.spot_checks import is_checked
 
 if TYPE_CHECKING:
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipework.backend import MiniBatch, StepData
+    from pipework.backend import StepData
     from pipework.distributed.layer_group import LayerGroup
     from pipework.distributed.transport.channel import Group
+    from pipework.model.mini_batch import MiniBatch
 
 _GIVEN: Final = -1  # in place of the rows of the mini-batch: the caller has made the micro-batches
 
@@ -133,7 +134,7 @@ class StepHeaders:
             facts = mine._replace(
                 has_target=theirs.has_target,
                 is_unread=int(mine.has_target and not theirs.has_target),
-                rows=_GIVEN if batch.is_given else sum(batch.rows),
+                rows=sum(batch.rows) if batch.is_cut else _GIVEN,
                 micro_batches=len(batch.rows),
                 key=NO_KEY if key is None else key,
             )

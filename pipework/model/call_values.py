@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from pipework.model.chunk import Chunk, NoChunk
-from pipework.model.given import WHOLE, is_dense
+from pipework.model.marks import WHOLE, Chunk, NoChunk, is_dense
 from pipework.torch_private import pytree
 from pipework.values import nested
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import weakref
 from collections import OrderedDict
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
@@ -13,9 +14,8 @@ from torch import nn
 
 from pipework import fsdp_private, torch_private
 from pipework.model.materialize import filling, materialize_partitions, move, waits, why_not
-from pipework.model.sequential import PipeSequential
+from pipework.model.sequential import PipeSequential, WithDevice
 from pipework.model.state_names import has_own_names, state_name
-from pipework.model.with_device import WithDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -341,6 +341,45 @@ class Layers(nn.Module):
     def _prepared(self, layer: nn.Module) -> nn.Module:
         """The module that takes the place of a replaced layer; a subclass may convert it."""
         return layer
+
+
+class WrappedModule:
+    """Compares the module that a pipe was made of with what it was then: later changes do not reach the pipe.
+
+    Args:
+        module: whose layers a pipe has just taken; None: there is none.
+
+    Example:
+        >>> module = nn.Sequential(nn.Linear(2, 2))
+        >>> wrapped = WrappedModule(module)
+        >>> module[0] = nn.Linear(2, 3)
+        >>> [len(wrapped.warnings()) for _ in range(2)]  # once
+        [1, 0]
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self._module = None if module is None else weakref.ref(module)
+        self._layers = [] if module is None else [*module._modules.values()]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a pipe has copies of the layers, and the module has none."""
+        return WrappedModule, ()
+
+    def warnings(self) -> list[str]:
+        """What there is to be warned of, once."""
+        module = None if self._module is None else self._module()
+        if module is None:
+            self._layers = []  # the module does not keep them any more
+            return []
+        if self._layers == [*module._modules.values()] and not torch_private.has_hooks(module):
+            return []
+        self._module = None
+        return [
+            f"the {type(module).__name__} that this pipe was made of has other layers or hooks now; the pipe, its "
+            "parameters() and its state_dict() keep the layers that it was made of, and it calls these one by one. "
+            "Replace a layer in the pipe, pipe[index] = layer, before the optimizer is made; register hooks on the "
+            "pipe or on a layer"
+        ]
 
 
 def refuse_own_behaviour(module: nn.Sequential) -> None:

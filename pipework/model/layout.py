@@ -23,8 +23,7 @@ from pipework.model.call_values import (
     refuse_uncut,
     values_in,
 )
-from pipework.model.given import WHOLE, is_dense, is_given
-from pipework.values import nested
+from pipework.model.marks import WHOLE, has_micro_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,37 +39,6 @@ _WAYS: Final = (
 )
 
 
-class _Known(NamedTuple):
-    """What was found for one form of a call.
-
-    Attributes:
-        spec: the nesting.
-        leaves: the places of the tensors, and the types of other values; no object of the caller's is kept.
-        marks: of the tensors.
-        dims: what was found for them.
-    """
-
-    spec: Any
-    leaves: tuple[Any, ...]
-    marks: Sequence[int | None]
-    dims: tuple[int, ...]
-
-    @classmethod
-    def of(cls, flat: Flat, dims: tuple[int, ...]) -> Self:
-        """What was found for a call."""
-        _, structure, marks = flat
-        spec, leaves = _form(structure)
-        return cls(spec, leaves, marks, dims)
-
-    def are_dims_of(self, flat: Flat) -> bool:
-        """Whether a call has this form, and tensors that can be cut so."""
-        tensors, structure, marks = flat
-        if self.marks != marks or (self.spec, self.leaves) != _form(structure):
-            return False
-        pairs = zip(tensors, self.dims, strict=True)
-        return all(dim == WHOLE or (is_dense(tensor) and dim < tensor.dim()) for tensor, dim in pairs)
-
-
 class Learned(NamedTuple):
     """What a mini-batch shows of the arguments.
 
@@ -78,13 +46,11 @@ class Learned(NamedTuple):
         dims: see `Layout`.
         others: the names of lists and objects.
         doubts: a text for each value that is cut, and perhaps should not be.
-        known: what was found for this form of a call.
     """
 
     dims: dict[str, int]
     others: frozenset[str]
     doubts: list[str]
-    known: _Known
 
 
 class Layout:
@@ -103,11 +69,6 @@ class Layout:
         self.target = target
         self.dims: dict[str, int] = {}
         self._others: frozenset[str] = frozenset()  # the names of lists and objects that are no lists of rows
-        self._latest: dict[str, _Known] = {}  # of the latest inputs, and of the latest target
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what is kept to be fast, which cannot be copied."""
-        return {**self.__dict__, "_latest": {}}
 
     @classmethod
     def of_sample(
@@ -131,7 +92,7 @@ class Layout:
             {'ids': 0, 'positions': 1}
         """
         layout = cls(names, target)
-        if is_given(arguments, keywords):
+        if has_micro_batches(arguments, keywords):
             return layout
         nodes = list(layout._named_values(arguments, keywords))
         first = _first(nodes, layout.dims)
@@ -166,32 +127,28 @@ class Layout:
             chunks: at most so many micro-batches are made.
 
         Returns:
-            The last is None if everything was known, or nothing is cut.
+            The last is None if every name was known, or nothing is cut.
 
         Raises:
             TypeError: there is no tensor to cut.
             ValueError: a tensor has no rows, or others; or a value that is no tensor has as many entries.
         """
-        dims, found, learned = self._remembered("inputs", flat), self.dims, None
-        if dims is None:
-            nodes = list(self._named_values(arguments, keywords))
-            first = _first(nodes, self.dims)
-            if first is None:
-                kinds = ", ".join(type(value).__name__ for value in (*arguments, *keywords.values())) or "nothing"
-                raise TypeError(
-                    f"inputs do not have any tensors: got {kinds}; a mini-batch is split along the rows of its tensors "
-                    "(those in NoChunk are not split)"
-                )
-            is_cut = min(chunks, _rows(first)) > 1
-            found = self._found(nodes, first)
-            dims = _in_order(nodes, found, flat)
-            if is_cut:
-                doubts = self._doubts(nodes, first, found)
-                self._refuse_values(nodes, _rows(first))
-                learned = Learned(found, _others(nodes), doubts, _Known.of(flat, dims))
+        nodes = list(self._named_values(arguments, keywords))
+        first = _first(nodes, self.dims)
+        if first is None:
+            kinds = ", ".join(type(value).__name__ for value in (*arguments, *keywords.values())) or "nothing"
+            raise TypeError(
+                f"inputs do not have any tensors: got {kinds}; a mini-batch is split along the rows of its tensors "
+                "(those in NoChunk are not split)"
+            )
+        found, others, learned = self._found(nodes, first), _others(nodes), None
+        if min(chunks, _rows(first)) > 1 and (found.keys() - self.dims.keys() or others - self._others):
+            learned = Learned(found, others, self._doubts(nodes, first, found))
+            self._refuse_values(nodes, _rows(first))
+        dims = _in_order(nodes, found, flat)
         rows = {_size(tensor, dim) for tensor, dim in zip(flat[0], dims, strict=True) if dim != WHOLE}
         if len(rows) > 1:
-            _refuse_unequal(self._named_values(arguments, keywords), found)
+            _refuse_unequal(nodes, found)
         return dims, rows.pop(), learned
 
     def learn(self, learned: Learned) -> None:
@@ -199,7 +156,6 @@ class Layout:
         if len(self.dims) + len(self._others) < _MOST:
             self.dims = {**self.dims, **learned.dims}
             self._others |= learned.others
-        self._latest["inputs"] = learned.known
 
     def of_target(self, target: Any, flat: Flat, rows: int) -> tuple[int, ...]:
         """The same for a target, whose tensors have rows in dimension 0 unless a mark or a sample says otherwise.
@@ -212,25 +168,18 @@ class Layout:
         Raises:
             ValueError: a value that is no tensor has as many entries.
         """
-        dims = self._remembered("target", flat)
-        if dims is None:
-            nodes = list(values_in(self.target, target))
-            found = {name: self.dims.get(name, 0) for name, value, _ in nodes if isinstance(value, Tensor)}
-            dims = _in_order(nodes, found, flat)
-            if rows > 1:
-                self._refuse_values(nodes, rows, lists_of_tensors=True)
-                self._latest["target"] = _Known.of(flat, dims)
-        return dims
+        nodes = list(values_in(self.target, target))
+        if rows > 1:
+            self._refuse_values(nodes, rows, lists_of_tensors=True)
+            self._others |= _others(nodes)
+        found = {name: self.dims.get(name, 0) for name, value, _ in nodes if isinstance(value, Tensor)}
+        return _in_order(nodes, found, flat)
 
     def _named_values(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[Value]:
         for number, value in enumerate(arguments):
             yield from values_in(self.names[number] if number < len(self.names) else f"input {number}", value)
         for name, value in keywords.items():
             yield from values_in(name, value)
-
-    def _remembered(self, which: str, flat: Flat) -> tuple[int, ...] | None:
-        known = self._latest.get(which)
-        return known.dims if known is not None and known.are_dims_of(flat) else None
 
     def _found(self, nodes: Sequence[Value], first: Value) -> dict[str, int]:
         """For each value without a mark the dimension of its rows, or `WHOLE`, by its name."""
@@ -350,10 +299,3 @@ def _other_value(nodes: Iterable[Value], found: Mapping[str, int], rows: int) ->
         if any(dim != (found[name] if mark is None else mark) for dim in places_of(value, rows)):
             return name
     return None
-
-
-def _form(structure: Structure | None) -> tuple[Any, tuple[Any, ...]]:
-    """The nesting, and the places of the tensors and the types of other values; a single tensor has neither."""
-    if structure is None:
-        return None, ()
-    return structure.spec, tuple([leaf if isinstance(leaf, nested.Place) else type(leaf) for leaf in structure.leaves])

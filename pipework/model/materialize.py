@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import torch_private
-from pipework.model.meta_memory import MetaMemory
-from pipework.model.moving import move_module
-from pipework.model.whole_layers import whole_parameters
+from pipework.model.exchange import MetaMemory, move_module, whole_parameters
 from pipework.runtime.random.streams import draw_key, mix
 from pipework.signatures import signature_of
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from pipework.autograd.fully_sharded import FullySharded
-    from pipework.model.tuples import TupleRule
+    from pipework.model.sequential import TupleRule
     from pipework.runtime.device import Link
     from pipework.runtime.peers import Peers
     from pipework.runtime.skips.skip import Skip

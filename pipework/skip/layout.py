@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipework.model.with_device import WithDevice
+from pipework.model.sequential import WithDevice
 from pipework.skip.decorator import Skippable
 
 if TYPE_CHECKING:

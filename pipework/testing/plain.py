@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from pipework.autograd import boundary
 from pipework.autograd.aliases import Aliases
 from pipework.autograd.shared_memory import SharedMemory
-from pipework.model import microbatch
+from pipework.model import mini_batch
 from pipework.runtime.random.streams import streams_inside
 from pipework.runtime.skips import skip_tracker
 from pipework.saving.collective import run_on_all_ranks
@@ -165,7 +165,7 @@ class PlainModel:
         if self._pipe._backend.tied_stages:
             self._add_tied(done.gradients)
         leaves = [tensors for tensors, _ in batch.split.micro_batches]
-        done.of_inputs = batch.split.splits.join([(tuple([leaf.grad for leaf in each]), None) for each in leaves])
+        done.of_inputs = batch.split.pieces.join([(tuple([leaf.grad for leaf in each]), None) for each in leaves])
         return done
 
     def _add_tied(self, gradients: dict[int, Tensor | None]) -> None:
@@ -188,7 +188,7 @@ class PlainModel:
             or [t.shape for t in joined.tensors] != [c.shape for c in batch.cotangents if c is not None]
         ):
             return [()] * count
-        cut: Sequence[tuple[Tensor | None, ...]] = joined.splits.cut(batch.cotangents)
+        cut: Sequence[tuple[Tensor | None, ...]] = joined.cut(batch.cotangents)
         return cut
 
     def _forward(self, batch: PlainBatch, micro_batch: int) -> list[_Passed]:
@@ -247,7 +247,7 @@ class PlainModel:
         target = None if batch.targets is None else nested.unflatten(*batch.targets[micro_batch])
         with skip_tracker.using(tracker), drawing(set(self._devices), batch.key, micro_batch) as enter_layer:
             if segment.is_first:
-                value = microbatch.arguments_of(value)
+                value = mini_batch.arguments_of(value)
             else:
                 value, kept = nested.unflatten(*value)
                 for number, skip in kept.items():

@@ -15,11 +15,9 @@ from pipework import torch_private
 from pipework.autograd import boundary
 from pipework.distributed.data_digest import data_digest
 from pipework.model.call_values import values_in
-from pipework.model.chunk import Chunk, NoChunk
-from pipework.model.given import MicroBatches, is_given
-from pipework.model.own_split import in_micro_batches
+from pipework.model.layers import WrappedModule
+from pipework.model.marks import Chunk, MicroBatches, NoChunk, has_micro_batches, in_micro_batches
 from pipework.model.sequential import named_layers
-from pipework.model.wrapped_module import WrappedModule
 from pipework.runtime.random.streams import draw_key
 from pipework.testing.comparison import apart, on_host
 from pipework.testing.layer_trace import LayerTrace
@@ -30,7 +28,7 @@ from pipework.values import nested
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from pipework.model.own_split import Piece
+    from pipework.model.marks import Piece
     from pipework.pipe import Pipe
 
 _WRAPPERS: Final = (NoChunk, Chunk, MicroBatches)
@@ -60,7 +58,6 @@ class Runs:
         self.pipe, self.executor = pipe, copy.copy(pipe._executor)
         if not pipe._backend.is_whole:  # the workers of a process are connected with those of the others
             self.executor._engine = pipe._executor.engine_in_use()
-            self.executor._keywords = frozenset(keywords)  # the first rank alone has the layer that takes them
         vars(self.executor).update(warns=False, _layout=copy.deepcopy(self.executor._layout))  # for this object alone
         self.attached = pipe._attached
         if self.attached is not None and target is not None:
@@ -179,7 +176,7 @@ class Runs:
         try:
             torch.set_num_threads(executor.engine_in_use().workers._intra_op_share(threads))
             if not whole:
-                self.is_given = is_given(arguments, keywords)
+                self.is_given = has_micro_batches(arguments, keywords)
                 arguments, keywords, target = executor._cut_by_caller(arguments, keywords, target)
             elif executor._own_split is not None:  # all of it in one micro-batch
                 arguments, keywords, target = in_micro_batches(_whole, arguments, keywords, target, 1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipework.model.given import MicroBatches
+from pipework.model.marks import MicroBatches
 from pipework.model.sequential import tuple_rule
 from pipework.testing.random import micro_batch_random
 from pipework.testing.reference import Reference, gradients_added, joined, micro_batches

@@ -9,7 +9,7 @@ from torch import nn
 
 from pipework.assignment.devices import Machine
 from pipework.assignment.partition import Partitioning, choose_partitioning, partition_model, split_layers
-from pipework.model.with_device import WithDevice
+from pipework.model.sequential import WithDevice
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 ONE, TWO, THREE = (Machine(tuple(torch.device("cuda", i) for i in range(count)), cores=2) for count in (1, 2, 3))

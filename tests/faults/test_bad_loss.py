@@ -44,7 +44,7 @@ def pipe(make: Callable[..., Pipe]) -> Iterator[Pipe]:
         (torch.zeros(ROWS - 1, 4), r"inputs have 6 rows and a target tensor has shape \(5, 4\)"),
         (torch.zeros(ROWS + 1, 4), r"inputs have 6 rows and a target tensor has shape \(7, 4\)"),
         (torch.zeros(0, 4), r"inputs have 6 rows and a target tensor has shape \(0, 4\)"),
-        (torch.tensor(1.0), r"shape \(\): wanted as many rows; wrap .* in NoChunk"),
+        (torch.tensor(1.0), r"shape \(\): wanted as many rows. Wrap .* in NoChunk"),
         (torch.zeros(ROWS, 4, requires_grad=True), "requires a gradient, which it would not get"),
         ({"a": torch.zeros(ROWS, 4), "b": [torch.zeros(2)]}, r"shape \(2,\)"),
     ],

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipework import Chunk, NoChunk
 from pipework.model.call_values import has_entries, may_be_offsets, values_in
-from pipework.model.given import WHOLE
+from pipework.model.marks import WHOLE
 
 Pair = namedtuple("Pair", ["left", "right"])
 X = torch.ones(4, 2)

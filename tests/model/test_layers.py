@@ -1,5 +1,6 @@
-"""A container of layers on devices; as a pipe it is tested in `tests/test_pipe.py` and `tests/pitfalls`."""
-
+import copy
+import pickle
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from pipework import Pipe, PipeWarning, torch_private
-from pipework.model.layers import Layers, refuse_own_behaviour
+from pipework.model.layers import Layers, WrappedModule, refuse_own_behaviour
 
 CPU = torch.device("cpu")
 
@@ -131,3 +132,62 @@ def test_hooks_of_a_partition_are_not_called_and_a_warning_says_so(kind: str) ->
         pipe(torch.ones(4, 2)).sum().backward()
     assert [each.filename for each in caught] == [__file__]
     pipe(torch.ones(4, 2)).sum().backward()  # it is told once
+
+
+def module() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+def replaced(each: nn.Sequential) -> None:
+    each[2] = nn.Linear(4, 2)
+
+
+def appended(each: nn.Sequential) -> None:
+    each.append(nn.Tanh())
+
+
+CHANGES: list[tuple[Callable[[nn.Sequential], object], str]] = [
+    (replaced, "has other layers or hooks now; the pipe, .* keep the layers that it was made of"),
+    (appended, "has other layers or hooks now"),
+    (lambda each: each.register_forward_hook(lambda *_: None), "has other layers or hooks now"),
+    (lambda each: each.register_full_backward_hook(lambda *_: None), "has other layers or hooks now"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGES)
+def test_a_change_is_warned_of_at_the_next_call_and_once(change: Callable[[nn.Sequential], object], words: str) -> None:
+    changed, x = module(), torch.ones(4, 4)
+    pipe = Pipe(changed, 2, devices=["cpu", "cpu"])
+    expected = pipe(x)
+    change(changed)
+    with pytest.warns(PipeWarning, match=words) as seen:
+        assert torch.equal(pipe(x), expected)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    pipe(x)
+
+
+def test_what_is_done_to_the_pipe_and_to_layers_is_no_change() -> None:
+    plain = module()
+    pipe = Pipe(plain, 2, devices=["cpu", "cpu"])
+    pipe[2] = nn.Linear(4, 2)
+    plain[0].register_forward_hook(lambda *_: None)
+    plain.eval().requires_grad_(False)
+    assert pipe(torch.ones(4, 4)).shape == (4, 2)
+
+
+def test_it_keeps_neither_the_module_nor_afterwards_its_layers() -> None:
+    plain = module()
+    layer = weakref.ref(plain[0])
+    wrapped = WrappedModule(plain)
+    del plain
+    assert wrapped.warnings() == []
+    assert layer() is None
+
+
+def test_a_copy_has_no_module() -> None:
+    plain = module()
+    wrapped = WrappedModule(plain)
+    plain.append(nn.Tanh())
+    assert copy.deepcopy(wrapped).warnings() == pickle.loads(pickle.dumps(wrapped)).warnings() == []
+    assert len(wrapped.warnings()) == 1

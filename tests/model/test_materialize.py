@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from pipework import Pipe, WithDevice, balance_by_size, partition_model
+from pipework.model.exchange import MetaMemory
 from pipework.model.materialize import filling, materialize_layers, on_meta, why_not
-from pipework.model.meta_memory import MetaMemory
 from pipework.runtime.random.streams import draw_key
 
 CPU = torch.device("cpu")

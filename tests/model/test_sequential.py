@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipework import Pipe, PipeSequential
+from pipework import Pipe, PipeSequential, WithDevice
+from pipework.model.sequential import TupleRule
 
 
 class Call(nn.Module):
@@ -86,3 +87,57 @@ def test_layers_may_have_any_name_and_classes_any_attribute() -> None:
     for kind in (PipeSequential, Mine):
         module = kind(OrderedDict(tuples=nn.Identity()) if kind is PipeSequential else OrderedDict(a=nn.Identity()))
         assert Pipe(module, devices=["cpu"])(torch.ones(1)) == 1
+
+
+class OneAndOptions(nn.Module):
+    def forward(self, x, *, scale=1):
+        return x
+
+
+class Any(nn.Module):
+    def forward(self, *inputs):
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("layer", "others", "whole"),
+    [
+        (nn.Linear(1, 1), 0, True),
+        (nn.Bilinear(1, 1, 1), 0, False),
+        (nn.Bilinear(1, 1, 1), 1, True),
+        (OneAndOptions(), 0, True),
+        (Any(), 0, False),
+    ],
+)
+def test_the_signature_decides(layer: nn.Module, others: int, whole: bool) -> None:
+    rule = TupleRule.BY_SIGNATURE
+    assert rule.keeps_whole(layer, others) == whole
+    assert rule.arguments((1, 2), layer, others) == (((1, 2),) if whole else (1, 2))
+
+
+def test_the_signature_of_a_compiled_layer_is_that_of_the_layer() -> None:
+    assert TupleRule.BY_SIGNATURE.keeps_whole(torch.compile(nn.Linear(1, 1), backend="eager"))
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(1, 1), nn.Bilinear(1, 1, 1)])
+def test_other_rules_ignore_the_signature(layer: nn.Module) -> None:
+    assert TupleRule.SPREAD.arguments((1, 2), layer) == (1, 2)
+    assert TupleRule.WHOLE.arguments((1, 2), layer) == ((1, 2),)
+
+
+@pytest.mark.parametrize("value", [1, [1, 2], torch.Size([1, 2])])
+def test_only_plain_tuples_are_spread(value: object) -> None:
+    assert TupleRule.SPREAD.arguments(value, nn.Identity()) == (value,)
+
+
+def test_it_runs_the_layer_with_all_arguments() -> None:
+    layer = nn.MultiheadAttention(4, 2)
+    x = torch.randn(3, 1, 4)
+    wrapped = WithDevice(layer, "cpu")
+    torch.testing.assert_close(wrapped(x, x, x, need_weights=False), layer(x, x, x, need_weights=False))
+
+
+def test_it_keeps_the_device_as_given_and_moves_nothing() -> None:
+    wrapped = copy.deepcopy(WithDevice(nn.Linear(1, 1), "meta"))
+    assert wrapped.device == "meta"
+    assert wrapped.module.weight.device.type == "cpu"

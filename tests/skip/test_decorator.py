@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipework.model.tuples import TupleRule
+from pipework.model.sequential import TupleRule
 from pipework.runtime.skips import skip_tracker
 from pipework.runtime.stage.execution_views import View
 from pipework.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from torch import nn
 
-from pipework.model.with_device import WithDevice
+from pipework.model.sequential import WithDevice
 from pipework.skip import Namespace, skippable
 from pipework.skip.layout import SkipEdge, named_skippables, skip_edges
 

@@ -1,7 +1,7 @@
 import pytest
 from torch import nn
 
-from pipework.model.with_device import WithDevice
+from pipework.model.sequential import WithDevice
 from pipework.skip import Namespace, pop, skippable, stash, verify_skippables
 
 

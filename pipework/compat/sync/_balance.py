@@ -13,7 +13,7 @@ from pipework.model.sequential import PipeSequential
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipework.model.with_device import Device
+    from pipework.model.sequential import Device
 
 __all__ = ["balance_by_size", "balance_by_time"]
 

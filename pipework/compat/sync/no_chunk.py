@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pipework.model import chunk
+from pipework.model import marks
 
 
-class NoChunk(chunk.NoChunk):
+class NoChunk(marks.NoChunk):
     """An input tensor that every micro-batch gets whole; see `pipework.NoChunk`.
 
     Args:

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from pipework.assignment.devices import Machine, checked_devices, default_devices
-from pipework.model.sequential import PipeSequential
-from pipework.model.with_device import WithDevice
+from pipework.model.sequential import PipeSequential, WithDevice
 from pipework.torch_private import has_hooks
 
 if TYPE_CHECKING:

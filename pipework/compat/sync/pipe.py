@@ -19,7 +19,7 @@ from pipework.compat.adapter import (
 )
 from pipework.compat.sync.no_chunk import NoChunk
 from pipework.compat.sync.partitions import cpu_workers, group, merged
-from pipework.model import with_device
+from pipework.model import sequential
 from pipework.model.layers import doubts_about_hooks
 from pipework.model.sequential import PipeSequential
 from pipework.pipe_warning import warn_caller
@@ -35,7 +35,7 @@ class BalanceError(ValueError):
     """Kept because old code may catch it; a balance is given to `partition_model`, which raises ValueError."""
 
 
-class WithDevice(with_device.WithDevice):
+class WithDevice(sequential.WithDevice):
     """Sets the device of a layer; see `pipework.WithDevice`.
 
     Args:

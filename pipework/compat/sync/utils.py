@@ -11,7 +11,7 @@ from pipework.assignment.partition import choose_partitioning, split_layers
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipework.model.with_device import Device
+    from pipework.model.sequential import Device
 
 __all__ = ["partition_model"]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from pipework.model import microbatch
-from pipework.model.chunk import Chunk, NoChunk
-from pipework.model.given import MicroBatches, is_given
+from pipework.model import mini_batch
 from pipework.model.layout import Layout
+from pipework.model.marks import Chunk, MicroBatches, NoChunk, has_micro_batches
 from pipework.values import nested
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -36,7 +35,7 @@ def few_rows(sample: Any) -> Arguments:
         ((), {'x': tensor([0, 1])})
     """
     with contextlib.suppress(TypeError, ValueError):
-        return microbatch.arguments_of(_splits(sample)[0].micro_batches[0])
+        return mini_batch.arguments_of(_splits(sample)[0].micro_batches[0])
     return arguments_of(sample)
 
 
@@ -53,18 +52,18 @@ def single_rows(sample: Any) -> list[Arguments]:
         [[0], [1]]
     """
     arguments, keywords = as_given(sample)
-    if is_given(arguments, keywords):
+    if has_micro_batches(arguments, keywords):
         return []
     in_pairs, alone = _splits(sample)
-    return [microbatch.arguments_of(each) for each in alone.micro_batches[: in_pairs.rows[0]]]
+    return [mini_batch.arguments_of(each) for each in alone.micro_batches[: in_pairs.rows[0]]]
 
 
-def _splits(sample: Any) -> tuple[microbatch.Split, microbatch.Split]:
+def _splits(sample: Any) -> tuple[mini_batch.MiniBatch, mini_batch.MiniBatch]:
     """Micro-batches of two rows, or three if their number is odd, and of one row."""
     arguments, keywords = as_given(sample)
     layout = Layout.of_sample((), "", arguments, keywords)
-    (rows,) = microbatch.split(arguments, keywords, 1, layout=layout).rows
-    in_pairs, alone = (microbatch.split(arguments, keywords, count, layout=layout) for count in (rows // 2, rows))
+    (rows,) = mini_batch.split(arguments, keywords, 1, layout=layout).rows
+    in_pairs, alone = (mini_batch.split(arguments, keywords, count, layout=layout) for count in (rows // 2, rows))
     return in_pairs, alone
 
 

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from pipework.assignment.checks import check_partitions
 from pipework.assignment.minimax import minimax_partition
-from pipework.model.sequential import tuple_rule
-from pipework.model.tuples import TupleRule
+from pipework.model.sequential import TupleRule, tuple_rule
 from pipework.planning.balance.sandbox import copies, cut, entered, measuring_device, tensors_of, traceless
 from pipework.torch_private import pytree, storage_key
 

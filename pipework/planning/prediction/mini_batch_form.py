@@ -12,19 +12,18 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from pipework.model.given import Given
-    from pipework.model.microbatch import Split
+    from pipework.model.mini_batch import MiniBatch
     from pipework.runtime.transport import Message
 
 
-def largest_micro_batch(split: Split | Given) -> int:
+def largest_micro_batch(split: MiniBatch) -> int:
     """The number of the micro-batch with the most bytes."""
     sizes = [_bytes_of(tensors) for tensors, _ in split.micro_batches]
     return sizes.index(max(sizes))
 
 
 def batch_bytes(
-    split: Split | Given, targets: Sequence[Message] | None, devices: Sequence[torch.device]
+    split: MiniBatch, targets: Sequence[Message] | None, devices: Sequence[torch.device]
 ) -> tuple[tuple[torch.device, int], ...]:
     """The devices of the mini-batch's inputs, and of its targets if there are any, and their bytes."""
     of_inputs = (devices[0], _bytes_of(split.tensors))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipework.model import microbatch
+from pipework.model import mini_batch
 from pipework.planning.balance.sandbox import threads_of_a_worker, traceless
 from pipework.planning.prediction.device_peaks import device_peaks
 from pipework.planning.prediction.mini_batch_form import batch_bytes, largest_micro_batch
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pipework.model.given import Given
-    from pipework.model.microbatch import Split
-    from pipework.model.tuples import TupleRule
+    from pipework.model.mini_batch import MiniBatch
+    from pipework.model.sequential import TupleRule
     from pipework.planning.prediction.optimizer_bytes import OptimizerBytes
     from pipework.planning.prediction.stage_copy import ActionBytes, Measured
     from pipework.runtime.stage.loss import InnerLoss
@@ -152,7 +151,7 @@ def predict_call(
     partitions: Sequence[nn.Sequential],
     devices: Sequence[torch.device],
     schedule: Schedule,
-    split: Split | Given,
+    split: MiniBatch,
     targets: Sequence[Message] | None,
     loss: InnerLoss | None,
     tuples: TupleRule,
@@ -163,7 +162,7 @@ def predict_call(
 ) -> Prediction:
     """Predicts the step of a mini-batch that is split already; see `predict_step` and `Sample`."""
     largest = largest_micro_batch(split)
-    sample = Sample(*microbatch.arguments_of(split.micro_batches[largest]), loss, tuples=tuples)
+    sample = Sample(*mini_batch.arguments_of(split.micro_batches[largest]), loss, tuples=tuples)
     if targets is not None:
         sample = replace(sample, target=nested.unflatten(*targets[largest]))
     return predict_step(

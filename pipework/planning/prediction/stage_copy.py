@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipework import torch_private
 from pipework.autograd.aliases import Aliases
 from pipework.autograd.weight_split.store import WeightGradientStore
-from pipework.model.tuples import TupleRule
+from pipework.model.sequential import TupleRule
 from pipework.planning.balance.sandbox import cut, entered, now, tensors_of
 from pipework.planning.prediction.storage_meter import StorageMeter
 from pipework.runtime.skips import skip_tracker

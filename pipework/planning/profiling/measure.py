@@ -30,7 +30,7 @@ from pipework.values import nested
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pipework.model.with_device import Device
+    from pipework.model.sequential import Device
     from pipework.planning.prediction.stage_copy import Measured
     from pipework.planning.profiles.profile import Profile
     from pipework.planning.profiling.estimate import Rates

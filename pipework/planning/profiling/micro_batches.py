@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipework.model import microbatch
+from pipework.model import mini_batch
 from pipework.model.loss.settings import LossSettings
-from pipework.model.sequential import tuple_rule
-from pipework.model.tuples import TupleRule
+from pipework.model.sequential import TupleRule, tuple_rule
 from pipework.planning.prediction.mini_batch_form import largest_micro_batch
 from pipework.planning.prediction.stage_copy import Sample
 from pipework.runtime.stage.loss import InnerLoss
@@ -78,7 +77,7 @@ class SampleBatch:
     @property
     def rows(self) -> int:
         """Of the mini-batch."""
-        return sum(microbatch.split(self.inputs, self.keywords, 1).rows)
+        return sum(mini_batch.split(self.inputs, self.keywords, 1).rows)
 
     def bytes_on(self, first: torch.device, last: torch.device) -> list[tuple[torch.device, int]]:
         """The bytes of the inputs on the first stage's device, and of the target on the last one's."""
@@ -92,15 +91,15 @@ class SampleBatch:
             rows: of a micro-batch.
             device: of the target; None: the CPU.
         """
-        whole = microbatch.split(self.inputs, self.keywords, 1)
+        whole = mini_batch.split(self.inputs, self.keywords, 1)
         full, left = divmod(sum(whole.rows), rows)
         sizes = [rows] * full + [left] * (left > 0)
         ((_, structure),) = whole.micro_batches
-        parts = microbatch.Split.of(
-            whole.tensors, tuple([each and sizes for each in whole.sizes]), structure, dims=whole.dims
+        parts = mini_batch.MiniBatch.of(
+            whole.tensors, tuple([each and sizes for each in whole.pieces.sizes]), structure, dims=whole.pieces.dims
         )
         largest = largest_micro_batch(parts)
-        arguments, keywords = microbatch.arguments_of(parts.micro_batches[largest])
+        arguments, keywords = mini_batch.arguments_of(parts.micro_batches[largest])
         sample = Sample(arguments, keywords, tuples=self.tuples)
         if self.target is None:
             return sample

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from pipework.distributed.mesh import Mesh
-    from pipework.model.with_device import Device
+    from pipework.model.sequential import Device
     from pipework.planning.request import PlanRequest
 
 _TIMEOUT = 0.2

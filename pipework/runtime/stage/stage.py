@@ -20,7 +20,7 @@ from pipework.spot_checks import is_checked
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipework.model.tuples import TupleRule
+    from pipework.model.sequential import TupleRule
     from pipework.runtime.device import WorkerDevice
     from pipework.runtime.skips.skip import Skip
 

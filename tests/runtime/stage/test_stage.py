@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from pipework.model.tuples import TupleRule
+from pipework.model.sequential import TupleRule
 from pipework.runtime.device import WorkerDevice
 from pipework.runtime.stage.execution_views import identity
 from pipework.runtime.stage.stage import Stage

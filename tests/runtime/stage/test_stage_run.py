@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework.model.tuples import TupleRule
+from pipework.model.sequential import TupleRule
 from pipework.runtime.caller_context import CallerContext
 from pipework.runtime.device import WorkerDevice
 from pipework.runtime.stage.stage import Stage

@@ -1,16 +1,72 @@
-"""Gives tensors on the meta device memory and takes it back; they stay the same objects."""
+"""Gives the tensors of a module other contents: they stay the same objects, which optimizers and tied layers refer to.
+
+`move_module` moves them to a device, `MetaMemory` gives those of the meta device memory and takes it back, and
+`whole_parameters` puts whole parameters in the place of DTensors while a layer is initialised.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from pipework import torch_private
-from pipework.values.dtensor import local_part, with_local_part
+from pipework.values.dtensor import is_dtensor, local_part, local_region, with_local_part
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, for the worker there.
+
+    The host waits only for what goes to the CPU: an accelerator's worker waits for the caller's stream, whereas a CPU
+    worker reads at once.
+
+    Example:
+        >>> moved(torch.ones(2), torch.device("cpu"))
+        tensor([1., 1.])
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def move_module(module: nn.Module, device: torch.device) -> None:
+    """Moves a module to a device; its parameters stay the same objects.
+
+    PyTorch moves the contents of a parameter between most devices. Between others, such as the CPU and a device type
+    that was added to PyTorch, `Module.to` makes new parameters: an optimizer that was made before would go on with the
+    old ones, and a parameter of two modules would become two. So the new contents are put into the old objects.
+
+    Raises:
+        RuntimeError: PyTorch made new parameters, and a graph or a weak reference holds on to an old one.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> weight = layer.weight
+        >>> move_module(layer, torch.device("cpu"))
+        >>> layer.weight is weight
+        True
+    """
+    before = [(owner, dict(owner._parameters)) for owner in module.modules()]
+    module.to(device)
+    made = [
+        (owner, name, parameter, owner._parameters[name])
+        for owner, parameters in before
+        for name, parameter in parameters.items()
+        if parameter is not None and owner._parameters[name] is not parameter
+    ]
+    if not made:
+        return
+    exchanged = set()
+    with torch_private.without_flat_weights(module):
+        for owner, name, parameter, new in made:
+            if id(parameter) not in exchanged:  # one that two modules share was moved twice
+                swap_tensors(parameter, new)  # type: ignore[no-untyped-call]
+                exchanged.add(id(parameter))
+            owner._parameters[name] = parameter
 
 
 class MetaMemory:
@@ -104,3 +160,37 @@ def _mark(dtype: torch.dtype) -> Any:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+@contextlib.contextmanager
+def whole_parameters(layer: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, plain parameters on the meta device are in the place of DTensors there.
+
+    Afterwards the DTensors are in their places again, the same objects. Those whose whole parameter has got memory have
+    their part of it, on a device.
+
+    Args:
+        layer: whose.
+        device: of the process.
+    """
+    wholes: dict[int, tuple[Tensor, nn.Parameter]] = {}
+    places: list[tuple[dict[str, Any], str, Tensor]] = []
+    for module in layer.modules():
+        for name, tensor in module._parameters.items():
+            if tensor is not None and tensor.is_meta and is_dtensor(tensor):
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                wholes.setdefault(id(tensor), (tensor, nn.Parameter(empty, tensor.requires_grad)))
+                places.append((module._parameters, name, tensor))
+    for registry, name, sharded in places:
+        registry[name] = wholes[id(sharded)][1]
+    try:
+        yield
+    finally:
+        for registry, name, sharded in places:
+            registry[name] = sharded
+    for sharded, whole in wholes.values():
+        if not whole.is_meta and is_dtensor(sharded):
+            offsets, sizes = local_region("it", sharded)
+            part = whole.detach()[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
+            filled = with_local_part(part.to(device, copy=True, memory_format=torch.contiguous_format), sharded)
+            swap_tensors(sharded, nn.Parameter(filled, sharded.requires_grad))  # type: ignore[no-untyped-call]

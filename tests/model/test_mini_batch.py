@@ -1,11 +1,20 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.model.chunk import NoChunk
-from pipework.model.microbatch import join, split, split_target
+from pipework.model.marks import NoChunk
+from pipework.model.mini_batch import gradients_are_there, join, required_gradients, split
 from pipework.values.nested import flatten, unflatten
+
+
+def targets_of(
+    target: object, rows: int, chunks: int, readers: tuple[int | None, int | None] = (None, None)
+) -> list[Any]:
+    return split((torch.zeros(rows, 1),), {}, chunks).targets(target, torch.device("cpu"), readers)[0]
+
 
 sizes = st.integers(0, 20)
 chunk_counts = st.integers(1, 9)
@@ -27,9 +36,9 @@ def test_joining_undoes_splitting(rows: int, chunks: int) -> None:
     parts = split((x,), {}, chunks)
     joined = join(parts.micro_batches, parts.rows)
     assert torch.equal(joined.tensors[0], x)
-    gradients = joined.splits.cut([x * 2])
+    gradients = joined.cut([x * 2])
     assert torch.equal(torch.cat([gradient for (gradient,) in gradients]), x * 2)
-    assert torch.equal(parts.splits.join([(gradient, None) for gradient in gradients])[0], x * 2)
+    assert torch.equal(parts.pieces.join([(gradient, None) for gradient in gradients])[0], x * 2)
 
 
 def test_nine_rows_in_eight_chunks() -> None:
@@ -61,16 +70,16 @@ def test_scalars_are_averaged_by_rows() -> None:
     outputs = [((torch.tensor(value),), None) for value in (1.0, 4.0)]
     joined = join(outputs, [3, 1])
     assert joined.tensors[0].item() == 1.0 * 0.75 + 4.0 * 0.25
-    assert joined.splits.cut([torch.tensor(1.0)]) == [(torch.tensor(0.75),), (torch.tensor(0.25),)]
+    assert joined.cut([torch.tensor(1.0)]) == [(torch.tensor(0.75),), (torch.tensor(0.25),)]
 
 
 def test_an_output_without_gradient_has_none_for_any_micro_batch() -> None:
     outputs = [((torch.zeros(2),), None), ((torch.zeros(1),), None)]
-    assert join(outputs, [2, 1]).splits.cut([None]) == [(None,), (None,)]
+    assert join(outputs, [2, 1]).cut([None]) == [(None,), (None,)]
 
 
 def test_a_micro_batch_without_an_input_gradient_contributes_zeros() -> None:
-    splits = split((torch.zeros(3, 2),), {}, 2).splits
+    splits = split((torch.zeros(3, 2),), {}, 2).pieces
     (gradient,) = splits.join([((None,), None), ((torch.ones(1, 2),), None)])
     assert torch.equal(gradient, torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]))
     assert splits.join([((None,), None), ((None,), None)]) == [None]
@@ -86,7 +95,7 @@ def test_a_whole_tensor_goes_to_every_micro_batch_and_gets_the_sum() -> None:
     mask = torch.ones(1, 3, requires_grad=True)
     parts = split((torch.zeros(4, 3), NoChunk(mask)), {}, 2)
     assert [tuple(tensor.shape) for tensor in parts.micro_batches[1][0]] == [(2, 3), (1, 3)]
-    _, gradient = parts.splits.join([((None, torch.ones(1, 3)), None), ((None, torch.ones(1, 3)), None)])
+    _, gradient = parts.pieces.join([((None, torch.ones(1, 3)), None), ((None, torch.ones(1, 3)), None)])
     assert torch.equal(gradient, torch.full((1, 3), 2.0))
 
 
@@ -106,7 +115,7 @@ def test_unequal_rows_name_the_ways_out() -> None:
 def test_targets_are_split_like_the_inputs_whatever_they_are_nested_in() -> None:
     mask = torch.ones(2, 2)
     target = {"label": torch.arange(5), "more": [(torch.zeros(5, 2), "text"), NoChunk(mask)], "none": None}
-    parts = [unflatten(*message) for message in split_target(target, [2, 2, 1], torch.device("cpu"))]
+    parts = [unflatten(*message) for message in targets_of(target, 5, 3)]
     assert [part["label"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
     assert [tuple(part["more"][0][0].shape) for part in parts] == [(2, 2), (2, 2), (1, 2)]
     assert all(part["more"][0][1] == "text" and torch.equal(part["more"][1], mask) for part in parts)
@@ -115,7 +124,7 @@ def test_targets_are_split_like_the_inputs_whatever_they_are_nested_in() -> None
 
 @pytest.mark.parametrize("target", ["text", 3, False, [], {"only": "words"}])
 def test_a_target_without_tensors_goes_to_every_micro_batch(target: object) -> None:
-    messages = split_target(target, [2, 1], torch.device("cpu"))
+    messages = targets_of(target, 3, 2)
     assert [unflatten(*message) for message in messages] == [target, target]
 
 
@@ -125,7 +134,7 @@ def test_a_target_without_tensors_goes_to_every_micro_batch(target: object) -> N
         (torch.zeros(4), r"the inputs have 5 rows and a target tensor has shape \(4,\)"),
         (
             [torch.zeros(5), torch.zeros(1, 5)],
-            r"5 rows and a target tensor has shape \(1, 5\): wanted as many rows; wrap",
+            r"5 rows and a target tensor has shape \(1, 5\): wanted as many rows. Wrap",
         ),
         (torch.tensor(1.0), r"a target tensor has shape \(\)"),
         (torch.zeros(5, requires_grad=True), r"shape \(5,\) requires a gradient.*detach\(\) it"),
@@ -135,13 +144,36 @@ def test_a_target_without_tensors_goes_to_every_micro_batch(target: object) -> N
 )
 def test_a_target_that_does_not_fit_is_refused(target: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        split_target(target, [3, 2], torch.device("cpu"))
+        targets_of(target, 5, 2)
 
 
 @pytest.mark.parametrize(
-    ("target", "found"), [(torch.zeros(4, 2), r"4 rows, shape \(4, 2\)"), (torch.tensor(1.0), r"no rows, shape \(\)")]
+    ("target", "found"), [(torch.zeros(4, 2), r"shape \(4, 2\)"), (torch.tensor(1.0), r"shape \(\)")]
 )
 def test_where_two_ranks_read_the_error_names_both(target: torch.Tensor, found: str) -> None:
     message = f"inputs on rank 2 have 5 rows and a target tensor on rank 7 has {found}: wanted .* same data .* NoChunk"
     with pytest.raises(ValueError, match=message):
-        split_target(target, [3, 2], torch.device("cpu"), (2, 7))
+        targets_of(target, 5, 2, (2, 7))
+
+
+def number(*required: bool, rows: int = 4, chunks: int = 2) -> int:
+    tensors = tuple(torch.zeros(rows, 2, requires_grad=each) for each in required)
+    return required_gradients(split(tensors, {}, chunks))
+
+
+def test_a_part_of_what_is_computed_may_be_wanted() -> None:
+    both = number(True, True)
+    assert number(False, False) == 0
+    assert all(gradients_are_there(wanted, both) for wanted in (0, number(True, False), number(False, True), both))
+    assert not gradients_are_there(both, number(True, False))
+    assert not gradients_are_there(both, 0)
+
+
+def test_other_tensors_have_other_gradients() -> None:
+    computed = number(True, True)
+    for other in (number(True), number(True, True, True), number(True, True, rows=5), number(True, True, chunks=4)):
+        assert not gradients_are_there(other, computed)
+
+
+def test_of_many_tensors_it_is_a_number_of_64_bits() -> None:
+    assert 0 < number(*[True] * 100) < 2**63

@@ -1,4 +1,6 @@
+import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from pipework import MicroBatches, Pipe, PipeWarning
-from pipework.model.rows import modules_with_batch_second
+from pipework.model.row_warnings import modules_with_batch_second
 
 
 class Output(nn.Module):
@@ -69,15 +71,13 @@ def hooks(pipe: Pipe) -> int:
 @pytest.mark.parametrize("training", [True, False])
 def test_rows_that_would_influence_each_other(kind: str, training: bool) -> None:
     pipe = pipe_of(SECOND[kind]()).train(training)
-    with pytest.warns(PipeWarning, match=r"of layer '1' .*shape \(3, 5, 8\).*batch_first=True.*\[B, T, D\]"):
+    with pytest.warns(
+        PipeWarning,
+        match=r"of layer '1' .*shape \(3, 5, 8\).*takes dimension 1 for the batch.*batch_first=True.*\[B, T, D\]",
+    ):
         pipe(torch.randn(12, 5, 8))
     assert not hooks(pipe)
     pipe(torch.randn(12, 5, 8))
-
-
-def test_an_input_with_time_first() -> None:
-    with pytest.warns(PipeWarning, match=r"\(3, 10, 8\)\. It takes dimension 1 for the batch, but the 3 rows"):
-        pipe_of(Output(nn.LSTM(8, 8)))(torch.randn(12, 10, 8))
 
 
 @pytest.mark.parametrize("kind", FIRST)
@@ -88,20 +88,15 @@ def test_rows_that_do_not(kind: str) -> None:
     torch.testing.assert_close(output, nn.Sequential(*pipe)(x))
 
 
-@pytest.mark.parametrize("shape", [(12, 6, 8), (12, 3, 8), (4, 7, 8), (9, 4, 8)])
-def test_what_cannot_be_told_is_asked_once(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(12, 10, 8), (12, 8), (12, 6, 8), (12, 3, 8), (4, 7, 8), (9, 4, 8)])
+def test_shapes_are_warned_of_once(shape: tuple[int, ...]) -> None:
     pipe = pipe_of(Output(nn.LSTM(8, 8)))
-    with pytest.warns(PipeWarning, match=r"'inner' \(LSTM\) of layer '1' \(Output\).*Compare pipe\(x\)") as seen:
+    with pytest.warns(PipeWarning, match=r"'inner' \(LSTM\) of layer '1' \(Output\).*If pipe\(x\) equals") as seen:
         pipe(torch.randn(*shape))
     assert len(seen) == 1
     assert seen[0].filename == __file__
     pipe(torch.randn(*shape))  # warnings are errors
     assert not hooks(pipe)
-
-
-def test_one_sequence_without_a_batch() -> None:
-    with pytest.warns(PipeWarning, match=r"\(3, 8\): two dimensions are one sequence.*give it three dimensions"):
-        pipe_of(Output(nn.LSTM(8, 8)))(torch.randn(12, 8))
 
 
 def test_a_mini_batch_that_is_not_cut_shows_nothing() -> None:
@@ -167,3 +162,96 @@ def test_a_warning_can_be_ignored() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=PipeWarning)
         pipe_of(encoder())(torch.randn(8, 6, 8))
+
+
+class Last(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+def pipe_with(function: Callable[[Tensor], Any], chunks: int = 4, **options: Any) -> Pipe:
+    return Pipe(nn.Sequential(nn.Linear(8, 8), Last(function)), chunks, balance=[1, 1], devices=["cpu"] * 2, **options)
+
+
+def test_a_mean_over_the_batch() -> None:
+    pipe, x = pipe_with(lambda x: x.mean(0, keepdim=True)), torch.randn(16, 8)
+    with pytest.warns(PipeWarning, match=r"the output has the shape \(1, 8\) for each of 4 .* joins along it") as seen:
+        pipe(x).sum().backward()
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    pipe(x)  # warnings are errors
+
+
+@pytest.mark.parametrize(
+    ("function", "rows"),
+    [
+        (lambda x: x[:, :6].mean(0), 16),
+        (lambda x: x.mean(0), 14),  # 8 numbers, for 4 rows and for 3
+        (lambda x: x.new_zeros(3, 5), 16),
+    ],
+)
+def test_other_sizes_that_do_not_come_from_the_rows(function: Callable[[Tensor], Any], rows: int) -> None:
+    with pytest.warns(PipeWarning, match="for each of 4 micro-batches, the first of which has 4 rows"):
+        pipe_with(function).eval()(torch.randn(rows, 8))
+
+
+def test_names_the_tensor_and_looks_at_the_first_outputs_of_a_pipe_with_a_loss() -> None:
+    pipe = pipe_with(
+        lambda x: {"rows": x, "pooled": x.sum(0, keepdim=True)},
+        schedule="1f1b",
+        loss_fn=lambda output, target: functional.mse_loss(output["rows"], target),
+    )
+    x = torch.randn(16, 8)
+    pipe(x, target=x).backward()
+    other = copy.deepcopy(pipe)
+    for each in (pipe, other):
+        with pytest.warns(PipeWarning, match=r"^output tensor 1 has the shape \(1, 8\)"):
+            each(x, target=x, return_output=True)
+        with torch.no_grad():
+            each(x)
+
+
+RIGHT = {
+    "rows": lambda x: x,
+    "flattened": lambda x: x.view(-1, 2),
+    "pairs": lambda x: x.view(-1, 2, 8).mean(1),
+    "a mean": lambda x: x.mean(),
+    "selected": lambda x: x[x[:, 0] > 0],
+    "nothing": lambda x: x[:0],
+    "a mask for all": lambda x: (x, len(x), None),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("rows", [16, 1, 4])
+def test_right_programs(name: str, rows: int) -> None:
+    if name == "pairs" and rows < 16:
+        return
+    x = torch.randn(rows, 8)
+    x[:, 0] = 1.0
+    x[:3] = -x[:3]
+    pipe_with(RIGHT[name])(x)
+
+
+def test_uneven_micro_batches_and_those_of_the_caller() -> None:
+    pipe_with(lambda x: x.repeat_interleave(3, 0))(torch.randn(9, 8))
+    pipe_with(lambda x: x.mean(0, keepdim=True))(MicroBatches([torch.randn(4, 8), torch.randn(4, 8)]))
+    pipe_with(lambda x: x.mean(0, keepdim=True), chunks=1, schedule="gpipe").eval()(torch.randn(4, 8))
+
+
+def test_a_size_that_fits_by_chance_is_seen_when_the_rows_change() -> None:
+    pipe = pipe_with(lambda x: x.mean(0))  # 8 numbers, which could be two for each of 4 rows
+    pipe(torch.randn(16, 8))
+    with pytest.warns(PipeWarning, match=r"the output has the shape \(8,\) for each of 4 .* first of which has 2 rows"):
+        pipe(torch.randn(8, 8))
+    pipe(torch.randn(32, 8))
+
+
+def test_flattened_rows_may_change() -> None:
+    pipe = pipe_with(lambda x: x.flatten())
+    for rows in (16, 8, 14):
+        pipe(torch.randn(rows, 8))
