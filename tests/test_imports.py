@@ -18,12 +18,11 @@ PACKAGE = Path(pipework.__file__).parent
 # import torch_private, tracebacks, spot_checks and signatures.
 MAY_IMPORT = {
     "schedule": {
-        "schedule.generators", "schedule.passes", "schedule.analysis", "schedule.formats", "schedule.draw",
+        "schedule.generators", "schedule.passes", "schedule.analysis", "schedule.draw",
     },
     "schedule.generators": {"schedule"},
     "schedule.passes": {"schedule", "schedule.analysis"},
     "schedule.analysis": {"schedule", "schedule.passes", "schedule.draw"},
-    "schedule.formats": {"schedule", "schedule.passes"},
     "schedule.draw": {"schedule"},
     "timeline": {"schedule", "schedule.analysis", "schedule.draw"},
     "fsdp_private": set(),
@@ -163,8 +162,7 @@ def test_imports_point_one_way(path: Path) -> None:
         )
     if folder.split(".")[0] == "schedule":
         names = set(imported(ast.parse(path.read_text())))
-        optional = {"matplotlib"} if path.name == "png.py" else set()
-        allowed = sys.stdlib_module_names | {"pipework"} | optional
+        allowed = sys.stdlib_module_names | {"pipework"}
         assert {name.split(".")[0] for name in names} <= allowed
 
 

@@ -37,7 +37,6 @@ OF_SEVERAL = {
         "several_ranks",
     },
     "schedule/analysis": {"blocking_channels"},
-    "schedule/formats": {"exchange_with_torch"},
     "schedule/generators": {"bubbles", "zoo"},
 }
 FILES = sorted(

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, get_args
 
-from pipework.schedule import Channel, Costs, Schedule, from_csv, from_json, from_orders_text
+from pipework.schedule import Channel, Costs, Schedule, from_csv, from_json
 from pipework.schedule.argument_checks import unknown_name
 from pipework.schedule.costs import read_costs
 
@@ -34,9 +34,7 @@ _SHORT: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 
-_READERS: Final[Mapping[str, Callable[[str], Schedule]]] = MappingProxyType(
-    {".csv": from_csv, ".json": from_json, ".txt": from_orders_text}
-)
+_READERS: Final[Mapping[str, Callable[[str], Schedule]]] = MappingProxyType({".csv": from_csv, ".json": from_json})
 
 FILES: Final = ", ".join(_READERS)
 

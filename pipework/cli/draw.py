@@ -23,13 +23,12 @@ from pipework.schedule import (
     svg,
     to_csv,
     to_json,
-    to_orders_text,
     with_communication,
     with_recompute,
 )
 from pipework.schedule.draw.units import memory_text, time_text
 from pipework.schedule.registry import build_for_shares
-from pipework.timeline import png, trace_json
+from pipework.timeline import trace_json
 
 if TYPE_CHECKING:
     from pipework.schedule.draw.svg import Colors
@@ -75,8 +74,8 @@ def add_to(commands: Commands) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="write a picture (.svg; .png needs matplotlib), the schedule (.csv in PyTorch's form compute_only, with "
-        "--channel in compute_comms; .json; .txt), or a trace for https://ui.perfetto.dev (.trace.json)",
+        help="write a picture (.svg), the schedule (.csv in PyTorch's form compute_only, with "
+        "--channel in compute_comms; .json), or a trace for https://ui.perfetto.dev (.trace.json)",
     )
     parser.set_defaults(run=run)
 
@@ -87,7 +86,6 @@ def run(arguments: argparse.Namespace) -> Report:
     Raises:
         ValueError: an argument is out of range, or the file cannot be read or holds no schedule.
         OSError: a file cannot be written.
-        ImportError: matplotlib is not installed.
     """
     out: Path | None = arguments.out
     form = None if out is None else _form(out)
@@ -156,10 +154,8 @@ _FORMS: Final[Mapping[str, Form]] = MappingProxyType(
     {
         ".trace.json": lambda schedule, line, colors: trace_json(line),
         ".svg": lambda schedule, line, colors: svg(line, colors=colors, update=colors == "worker"),
-        ".png": lambda schedule, line, colors: png(line, colors=colors, update=colors == "worker"),
         ".csv": _csv,
         ".json": lambda schedule, line, colors: to_json(schedule) + "\n",
-        ".txt": lambda schedule, line, colors: to_orders_text(schedule) + "\n",
     }
 )
 

@@ -16,7 +16,7 @@ from pipework.cli.report import Report
 if TYPE_CHECKING:
     from pipework.cli.draw import Commands
 
-_OTHERS = ("numpy", "safetensors", "matplotlib", "transformers")
+_OTHERS = ("numpy", "safetensors", "transformers")
 # Those of the drivers, the allocators and the libraries of kernels.
 _VARIABLES: Final = (
     "CUBLAS", "CUDA", "CUDNN", "GPU_", "HIP_", "HSA_", "MIOPEN_", "NCCL_", "NVIDIA_TF32", "PYTORCH_", "RCCL_", "ROCR_",

@@ -16,7 +16,7 @@ from pipework.planning.profiles.profile import Profile
 if TYPE_CHECKING:
     from pipework.cli.draw import Commands
 
-_ENDINGS = (".json", ".csv", ".svg", ".png")
+_ENDINGS = (".json", ".csv", ".svg")
 
 
 def add_to(commands: Commands) -> None:

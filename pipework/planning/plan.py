@@ -191,20 +191,15 @@ class Plan:
 
         Args:
             path: ``.json``, which :meth:`load` reads; ``.csv``, the schedule for PyTorch, without recomputation
-                and skip connections, which that format does not have; ``.svg`` or ``.png``, a picture.
+                and skip connections, which that format does not have; ``.svg``, a picture.
 
         Raises:
             ValueError: the ending is another one.
             OSError: the file cannot be written.
         """
         path = Path(path)
-        if path.suffix == ".png":
-            from pipework.schedule.draw.png import png  # needs matplotlib, which the package does without
-
-            path.write_bytes(png(self.timeline))
-            return
         if path.suffix not in (".json", ".csv", ".svg"):
-            raise ValueError(f"{path}: a plan is saved as .json, .csv, .svg or .png, not as {path.suffix!r}")
+            raise ValueError(f"{path}: a plan is saved as .json, .csv or .svg, not as {path.suffix!r}")
         if path.suffix == ".csv":
             text = to_csv(replace(without_recompute(self.schedule), skips=()))
         else:

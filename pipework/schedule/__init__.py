@@ -11,9 +11,7 @@ from pipework.schedule.analysis.validate import ScheduleError, Validation, Valid
 from pipework.schedule.costs import Costs, StageCosts
 from pipework.schedule.draw.grid import grid
 from pipework.schedule.draw.svg import svg
-from pipework.schedule.formats.csv_form import from_csv, to_csv
-from pipework.schedule.formats.json_form import from_json, to_json
-from pipework.schedule.formats.orders_text import from_orders_text, to_orders_text
+from pipework.schedule.formats import from_csv, from_json, to_csv, to_json
 from pipework.schedule.generators.controllable_memory import v_half, v_min
 from pipework.schedule.generators.dualpipe_v import dualpipe_v
 from pipework.schedule.generators.fill_drain import fill_drain
@@ -71,7 +69,6 @@ __all__ = [
     "forward_only",
     "from_csv",
     "from_json",
-    "from_orders_text",
     "grid",
     "hanayo",
     "interleaved_1f1b",
@@ -90,7 +87,6 @@ __all__ = [
     "svg",
     "to_csv",
     "to_json",
-    "to_orders_text",
     "v_half",
     "v_min",
     "validate",

@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import median
 
 from pipework.schedule import Costs, Interval, Schedule, Simulation, Timeline, simulate, svg
-from pipework.schedule.draw.png import png
 from pipework.timeline.measure import measured_costs
 from pipework.timeline.trace import trace_json
 
@@ -177,26 +176,20 @@ class Recording:
         """Write a picture or a trace.
 
         Args:
-            path: ``*.svg`` or ``*.png``: the predicted and, below it, the measured timeline of the last step;
+            path: ``*.svg``: the predicted and, below it, the measured timeline of the last step;
                 ``*.json``: all steps as a trace, for https://ui.perfetto.dev or chrome://tracing.
 
         Raises:
             ValueError: the name has another ending, or nothing was recorded.
-            ImportError: the name ends in ``.png``, and matplotlib is not installed.
             OSError: the file cannot be written.
         """
         path = Path(path)
         ending = path.suffix.lower()
-        if ending not in (".svg", ".png", ".json"):
-            raise ValueError(
-                f"cannot save as {path.name!r}: the name must end in .svg or .png (picture), or .json (trace)"
-            )
+        if ending not in (".svg", ".json"):
+            raise ValueError(f"cannot save as {path.name!r}: the name must end in .svg (picture) or .json (trace)")
         self._find(-1)
-        if ending == ".png":
-            content = png(self._pictured())
-        else:
-            content = (svg(self._pictured()) if ending == ".svg" else trace_json(self._all())).encode()
-        path.write_bytes(content)
+        content = svg(self._pictured()) if ending == ".svg" else trace_json(self._all())
+        path.write_text(content, encoding="utf-8")
 
     def _repr_svg_(self) -> str | None:
         return svg(self._pictured()) if self._steps else None

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from pipework.cli.arguments import costs, count, is_file, limit, read_schedule, written_costs
-from pipework.schedule import Costs, fill_drain, to_csv, to_json, to_orders_text
+from pipework.schedule import Costs, fill_drain, to_csv, to_json
 
 
 def test_short_and_long_names_of_costs():
@@ -29,7 +29,7 @@ def test_numbers_out_of_range(read, text):
         read(text)
 
 
-@pytest.mark.parametrize(("suffix", "write"), [(".csv", to_csv), (".JSON", to_json), (".txt", to_orders_text)])
+@pytest.mark.parametrize(("suffix", "write"), [(".csv", to_csv), (".JSON", to_json)])
 def test_schedules_from_files(tmp_path, suffix, write):
     file = tmp_path / f"mine{suffix}"
     file.write_text(write(fill_drain(2, 3)))

@@ -11,7 +11,6 @@ from pipework.schedule import (
     fill_drain,
     from_csv,
     from_json,
-    from_orders_text,
     simulate,
     svg,
     validate,
@@ -138,7 +137,6 @@ def test_the_schedule_for_other_programs(tmp_path, capsys):
     for name, read in (
         ("a.csv", from_csv),
         ("a.json", from_json),
-        ("a.txt", from_orders_text),
     ):
         assert draw(*words, "--out", str(tmp_path / name)) == 0
         assert read((tmp_path / name).read_text()).orders == schedule.orders
@@ -172,11 +170,6 @@ def test_shares_of_uneven_stages(tmp_path, capsys):
     (tmp_path / "uneven.csv").write_text("0F0,2F0,2B0,0B0\n1F0,1B0")
     assert draw(str(tmp_path / "uneven.csv")) == 0
     assert "makespan 6, peak memory 1 (in micro-batches of activations of a worker)" in capsys.readouterr().out
-
-
-def test_png(tmp_path):
-    assert draw("1f1b", "--workers", "2", "--chunks", "3", "--out", str(tmp_path / "a.png")) == 0
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_costs_from_a_file_have_numbers_for_stages(tmp_path, capsys):

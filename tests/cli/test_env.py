@@ -22,7 +22,7 @@ def test_report(capsys):
     assert facts["gloo"] == ("available" if torch.distributed.is_gloo_available() else "not available")
     assert facts["nccl"] == ("available" if torch.distributed.is_nccl_available() else "not available")
     assert int(facts["cores"]) >= 1
-    assert {"platform", "accelerators", "numpy", "matplotlib", "safetensors"} <= set(facts)
+    assert {"platform", "accelerators", "numpy", "safetensors"} <= set(facts)
 
 
 def test_without_torch(capsys, monkeypatch):

@@ -103,7 +103,7 @@ def test_several_kinds_of_device(tmp_path, capsys):
         (("--workers", "2", "--chunks", "4,9"), "chunks is 9, and a mini-batch has 8 rows"),
         (
             ("--workers", "2", "-o", "plan.txt"),
-            "-o plan.txt: a plan is written as .json, .csv, .svg, .png, not as '.txt'",
+            "-o plan.txt: a plan is written as .json, .csv, .svg, not as '.txt'",
         ),
         (("--workers", "2", "-o", "no/such/plan.json"), "-o no/such/plan.json: there is no folder no/such"),
         (("--workers", "2", "--devices", "device"), "not allowed with argument"),

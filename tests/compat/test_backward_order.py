@@ -1,7 +1,8 @@
 """Backwards from the last micro-batch to the first."""
 
 from pipework.compat.backward_order import from_last_to_first
-from pipework.schedule import fill_drain, split_at_loss, to_orders_text, validate, with_recompute
+from pipework.schedule import fill_drain, split_at_loss, validate, with_recompute
+from tests.schedule.orders_text import to_orders_text
 
 
 def test_each_recomputation_stays_before_its_backward() -> None:

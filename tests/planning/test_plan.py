@@ -27,7 +27,7 @@ def test_the_table_says_what_was_chosen_and_how_far_that_is_from_the_best(plan: 
     assert lines[6].startswith("what binds: ")
 
 
-@pytest.mark.parametrize("ending", ["json", "csv", "svg", "png"])
+@pytest.mark.parametrize("ending", ["json", "csv", "svg"])
 def test_is_saved_in_several_formats(plan: Plan, tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"plan.{ending}"
     plan.save(path)
@@ -36,7 +36,7 @@ def test_is_saved_in_several_formats(plan: Plan, tmp_path: Path, ending: str) ->
     elif ending == "csv":
         assert without_recompute(from_csv(path.read_text())).orders == without_recompute(plan.schedule).orders
     else:
-        assert path.read_bytes()[:4] in (b"<svg", b"\x89PNG")
+        assert path.read_bytes()[:4] == b"<svg"
 
 
 def test_the_time_by_the_profile_is_kept(plan: Plan, tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_the_time_by_the_profile_is_kept(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_other_endings_are_refused(plan: Plan, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"saved as .json, .csv, .svg or .png, not as '.txt'"):
+    with pytest.raises(ValueError, match=r"saved as .json, .csv or .svg, not as '.txt'"):
         plan.save(tmp_path / "plan.txt")
 
 

@@ -1,12 +1,10 @@
 import json
-import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
 
 import pytest
 
 from pipework.schedule import Action, Costs, Interval, fill_drain, simulate, with_recompute
-from pipework.timeline import Recording, png
+from pipework.timeline import Recording
 
 COSTS = Costs(
     forward=[1, 2], backward=[3, 5], recompute=[0.5, 0.25], activation=[64, 128], checkpoint_activation=[8, 16]
@@ -126,19 +124,6 @@ def test_save_svg(tmp_path):
     assert picture == recording._repr_svg_()
 
 
-def test_save_png(tmp_path, monkeypatch):
-    recording = Recording()
-    play(recording, 0, fill_drain(2, 4))
-    recording.save(tmp_path / "x.PNG")
-    predicted = replace(recording.predicted().timeline, title="predicted: gpipe, 2 workers, 4 micro-batches", unit="s")
-    wanted = png([replace(predicted, memory_unit="bytes"), recording.timeline()])
-    assert (tmp_path / "x.PNG").read_bytes() == wanted
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"\.\[plot\]"):
-        recording.save(tmp_path / "y.png")
-    assert not (tmp_path / "y.png").exists()
-
-
 def test_save_json_has_all_steps(tmp_path):
     recording = Recording()
     play(recording, 0, fill_drain(2, 4), at=10)
@@ -179,7 +164,7 @@ def test_nothing_recorded(tmp_path):
 def test_unknown_ending(tmp_path, name):
     recording = Recording()
     play(recording, 0, fill_drain(1, 1), Costs())
-    with pytest.raises(ValueError, match=r"must end in \.svg or \.png \(picture\), or \.json \(trace\)"):
+    with pytest.raises(ValueError, match=r"must end in \.svg \(picture\) or \.json \(trace\)"):
         recording.save(tmp_path / name)
 
 

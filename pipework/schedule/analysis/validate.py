@@ -111,14 +111,11 @@ def validate(
         ValueError: the channel is unknown, a limit is out of range, or the costs are for another number of stages.
 
     Example:
-        >>> from pipework.schedule import Action, Schedule, from_orders_text
+        >>> from pipework.schedule import Action, Schedule, from_csv
         >>> wrong = Schedule("wrong", (0,), ((Action("B", 0, 0), Action("F", 0, 0)),))
         >>> validate(wrong).violations[0].message
         'worker 0 waits forever at 0B0: it needs 0F0, which is later in its own order'
-        >>> validate(from_orders_text('''
-        ...     schedule greedy
-        ...     placement 0
-        ...     worker 0 0F0 0F1 0B0 0B1'''), memory_limit=1).violations[0].message
+        >>> validate(from_csv("0F0,0F1,0B0,0B1"), memory_limit=1).violations[0].message
         'worker 0 holds 2 at 0F1, more than its limit of 1'
     """
     spread = checked(costs).spread(checked_schedule(schedule).stages, len(schedule.skips))

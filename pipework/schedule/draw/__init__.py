@@ -1,1 +1,1 @@
-"""Timelines as pictures: text, SVG and PNG."""
+"""Timelines as pictures: text and SVG."""

@@ -29,7 +29,7 @@ from pipework import (
     skippable,
     stash,
 )
-from pipework.schedule import from_orders_text
+from tests.schedule.orders_text import from_orders_text
 
 Run = Callable[..., list[Any]]
 

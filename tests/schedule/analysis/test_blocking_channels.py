@@ -13,9 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipework.schedule import SCHEDULES, build, to_orders_text, validate, with_communication
+from pipework.schedule import SCHEDULES, build, validate, with_communication
 from pipework.schedule.placement import wave_placement
 from tests.schedule.analysis.brute_force import _makes_sense as makes_sense
+from tests.schedule.orders_text import to_orders_text
 
 TRAINING = sorted({*SCHEDULES} - {"forward-only"})
 

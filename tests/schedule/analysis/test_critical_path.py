@@ -11,7 +11,6 @@ from pipework.schedule import (
     Costs,
     build,
     fill_drain,
-    from_orders_text,
     looped_bfs,
     simulate,
     validate,
@@ -20,6 +19,7 @@ from pipework.schedule import (
     with_recompute,
     with_skips,
 )
+from tests.schedule.orders_text import from_orders_text
 
 times = st.sampled_from([0.0, 0.125, 0.5, 1.0]) | st.floats(0.01, 4)
 

@@ -1,6 +1,7 @@
-from pipework.schedule import Action, Costs, fill_drain, from_orders_text, with_communication
+from pipework.schedule import Action, Costs, fill_drain, with_communication
 from pipework.schedule.analysis.events import Deadlock, run
 from pipework.schedule.analysis.products import LOSS
+from tests.schedule.orders_text import from_orders_text
 
 UNIT = Costs().spread(stages=2)
 

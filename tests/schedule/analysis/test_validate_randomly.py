@@ -14,7 +14,6 @@ from pipework.schedule import (
     build,
     restricted,
     simulate,
-    to_orders_text,
     validate,
     with_communication,
     with_gradient_reduction,
@@ -22,6 +21,7 @@ from pipework.schedule import (
     with_skips,
 )
 from tests.schedule.analysis.brute_force import runs
+from tests.schedule.orders_text import to_orders_text
 
 CHANNELS = ("unbounded", "pair", "worker")
 CASES = 10_000

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.schedule import SCHEDULES, Costs, build, simulate, to_orders_text, validate
+from pipework.schedule import SCHEDULES, Costs, build, simulate, validate
+from tests.schedule.orders_text import to_orders_text
 
 GOLDEN = Path(__file__).with_name("golden.txt")
 HALVES = {"zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min"}

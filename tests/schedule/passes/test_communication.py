@@ -9,7 +9,6 @@ from pipework.schedule import (
     build,
     fill_drain,
     forward_only,
-    from_orders_text,
     looped_bfs,
     one_forward_one_backward,
     restricted,
@@ -21,6 +20,7 @@ from pipework.schedule import (
     with_skips,
     zb_v,
 )
+from tests.schedule.orders_text import from_orders_text
 
 
 def rows(schedule):

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from pipework.schedule import (
@@ -6,7 +8,9 @@ from pipework.schedule import (
     fill_drain,
     forward_only,
     from_csv,
+    from_json,
     to_csv,
+    to_json,
     validate,
     with_communication,
     with_gradient_reduction,
@@ -42,12 +46,12 @@ def test_waits_are_written_where_pytorch_puts_them_and_not_read():
 def test_what_has_been_lowered_is_written_as_it_is():
     lowered = with_communication(with_gradient_reduction(zb_v(2, 3)), channel="pair")
     assert from_csv(to_csv(lowered, form="compute_comms"), name="zb-v") == lowered
-    with pytest.raises(ValueError, match="more than forwards and backwards: choose form='compute_comms'"):
+    with pytest.raises(ValueError, match="more than computations: choose form='compute_comms'"):
         to_csv(lowered)
 
 
 def test_what_pytorch_has_no_word_for():
-    with pytest.raises(ValueError, match=r"'gpipe' recomputes \(0R0\), which PyTorch's CSV does not support"):
+    with pytest.raises(ValueError, match=r"'gpipe' has recomputation, which PyTorch's CSV does not support"):
         to_csv(with_recompute(fill_drain(2, 2), 1))
     with pytest.raises(ValueError, match="has skip connections, which PyTorch's CSV does not support"):
         to_csv(with_skips(fill_drain(3, 2), [(0, 2)]))
@@ -72,18 +76,18 @@ def test_placement_is_where_stages_stand():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "the CSV is empty: wanted a row of actions"),
-        ("\n,,\n", "the CSV is empty"),
-        ("x.csv", r"the text is 'x.csv', which looks like the name of a file: pass its content, Path\('x.csv'\)"),
+        ("", "row 1 of the CSV has no action"),
+        ("\n,,\n", "row 1 of the CSV has no action"),
         ("0F0,0SEND_F0,0B0", "the CSV makes no schedule: "),
         ("0F0,0X0", r"row 1, column 2 of the CSV: '0X0' is not an action"),
         ("0F0,(0F1;0B)OVERLAP_F_B", r"row 1, column 2 of the CSV: '0B' is not an action"),
-        ("0F0,0B0\n,,\n1F0,1B0", "row 2 of the CSV has no action: wanted those of worker 1"),
-        ("0F0,0B0\n2F0,2B0", "stage 1 has no action in the CSV, though stage 2 has"),
-        ("0F0,1B0\n1F0,0B0", r"stage 1 is in row 1 of the CSV and, with 1F0, in row 2"),
+        ("0F0,0B0\n,,\n1F0,1B0", "row 2 of the CSV has no action: wanted those of a worker"),
+        ("0F0,0B0\n2F0,2B0", "stage 1 has no action, though stage 2 has"),
+        ("0F0,1B0\n1F0,0B0", r"row 2 has 1F0, row 1 has others of this stage"),
+        (f"0F0,{'x' * 200_000}", "the text is not CSV: field larger than field limit"),
     ],
 )
-def test_holes_are_named(text, message):
+def test_wrong_csv(text, message):
     with pytest.raises(ValueError, match=message):
         from_csv(text)
 
@@ -91,3 +95,47 @@ def test_holes_are_named(text, message):
 def test_a_missing_action_is_named_by_validation():
     violations = validate(from_csv("0F0,0F1,0B0\n1F0,1F1,1B0,1B1")).violations
     assert violations[0].message == "0B1 (or 0I1 and 0W1) is missing in the order of worker 0"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_round_trip_of_json(name):
+    schedule = build(name, workers=3, chunks=4)
+    assert from_json(to_json(schedule)) == schedule
+    if not schedule.inference:
+        everything = with_communication(with_skips(with_recompute(schedule, 2), [(0, schedule.stages - 1)]))
+        assert from_json(to_json(everything)) == everything
+
+
+def change(**fields):
+    return json.dumps({**json.loads(to_json(fill_drain(2, 2))), **fields})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "the text is not JSON: "),
+        ("a.json", "the text is not JSON: "),
+        ("[]", "not a schedule of pipework: wanted an object of format 'pipework schedule 1'"),
+        (change(format="pipework schedule 2"), "wanted an object of format 'pipework schedule 1'"),
+        (change(inference="no"), "the JSON makes no schedule: inference is 'no', wanted a bool"),
+        ('{"format": "pipework schedule 1", "inference": false}', "the JSON makes no schedule: it has no 'orders'"),
+        (change(orders=None), "the JSON makes no schedule: "),
+        (change(orders=[7]), "the JSON makes no schedule: "),
+        (change(orders=[["0F0"], [3]]), "the JSON makes no schedule: '3' is not an action"),
+        (change(orders=[["0F0"], ["0Y0"]]), "the JSON makes no schedule: '0Y0' is not an action"),
+        (change(placement=[0, 5]), "the JSON makes no schedule: stage 1 is placed on worker 5"),
+        (change(placement=["0"]), "the JSON makes no schedule: placement of stage 0 is '0': wanted the number"),
+        (change(skips=[3]), "the JSON makes no schedule: a skip is 3"),
+        (change(name=3), "the JSON makes no schedule: name of a schedule is 3"),
+    ],
+)
+def test_wrong_json(text, message):
+    with pytest.raises(ValueError, match=message):
+        from_json(text)
+
+
+@pytest.mark.parametrize(("write", "read"), [(to_csv, from_csv), (to_json, from_json)])
+def test_a_byte_order_mark_is_skipped_and_only_text_is_read(write, read, tmp_path):
+    assert read("\ufeff" + write(fill_drain(1, 1))).orders == fill_drain(1, 1).orders
+    with pytest.raises(TypeError, match=r"the text of a schedule is .*Path.*: wanted a str"):
+        read(tmp_path)

@@ -1,1 +1,0 @@
-"""Schedules as CSV, JSON and text."""
