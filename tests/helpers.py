@@ -23,7 +23,7 @@ def outcomes_in_threads(*jobs: Callable[[], object]) -> list[object]:
         thread.start()
     for thread in threads:
         thread.join(30)
-        assert not thread.is_alive()
+        assert not thread.is_alive(), f"a job has not come to its end; what the jobs gave: {outcomes}"
     return outcomes
 
 

@@ -28,8 +28,9 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
         >>> is_dtensor(torch.ones(1))
         False
     """
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    # Another thread may be in the middle of the import: then the module has no such class yet.
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def local_part(tensor: Tensor) -> Tensor:
