@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import nn
 
-from pipework.runtime.peers import LocalPeers
+from pipework.runtime.transport import LocalTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
     from pipework.assignment.assignment import Assignment
     from pipework.autograd.factor import Factor
-    from pipework.model.local_parameters import Dimensions
     from pipework.model.mini_batch import MiniBatch
-    from pipework.runtime.peers import Peers
+    from pipework.runtime.failure import Failure
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import Key
+    from pipework.runtime.run_spec import RunSpec
     from pipework.runtime.skips.skip import Skip
+    from pipework.runtime.transport import Transport
     from pipework.runtime.worker_threads import WorkerThreads
+    from pipework.schedule import Action, Interval
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,6 @@ class PipeSpec:
         skips: the skip connections between them.
         settings: the pipe's other arguments, as JSON values.
         tensors: the parameters and buffers of this process's stages, by name.
-        local_names: of the parameters that processes have values of their own of, and over which dimensions.
         grad_scaler: of the pipe; None: there is none.
         open_workers: starts the pipe's workers, if they do not run, and passes them to `Backend.use`.
     """
@@ -50,13 +51,12 @@ class PipeSpec:
     skips: Sequence[Skip]
     settings: Mapping[str, Any]
     tensors: Iterable[tuple[str, Tensor]]
-    local_names: Mapping[str, Dimensions]
     grad_scaler: torch.amp.GradScaler | None
     open_workers: Callable[[], object]
 
 
-class StepHeader(NamedTuple):
-    """How a process calls the pipe. All processes must call it with the same header.
+class StepCall(NamedTuple):
+    """A call of the pipe: as one process makes it, or, from `Backend.begin`, what all processes know of it.
 
     Attributes:
         training: whether layers are in training mode.
@@ -65,6 +65,16 @@ class StepHeader(NamedTuple):
         returns_output: whether the output is returned beside the loss.
         recorded: whether the workers' actions are recorded.
         scales_loss: whether there is a `loss_scale`. The last rank's counts.
+        has_target: whether there is a target, so that the loss is computed inside of the pipe. The last rank's counts.
+        gradients: which of the inputs require a gradient, and how they are cut, see `required_gradients`; 0: none
+            does. The first rank's counts.
+        rows: of the mini-batch; 0 in a process that does not read the inputs.
+        micro_batches: how many the mini-batch is split into; 0 likewise.
+        key: names the random numbers; None: it has not been drawn.
+        target_is_unread: whether the process that reads the inputs was given a target, and the one that reads the
+            target was not.
+        given: for micro-batches that the caller has made, the rows of each, -1 if it has none; processes that have
+            neither inputs nor targets may know -1 only. None: the pipe splits the mini-batch.
     """
 
     training: bool
@@ -73,46 +83,22 @@ class StepHeader(NamedTuple):
     returns_output: bool
     recorded: bool
     scales_loss: bool = False
-
-
-class StepData(NamedTuple):
-    """What a process gave the pipe in a call; None where another process has it.
-
-    Attributes:
-        arguments: the positional inputs.
-        keywords: the keyword inputs.
-        target: of the loss.
-        gradients: which of the inputs require a gradient, and how they are cut, see `required_gradients`; 0: none does.
-    """
-
-    arguments: tuple[Any, ...]
-    keywords: Mapping[str, Any]
-    target: Any
+    has_target: bool = False
     gradients: int = 0
-
-
-class StepFacts(NamedTuple):
-    """What all processes know of a call.
-
-    Attributes:
-        rows: of the mini-batch.
-        micro_batches: how many it is split into.
-        key: names the random numbers; None: it has not been drawn.
-        inside: whether there is a target, so that the loss is computed inside of the pipe.
-        given: for micro-batches that the caller has made, the rows of each, -1 if it has none; processes that have
-            neither inputs nor targets may know -1 only. None: the pipe splits the mini-batch.
-        target_is_unread: whether the process that reads the inputs was given a target, and the one that reads the
-            target was not.
-        input_gradients: whether any input requires a gradient, in the process that reads them.
-    """
-
-    rows: int
-    micro_batches: int
-    key: int | None
-    inside: bool
-    given: Sequence[int] | None = None
+    rows: int = 0
+    micro_batches: int = 0
+    key: int | None = None
     target_is_unread: bool = False
-    input_gradients: bool = False
+    given: Sequence[int] | None = None
+
+    def reading(self, batch: MiniBatch) -> StepCall:
+        """The call in the process that reads the inputs.
+
+        Args:
+            batch: the mini-batch.
+        """
+        given = None if batch.is_cut else batch.rows
+        return self._replace(rows=sum(batch.rows), micro_batches=len(batch.rows), given=given)
 
 
 @dataclass(frozen=True)
@@ -142,19 +128,19 @@ class ProcessGroupView:
 
 
 class Backend(Protocol):
-    """Where the workers of a pipe are, and what the processes that hold it do together."""
+    """Where the workers of a pipe are, and what the processes that hold it do together.
+
+    Attributes:
+        starting: called before each action of this process's workers; None: nothing is to be called.
+    """
 
     @property
     def devices(self) -> Sequence[int | str | torch.device] | None:
         """One for each worker, as `Pipe(devices=)` takes them; None: to be chosen."""
 
     @property
-    def peers(self) -> Peers:
-        """What a step asks of the other processes."""
-
-    @property
     def is_whole(self) -> bool:
-        """Whether this process has all stages."""
+        """Whether this process has all stages, so that no worker waits for another process."""
 
     @property
     def is_first(self) -> bool:
@@ -179,6 +165,10 @@ class Backend(Protocol):
     @property
     def stopping(self) -> bool:
         """Whether training is to stop."""
+
+    @property
+    def starting(self) -> Callable[[Action], None] | None:
+        """See the class."""
 
     # ---- making a pipe ----------------------------------------------------------------------------------------------
 
@@ -212,7 +202,10 @@ class Backend(Protocol):
         """For each parameter that stages of several processes use, these stages."""
 
     def calling(self, what: str) -> AbstractContextManager[None]:
-        """Entered around a call of the pipe, which all processes make; see `Peers.calling`.
+        """Entered around a call that all processes make: an error in one of them becomes an error in all.
+
+        Args:
+            what: the name of the call, such as "backward".
 
         Raises:
             SystemExit: training is to stop, and the program did not ask `stopping`.
@@ -221,13 +214,14 @@ class Backend(Protocol):
     def check_inputs(self, inputs: Collection[Any]) -> None:
         """Raises a TypeError if inputs are missing in a process that must read them."""
 
-    def begin(self, header: StepHeader, batch: MiniBatch | None, data: StepData) -> StepFacts:
+    def begin(self, call: StepCall, batch: MiniBatch | None, inputs: Any, target: Any) -> StepCall:
         """What all processes know of a call.
 
         Args:
-            header: how this process makes the call.
+            call: as this process makes it.
             batch: the mini-batch; None: another process reads the inputs.
-            data: what this process was given.
+            inputs: that this process was given, positional and keyword ones.
+            target: that this process was given.
 
         Raises:
             ValueError: the processes make different calls, or were given different data.
@@ -243,24 +237,34 @@ class Backend(Protocol):
     def common_error(self, error: ValueError) -> ValueError:
         """Marks an error that each process finds by itself in this call: then none reports it to the others."""
 
-    def share_key(self, facts: StepFacts, key: Key) -> None:
+    def share_key(self, call: StepCall, key: Key) -> None:
         """After a call: if any process has drawn the key, all draw it, so that their generators stay the same."""
 
     def request_stop(self) -> None:
         """Asks for `stopping`, in all processes."""
 
     def clip_grad_norm_(
-        self,
-        stages: Mapping[int, nn.Sequential],
-        max_norm: float,
-        norm_type: float,
-        error_if_nonfinite: bool,
+        self, stages: Mapping[int, nn.Sequential], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor:
         """See `Pipe.clip_grad_norm_`."""
 
+    # ---- a run of the workers ---------------------------------------------------------------------------------------
+
+    def transport(self, spec: RunSpec) -> Transport:
+        """Connects the workers for one run."""
+
+    def during(self, failure: Failure) -> None:
+        """From now on failures of other processes are reported to this failure."""
+
+    def all_intervals(self, intervals: Sequence[Interval]) -> list[Interval]:
+        """The recorded actions of all workers, by this process's clock, from those of this process's workers."""
+
+    def explained(self, error: BaseException) -> BaseException:
+        """The error to raise after a failed run: it may have its cause in another process."""
+
 
 class LocalBackend:
-    """Workers are threads of this process; see `Backend`.
+    """Workers are threads of this process, which knows everything and asks nobody; see `Backend`.
 
     Example:
         >>> LocalBackend(["cpu", "cpu"]).is_whole
@@ -270,10 +274,11 @@ class LocalBackend:
     is_whole = is_first = is_last = True
     data_parallel_rank, data_parallel_size = 0, 1
     ranks = ProcessGroupView()
+    tied_stages: Sequence[tuple[int, ...]] = ()
+    starting = None
 
     def __init__(self, devices: Sequence[int | str | torch.device] | None = None) -> None:
         self.devices = devices
-        self.peers: Peers = LocalPeers()
         self.stopping = False
 
     def own_stages(self, assignment: Assignment) -> list[int]:
@@ -297,11 +302,6 @@ class LocalBackend:
         """Every worker is here."""
         return None
 
-    @property
-    def tied_stages(self) -> Sequence[tuple[int, ...]]:
-        """There is one process."""
-        return ()
-
     def calling(self, what: str) -> AbstractContextManager[None]:
         """Signals are the program's own: nothing to do."""
         return contextlib.nullcontext()
@@ -309,22 +309,20 @@ class LocalBackend:
     def check_inputs(self, inputs: Collection[Any]) -> None:
         """Splitting them finds what is missing."""
 
-    def begin(self, header: StepHeader, batch: MiniBatch | None, data: StepData) -> StepFacts:
-        """This process knows everything. The key is drawn when the call has been checked."""
+    def begin(self, call: StepCall, batch: MiniBatch | None, inputs: Any, target: Any) -> StepCall:
+        """The key is drawn when the call has been checked."""
         assert batch is not None
-        given = None if batch.is_cut else batch.rows
-        inside, gradients = data.target is not None, data.gradients != 0
-        return StepFacts(sum(batch.rows), len(batch.rows), None, inside, given, input_gradients=gradients)
+        return call.reading(batch)
 
     def expect_backward(self) -> Callable[[Factor], None] | None:
-        """There is no other process."""
+        """Nobody else waits for it."""
         return None
 
     def common_error(self, error: ValueError) -> ValueError:
         """The error itself."""
         return error
 
-    def share_key(self, facts: StepFacts, key: Key) -> None:
+    def share_key(self, call: StepCall, key: Key) -> None:
         """There is one generator."""
 
     def request_stop(self) -> None:
@@ -337,3 +335,18 @@ class LocalBackend:
         """As PyTorch does it."""
         parameters = nn.ModuleList(stages.values()).parameters()
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def transport(self, spec: RunSpec) -> Transport:
+        """Queues between threads."""
+        return LocalTransport(spec.placement, spec.links, one_thread=spec.one_thread)
+
+    def during(self, failure: Failure) -> None:
+        """No other process can fail."""
+
+    def all_intervals(self, intervals: Sequence[Interval]) -> list[Interval]:
+        """All workers are here."""
+        return list(intervals)
+
+    def explained(self, error: BaseException) -> BaseException:
+        """The error itself."""
+        return error

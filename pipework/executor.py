@@ -13,7 +13,7 @@ from torch import nn
 from pipework.autograd.batch_versions import BatchVersions
 from pipework.autograd.nodes import LossInside, LossOutside, attach
 from pipework.autograd.undelivered import UndeliveredLosses
-from pipework.backend import StepData, StepFacts, StepHeader
+from pipework.backend import StepCall
 from pipework.model import mini_batch
 from pipework.model.batchnorm import DeferredBatchNorm
 from pipework.model.layers import doubts_about_hooks
@@ -167,7 +167,7 @@ class Executor:
             raise _output_without_loss()
         scale = checked_scale(loss_scale, self._assignment.partitioning.devices[-1])
         context = CallerContext.capture(self._device_types)
-        call = StepData(inputs, keyword_inputs, target)
+        passed, own_target = (inputs, keyword_inputs), target
         # Of several processes one reads the inputs; the others may want their gradients.
         reads = self._backend.is_first or (
             context.grad and any(map(requires_gradients, (*inputs, *keyword_inputs.values())))
@@ -182,19 +182,21 @@ class Executor:
             self._refuse_checkpoint_around([] if own is None else own.tensors)
         if self._backend.is_whole:  # of several processes each knows its own layers only, but all know the pipe's flag
             training = any(layer.training for partition in self._partitions.values() for layer in partition)
-        header = StepHeader(
+        gradients = required_gradients(own) if own is not None and context.grad else 0
+        call = StepCall(
             training=training,
             grad=context.grad,
             everywhere=everywhere,
             returns_output=return_output,
             recorded=self.recording is not None,
             scales_loss=loss_scale is not None,
+            has_target=own_target is not None,
+            gradients=gradients,
         )
-        gradients = required_gradients(own) if own is not None and context.grad else 0
         split = own if self._backend.is_first else None
-        facts = self._backend.begin(header, split, call._replace(gradients=gradients))
-        inside = facts.inside
-        split = split or _elsewhere(facts)
+        call = self._backend.begin(call, split, passed, own_target)
+        inside = call.has_target
+        split = split or _elsewhere(call)
         own = own or split
         targets, weighing = None, split.rows
         if inside and self._backend.is_last:
@@ -208,14 +210,14 @@ class Executor:
             raise self._backend.common_error(error) from None
         if not inside and trains:
             self._refuse_loss_outside(program, len(inputs), keyword_inputs, everywhere=everywhere)
-        self._refuse_misplaced(facts, return_output=return_output, scaled=loss_scale is not None)
+        self._refuse_misplaced(call, return_output=return_output, scaled=loss_scale is not None)
         looks = self._looks if self.warns and split.is_cut and micro_batches > 1 else frozenset[str]()
         inner, padding = None, None
         if inside:
             inner, padding = self._inner_loss(
                 targets, weighing, looks, scale, grad=context.grad, keeps_output=return_output
             )
-        key = Key(facts.key)
+        key = Key(call.key)
         if training:
             key.value()
         with self._engine_lock:  # before Step(), which waits for the mini-batches of other threads
@@ -235,7 +237,7 @@ class Executor:
             ),
             loss=inner,
             own_leaves=split.own_leaves,
-            input_gradients=facts.input_gradients,
+            input_gradients=call.gradients != 0,
             takes_gradients=gradients != 0,
             versions=BatchVersions(split.tensors, split.slices),
         )
@@ -256,7 +258,7 @@ class Executor:
             for doubt in () if own.learned is None else own.learned.doubts:  # which may be why
                 add_note(error, doubt)
             raise
-        self._backend.share_key(facts, key)
+        self._backend.share_key(call, key)
         if own.learned is not None:  # not before: a call that fails has shown nothing
             self._known_layout.learn(own.learned)
             doubts += own.learned.doubts if self.warns and self._backend.is_first else []
@@ -312,9 +314,9 @@ class Executor:
         if reader is not None and not everywhere:
             raise self._backend.common_error(self.loss.outside_of_one_rank(reader))
 
-    def _refuse_misplaced(self, facts: StepFacts, *, return_output: bool, scaled: bool) -> None:
+    def _refuse_misplaced(self, call: StepCall, *, return_output: bool, scaled: bool) -> None:
         """Raises an error if a target is where nobody reads it, or an output or a scale is for a loss that is none."""
-        if facts.target_is_unread:
+        if call.target_is_unread:
             first, last = self._end_ranks
             raise self._backend.common_error(
                 ValueError(
@@ -322,9 +324,9 @@ class Executor:
                     "it: give it there"
                 )
             )
-        if return_output and not facts.inside:
+        if return_output and not call.has_target:
             raise self._backend.common_error(_output_without_loss())
-        if scaled and not facts.inside:
+        if scaled and not call.has_target:
             raise self._backend.common_error(
                 ValueError(
                     "loss_scale= multiplies the loss of pipe(x, target=y), and there is no target: multiply a loss "
@@ -437,7 +439,7 @@ class Executor:
                 self._assignment.partitioning.devices,
                 self._assignment.placement,
                 self.skips,
-                peers=self._backend.peers,
+                backend=self._backend,
                 tuples=self._tuples,
                 loss=self.loss.function if isinstance(self.loss.function, nn.Module) else None,
                 one_thread=True if ONE_THREAD in self._debug else None,
@@ -557,6 +559,6 @@ def _output_without_loss() -> ValueError:
     )
 
 
-def _elsewhere(facts: StepFacts) -> MiniBatch:
+def _elsewhere(call: StepCall) -> MiniBatch:
     """A mini-batch whose tensors another process has."""
-    return MiniBatch.elsewhere(facts.rows, facts.micro_batches, facts.given)
+    return MiniBatch.elsewhere(call.rows, call.micro_batches, call.given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from copy import copy
+from dataclasses import replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -19,7 +20,6 @@ from pipework.executor import Executor, checked_debug
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.checkpoint import AS_SCHEDULED, MODES
 from pipework.model.layers import Layers, WrappedModule, refuse_own_behaviour
-from pipework.model.local_parameters import local_dimensions, patterns_of
 from pipework.model.loss.function_identity import function_identity
 from pipework.model.loss.settings import LossSettings
 from pipework.model.materialize import on_meta
@@ -29,7 +29,6 @@ from pipework.pipe_warning import warn_caller
 from pipework.runtime.random.streams import draw_key
 from pipework.runtime.random.unseen_draws import generators_given_up
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
-from pipework.schedule.argument_checks import refuse_whole_stages
 from pipework.skip.verify import verify_skippables
 from pipework.summary import table
 from pipework.timeline import Recording
@@ -97,15 +96,8 @@ class Pipe(Layers):
             has the workers of one pipe, "dp" replicas of it, and any further one, such as "tp", the processes that
             compute the same layers together on the same data; `pipework.Mesh.of` takes other dimensions of replicas.
             None: the workers are threads of this process.
-        local_parameters: names of parameters, with ``*`` for any characters, that each process has values of its own
-            of, such as ``["*.experts.*"]`` for experts that are spread over the replicas, or shards that a layer cuts
-            by hand. If the mesh has several dimensions beside "pp", it says over which of them:
-            ``{"*.experts.*": "ep"}``, or a list of names. Over these they are neither compared nor averaged; their
-            gradients are divided by the number of replicas, because the loss is the mean of theirs. DTensors need no
-            name here.
-        whole_stages: of layers that FSDP2 shards over "dp" (`fully_shard`), at most so many stages of a worker have
-            whole parameters at a time: those that it needs next. Fewer take less memory and gather more often. None:
-            all stages of the worker, from the beginning of a call to its end.
+        local_parameters: see `pipework.init`.
+        whole_stages: see `pipework.init`.
         plan: what `pipework.plan` returned for these layers; it decides chunks, checkpoint, balance and schedule, and
             the devices unless they are given. With a mesh all processes load the same plan, of as many workers.
         split: cuts a mini-batch that cannot be cut along the rows of its tensors: a function of the call's positional
@@ -183,13 +175,11 @@ class Pipe(Layers):
             refuse_own_behaviour(module)
             verify_skippables(module)
         with ShortTracebacks():
+            if mesh is not None and (local_parameters or whole_stages is not None):
+                mesh = _with_arguments(mesh, local_parameters, whole_stages)
             backend = backend_for(mesh, devices)
             assignment = assign(module, schedule, chunks, balance, backend.devices)
             here = backend.own_stages(assignment)
-        patterns = patterns_of(local_parameters)
-        local_names = local_dimensions(module, patterns)
-        if whole_stages is not None:
-            refuse_whole_stages(whole_stages)
         if plan is not None:
             checkpoint = AS_SCHEDULED
         elif assignment.recomputes:
@@ -251,16 +241,12 @@ class Pipe(Layers):
             "debug": sorted(debugging),
             "grad_scaler": grad_scaler is not None,
             "training": module.training,
-            "local_parameters": sorted(map(list, patterns.items()), key=str),
-            "whole_stages": whole_stages,
             "random key of layers on the meta device": key,
         }
         own = [*self.named_parameters(), *self.named_buffers()]
         skips, open_workers = executor.skips, executor.engine_in_use
         with ShortTracebacks():
-            backend.join(
-                PipeSpec(module, assignment, partitions, skips, settings, own, local_names, grad_scaler, open_workers)
-            )
+            backend.join(PipeSpec(module, assignment, partitions, skips, settings, own, grad_scaler, open_workers))
         loss.place(self.output_device)
         self.training = module.training
         self._wrapped = WrappedModule(module if executor.warns else None)
@@ -626,6 +612,13 @@ def _doubt_about_no_mesh() -> str | None:
     from pipework.distributed.mesh import doubt_about_no_mesh  # as below
 
     return doubt_about_no_mesh()
+
+
+def _with_arguments(mesh: Mesh | DeviceMesh, local_parameters: Any, whole_stages: int | None) -> Mesh:
+    """The mesh with what belongs to it and was given to the pipe."""
+    from pipework.distributed.mesh import mesh_of  # as below
+
+    return replace(mesh_of(mesh), local_parameters=local_parameters, whole_stages=whole_stages)
 
 
 def backend_for(mesh: Mesh | DeviceMesh | None, devices: Sequence[int | str | torch.device] | None) -> Backend:

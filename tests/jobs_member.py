@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 import pipework
+from tests import injection
 
 
 class Member(NamedTuple):
@@ -62,6 +63,7 @@ def run_member(member: Member) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # classes are found by the name of their module
     spec.loader.exec_module(module)
+    injection.install()
     mesh = pipework.init(**member.init)
     torch.manual_seed(0)
     result = getattr(module, member.function)(mesh, **member.arguments)

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from pipework import Pipe
 from pipework import pipe as pipe_module
-from pipework.backend import LocalBackend, StepData, StepFacts, StepHeader
+from pipework.backend import LocalBackend, StepCall
 from pipework.model.marks import MicroBatches
 from pipework.model.mini_batch import split
-from pipework.runtime.peers import LocalPeers, RunSpec
 from pipework.runtime.random.streams import Key
+from pipework.runtime.run_spec import RunSpec
 from pipework.runtime.transport import LocalTransport
 from pipework.schedule import Action
 from pipework.testing import draw_key, reference_step
@@ -27,14 +27,13 @@ if TYPE_CHECKING:
 
 def test_one_process_has_everything() -> None:
     backend = LocalBackend()
-    header = StepHeader(training=True, grad=True, everywhere=False, returns_output=False, recorded=False)
-    facts = backend.begin(header, split((torch.zeros(5, 1),), {}, 2), StepData((), {}, 1))
-    assert facts == StepFacts(rows=5, micro_batches=2, key=None, inside=True)
-    batch = split((MicroBatches([torch.zeros(2), torch.zeros(())]),), {}, 2)
-    facts = backend.begin(header, batch, StepData((), {}, None))
-    assert (facts.micro_batches, facts.given) == (2, [2, -1])
+    call = StepCall(training=True, grad=True, everywhere=False, returns_output=False, recorded=False, has_target=True)
+    agreed = backend.begin(call, split((torch.zeros(5, 1),), {}, 2), (), 1)
+    assert agreed == call._replace(rows=5, micro_batches=2)
+    agreed = backend.begin(call, split((MicroBatches([torch.zeros(2), torch.zeros(())]),), {}, 2), (), None)
+    assert (agreed.micro_batches, agreed.given) == (2, [2, -1])
     key = Key()
-    backend.share_key(facts, key)
+    backend.share_key(agreed, key)
     assert not key.drawn
     assert backend.rank_of(1) is None
     assert backend.ranks.all_gather_text("own") == ["own"]
@@ -84,8 +83,9 @@ class CountingTransport(LocalTransport):
         }
 
 
-class CountingPeers(LocalPeers):
-    def __init__(self) -> None:
+class CountingBackend(LocalBackend):
+    def __init__(self, devices: Any) -> None:
+        super().__init__(devices)
         self.sent: list[tuple[str, int]] = []
 
     def transport(self, spec: RunSpec) -> CountingTransport:
@@ -93,14 +93,8 @@ class CountingPeers(LocalPeers):
 
 
 def test_another_backend_is_a_file_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = CountingPeers()
-
-    def backend(mesh: Any, devices: Any) -> LocalBackend:
-        made = LocalBackend(devices)
-        made.peers = peers
-        return made
-
-    monkeypatch.setattr(pipe_module, "backend_for", backend)
+    backend = CountingBackend(["cpu", "cpu"])
+    monkeypatch.setattr(pipe_module, "backend_for", lambda mesh, devices: backend)
     plain = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
     x, y = torch.randn(6, 4), torch.randn(6, 2)
     torch.manual_seed(1)
@@ -113,5 +107,5 @@ def test_another_backend_is_a_file_and_a_line(monkeypatch: pytest.MonkeyPatch) -
     loss.backward()
     assert torch.equal(loss, expected.loss)
     assert all(torch.equal(p.grad, g) for p, g in zip(pipe.parameters(), gradients, strict=True))
-    assert peers.sent.count(("F", 1)) == 3
-    assert peers.sent.count(("B", 0)) == 3
+    assert backend.sent.count(("F", 1)) == 3
+    assert backend.sent.count(("B", 0)) == 3

@@ -25,7 +25,6 @@ def test_all_of_them_are_found() -> None:
         "pipework.saving.DamagedError",
         "pipework.saving.UnfitError",
         "pipework.schedule.ScheduleError",
-        "pipework.testing.InjectedFault",
     ]
 
 

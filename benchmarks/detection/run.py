@@ -25,7 +25,7 @@ from benchmarks import harness
 from benchmarks.harness import Verdict
 from benchmarks.two_processes import free_port
 from pipework import Pipe, PipelineError
-from pipework.distributed import faults
+from tests import injection as faults
 
 RANKS = 3
 LIMIT = 60.0  # seconds after which something is wrong
@@ -36,7 +36,7 @@ class Kind:
     """A kind of fault.
 
     Attributes:
-        fault: on which rank and where, in the text form of `pipework.distributed.faults`; empty: the store ends.
+        fault: on which rank and where, in the text form of `tests.injection`; empty: the store ends.
         bound: within which all others are to raise an error, in seconds.
         says: the kind of their error; on a machine that is far too busy, one may come before the other.
         settings: of `pipework.init`.
@@ -139,6 +139,7 @@ def train(rank: int, port: int, kind: Kind, folder: Path) -> None:
         strike(fault)
 
     faults.Fault.strike = noted  # type: ignore[method-assign]
+    faults.install()
     layers = [layer for _ in range(RANKS) for layer in (nn.Linear(16, 16), nn.Tanh())]
     try:
         mesh = pipework.init(**kind.settings)  # type: ignore[arg-type]

@@ -12,8 +12,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from benchmarks.two_processes import Part
 from pipework import Mesh
-from pipework.distributed.mesh import group_of, network_devices
 from pipework.distributed.transport.channel import Channel
+from pipework.distributed.transport.groups import group_of, network_devices
 
 ROUND_TRIPS = 50  # of a run, each of two messages
 CHANNEL, ISEND, BATCHED = "pipework's channel", "isend and irecv", "batch_isend_irecv"

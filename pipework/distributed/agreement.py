@@ -1,35 +1,101 @@
-"""Before any work, all ranks compare what they were started with: schedule, chunks, layers, versions.
+"""Before any work, all ranks compare what they were started with: versions, schedule, layers, settings.
 
-Each rank publishes one digest of its contract. Only if digests differ do the ranks publish their contracts, compressed
-and under their digests, so that ranks with the same contract publish one text.
+This is the contract of a pipe: JSON values that must be equal on all ranks. Each rank publishes a digest of its
+contract. Only if digests differ do the ranks publish their contracts, compressed and under their digests, so that ranks
+with the same contract publish one text.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
-import re
 import time
 import zlib
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
+import pipework
 from pipework.distributed.health.store_client import StoreClient
+from pipework.schedule import Schedule, ScheduleSpec, to_json
+from pipework.values.dtensor import placement_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from torch import nn
     from torch.distributed.distributed_c10d import Store
 
+    from pipework.assignment.assignment import Assignment
+
 _MOST_SENT: Final = 4_000_000  # bytes; a TCPStore takes 8 MB, and closes the connection of a client that sends more
-_MOST_READ: Final = 100_000_000  # bytes of JSON, decompressed
 _MOST_CONTRACTS: Final = 16  # how many different contracts are compared in an error
 _POLL: Final = 0.02  # seconds
 _SETTLE: Final = 2.0  # seconds to wait for other ranks once digests differ
-_MISSING: Final = object()
 _LONGEST: Final = 200  # characters of a value in a message
-_DIGEST: Final = re.compile(rb"[0-9a-f]{64}")
+_PLACE: Final = "_pipework_place"
+_TAKEN: Final = (
+    "places that the layers have in a pipe that was made before (it has those of its own process only: make the next "
+    "Pipe of the whole model that it was made of, or make the model again and load a checkpoint)"
+)
+
+
+def note_places(partitions: Iterable[nn.Sequential]) -> None:
+    """Notes on each layer of a pipe where it is among those of all processes, for the contract of another pipe.
+
+    Its modules have the note, too, of which another layer may be made, and so has a copy.
+    """
+    for place, layer in enumerate([layer for partition in partitions for layer in partition]):
+        for module in layer.modules():
+            module.__dict__[_PLACE] = place
+
+
+def contract(module: nn.Sequential, assignment: Assignment, **settings: Any) -> dict[str, Any]:
+    """Versions, assignment, layers, the dtypes and shapes of parameters and buffers, and settings.
+
+    The values of parameters are not compared: a rank drops those of other ranks' layers. `requires_grad` is not
+    compared: in the layers of other ranks it has no effect, and it may change between two steps. Where it matters,
+    for replicas and for tied parameters, each step compares it.
+
+    Example:
+        >>> from torch import nn
+        >>> from pipework.assignment.assignment import assign
+        >>> module = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+        >>> agreed = contract(module, assign(module, "gpipe", 1, [1, 1], ["cpu", "cpu"]), chunks=1)
+        >>> agreed["layers"], agreed["parameters"]["0.weight"]
+        (['0: Linear', '1: ReLU'], 'torch.float32 (3, 2)')
+        >>> layer = nn.Linear(2, 2)
+        >>> tied = nn.Sequential(layer, layer)
+        >>> contract(tied, assign(tied, "gpipe", 1, [1, 1], ["cpu", "cpu"]))["parameters"]["1.bias"]
+        'torch.float32 (2,), tied to 0.bias'
+    """
+    schedule = assignment.source
+    if isinstance(schedule, ScheduleSpec):
+        schedule = assignment.schedule(settings["chunks"])
+    if isinstance(schedule, Schedule):  # a named schedule follows from the version; this one may differ
+        schedule = f"{schedule.name}, orders {hashlib.sha256(to_json(schedule).encode()).hexdigest()[:16]}"
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    names: dict[int, str] = {}  # of each tensor, the first
+    inside = [{each.__dict__[_PLACE] for each in layer.modules() if _PLACE in each.__dict__} for layer in module]
+    places = [next(iter(each)) if len(each) == 1 else sorted(each) for each in inside]
+    return {
+        **({_TAKEN: places} if any(inside) else {}),
+        "pipework": pipework.__version__,
+        "torch": torch.__version__,
+        "schedule": schedule,
+        "balance": list(assignment.partitioning.balance),
+        "placement": list(assignment.placement),
+        "layers": [f"{name}: {type(layer).__qualname__}" for name, layer in module.named_children()],
+        "parameters": {
+            name: f"{tensor.dtype} {tuple(tensor.shape)}"
+            + (f", {placed}" if (placed := placement_text(tensor)) else "")
+            + ("" if names.setdefault(id(tensor), name) == name else f", tied to {names[id(tensor)]}")
+            for name, tensor in tensors
+        },
+        **settings,
+    }
 
 
 def agree(
@@ -62,15 +128,24 @@ def agree(
         >>> agree(HashStore(), 0, 1, {"chunks": 8, "schedule": "1f1b"}, timeout=60)
     """
     text = json.dumps(json.loads(json.dumps(mine)), sort_keys=True)  # keys become text before they are sorted
-    client = StoreClient(store, own=False)
+    client, own = StoreClient(store, own=False), hashlib.sha256(text.encode()).hexdigest()
     begun = time.monotonic()
-    digests = _gather_digests(client, rank, ranks, _digest(text), timeout)
+    client.write(f"digest/{rank}", own)
+    digests: dict[int, str] = {rank: own}
+    deadline = begun + timeout
+    while len(digests) < ranks and time.monotonic() < deadline:
+        for other in {*range(ranks)} - digests.keys():
+            if (raw := client.read(f"digest/{other}")) is not None:
+                digests[other] = raw.decode(errors="replace")
+                if digests[other] != own:
+                    deadline = min(deadline, time.monotonic() + _SETTLE)
+        time.sleep(_POLL)
     missing = [names(other) for other in range(ranks) if other not in digests]
     absent = f"{', '.join(missing)} did not come within {time.monotonic() - begun:.0f} s"
     if len({*digests.values()}) > 1:
-        contracts = _gather_contracts(client, rank, digests, text)
+        contracts = _exchange_contracts(client, rank, digests, text)
         in_job = numbers or range(ranks)
-        lines = _differences({in_job[other]: digest for other, digest in digests.items()}, contracts)
+        lines = _differences({in_job[other]: contracts.get(digests[other]) for other in sorted(digests)})
         raise ValueError(
             "the ranks were started with different settings, and must have the same:\n"
             + "\n".join(f"  {line}" for line in lines)
@@ -80,38 +155,23 @@ def agree(
         raise TimeoutError(f"{absent}; {len(digests)} of {ranks} ranks are there. Look at the logs of the missing ones")
 
 
-def _gather_digests(client: StoreClient, rank: int, ranks: int, mine: str, timeout: float) -> dict[int, str]:
-    """The digests of the ranks that published theirs in time."""
-    found = {rank: mine}
-    deadline = time.monotonic() + timeout
-    client.write(f"digest/{rank}", mine)
-    while True:
-        for other in range(ranks):
-            if other not in found and _DIGEST.fullmatch(raw := client.read(f"digest/{other}") or b""):
-                found[other] = raw.decode()
-                if found[other] != mine:
-                    deadline = min(deadline, time.monotonic() + _SETTLE)
-        _keep(client, f"digest/{rank}", mine)
-        if len(found) == ranks or time.monotonic() >= deadline:
-            return found
-        time.sleep(_POLL)
-
-
-def _gather_contracts(client: StoreClient, rank: int, digests: Mapping[int, str], text: str) -> dict[str, Any]:
+def _exchange_contracts(client: StoreClient, rank: int, digests: Mapping[int, str], text: str) -> dict[str, Any]:
     """The contracts by their digests, as far as they were published in time."""
-    mine = _digest(text)
+    found: dict[str, Any] = {digests[rank]: json.loads(text)}
+    wanted = {*sorted({*digests.values()})[:_MOST_CONTRACTS]}
     packed = base64.b64encode(zlib.compress(text.encode())).decode()
-    found: dict[str, Any] = {mine: json.loads(text)}
-    wanted = list(dict.fromkeys(digests[other] for other in sorted(digests)))[:_MOST_CONTRACTS]
+    if len(packed) <= _MOST_SENT:
+        client.write(f"contract/{digests[rank]}", packed)
     deadline = time.monotonic() + _SETTLE
     while time.monotonic() < deadline:
-        if len(packed) <= _MOST_SENT:
-            _keep(client, f"contract/{mine}", packed)
-        for digest in wanted:
-            if digest not in found and (contract := _unpack(client.read(f"contract/{digest}"), digest)) is not None:
-                found[digest] = contract
-        if found.keys() >= {*wanted}:
-            _keep(client, f"read/{rank}", "1")
+        for digest in wanted - found.keys():
+            with contextlib.suppress(
+                ValueError, TypeError, RecursionError, zlib.error
+            ):  # another client of the store may have written there
+                if (raw := client.read(f"contract/{digest}")) is not None:
+                    found[digest] = dict(json.loads(zlib.decompress(base64.b64decode(raw))))
+        if found.keys() >= wanted:
+            client.write(f"read/{rank}", "1")
         # The store may live in this process, which perhaps ends with the error at once: others must have read it.
         if all(client.read(f"read/{other}") is not None for other in digests):
             break
@@ -119,94 +179,50 @@ def _gather_contracts(client: StoreClient, rank: int, digests: Mapping[int, str]
     return found
 
 
-def _keep(client: StoreClient, key: str, text: str) -> None:
-    """Writes a key unless it is there. Another client than a rank may have overwritten it."""
-    if client.read(key) != text.encode():
-        client.write(key, text)
+def _differences(contracts: Mapping[int, Any]) -> list[str]:
+    """A line for each entry that differs: of lists and dicts the first difference alone.
 
+    Args:
+        contracts: by the ranks; None: it could not be read.
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _unpack(raw: bytes | None, digest: str) -> Any:
-    """The contract that was published; None for anything else that may stand in the store."""
-    try:
-        text = zlib.decompressobj().decompress(base64.b64decode(raw or b"", validate=True), _MOST_READ).decode()
-        contract = json.loads(text) if _digest(text) == digest else None
-    except (ValueError, RecursionError, zlib.error):
-        return None
-    return contract if isinstance(contract, dict) else None
-
-
-def _differences(digests: Mapping[int, str], contracts: Mapping[str, Any]) -> list[str]:
-    """A line for each entry that differs."""
-    known = {rank: contracts[digest] for rank, digest in sorted(digests.items()) if digest in contracts}
+    Example:
+        >>> _differences({0: {"chunks": 8}, 1: {"chunks": 4}, 2: {"chunks": 8}})
+        ['chunks: 8 on rank 0, 2; 4 on rank 1']
+        >>> _differences({0: {"layers": ["Linear", "ReLU"]}, 1: {"layers": ["Linear", "GELU"]}})
+        ['layers, first difference at 1: "ReLU" on rank 0; "GELU" on rank 1']
+    """
+    known = {rank: contract for rank, contract in contracts.items() if contract is not None}
     lines = []
     for key in sorted({key for contract in known.values() for key in contract}):
-        values = {rank: contract.get(key, _MISSING) for rank, contract in known.items()}
-        if _differ(values):
-            lines.append(_difference(key, values))
-    if unknown := [str(rank) for rank in sorted(digests) if rank not in known]:
+        entries = {rank: dict(_flat(contract[key])) if key in contract else {} for rank, contract in known.items()}
+        paths = {path: None for entry in entries.values() for path in entry}
+        values = ((path, {rank: entry.get(path, "nothing") for rank, entry in entries.items()}) for path in paths)
+        differing = [(path, texts) for path, texts in values if len({*texts.values()}) > 1]
+        if differing:
+            path, texts = min(differing, key=lambda each: each[0])
+            where = ".".join(str(place) for _, place in path)
+            lines.append(f"{key}{where and f', first difference at {where}'}: {_having(texts)}")
+    if unknown := [str(rank) for rank in contracts if rank not in known]:
         lines.append(f"something else, which could not be read, on rank {', '.join(unknown)}")
     return lines
 
 
-def _difference(key: str, values: Mapping[int, Any]) -> str:
-    """A line about an entry that differs. Of long lists and dicts, it shows the first difference alone.
-
-    Example:
-        >>> _difference("chunks", {0: 8, 1: 4, 2: 8})
-        'chunks: 8 on rank 0, 2; 4 on rank 1'
-        >>> _difference("layers", {0: ["Linear", "ReLU"], 1: ["Linear", "GELU"]})
-        'layers, first difference at 1: "ReLU" on rank 0; "GELU" on rank 1'
-    """
-    path, values = _first_difference(values)
-    groups = _grouped(values)
-    same = next(i for i, letters in enumerate(zip_longest(*groups)) if len(set(letters)) > 1)
-    shown = [f"{_short(text, same)} on rank {', '.join(map(str, having))}" for text, having in groups.items()]
-    return f"{key}{path and f', first difference at {path}'}: {'; '.join(shown)}"
+def _flat(value: Any, path: tuple[tuple[int, Any], ...] = ()) -> Iterator[tuple[Any, str]]:
+    """The values in nested lists and dicts as text, each with its path, in which numbers sort before names."""
+    pairs = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
+    if not pairs:
+        yield path, json.dumps(value)
+    for key, item in pairs:
+        yield from _flat(item, (*path, (isinstance(key, str), key)))
 
 
-def _differ(values: Mapping[int, Any]) -> bool:
-    """Whether the texts of values do: 1, 1.0 and True are equal. The keys of their dicts are sorted already."""
-    return len(set(map(repr, values.values()))) > 1
-
-
-def _grouped(values: Mapping[int, Any]) -> dict[str, list[int]]:
-    """The ranks that have a value, by its text."""
-    groups: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        text = "nothing" if value is _MISSING else json.dumps(value, sort_keys=True)
-        groups.setdefault(text, []).append(rank)
-    return groups
-
-
-def _first_difference(values: Mapping[int, Any]) -> tuple[str, Mapping[int, Any]]:
-    """The path to the first items that differ, and these items. An empty path: the values are not of one kind."""
-    path: list[str] = []
-    while True:
-        keys: Sequence[Any] = []
-        if all(isinstance(value, list) for value in values.values()):
-            keys = range(max(map(len, values.values())))
-        elif all(isinstance(value, dict) for value in values.values()):
-            keys = sorted({key for value in values.values() for key in value})
-        items = ((key, {rank: _item(value, key) for rank, value in values.items()}) for key in keys)
-        differing = next(((key, each) for key, each in items if _differ(each)), None)
-        if differing is None:
-            return ".".join(path), values
-        path.append(str(differing[0]))
-        values = differing[1]
-
-
-def _item(value: Any, key: Any) -> Any:
-    if isinstance(value, list):
-        return value[key] if key < len(value) else _MISSING
-    return value.get(key, _MISSING)
-
-
-def _short(text: str, same: int) -> str:
-    """Of a long text, the part after its first `same` characters, which others have, too."""
-    begin = max(0, same - _LONGEST // 4) if len(text) > _LONGEST else 0
-    end = begin + _LONGEST
-    return f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}"
+def _having(texts: Mapping[int, str]) -> str:
+    """The different texts with the ranks that have them; of a long text the part around the first difference."""
+    groups: dict[str, list[str]] = {}
+    for rank, text in texts.items():
+        groups.setdefault(text, []).append(str(rank))
+    same = next((n for n, letters in enumerate(zip(*groups, strict=False)) if len({*letters}) > 1), 0)
+    start = max(0, same - _LONGEST // 4)
+    before = "..." if start else ""
+    shown = {each: each if len(each) <= _LONGEST else f"{before}{each[start : start + _LONGEST]}..." for each in groups}
+    return "; ".join(f"{shown[text]} on rank {', '.join(having)}" for text, having in groups.items())

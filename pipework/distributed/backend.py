@@ -2,43 +2,53 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from pipework.backend import ProcessGroupView
-from pipework.distributed.contract import contract, note_places
-from pipework.distributed.gradients.clip_check import ClipCheck
+from pipework.backend import ProcessGroupView, StepCall
+from pipework.distributed.agreement import contract, note_places
+from pipework.distributed.gradients.averaging import Averaging
+from pipework.distributed.gradients.found_inf import FoundInf
+from pipework.distributed.gradients.grad_norm import norm_of_all, norms_of_stages
 from pipework.distributed.gradients.tied import tied_parameters
 from pipework.distributed.mesh import mesh_of
-from pipework.distributed.optimizer_check import OptimizerCheck
-from pipework.distributed.parameter_check import check_parameters
+from pipework.distributed.own_layers import ClipCheck, OptimizerCheck
 from pipework.distributed.peer_group import PeerGroup
 from pipework.distributed.rendezvous import RendezvousSpec
-from pipework.distributed.shared_tensors import SharedTensors, refuse_foreign_meshes
+from pipework.distributed.shared_tensors import SharedTensors, refuse_foreign_meshes, refuse_other_shards
+from pipework.distributed.step_calls import Delivered, StepCalls
+from pipework.distributed.transport.rank_transport import RankTransport
 from pipework.fsdp_private import fsdp_modules
+from pipework.model.local_parameters import local_dimensions, patterns_of
 from pipework.model.release import release_layers
 from pipework.model.state_names import state_name
+from pipework.runtime.random.streams import draw_key
+from pipework.timeline.shared_clock import intervals_as_text, intervals_from_text
 from pipework.values.dtensor import is_dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
     from pipework.assignment.assignment import Assignment
     from pipework.autograd.factor import Factor
-    from pipework.backend import PipeSpec, StepData, StepFacts, StepHeader
+    from pipework.backend import PipeSpec
     from pipework.distributed.mesh import Mesh
+    from pipework.runtime.failure import Failure
     from pipework.model.mini_batch import MiniBatch
-    from pipework.runtime.peers import Peers
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import Key
+    from pipework.runtime.run_spec import RunSpec
     from pipework.runtime.skips.skip import Skip
+    from pipework.runtime.transport import Transport
     from pipework.runtime.worker_threads import WorkerThreads
+    from pipework.schedule import Action, Interval
 
 
 class DistributedBackend:
@@ -66,20 +76,15 @@ class DistributedBackend:
         self.data_parallel_size = self.mesh.data_parallel_size
         self._group: PeerGroup | None = None
         self._checks: list[object] = []  # open as long as this object
-        self._whole_stages: int | None = None
         self._own: Sequence[nn.Sequential] = ()  # the partitions of this process
         self._local_names: frozenset[str] = frozenset()
+        self._uncompared: int | None = None  # the micro-batches of this call, until they are compared with others'
 
     @property
     def group(self) -> PeerGroup:
         """The processes, once they have come together."""
         assert self._group is not None, "join() comes first"
         return self._group
-
-    @property
-    def peers(self) -> Peers:
-        """The processes, as a step sees them."""
-        return self.group
 
     @property
     def ranks(self) -> ProcessGroupView:
@@ -98,15 +103,17 @@ class DistributedBackend:
         )
 
     def _share_text(self, text: str) -> list[str]:
+        """The texts of all processes; what follows may be the last of a training, so losses are compared, too."""
         with self.group.calling("checkpoint"):
-            self.group.faults.strike("save")
-            return self.group.all_gather_text(text, compares_losses=True)
+            return self._gather_compared("everyone", text)
 
     @property
     def stopping(self) -> bool:
         """Whether a process was asked to end; after this question the program is trusted to leave by itself."""
         self.group.stop_was_seen = True
         return self.group.stopping
+
+    # ---- making a pipe ----------------------------------------------------------------------------------------------
 
     def own_stages(self, assignment: Assignment) -> list[int]:
         """The stages of this rank's worker. Raises a ValueError if any process would have none."""
@@ -125,18 +132,29 @@ class DistributedBackend:
         """Returns when all processes have come and agree about the pipe."""
         mesh, placement = self.mesh, spec.assignment.placement
         self.is_first, self.is_last = mesh.worker == placement[0], mesh.worker == placement[-1]
-        named = list(spec.tensors)
+        named, patterns = list(spec.tensors), patterns_of(mesh.local_parameters)
         refuse_foreign_meshes(named, mesh.everyone, mesh.same_layers)
-        check_parameters(spec.partitions, placement, mesh.ranks, mesh.worker, spec.grad_scaler)
+        local_names = local_dimensions(spec.module, patterns)
+        self._local_names = frozenset(local_names)
         pairs = [(stage, stage + 1) for stage in range(len(placement) - 1)]
         pairs += [pair for skip in spec.skips for pair in skip.hops]
-        self._whole_stages = spec.settings["whole_stages"]
-        self._local_names = frozenset(spec.local_names)
-        agreed = contract(spec.module, spec.assignment, **spec.settings)
         tied = tied_parameters(spec.partitions, placement)
-        self._tied_stages = [each.stages for each in tied]
-        tensors = SharedTensors(named, mesh, spec.local_names)
-        self._group = PeerGroup(mesh, RendezvousSpec(placement, pairs, tied, agreed), tensors, spec.open_workers)
+        self.tied_stages = [each.stages for each in tied]
+        local = sorted(map(list, patterns.items()), key=str)
+        of_mesh = {"local_parameters": local, "whole_stages": mesh.whole_stages}
+        agreed = contract(spec.module, spec.assignment, **spec.settings, **of_mesh)
+        tensors = self._tensors = SharedTensors(named, mesh, local_names)
+        group = self._group = PeerGroup(
+            mesh, RendezvousSpec(placement, pairs, tied), agreed, tensors, spec.open_workers
+        )
+        groups, connections = group.connections.groups, group.connections
+        self._calls = StepCalls(
+            groups["control"], group.ranks, placement[0], placement[-1], connections.layers, tensors.digest_of_trained
+        )
+        self._found_inf = FoundInf(groups["everyone"], mesh.device)
+        gathers_in_order = mesh.whole_stages is not None
+        waits = group.monitor.progress.waits
+        self._averaging = Averaging(connections.every_replicas, tensors, waits, gathers_in_order=gathers_in_order)
         self._leave_to_others(spec)
         note_places(spec.partitions)
 
@@ -168,8 +186,8 @@ class DistributedBackend:
         """The program with sends, receives and reductions."""
         hops = [pair for skip in skips for pair in skip.hops]
         # What is sharded over a single replica is reduced, too.
-        reduces = self.group.reduces or bool(fsdp_modules(self._own))
-        return program.across(hops, reduces=reduces, whole_stages=self._whole_stages)
+        reduces = self.mesh.replicas is not None or bool(fsdp_modules(self._own))
+        return program.across(hops, reduces=reduces, whole_stages=self.mesh.whole_stages)
 
     def check_copyable(self) -> None:
         """A copy would be a further process of the job."""
@@ -178,23 +196,15 @@ class DistributedBackend:
             "pipework.save_checkpoint"
         )
 
+    # ---- a call -----------------------------------------------------------------------------------------------------
+
     def rank_of(self, worker: int) -> int | None:
         """The number of the worker's process in the job."""
         return self.group.ranks[worker]
 
-    @property
-    def tied_stages(self) -> Sequence[tuple[int, ...]]:
-        """See `Backend.tied_stages`."""
-        return self._tied_stages
-
-    @contextlib.contextmanager
-    def calling(self, what: str) -> Iterator[None]:
+    def calling(self, what: str) -> AbstractContextManager[None]:
         """See `Backend.calling`."""
-        if self.group.workers is not None:
-            self.group.workers.refuse_own_thread()
-        self.group.leave_if_unseen(what)
-        with self.group.calling(what):
-            yield
+        return self.group.calling(what)
 
     def check_inputs(self, inputs: Collection[Any]) -> None:
         """Raises a TypeError if the first rank was given None."""
@@ -204,22 +214,32 @@ class DistributedBackend:
                 "were None there; only the others may pass None"
             )
 
-    def begin(self, header: StepHeader, batch: MiniBatch | None, data: StepData) -> StepFacts:
+    def begin(self, call: StepCall, batch: MiniBatch | None, inputs: Any, target: Any) -> StepCall:
         """Sends all ranks what the first and the last of them were given."""
-        return self.group.begin(header, batch, data)
+        generator = self.group.generator
+        call = call if batch is None else call.reading(batch)
+        call = call._replace(key=draw_key() if call.training else None)
+        generator.has_drawn = call.training
+        mine = self._calls.own(call, inputs, target)
+        agreed = self.group.on_worker(lambda: self._calls.exchange(mine, batch))
+        generator.counts = call.training
+        return agreed
 
     def expect_backward(self) -> Callable[[Factor], None] | None:
         """See `Backend.expect_backward`."""
-        return self.group.expect_backward()
+        return self._calls.losses.expect()
 
     def common_error(self, error: ValueError) -> ValueError:
         """See `Backend.common_error`."""
         return self.group.common_error(error)
 
-    def share_key(self, facts: StepFacts, key: Key) -> None:
+    def share_key(self, call: StepCall, key: Key) -> None:
         """See `Backend.share_key`."""
-        if facts.key is None and self.group.any_of_replica(key.drawn):
-            key.value()
+        if call.key is None:
+            drawn = any(self.group.gather("control", "yes" if key.drawn else ""))
+            self.group.generator.counts = self.group.generator.has_drawn = True
+            if drawn:
+                key.value()
 
     def request_stop(self) -> None:
         """See `Backend.request_stop`."""
@@ -229,9 +249,8 @@ class DistributedBackend:
         self, stages: Mapping[int, nn.Sequential], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor:
         """By the norm of the gradients on all ranks of the pipe."""
-        parameters = {stage: list(partition.parameters()) for stage, partition in stages.items()}
         with self.group.calling("clip_grad_norm_"):
-            norm = self.group.gradient_norm(parameters, norm_type)
+            norm = self._gradient_norm({n: list(part.parameters()) for n, part in stages.items()}, norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
@@ -242,3 +261,92 @@ class DistributedBackend:
         for parameter in filter(is_dtensor, every):  # PyTorch's operators on lists refuse DTensors of several meshes
             nn.utils.clip_grads_with_norm_([parameter], max_norm, norm)
         return norm
+
+    def _gradient_norm(self, stages: Mapping[int, Sequence[Tensor]], norm_type: float) -> Tensor:
+        """The norm of all gradients of the pipe, computed on every rank from the norms of all ranks.
+
+        Args:
+            stages: the parameters of each stage of this rank; a parameter of several stages counts once.
+            norm_type: the order of the norm.
+
+        Raises:
+            ValueError: other ranks of the pipe brought other losses backward, or some that have the same layers have
+                no gradient where others have one.
+        """
+        group, tied, layers = self.group, self.group.connections.tied, self.group.connections.layers
+        elsewhere = set() if tied is None else tied.counted_elsewhere
+        local = self._tensors.local
+        if layers is not None:  # which take the norm of a DTensor together
+            every = [each for part in stages.values() for each in part if id(each) not in local or is_dtensor(each)]
+            flags = torch.tensor([each.grad is not None for each in every], dtype=torch.int64)
+            self._tensors.refuse_some_missing(every, *group.on_worker(lambda: layers.extremes(flags)))
+        mine = norms_of_stages(stages, {*elsewhere, *local}, norm_type)
+        norms = [json.loads(text) for text in self._gather_compared("control", json.dumps(mine))]
+        if self._tensors.any_are_local:
+            own = {stage: [each for each in parameters if id(each) in local] for stage, parameters in stages.items()}
+            found = norms_of_stages(own, elsewhere, norm_type, lambda each: local[id(each)][0] == self.mesh.rank)
+            norms += map(json.loads, group.gather("everyone", json.dumps(found)))
+        return norm_of_all(norms, norm_type)
+
+    def _gather_compared(self, name: str, text: str) -> list[str]:
+        """See `PeerGroup.gather`. Raises a ValueError if another rank of this pipe brought other losses backward.
+
+        No further call of the pipe may come that would notice it.
+        """
+        mine, group = self._calls.losses.told(waits=True), self.group
+        texts = group.gather(name, f"{json.dumps(mine)}\n{text}")
+        pairs = [each.split("\n", 1) for each in texts]
+        for rank, (theirs, _) in zip(group.everyone if name == "everyone" else group.ranks, pairs, strict=True):
+            if rank in group.ranks:
+                self._calls.check_delivered(mine, Delivered(*json.loads(theirs)), rank)
+        return [rest for _, rest in pairs]
+
+    # ---- a run of the workers ---------------------------------------------------------------------------------------
+
+    def transport(self, spec: RunSpec) -> Transport:
+        """Channels to the other ranks."""
+        for run in spec.runs.values():
+            if run.sharded is not None:
+                refuse_other_shards(run.sharded.parameters, self.mesh)
+        if spec.differentiates:
+            self._averaging.compare(spec, self._calls.losses.marks)
+        self._uncompared = spec.micro_batches if self._averaging.needs_equal_counts(spec) else None
+        return RankTransport(self.mesh.worker, spec, self)
+
+    def starting(self, action: Action) -> None:
+        """See `Backend`."""
+        progress = self.group.monitor.progress
+        progress.action = action
+        progress.count += 1
+        if self._uncompared is not None:
+            count, self._uncompared = self._uncompared, None
+            self._averaging.refuse_other_counts(count)
+
+    def during(self, failure: Failure) -> None:
+        """See `Backend.during`."""
+        self.group.during(failure)
+
+    def all_intervals(self, intervals: Sequence[Interval]) -> list[Interval]:
+        """See `Backend.all_intervals`."""
+        texts = self.group.gather("control", intervals_as_text(intervals))
+        return [interval for text in texts for interval in intervals_from_text(text)]
+
+    def explained(self, error: BaseException) -> BaseException:
+        """See `Backend.explained`."""
+        return self.group.explained(error)
+
+    def reduce(self, spec: RunSpec, stage: int) -> None:
+        """REDUCE_GRAD: begins to average the gradients of a stage, which are complete, over the replicas."""
+        self._averaging.begin(spec, stage)
+
+    def complete(self, spec: RunSpec) -> None:
+        """After the last action: completes the gradients."""
+        self._averaging.finish(spec)
+        if spec.differentiates:
+            assert self.group.connections.tied is not None
+            self.group.connections.tied.add_up(spec.runs)
+        if spec.scaler is not None:
+            every = [run.aliases for run in spec.runs.values()]
+            leaves = [leaf for aliases in every for leaf in aliases.leaves]
+            gradients = [gradient for aliases in every for gradient in aliases.gradients()]
+            self._found_inf.share(spec.scaler, leaves, gradients)

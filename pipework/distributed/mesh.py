@@ -11,26 +11,26 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from pipework import torch_private
-from pipework.distributed.faults import faults_from_environment
 from pipework.distributed.health import process_exit
 from pipework.distributed.health.process_calls import ProcessCalls
 from pipework.distributed.store_prefix import attempt_prefix
-from pipework.model.local_parameters import texts_of
+from pipework.distributed.transport.groups import NO_TIMEOUT
+from pipework.model.local_parameters import patterns_of, texts_of
+from pipework.schedule.argument_checks import refuse_whole_stages
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from pipework.distributed.health.process_exit import ExitHook
-    from pipework.distributed.transport.channel import Group
 
 logger = logging.getLogger("pipework")
 
@@ -38,9 +38,6 @@ PIPELINE = "pp"
 REPLICAS = "dp"
 LEFT_EARLY = "pipework_left_early"  # set on a DeviceMesh when another rank had not come to its end as this one did
 PIPES = "pipework/pipes of {}"  # the key of the store at which a rank counts the pipes that it has made of a mesh
-
-# A rank waits for another one as long as that is alive: the monitor decides this, and not a timeout of PyTorch.
-_NO_TIMEOUT = timedelta(days=7)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +56,13 @@ class Mesh:
         action_timeout: seconds in one action after which a process is stuck; None: no limit.
         timeout: seconds to wait for other processes when a pipe is made.
         grace: seconds that a running action may still take when another process has failed; then this process is ended.
+        local_parameters: see `init`.
+        whole_stages: see `init`.
         replica_dimensions: those of the replicas; one that the mesh does not have counts as of size 1.
 
     Raises:
-        ValueError: a time is out of range.
+        ValueError: an argument is out of range.
+        TypeError: `local_parameters` has another form.
     """
 
     device_mesh: DeviceMesh
@@ -72,10 +72,13 @@ class Mesh:
     action_timeout: float | None = None
     timeout: float = 300.0
     grace: float = 5.0
+    local_parameters: Sequence[str] | Mapping[str, str | Sequence[str]] = ()
+    whole_stages: int | None = None
     replica_dimensions: tuple[str, ...] = (REPLICAS,)
 
     def __post_init__(self) -> None:
-        refuse_times(self.detect, self.action_timeout, self.timeout, self.grace)
+        refuse_options(self.detect, self.action_timeout, self.timeout, self.grace, self.whole_stages)
+        patterns_of(self.local_parameters)
 
     @classmethod
     def of(
@@ -87,8 +90,10 @@ class Mesh:
         action_timeout: float | None = None,
         timeout: float = 300.0,
         grace: float = 5.0,
+        local_parameters: Sequence[str] | Mapping[str, str | Sequence[str]] = (),
+        whole_stages: int | None = None,
     ) -> Mesh:
-        """A mesh from a `DeviceMesh` that the user has made; the times are those of `init`.
+        """A mesh from a `DeviceMesh` that the user has made.
 
         Args:
             device_mesh: with a dimension "pp".
@@ -98,10 +103,12 @@ class Mesh:
             action_timeout: see `init`.
             timeout: see `init`.
             grace: see `init`.
+            local_parameters: see `init`.
+            whole_stages: see `init`.
 
         Raises:
-            ValueError: it has no dimension "pp", or not those of the replicas, or this process is not in it, or a time
-                is out of range.
+            ValueError: it has no dimension "pp", or not those of the replicas, or this process is not in it, or an
+                argument is out of range.
         """
         names = device_mesh.mesh_dim_names or ()
         if PIPELINE not in names:
@@ -121,8 +128,8 @@ class Mesh:
         if device_mesh.get_coordinate() is None:
             raise ValueError(f"this process, rank {dist.get_rank()}, is not in the DeviceMesh")
         device = _current_device(device_mesh.device_type)
-        times = detect, action_timeout, timeout, grace
-        return cls(device_mesh, device, torch_private.default_store(), *times, replica_dimensions=along)
+        options = detect, action_timeout, timeout, grace, local_parameters, whole_stages
+        return cls(device_mesh, device, torch_private.default_store(), *options, along)
 
     @property
     def rank(self) -> int:
@@ -261,6 +268,8 @@ def init(
     action_timeout: float | None = None,
     timeout: float = 300.0,
     grace: float = 5.0,
+    local_parameters: Sequence[str] | Mapping[str, str | Sequence[str]] = (),
+    whole_stages: int | None = None,
 ) -> Mesh | None:
     """Joins this process with the others that torchrun, or another launcher, has started.
 
@@ -279,13 +288,23 @@ def init(
         timeout: seconds to wait for all processes.
         grace: seconds that a running action may still take when another process has failed. Then this process is ended,
             since a layer that does not return cannot be interrupted.
+        local_parameters: names of parameters, with ``*`` for any characters, that each process has values of its own
+            of, such as ``["*.experts.*"]`` for experts that are spread over the replicas, or shards that a layer cuts
+            by hand. If the mesh has several dimensions beside "pp", it says over which of them the values differ:
+            ``{"*.experts.*": "ep"}``, or a list of names. Over these dimensions the parameters are neither compared nor
+            averaged; their gradients are divided by the number of replicas, because the loss is the mean of theirs.
+            DTensors need no name here.
+        whole_stages: of layers that FSDP2 shards over "dp" (`fully_shard`), at most so many stages of a worker have
+            whole parameters at a time: those that it needs next. Fewer take less memory and gather more often. None:
+            all stages of the worker, from the beginning of a call to its end.
 
     Returns:
         The mesh for `Pipe(..., mesh=...)`. None in a process that no launcher has started (without RANK and WORLD_SIZE
         in its environment), where a pipe's workers are threads.
 
     Raises:
-        ValueError: the number of processes is no multiple of `dp`, or a time is out of range.
+        ValueError: the number of processes is no multiple of `dp`, or an argument is out of range.
+        TypeError: `local_parameters` has another form.
         TimeoutError: a process has not joined in time.
 
     Example:
@@ -295,7 +314,8 @@ def init(
     """
     if isinstance(dp, bool) or not isinstance(dp, int) or dp < 1:
         raise ValueError(f"dp is the number of replicas, a positive integer: got {dp!r}")
-    refuse_times(detect, action_timeout, timeout, grace)
+    refuse_options(detect, action_timeout, timeout, grace, whole_stages)
+    patterns_of(local_parameters)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         if dp > 1:
             logger.warning(
@@ -305,8 +325,6 @@ def init(
                 dp,
                 os.path.basename(sys.argv[0]) or "train.py",
             )
-        if faults_from_environment():
-            logger.warning("PIPEWORK_FAULT has no effect in a single process: start it with torchrun")
         return None
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if ranks % dp:
@@ -319,13 +337,14 @@ def init(
         prefix = attempt_prefix(store, rank, ranks, timeout)
         backend = _backend(device, neighbours)
         dist.init_process_group(
-            backend, store=PrefixStore(prefix, store), rank=rank, world_size=ranks, timeout=_NO_TIMEOUT
+            backend, store=PrefixStore(prefix, store), rank=rank, world_size=ranks, timeout=NO_TIMEOUT
         )
     hook = process_exit.install()
     device_mesh = init_device_mesh(device.type, (dp, ranks // dp), mesh_dim_names=(REPLICAS, PIPELINE))
     if own_job:
         _destroy_at_exit(hook, device_mesh)
-    return Mesh(device_mesh, device, torch_private.default_store(), detect, action_timeout, timeout, grace)
+    options = detect, action_timeout, timeout, grace, local_parameters, whole_stages
+    return Mesh(device_mesh, device, torch_private.default_store(), *options)
 
 
 def doubt_about_no_mesh() -> str | None:
@@ -347,8 +366,10 @@ def doubt_about_no_mesh() -> str | None:
     )
 
 
-def refuse_times(detect: float, action_timeout: float | None, timeout: float, grace: float) -> None:
-    """Raises a ValueError if one of the times, in seconds, is out of range; see `init`."""
+def refuse_options(
+    detect: float, action_timeout: float | None, timeout: float, grace: float, whole_stages: int | None
+) -> None:
+    """Raises a ValueError if an argument is out of range; see `init`."""
     if not detect >= 1:
         raise ValueError(f"detect must be at least 1 second, or a busy process would be lost: got {detect!r}")
     if action_timeout is not None and not action_timeout > 0:
@@ -357,6 +378,8 @@ def refuse_times(detect: float, action_timeout: float | None, timeout: float, gr
         raise ValueError(f"timeout must be a positive number of seconds: got {timeout!r}")
     if not grace >= 0:
         raise ValueError(f"grace must be a number of seconds, 0 or more: got {grace!r}")
+    if whole_stages is not None:
+        refuse_whole_stages(whole_stages)
 
 
 def mesh_of(given: Mesh | DeviceMesh) -> Mesh:
@@ -370,52 +393,6 @@ def mesh_of(given: Mesh | DeviceMesh) -> Mesh:
     if not isinstance(given, Mesh):
         raise TypeError(f"mesh is {given!r}: wanted what pipework.init() returns, or a DeviceMesh, or None")
     return given
-
-
-def network_devices() -> list[Any]:
-    """The devices by which gloo sends and receives, each with its own thread: one for each interface the user names.
-
-    Groups that share them wake only one thread for a message from any rank. With few cores this saves a fifth of the
-    time of a short step.
-    """
-    named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    if not named:
-        return [ProcessGroupGloo.create_default_device()]
-    return [ProcessGroupGloo.create_device(interface=name) for name in named]
-
-
-def group_of(store: Store, name: str, members: Sequence[int], rank: int, devices: Sequence[Any] = ()) -> Group:
-    """A process group of some ranks, for tensors on the CPU; returns as soon as all of them have called this.
-
-    PyTorch's own `new_group` must be called by every rank of the job, or as often in each process.
-
-    Args:
-        store: through which the members find each other.
-        name: of the group, never used before with this store.
-        members: its ranks.
-        rank: of this process.
-        devices: of the network, which gloo's groups may share; empty: the group makes its own.
-    """
-    place = PrefixStore(name, store), members.index(rank), len(members)
-    own = list(devices) or network_devices()
-    return cast("Group", torch_private.gloo_group(*place, own, _NO_TIMEOUT))
-
-
-def nccl_group(store: Store, name: str, members: Sequence[int], rank: int, device: torch.device) -> Group:
-    """A process group of some ranks, for tensors on CUDA devices; returns when all of them are connected.
-
-    Args:
-        store: through which the members find each other.
-        name: of the group, never used before with this store.
-        members: its ranks.
-        rank: of this process.
-        device: of this process; that of the calling thread from now on, or NCCL would take memory of the first one.
-    """
-    torch.accelerator.set_device_index(device)
-    kind: Any = dist.distributed_c10d.ProcessGroupNCCL  # not every build of PyTorch has it
-    group = kind(PrefixStore(name, store), members.index(rank), len(members), _NO_TIMEOUT)
-    group.eager_connect_single_device(device)  # else each of its first transfers would wait for the other rank
-    return cast("Group", group)
 
 
 def _destroy_at_exit(hook: ExitHook, device_mesh: DeviceMesh) -> None:

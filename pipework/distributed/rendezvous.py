@@ -8,20 +8,26 @@ import functools
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pipework.distributed.gradients.data_parallel import DataParallel
 from pipework.distributed.gradients.tied import TiedParameters
 from pipework.distributed.layer_group import LayerGroup
-from pipework.distributed.mesh import group_of, nccl_group, network_devices
 from pipework.distributed.shared_tensors import refuse_any_different, refuse_some_different
-from pipework.distributed.transport.channel import Channel, LostConnectionError, break_group
+from pipework.distributed.transport.channel import Channel
 from pipework.distributed.transport.device_channel import DeviceChannel
+from pipework.distributed.transport.groups import (
+    LostConnectionError,
+    break_group,
+    group_of,
+    nccl_group,
+    network_devices,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
@@ -29,7 +35,7 @@ if TYPE_CHECKING:
     from pipework.distributed.health.monitor import HealthMonitor
     from pipework.distributed.mesh import Mesh
     from pipework.distributed.shared_tensors import SharedTensors
-    from pipework.distributed.transport.channel import Group
+    from pipework.distributed.transport.groups import Group
 
 _POLL = 0.05  # seconds
 _JOIN_TIMEOUT = 1.0  # seconds, for a thread whose transfers have been ended
@@ -43,13 +49,11 @@ class RendezvousSpec:
         placement: the worker of each stage.
         pairs: stages that send each other values and gradients.
         tied: parameters that stages of several workers use.
-        contract: must be the same on all ranks; JSON values.
     """
 
     placement: tuple[int, ...]
     pairs: Sequence[tuple[int, int]]
     tied: Sequence[Tied]
-    contract: Mapping[str, Any]
 
 
 @dataclass

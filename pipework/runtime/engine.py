@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from pipework.autograd.fully_sharded import FullySharded
+    from pipework.backend import Backend
     from pipework.model.sequential import TupleRule
     from pipework.runtime.device import Link
-    from pipework.runtime.peers import Peers
     from pipework.runtime.skips.skip import Skip
     from pipework.schedule.phases import Orders
 
@@ -38,7 +38,7 @@ class Engine:
         placement: the worker of each stage, wherever it is.
         devices: of the workers in this process, by number and in order.
         skips: the skip connections between all layers.
-        peers: the processes that hold the pipe.
+        backend: of the pipe.
         links: see `LocalTransport`.
         workers: the threads.
         one_thread: whether one thread runs all workers of this process; None: as is faster, see `ThreadChoice`.
@@ -50,7 +50,7 @@ class Engine:
     placement: tuple[int, ...]
     devices: Mapping[int, WorkerDevice]
     skips: Sequence[Skip]
-    peers: Peers
+    backend: Backend
     links: dict[tuple[int, int], Link | None]
     workers: WorkerThreads
     lock: threading.Lock
@@ -86,7 +86,7 @@ class Engine:
 
     def refuse_fully_sharded(self, sharded: FullySharded | None) -> None:
         """Raises a ValueError if FSDP shards layers, and this pipe has no replicas over which gradients are reduced."""
-        if sharded is not None and not self.peers.are_others:
+        if sharded is not None and self.backend.is_whole:
             raise ValueError(
                 "fully_shard has sharded layers of this pipe over several processes, and its workers are threads: give "
                 "it the mesh, Pipe(..., mesh=mesh), with dimensions 'pp' and 'dp'; a single worker is a 'pp' of size 1"
@@ -121,7 +121,7 @@ def make_engine(
     skips: Sequence[Skip],
     *,
     tuples: TupleRule,
-    peers: Peers,
+    backend: Backend,
     loss: nn.Module | None = None,
     one_thread: bool | None = False,
 ) -> Engine:
@@ -134,7 +134,7 @@ def make_engine(
         placement: the worker of each partition, as the schedule has it.
         skips: the skip connections between the layers.
         tuples: how a tuple reaches a layer.
-        peers: the processes that hold the pipe.
+        backend: of the pipe.
         loss: computed by the last stage, if it is a module; its buffers are treated like those of the layers.
         one_thread: see `Pipe`.
     """
@@ -171,7 +171,7 @@ def make_engine(
         placement=placement,
         devices=workers,
         skips=skips,
-        peers=peers,
+        backend=backend,
         links={(source, target): link(workers[source], workers[target]) for source, target in sorted(pairs)},
         workers=WorkerThreads(list(workers.values())[: 1 if one_thread else None]),
         lock=threading.Lock(),

@@ -18,11 +18,11 @@ from pipework.runtime.device import record_on
 from pipework.runtime.failure import Failure
 from pipework.runtime.one_thread import OneThreadRun
 from pipework.runtime.out_of_memory import is_out_of_memory, note_memory
-from pipework.runtime.peers import RunSpec
 from pipework.runtime.random import kernels
 from pipework.runtime.random.shards import install_for_dtensors
 from pipework.runtime.random.streams import RandomStream, has_random_state
 from pipework.runtime.random.unseen_draws import LateDraws, generators_given_up
+from pipework.runtime.run_spec import RunSpec
 from pipework.runtime.stage.memory_meter import MemoryMeter
 from pipework.runtime.stage.stage_run import StageRun
 from pipework.runtime.worker import RunConditions, WorkerRun
@@ -210,7 +210,7 @@ class Step:
         for run in self._runs.values():
             run.aliases.take_gradients()  # a backward that wanted some parameters only left the others' gradients lying
         sent = [("B", len(self._engine.placement) - 1, [(tensors, None) for tensors in gradients])]
-        with generators_given_up(), self._engine.peers.calling("backward"):
+        with generators_given_up(), self._engine.backend.calling("backward"):
             self._engine.workers.refuse_own_thread()
             received = self._run(self._program.others, sent, self._returned, begins=False, retain_graph=retain_graph)
         return received[0] if received else []
@@ -297,16 +297,16 @@ class Step:
             self._options.scaler if differentiates else None,
             one_thread,
         )
-        transport = engine.peers.transport(spec)
+        transport = engine.backend.transport(spec)
         failure = Failure(transport.stop)
-        engine.peers.during(failure)
+        engine.backend.during(failure)
         conditions = RunConditions(
             failure,
             context=None if here or not begins or self._context.is_usual else self._context,
             in_context=begins and not self._context.is_usual,
             modes=modes,
             turn=threading.Lock() if modes and not one_thread else None,
-            starting=engine.peers.starting,
+            starting=engine.backend.starting,
         )
         # On the CPU, workers of one thread differ in nothing but what is recorded of them.
         together = one_thread and len(engine.devices) > 1 and recorder is None and not engine.accelerators
@@ -371,13 +371,13 @@ class Step:
             self._failed = True
             for run in self._runs.values():
                 run.clear()
-            failure.explain(engine.peers.explained)
+            failure.explain(engine.backend.explained)
             failure.raise_first()
         if recorder is not None:
             if begins:  # not before: a mini-batch that failed is no measurement
                 recorder.begin(self._options.number, self._program.schedule, loss_outside=self._loss is None)
             intervals = [interval for job in jobs.values() for interval in job.recorded()]
-            recorder.add(self._options.number, engine.peers.all_intervals(intervals))
+            recorder.add(self._options.number, engine.backend.all_intervals(intervals))
         received = []
         for kind, stage in awaited:
             messages = list(map(transport.outside.receiver(kind, stage), range(micro_batches)))
@@ -399,7 +399,7 @@ class Step:
         fixed = bool(engine.one_thread)
         if not fixed and (choice is None or not choice.one_thread):
             return False, False
-        if modes or engine.accelerators or engine.peers.are_others:
+        if modes or engine.accelerators or not engine.backend.is_whole:
             return fixed, False
         here = calling_thread.is_free() and allows_worker(in_backward=not begins)
         return fixed or here, here
@@ -427,7 +427,7 @@ class Step:
                 if device.unseen_draws is not None and stream.moves_generators:
                     modules = [module for stage in runs for module in engine.stages[stage].modules]
                     # A rank that saw a late draw could not tell the others before they have used the mini-batch.
-                    always = engine.peers.are_others or any(map(has_random_state, modules))
+                    always = not engine.backend.is_whole or any(map(has_random_state, modules))
                     hold = device.unseen_draws.hold(stream, always=always)
             job = WorkerRun(worker, runs, order, device, conditions, stream, hold, recorded=recorded)
             turn = conditions.turn

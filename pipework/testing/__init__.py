@@ -1,17 +1,13 @@
-"""Tools for tests: the un-pipelined model as a reference for a pipe, and faults on purpose."""
+"""Tools for tests: the un-pipelined model as a reference for a pipe."""
 
-from pipework.distributed.faults import Fault, InjectedFault, fail_at
 from pipework.runtime.random.streams import draw_key
 from pipework.testing.random import micro_batch_random
 from pipework.testing.reference import Reference, reference_backward
 from pipework.testing.step import reference_step
 
 __all__ = [
-    "Fault",
-    "InjectedFault",
     "Reference",
     "draw_key",
-    "fail_at",
     "micro_batch_random",
     "reference_backward",
     "reference_step",

@@ -8,11 +8,11 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
 
-from pipework.distributed.faults import Fault
 from pipework.distributed.health.errors import exit_code
 from pipework.distributed.health.monitor import HealthMonitor
 from pipework.distributed.health.preemption import Preemption
 from pipework.schedule import Action
+from tests.injection import Fault
 
 
 def say(event: str, **details: object) -> None:

@@ -1,4 +1,4 @@
-"""All ranks compare what they were started with."""
+"""All ranks compare what they were started with: schedule, layers, settings."""
 
 import base64
 import hashlib
@@ -7,13 +7,17 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed import PrefixStore, TCPStore
 
-from pipework.distributed.agreement import agree
+from pipework.assignment.assignment import assign
+from pipework.distributed.agreement import agree, contract
+from pipework.schedule import ScheduleSpec, fill_drain, one_forward_one_backward
 from tests.distributed.conftest import HARD
 
 Outcomes = dict[int, BaseException | None]
@@ -64,7 +68,8 @@ def test_ranks_that_agree(store: TCPStore) -> None:
             'versions, first difference at torch: "2.13" on rank 0, 2; "2.14" on rank 1',
         ),
         ({"more": None}, "more: nothing on rank 0, 2; null on rank 1"),
-        ({"schedule": ["1f1b"]}, 'schedule: "1f1b" on rank 0, 2; ["1f1b"] on rank 1'),
+        ({"layers": ["Linear(4, 8)", "ReLU", 5]}, "layers, first difference at 2: nothing on rank 0, 2; 5 on rank 1"),
+        ({"layers": []}, "layers: nothing on rank 0, 2; [] on rank 1"),
     ],
 )
 @pytest.mark.thorough
@@ -85,60 +90,6 @@ def test_of_long_values_the_difference_is_shown(store: TCPStore) -> None:
     assert len(text) < 700
     assert "xxxFxxx" in text
     assert "xxxBxxx" in text
-
-
-MANY = {f"layer.{n}": f"float32 ({n},)" for n in range(3000)}
-KEYS = sorted(MANY)
-LIST = [f"layer {n}" for n in range(3000)]
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "line"),
-    [
-        (
-            MANY,
-            {**MANY, "layer.77": "x"},
-            ', first difference at layer.77: "float32 (77,)" on rank 0, 2; "x" on rank 1',
-        ),
-        (MANY, {**MANY, KEYS[-1]: 1, "layer.9": 2}, ', first difference at layer.9: "float32 (9,)" on rank 0, 2; 2 on'),
-        (MANY, {**MANY, "layer.1b": 1}, ", first difference at layer.1b: nothing on rank 0, 2; 1 on rank 1"),
-        (
-            MANY,
-            {k: MANY[k] for k in KEYS[1:]},
-            ', first difference at layer.0: "float32 (0,)" on rank 0, 2; nothing on',
-        ),
-        (
-            MANY,
-            {k: MANY[k] for k in KEYS[:9]},
-            f', first difference at {KEYS[9]}: "{MANY[KEYS[9]]}" on rank 0, 2; nothing',
-        ),
-        (LIST, [*LIST[:2999], "x"], ', first difference at 2999: "layer 2999" on rank 0, 2; "x" on rank 1'),
-        (LIST, [*LIST, 5], ", first difference at 3000: nothing on rank 0, 2; 5 on rank 1"),
-        (LIST[:256], LIST[:512], ', first difference at 256: nothing on rank 0, 2; "layer 256" on rank 1'),
-        (LIST, [], ', first difference at 0: "layer 0" on rank 0, 2; nothing on rank 1'),
-        (LIST, MANY, ': ["layer 0", "layer 1"'),
-        (LIST, 5, ': ["layer 0", "layer 1"'),
-        (
-            [{"a": LIST}, *LIST],
-            [{"a": LIST[1:]}, *LIST],
-            ', first difference at 0.a.0: "layer 0" on rank 0, 2; "layer 1"',
-        ),
-    ],
-    ids=lambda value: "" if isinstance(value, (list, dict, int)) else value[:40],
-)
-@pytest.mark.thorough
-def test_of_long_lists_and_dicts_the_first_difference_is_shown(
-    store: TCPStore, left: Any, right: Any, line: str
-) -> None:
-    for one, two in ((left, right), (right, left)):
-        prefix = PrefixStore(str(one is left), store)
-        outcomes = all_agree(prefix, {0: {"key": one}, 1: {"key": two}, 2: {"key": one}}, 3)
-        for error in outcomes.values():
-            assert type(error) is ValueError
-            text = str(error).split("the same:\n  ")[1]
-            assert len(text) < 500
-            if one is left:
-                assert text.startswith(f"key{line}")
 
 
 def test_ranks_that_agree_exchange_one_digest(store: TCPStore) -> None:
@@ -166,33 +117,14 @@ def test_a_contract_that_is_too_long_to_be_sent_is_named_as_different(store: TCP
     assert str(outcomes[1]).endswith("the same:\n  something else, which could not be read, on rank 0")
 
 
-def test_many_different_contracts_are_compared_up_to_a_bound(store: TCPStore) -> None:
-    outcomes = all_agree(store, {rank: {"key": rank} for rank in range(20)}, 20)
-    for rank, error in outcomes.items():
-        text = str(error)
-        assert "0 on rank 0; 1 on rank 1;" in text
-        assert f"{rank} on rank {rank}" in text
-        assert "something else, which could not be read, on rank 1" in text
-
-
-def published(text: str) -> str:
-    return base64.b64encode(zlib.compress(text.encode())).decode()
-
-
-@pytest.mark.parametrize("text", ["5", "[" * 100_000, "{", "", '{"key": 5}'])
+@pytest.mark.parametrize("text", ["5", "[" * 100_000, "{", ""])
 @pytest.mark.thorough
 def test_a_contract_that_cannot_be_read_is_named_as_different(store: TCPStore, text: str) -> None:
-    text_digest = hashlib.sha256(text.encode()).hexdigest()
-    content = published(text if text != '{"key": 5}' else '{"key": 6}')  # whose digest is another one
-    other = PrefixStore("call 1", store.clone())
-    outcomes: Outcomes = {}
-    thread = threading.Thread(target=lambda: outcomes.update(all_agree(store, {0: {"key": LIST}}, 2)))
-    thread.start()
-    while not other.check(["digest/0"]):
-        time.sleep(0.01)
-    other.set(f"contract/{text_digest}", content)
-    other.set("digest/1", text_digest)
-    thread.join(HARD)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    other = PrefixStore("call 1", store)
+    other.set(f"contract/{digest}", base64.b64encode(zlib.compress(text.encode())).decode())
+    other.set("digest/1", digest)
+    outcomes = all_agree(store, {0: {"key": 5}}, 2)
     assert str(outcomes[0]).endswith("the same:\n  something else, which could not be read, on rank 1")
 
 
@@ -213,27 +145,68 @@ def test_a_difference_does_not_wait_for_who_does_not_come(store: TCPStore) -> No
         assert "(rank 1 (stage 1) did not come within" in str(error)
 
 
-def test_garbage_is_not_taken_for_a_rank(store: TCPStore) -> None:
-    other = PrefixStore("call 1", store)
-    garbage = (b"\x80\x04cos\nsystem", b"[1]", b"[" * 100_000, b"x" * 64, b"a" * 65, b"")
-    ranks = range(len(garbage))
-    for rank, each in zip(ranks, garbage, strict=True):
-        other.set(f"digest/{rank}", each)
-    assert all_agree(store, dict.fromkeys(ranks, SAME), len(ranks)) == dict.fromkeys(ranks)
-
-
-def test_who_is_overwritten_before_the_others_come_writes_again(store: TCPStore) -> None:
-    other = PrefixStore("call 1", store.clone())
-    early = threading.Thread(target=agree, args=(PrefixStore("call 1", store.clone()), 0, 2, SAME, HARD))
-    early.start()
-    while not other.check(["digest/0"]):
-        time.sleep(0.01)
-    other.set("digest/0", "garbage")
-    agree(other, 1, 2, SAME, HARD)
-    early.join(HARD)
-    assert not early.is_alive()
-
-
 def test_errors_before_work(store: TCPStore) -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
         agree(store, 0, 2, {"lock": threading.Lock()}, 1)
+
+
+# ---- what is compared ----------------------------------------------------------------------------------------------
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+def agreed(change: Callable[[nn.Sequential], object], **settings: Any) -> dict[str, Any]:
+    module = model()
+    change(module)
+    return contract(module, assign(module, "gpipe", 1, [2, 2], ["cpu", "cpu"]), **settings)
+
+
+def tie(module: nn.Sequential) -> None:
+    module[2].weight = module[0].weight
+
+
+def put(name: str, layer: nn.Module) -> Callable[[nn.Sequential], object]:
+    return lambda module: setattr(module, name, layer)
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "name", "form"),
+    [
+        (tie, "parameters", "2.weight", "torch.float32 (2, 2), tied to 0.weight"),
+        (lambda module: module[2].half(), "parameters", "2.bias", "torch.float16 (2,)"),
+        (put("2", nn.Linear(2, 3)), "parameters", "2.bias", "torch.float32 (3,)"),
+        (put("2", nn.Linear(2, 2, bias=False)), "parameters", "2.bias", None),
+        (lambda module: module[3].register_buffer("more", torch.ones(1)), "parameters", "3.more", "torch.float32 (1,)"),
+    ],
+)
+def test_what_makes_a_difference(change: Any, key: str, name: str, form: str | None) -> None:
+    assert agreed(change) != agreed(lambda module: None)
+    assert agreed(change)[key].get(name) == form
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module[0].requires_grad_(False),  # it may be in another process, or thawed after a step
+        lambda module: nn.init.zeros_(module[0].weight),
+        lambda module: module.eval(),
+    ],
+)
+def test_what_makes_none(change: Any) -> None:
+    assert agreed(change) == agreed(lambda module: None)
+
+
+def test_a_spec_of_ones_own_is_compared_by_its_orders() -> None:
+    def of(schedule: Any) -> str:
+        module = model()
+        return contract(module, assign(module, schedule, 3, [2, 2], ["cpu", "cpu"]), chunks=3)["schedule"]
+
+    assert of(ScheduleSpec(fill_drain)) == of(fill_drain(2, 3))
+    assert of(ScheduleSpec(one_forward_one_backward)) == of(one_forward_one_backward(2, 3))
+    assert of(ScheduleSpec(fill_drain)) != of(ScheduleSpec(one_forward_one_backward))
+
+
+def test_settings_are_compared_too() -> None:
+    assert agreed(tie, chunks=2) != agreed(tie, chunks=3)

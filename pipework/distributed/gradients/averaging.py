@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipework.autograd.fully_sharded import FullySharded
     from pipework.distributed.gradients.data_parallel import DataParallel
     from pipework.distributed.shared_tensors import SharedTensors
-    from pipework.runtime.peers import RunSpec
+    from pipework.runtime.run_spec import RunSpec
 
 
 class Averaging:

@@ -21,7 +21,7 @@ import torch
 from torch.distributed import DistError, ReduceOp
 
 from pipework.distributed.gradients.trained_parameters import TrainedParameters
-from pipework.distributed.transport.channel import LostConnectionError, break_group
+from pipework.distributed.transport.groups import LostConnectionError, break_group
 from pipework.distributed.transport.tensor_bytes import as_bytes, write_bytes
 from pipework.values.dtensor import is_dtensor, local_part, with_local_part
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipework.distributed.transport.channel import Group
+    from pipework.distributed.transport.groups import Group
 
 BUCKET = 25 * 1024 * 1024  # bytes
 _COMPARES = 1  # the first number that a training step exchanges; 0 for other calls

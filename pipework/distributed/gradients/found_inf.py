@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipework import torch_private
-from pipework.distributed.transport.channel import LostConnectionError
+from pipework.distributed.transport.groups import LostConnectionError
 from pipework.values.dtensor import local_part
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipework.distributed.transport.channel import Group
+    from pipework.distributed.transport.groups import Group
 
 
 class FoundInf:

@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 
 from pipework.distributed.transport import header
+from pipework.distributed.transport.groups import LostConnectionError, break_group
 from pipework.distributed.transport.packet import Packet, Packets, fits_in_packet
 from pipework.values import tensor_form
 from pipework.values.dtensor import local_part
@@ -42,41 +42,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from pipework.distributed.transport.device_channel import DeviceChannel
+    from pipework.distributed.transport.groups import Group
     from pipework.runtime.transport import Address, Message
-
-
-_BREAKING_TAG = 2**31 - 1
-
-
-class Group(Protocol):
-    """The part of PyTorch's process groups that is used here."""
-
-    def rank(self) -> int:
-        """The number of this process in the group."""
-
-    def size(self) -> int:
-        """The number of processes in the group."""
-
-    def send(self, tensors: list[Tensor], destination: int, tag: int) -> Any:
-        """Starts to send; the result has a `wait()`."""
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
-        """Starts to receive into this memory."""
-
-    def abort(self) -> None:
-        """Ends all transfers, where the backend can."""
-
-
-class LostConnectionError(Exception):
-    """A transfer has failed, because the other rank is gone or because this channel was aborted.
-
-    Args:
-        rank: the other rank; None: it is not known.
-    """
-
-    def __init__(self, rank: int | None) -> None:
-        super().__init__("a connection was lost" if rank is None else f"the connection to rank {rank} was lost")
-        self.rank = rank
 
 
 class _Expected(NamedTuple):
@@ -129,18 +96,6 @@ class _Kept(NamedTuple):
     packet: Packet
     packets: Packets
     parts: list[Tensor]
-
-
-def break_group(group: Group) -> None:
-    """Ends all transfers of a group, also those that other threads wait for. The group cannot be used any more.
-
-    A wait that times out closes all connections of a gloo group for good, which ends every other wait: this is the only
-    way to end a wait of another thread. A connection that the other rank has closed fails at once, and closes no
-    other: so it is tried with each.
-    """
-    for other in {*range(group.size())} - {group.rank()}:
-        with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1)], other, _BREAKING_TAG).wait(timedelta(milliseconds=1))
 
 
 class Channel:

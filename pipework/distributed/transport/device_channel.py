@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipework.distributed.transport.channel import Group
+    from pipework.distributed.transport.groups import Group
     from pipework.values.tensor_form import TensorForm
 
 

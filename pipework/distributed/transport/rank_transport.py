@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipework.distributed.peer_group import PeerGroup
-    from pipework.distributed.rendezvous import Connections
+    from pipework.distributed.backend import DistributedBackend
     from pipework.distributed.transport.channel import Channel
-    from pipework.runtime.peers import RunSpec
+    from pipework.runtime.run_spec import RunSpec
     from pipework.runtime.skips.skip import Skip
     from pipework.runtime.transport import Address, Endpoint, Message, Receive, Send
     from pipework.schedule import Action
@@ -34,13 +33,12 @@ if TYPE_CHECKING:
 class RankTransport:
     """The endpoints of this rank."""
 
-    def __init__(self, worker: int, spec: RunSpec, connections: Connections, peer_group: PeerGroup) -> None:
+    def __init__(self, worker: int, spec: RunSpec, backend: DistributedBackend) -> None:
         # For messages between stages of this rank, all of which run on one thread.
         local = LocalTransport(spec.placement, spec.links, one_thread=True)
         self.outside: Endpoint = local.outside
-        self.endpoints = {worker: RankEndpoint(worker, local, spec, connections.channels, peer_group)}
-        self._connections = connections
-        self._peer_group = peer_group
+        self.endpoints = {worker: RankEndpoint(worker, local, spec, backend)}
+        self._group = backend.group
         self._stopped = False
 
     def take_undelivered(self) -> list[tuple[Address, Any]]:
@@ -50,30 +48,29 @@ class RankTransport:
     def stop(self) -> None:
         """See `Transport.stop`."""
         self._stopped = True
-        self._peer_group.abort()
+        self._group.abort()
 
     def close(self) -> None:
         """See `Transport.close`: breaks the cycle between stages and their endpoint."""
         if self._stopped and any(endpoint.is_reducing for endpoint in self.endpoints.values()):
-            self._peer_group.break_layer_groups()  # another replica may never come to this collective
+            self._group.break_layer_groups()  # another replica may never come to this collective
         for endpoint in self.endpoints.values():
             endpoint.close()
         if self._stopped:
-            self._connections.forget()
+            self._group.connections.forget()
 
 
 class RankEndpoint:
     """The endpoint of the one worker that is in this process."""
 
-    def __init__(
-        self, worker: int, local: LocalTransport, spec: RunSpec, channels: Mapping[int, Channel], peer_group: PeerGroup
-    ) -> None:
+    def __init__(self, worker: int, local: LocalTransport, spec: RunSpec, backend: DistributedBackend) -> None:
         self._worker = worker
         self._local = local
         self._own = local.endpoints[worker]
         self._spec = spec
-        self._channels = channels
-        self._peer_group = peer_group
+        self._channels = backend.group.connections.channels
+        self._backend = backend
+        self._group = backend.group
         self._stages = len(spec.placement)
         self._outbox: dict[Address, tuple[Sequence[Tensor | None], Any]] = {}
         self._posted: dict[Address, Channel] = {}
@@ -99,7 +96,7 @@ class RankEndpoint:
 
     def receiver(self, kind: str, stage: int) -> Receive:
         """See `Endpoint.receiver`."""
-        posted, progress, receive_own = self._posted, self._peer_group.monitor.progress, self._own.receiver(kind, stage)
+        posted, progress, receive_own = self._posted, self._group.monitor.progress, self._own.receiver(kind, stage)
 
         def receive(micro_batch: int) -> Message:
             address = kind, stage, micro_batch
@@ -123,15 +120,15 @@ class RankEndpoint:
             "SEND_B": self._send,
             "RECV_F": self._post,
             "RECV_B": self._post,
-            "REDUCE_GRAD": lambda action: self._peer_group.reduce(self._spec, action.stage),
+            "REDUCE_GRAD": lambda action: self._backend.reduce(self._spec, action.stage),
             "UNSHARD": self._unshard,
             "RESHARD": lambda action: self._spec.runs[action.stage].aliases.reshard(),
         }
 
     def finish(self) -> None:
         """See `Endpoint.finish`: exchanges results, and waits until all messages have arrived."""
-        with self._peer_group.monitor.progress.waits():
-            self._peer_group.complete(self._spec)
+        with self._group.monitor.progress.waits():
+            self._backend.complete(self._spec)
             last = self._spec.placement[-1]
             if self._spec.results_for_all != 0:
                 if last == self._worker:
@@ -171,7 +168,7 @@ class RankEndpoint:
         return any(run.sharded is not None and run.sharded.is_reducing for run in self._spec.runs.values())
 
     def _unshard(self, action: Action) -> None:
-        with self._peer_group.monitor.progress.waits():
+        with self._group.monitor.progress.waits():
             self._spec.runs[action.stage].aliases.gather()
 
     def _post(self, action: Action) -> None:
@@ -206,7 +203,7 @@ class RankEndpoint:
     def _send_results(self) -> None:
         """Sends the results of the last stage to all other ranks; all losses in one message."""
         self._results.sort(key=itemgetter(0))  # a schedule may have another order
-        stops = self._peer_group.asked_to_stop()
+        stops = self._group.asked_to_stop()
         losses: list[Tensor] = []
         needs_gradient = False
         if self._spec.results_for_all is not None:
@@ -219,7 +216,7 @@ class RankEndpoint:
             if self._spec.results_for_all is None:
                 for micro_batch, tensors, structure in self._results:
                     channel.send(("output", self._stages, micro_batch), tensors, structure)
-        self._peer_group.stopping |= stops
+        self._group.stopping |= stops
 
     def _receive_results(self, channel: Channel) -> None:
         def received(address: Address) -> Message:
@@ -228,7 +225,7 @@ class RankEndpoint:
 
         hand_out = self._own.sender("F", self._stages)
         losses, flags = received(("results", self._stages, 0))
-        self._peer_group.stopping |= bool(flags & 2)
+        self._group.stopping |= bool(flags & 2)
         if self._spec.results_for_all is None:
             for micro_batch in range(self._spec.micro_batches):
                 hand_out(micro_batch, received(("output", self._stages, micro_batch)))

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 from pipework.distributed.gradients.data_parallel import DataParallel
-from pipework.distributed.mesh import group_of
-from pipework.distributed.transport.channel import LostConnectionError
+from pipework.distributed.transport.groups import LostConnectionError, group_of
 from tests.helpers import in_threads, outcomes_in_threads
 
 

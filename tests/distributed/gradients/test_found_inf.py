@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from pipework.distributed.gradients.found_inf import FoundInf
-from pipework.distributed.mesh import group_of
+from pipework.distributed.transport.groups import group_of
 
 
 def shared(*gradients: Tensor | None) -> list[Tensor | None]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 from pipework.distributed.gradients.tied import Tied, TiedParameters, tied_parameters
-from pipework.distributed.mesh import group_of
 from pipework.distributed.transport.channel import Channel
+from pipework.distributed.transport.groups import group_of
 
 STAGES, PLACEMENT = (0, 1, 2), (0, 1, 0)
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pipework import Mesh, Pipe, torch_private
 from pipework.distributed import rendezvous
-from pipework.distributed.mesh import group_of
+from pipework.distributed.transport.groups import group_of
 from pipework.values import tensor_form
 from tests.jobs import Ended, Job
 from tests.nccl_stand_in import NcclStandIn

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from pipework.distributed.mesh import group_of
 from pipework.distributed.transport.device_channel import DeviceChannel
+from pipework.distributed.transport.groups import group_of
 from pipework.values.tensor_form import TensorForm
 from tests.nccl_stand_in import NcclStandIn
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from pipework.distributed.mesh import group_of
 from pipework.distributed.transport.channel import Channel
+from pipework.distributed.transport.groups import group_of
 from pipework.distributed.transport.packet import Packet, Packets, fits_in_packet
 from pipework.values.tensor_form import TensorForm
 

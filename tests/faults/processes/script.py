@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import pipework
 from pipework import Pipe, load_checkpoint, save_checkpoint
+from tests import injection
 
 
 def main() -> None:
@@ -23,6 +24,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="tell torchrun of exceptions")
     parser.add_argument("--heedless", action="store_true", help="never ask whether to stop")
     arguments = parser.parse_args()
+    injection.install()
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)])  # imports much
     mesh = pipework.init(detect=arguments.detect)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipework import Mesh, Pipe, save_checkpoint
-from pipework.distributed.faults import Fault
+from tests.injection import Fault
 from tests.jobs import Ended, Job
 
 DETECT = 3.0  # seconds of silence, where that is what tells

@@ -1,9 +1,9 @@
-"""The marks of losses that were brought backward."""
+"""What ranks agree on at the beginning of a call: here the losses that were brought backward before."""
 
 import pytest
 
 from pipework.autograd.factor import Factor
-from pipework.distributed.delivered_losses import Delivered, DeliveredLosses
+from pipework.distributed.step_calls import Delivered, DeliveredLosses
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ def test_the_factor_of_the_last_call_and_backward_is_told(here: DeliveredLosses)
     assert here.told(waits=False)[1:] == (2, 0.5)
 
 
-def test_factors_of_one_call_are_compared(here: DeliveredLosses) -> None:
+def test_factors_of_one_call_are_compared() -> None:
     def differ(one: float, other: float, call: int = 1) -> bool:
-        return here.other_factor(Delivered(0, 1, one), Delivered(0, call, other))
+        return Delivered(0, 1, one).has_other_factor(Delivered(0, call, other))
 
     assert differ(1.0, 0.5)
     assert differ(1.0, 0.0)
@@ -78,4 +78,4 @@ def test_factors_of_one_call_are_compared(here: DeliveredLosses) -> None:
     assert not differ(float("nan"), float("nan"))
     assert not differ(float("inf"), float("inf"))
     assert not differ(1.0, 0.5, call=2)
-    assert not here.other_factor(Delivered(), Delivered(0, 0, 2.0))
+    assert not Delivered().has_other_factor(Delivered(0, 0, 2.0))

@@ -1,12 +1,16 @@
-"""All-gather of bytes."""
+"""Process groups: gathering bytes, and the end of a group."""
 
+import threading
+import time
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
+from torch.distributed import HashStore
 
-from pipework.distributed.all_gather import all_gather
-from pipework.distributed.transport.channel import LostConnectionError
+from pipework.distributed.transport.groups import LostConnectionError, all_gather, break_group, group_of
+from tests.helpers import in_threads
 
 
 class _Sent:
@@ -54,3 +58,25 @@ def test_a_lost_rank_is_named(gone: int, sends: bool) -> None:
     with pytest.raises(LostConnectionError) as caught:
         all_gather(_Group(gone, sends=sends), [7, 8, 9], b"text")
     assert caught.value.rank == 7 + gone
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_group_of_which_one_has_left_is_broken_all_the_same(gone: int) -> None:
+    """Rank 2 waits for one that says nothing, and the other one has closed its connections."""
+    store, groups = HashStore(), {}
+
+    def join(rank: int) -> None:
+        groups[rank] = group_of(store, "three", (0, 1, 2), rank)
+
+    in_threads(*[lambda rank=rank: join(rank) for rank in range(3)])
+    break_group(groups[gone])
+    time.sleep(0.2)  # until the others have seen it
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError):
+            groups[2].recv([torch.empty(1)], 1 - gone, 0).wait()
+
+    timer = threading.Timer(0.3, break_group, (groups[2],))
+    timer.start()
+    in_threads(wait)
+    timer.join()

@@ -1,0 +1,375 @@
+"""What ranks agree on at the beginning of a call of the pipe: each has one record of it, which is one message.
+
+    last rank  --- its record -------------->  first rank        1. has the last rank a target?
+    first rank --- the record of all ------->  every other one   2. and what the first rank read
+
+The ranks that compute the same layers together compare their records before. In the first calls, and now and then
+later, the records carry digests of inputs and targets, so that ranks that were given different data see it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from pipework.backend import StepCall
+from pipework.distributed.data_digest import NO_DATA, data_digest, tells_rows
+from pipework.distributed.transport.groups import LostConnectionError
+from pipework.model.marks import NO_ROWS
+from pipework.model.mini_batch import gradients_are_there
+from pipework.spot_checks import is_checked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from pipework.autograd.factor import Factor
+    from pipework.distributed.layer_group import LayerGroup
+    from pipework.distributed.transport.groups import Group
+    from pipework.model.mini_batch import MiniBatch
+
+_NO_KEY: Final = -1  # in a message
+_ALIKE: Final = ("training", "grad", "everywhere", "returns_output", "recorded", "scales_loss")
+_CALL_ALIKE: Final = "Call the pipe alike on all ranks"
+_SAME_DATA: Final = (
+    "All ranks of a pipe, and all that compute the same layers together, take the same mini-batches. A "
+    "DistributedSampler gives each rank other rows: take pipe.sampler(dataset), which gives other rows to each replica "
+    "of the pipe only; without one, seed the shuffling alike on all ranks"
+)
+
+_BITS: Final = 2  # of a mark; the mark of a call without a loss to bring backward is 0
+_WAITS: Final = 1
+_DELIVERED: Final = 2
+_CALLS: Final = 31  # whose marks fit into a positive number of 64 bits
+_CLOSE: Final = 1e-3  # relative difference of factors that two processors computed and may have rounded differently
+
+
+class Delivered(NamedTuple):
+    """What a rank says of its losses.
+
+    Attributes:
+        marks: of the latest calls, see `DeliveredLosses`.
+        call: of the loss whose factor is told, counted from 1; 0: none is told.
+        factor: by which its gradients were multiplied, see `Factor`.
+    """
+
+    marks: int = 0
+    call: int = 0
+    factor: float = 1.0
+
+    def has_other_factor(self, theirs: Delivered) -> bool:
+        """Whether two ranks multiplied the gradients of one call by different factors.
+
+        Example:
+            >>> Delivered(0, 3, 1.0).has_other_factor(Delivered(0, 3, 0.5))
+            True
+            >>> Delivered(0, 3, 1.0).has_other_factor(Delivered(0, 2, 0.5))
+            False
+        """
+        one, other = self.factor, theirs.factor
+        if not self.call or self.call != theirs.call or (math.isnan(one) and math.isnan(other)):
+            return False
+        return not math.isclose(one, other, rel_tol=_CLOSE)
+
+
+class DeliveredLosses:
+    """Which losses were brought backward on this rank: a mark for each of the latest calls.
+
+    With the loss inside, `loss.backward()` delivers the gradients of a rank's own layers and asks no other rank. A rank
+    that leaves it out would go on without gradients, and one that multiplies the loss by another number than the others
+    would get gradients of another scale.
+
+    Example:
+        >>> from pipework.autograd.factor import Factor
+        >>> here, there = DeliveredLosses(), DeliveredLosses()
+        >>> for losses in (here, there):
+        ...     losses.begin_call()
+        >>> delivered, _ = here.expect(), there.expect()
+        >>> delivered(Factor(1.0))
+        >>> here.difference(there.marks)
+        (1, True)
+    """
+
+    def __init__(self) -> None:
+        self.marks = 0  # that of the last call is in the lowest bits
+        self._call = 0
+        self._latest: tuple[int, Factor] | None = None  # of the last call that was brought backward
+
+    def begin_call(self) -> None:
+        """The next call begins; a mark that says nothing is added."""
+        self._call += 1
+        self.marks = self.marks << _BITS & (1 << _BITS * _CALLS) - 1
+
+    def expect(self) -> Callable[[Factor], None]:
+        """The present call has a loss for this rank's layers. What is returned is to be called at its backward."""
+        self.marks |= _WAITS
+        return functools.partial(self._deliver, self._call)
+
+    def _deliver(self, call: int, factor: Factor) -> None:
+        if self._latest is None or call >= self._latest[0]:  # of several backwards of a call the last one counts
+            self._latest = call, factor
+        shift = _BITS * (self._call - call)
+        if shift < _BITS * _CALLS:  # else the mark is gone
+            self.marks = self.marks & ~(_WAITS << shift) | _DELIVERED << shift
+
+    def told(self, *, waits: bool) -> Delivered:
+        """What this rank tells the others.
+
+        Args:
+            waits: whether the host may wait for a factor that an accelerator computes.
+        """
+        if self._latest is None or not (waits or self._latest[1].is_on_host):
+            return Delivered(self.marks)
+        return Delivered(self.marks, self._latest[0], self._latest[1].number)
+
+    def difference(self, theirs: int) -> tuple[int, bool] | None:
+        """The first call whose loss was brought backward on one of two ranks, and not on the other.
+
+        Args:
+            theirs: the marks of the other rank, which has begun as many calls.
+
+        Returns:
+            The number of the call, counted from 1, and whether it was on this rank; None: there is no such call.
+        """
+        if self.marks == theirs:
+            return None
+        for age in reversed(range(_CALLS)):
+            here, there = (marks >> _BITS * age & (1 << _BITS) - 1 for marks in (self.marks, theirs))
+            if here and there and here != there:
+                return self._call - age, here == _DELIVERED
+        return None
+
+
+class RankCall(NamedTuple):
+    """The record of a call: what a rank says of it.
+
+    Attributes:
+        number: of the call.
+        call: as the rank makes it.
+        losses: of the calls before.
+        trained: a digest of which parameters are trained; compared by ranks with the same layers only.
+        inputs: a digest of the inputs; `NO_DATA` if there are none, or this call is not checked.
+        targets: likewise.
+    """
+
+    number: int
+    call: StepCall
+    losses: Delivered = Delivered()
+    trained: int = 0
+    inputs: int = NO_DATA
+    targets: int = NO_DATA
+
+    def message(self) -> list[int]:
+        """The record as whole numbers of 64 bits."""
+        call = self.call._replace(key=_NO_KEY if self.call.key is None else self.call.key)
+        (factor,) = struct.unpack("<q", struct.pack("<d", self.losses.factor))
+        given = call.given is not None  # how many rows each micro-batch has is another message
+        flat = [self.number, *call[:-1], given, *self.losses[:-1], factor, self.trained, self.inputs, self.targets]
+        return [int(each or 0) for each in flat]
+
+    @classmethod
+    def of_message(cls, numbers: Sequence[int]) -> RankCall:
+        """The record that `message` gave.
+
+        Example:
+            >>> mine = RankCall(3, StepCall(True, True, False, False, False, rows=8, micro_batches=2, key=5))
+            >>> RankCall.of_message(mine.message()) == mine
+            True
+        """
+        number, *rest = numbers
+        values: dict[str, Any] = dict(zip(StepCall._fields, rest, strict=False))
+        values.update({name: bool(values[name]) for name in (*_ALIKE, "has_target", "target_is_unread")})
+        values.update(key=None if values["key"] == _NO_KEY else values["key"], given=[] if values["given"] else None)
+        marks, latest, bits, *digests = rest[len(values) :]
+        (factor,) = struct.unpack("<d", struct.pack("<q", bits))
+        return cls(number, StepCall(**values), Delivered(marks, latest, factor), *digests)
+
+
+_NUMBERS: Final = len(RankCall(0, StepCall(False, False, False, False, False)).message())
+
+
+class StepCalls:
+    """The calls of a pipe, as one rank makes them together with the others.
+
+    Args:
+        group: of the ranks of this pipe.
+        ranks: their numbers in the job.
+        first: the worker of the first stage.
+        last: the worker of the last stage.
+        layers: the ranks that compute the same layers; None: there are no others.
+        trained: gives a digest of which parameters are trained.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        ranks: Sequence[int],
+        first: int,
+        last: int,
+        layers: LayerGroup | None = None,
+        trained: Callable[[], int] = int,
+    ) -> None:
+        self._group = group
+        self._ranks = ranks
+        self._worker = group.rank()
+        self._first = first
+        self._last = last
+        self._layers = layers
+        self._trained = trained
+        self._number = 0
+        self.losses = DeliveredLosses()
+        self._sends: list[tuple[Tensor, int, Any]] = []  # sends that have not ended yet, and their memory
+
+    def own(self, call: StepCall, inputs: Any, target: Any) -> RankCall:
+        """The record of this rank for the next call. The caller's thread computes it, whose streams write the data."""
+        several = len(self._ranks) > 1 or self._layers is not None
+        samples = several and is_checked(self._number)  # reading a sample takes up to 0.1 ms
+        self._number += 1
+        digests = (data_digest(inputs), data_digest(target)) if samples else (NO_DATA, NO_DATA)
+        trained = self._trained() if self._layers is not None else 0
+        return RankCall(self._number, call, self.losses.told(waits=samples), trained, *digests)
+
+    def exchange(self, mine: RankCall, batch: MiniBatch | None) -> StepCall:
+        """What all ranks know of a call, from what only the first and the last rank know.
+
+        Args:
+            mine: the record of this rank.
+            batch: on the first rank, the mini-batch.
+
+        Raises:
+            ValueError: the ranks make different calls, were given different data, or brought other losses backward.
+            LostConnectionError: a rank is gone.
+        """
+        for _, worker, work in self._sends:
+            self._transfer(worker, work.wait)
+        self._sends.clear()
+        first, last, here = self._first, self._last, self._worker
+        if self._layers is not None:
+            mine = self._agree_on_layers(self._layers, mine)
+        if here == last != first:
+            self._send(first, mine.message())  # 1
+        if here != first:
+            other, theirs = first, RankCall.of_message(self._receive(first, _NUMBERS))  # 2
+            agreed = theirs.call
+        else:
+            other, theirs = last, mine if last == first else RankCall.of_message(self._receive(last, _NUMBERS))  # 1
+            unread = mine.call.has_target and not theirs.call.has_target
+            agreed = mine.call._replace(has_target=theirs.call.has_target, target_is_unread=unread)
+            for worker in range(len(self._ranks)):  # also if the calls differ: then every rank raises
+                if worker != first:
+                    self._send(worker, mine._replace(call=agreed).message())  # 2
+        for name in _ALIKE:
+            self._refuse_difference(name, mine, [theirs, mine], [self._ranks[other], self._ranks[here]])
+        self.check_delivered(mine.losses, theirs.losses, self._ranks[other])
+        self.losses.begin_call()
+        if here in (first, last):
+            self._check_data(theirs, mine, other)
+        if not gradients_are_there(mine.call.gradients, agreed.gradients):
+            raise ValueError(
+                f"an input requires a gradient on rank {self._ranks[here]}, which rank {self._ranks[first]}, that "
+                "reads the inputs, was given in another shape or without: what comes before a pipe runs on all ranks "
+                "alike. Give them the same inputs; where no gradient is wanted, detach() them or pass None"
+            )
+        if agreed.given is not None:
+            agreed = agreed._replace(given=self._exchange_rows(batch, agreed.micro_batches))
+        return agreed
+
+    def _agree_on_layers(self, layers: LayerGroup, mine: RankCall) -> RankCall:
+        """This rank's record with the key of the first rank that computes the same layers. All must be alike."""
+        everyone = [RankCall.of_message(numbers) for numbers in layers.gather(mine.message())]
+        compared = ["number", *_ALIKE, "trained"]
+        if self._worker == self._first:
+            compared += ["rows", "micro_batches", "inputs", "gradients"]
+        if self._worker == self._last:
+            compared += ["has_target", "targets"]
+        for name in compared:
+            self._refuse_difference(name, mine, everyone, layers.ranks)
+        for rank, theirs in zip(layers.ranks, everyone, strict=True):
+            self.check_delivered(mine.losses, theirs.losses, rank)
+        return mine._replace(call=mine.call._replace(key=everyone[0].call.key))
+
+    def _refuse_difference(self, name: str, mine: RankCall, records: Sequence[RankCall], ranks: Sequence[int]) -> None:
+        """Raises a ValueError if not all records have the same value of an attribute; it names the first difference."""
+        values = [getattr(each if name in RankCall._fields else each.call, name) for each in records]
+        if name in ("inputs", "targets") and NO_DATA in values:
+            return
+        for rank, value in zip(ranks, values, strict=True):
+            if value != values[0]:
+                what = f"a digest of the {name}" if name in ("inputs", "targets") else name
+                advice = _SAME_DATA if name in ("rows", "micro_batches", "inputs", "targets") else _CALL_ALIKE
+                raise ValueError(
+                    f"rank {ranks[0]} and rank {rank} make different calls of the pipe in call {mine.number}: {what} "
+                    f"is {values[0]} on rank {ranks[0]} and {value} on rank {rank}. {advice}"
+                )
+
+    def check_delivered(self, mine: Delivered, theirs: Delivered, rank: int) -> None:
+        """Raises a ValueError if another rank brought other losses backward, or with another factor."""
+        ranks = self._ranks[self._worker], rank
+        if (found := self.losses.difference(theirs.marks)) is not None:
+            call, here = found
+            one, other = ranks if here else ranks[::-1]
+            raise ValueError(
+                f"loss.backward() was called on rank {one} and not on rank {other}, after call {call} of the pipe: the "
+                f"layers of rank {other} got no gradient. Call it on all ranks: on each it delivers the gradients of "
+                "its own layers"
+            )
+        if mine.has_other_factor(theirs):
+            raise ValueError(
+                f"the loss of call {mine.call} of the pipe was multiplied by {mine.factor:g} before its backward on "
+                f"rank {ranks[0]} and by {theirs.factor:g} on rank {ranks[1]}: each rank multiplies the gradients of "
+                "its own layers, so take the same factor on all. A GradScaler that the loop alone knows scales "
+                "differently on each rank: give it to Pipe(grad_scaler=)"
+            )
+
+    def _check_data(self, theirs: RankCall, mine: RankCall, worker: int) -> None:
+        """The inputs of the first rank and the target of the last are read: they must be of one mini-batch.
+
+        They are if both ranks were given the same inputs, or the same target. What else differs is read nowhere, such
+        as inputs that the last rank has augmented in another way, or with other rounding. But what comes before the
+        pipe on a rank gets the gradient of the first rank's inputs, so that both must have the same.
+        """
+        ranks = [self._ranks[worker], self._ranks[self._worker]]
+        if mine.call.gradients and theirs.call.gradients:
+            self._refuse_difference("inputs", mine, [theirs, mine], ranks)
+        pairs = {"inputs": (theirs.inputs, mine.inputs), "targets": (theirs.targets, mine.targets)}
+        known = {what: pair for what, pair in pairs.items() if NO_DATA not in pair}
+        if not any(there == here and tells_rows(here) for there, here in known.values()):
+            for what in known:
+                self._refuse_difference(what, mine, [theirs, mine], ranks)
+
+    def _exchange_rows(self, batch: MiniBatch | None, micro_batches: int) -> Sequence[int]:
+        """Gives the last rank the rows of micro-batches that the caller of the first has made; others need none."""
+        if batch is not None:
+            if self._last != self._first:
+                self._send(self._last, [self._number, *batch.rows])
+            return batch.rows
+        if self._worker == self._last:
+            return self._receive(self._first, 1 + micro_batches)[1:]
+        return [NO_ROWS] * micro_batches
+
+    def _send(self, worker: int, numbers: Sequence[int]) -> None:
+        data = torch.tensor(numbers)
+        self._sends.append((data, worker, self._transfer(worker, lambda: self._group.send([data], worker, 0))))
+
+    def _receive(self, worker: int, count: int) -> list[int]:
+        """So many numbers, of which the first is the number of the call."""
+        data = torch.empty(count, dtype=torch.int64)
+        self._transfer(worker, lambda: self._group.recv([data], worker, 0).wait())
+        numbers: list[int] = data.tolist()
+        if numbers[0] != self._number:
+            raise ValueError(
+                f"this is call {self._number} of the pipe here and call {numbers[0]} on rank {self._ranks[worker]}: "
+                "call it equally often everywhere"
+            )
+        return numbers
+
+    def _transfer(self, worker: int, transfer: Callable[[], Any]) -> Any:
+        try:
+            return transfer()
+        except RuntimeError as error:
+            raise LostConnectionError(self._ranks[worker]) from error
