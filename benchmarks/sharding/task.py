@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +116,7 @@ class ShardedPipe:
         count = WORKERS * stages
         self._pipe = Pipe(
             model, task.chunks, checkpoint, balance=[task.blocks // count] * count, schedule=schedule,
-            loss_fn=nn.functional.mse_loss, mesh=mesh, whole_stages=whole_stages,
+            loss_fn=nn.functional.mse_loss, mesh=replace(mesh, whole_stages=whole_stages),
         )  # fmt: skip
         del model
         self._optimizer: Any

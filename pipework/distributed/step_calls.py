@@ -299,13 +299,17 @@ class StepCalls:
         if name in ("inputs", "targets") and NO_DATA in values:
             return
         for rank, value in zip(ranks, values, strict=True):
-            if value != values[0]:
-                what = f"a digest of the {name}" if name in ("inputs", "targets") else name
-                advice = _SAME_DATA if name in ("rows", "micro_batches", "inputs", "targets") else _CALL_ALIKE
-                raise ValueError(
-                    f"rank {ranks[0]} and rank {rank} make different calls of the pipe in call {mine.number}: {what} "
-                    f"is {values[0]} on rank {ranks[0]} and {value} on rank {rank}. {advice}"
+            if value == values[0]:
+                continue
+            if name in ("inputs", "targets"):
+                text = f"rank {rank} was given other {name} than rank {ranks[0]} in call {mine.number} of the pipe"
+            else:
+                text = (
+                    f"rank {ranks[0]} and rank {rank} call the pipe differently in call {mine.number}: {name} is "
+                    f"{values[0]} on rank {ranks[0]} and {value} on rank {rank}"
                 )
+            same_data = name in ("rows", "micro_batches", "inputs", "targets")
+            raise ValueError(f"{text}. {_SAME_DATA if same_data else _CALL_ALIKE}")
 
     def check_delivered(self, mine: Delivered, theirs: Delivered, rank: int) -> None:
         """Raises a ValueError if another rank brought other losses backward, or with another factor."""

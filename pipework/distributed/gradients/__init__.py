@@ -4,7 +4,6 @@
 * `data_parallel`: the mean over replicas.
 * `tied`: the sum for a parameter that stages of several ranks use.
 * `grad_norm`: the norm of the gradients of all ranks.
-* `clip_check`: refuses clipping by the gradients of one rank alone.
 * `found_inf`: an overflow on one rank counts on all.
 * `trained_parameters`: whether all replicas train the same parameters.
 """

@@ -1,6 +1,7 @@
 """Experts that are spread over dimensions of the mesh, beside the same experts in one process."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,11 +116,12 @@ def check(pipe: Pipe, expert: int, *, whole: Callable[[Tensor], Tensor] | None =
     torch.testing.assert_close(pipe.clip_grad_norm_(1.0), true)
 
 
-def pipe_of(module: nn.Sequential, mesh: Mesh, **options: Any) -> Pipe:
+def pipe_of(module: nn.Sequential, mesh: Mesh, local_parameters: Any = ()) -> Pipe:
     workers = len(mesh.ranks)
     schedule = "zb-h1" if workers > 1 else "1f1b"
     balance = [LAYERS // workers] * workers
-    return Pipe(module, 2, balance=balance, schedule=schedule, loss_fn=F.mse_loss, mesh=mesh, **options)
+    mesh = replace(mesh, local_parameters=local_parameters)
+    return Pipe(module, 2, balance=balance, schedule=schedule, loss_fn=F.mse_loss, mesh=mesh)
 
 
 # ---- over the replicas ----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -72,13 +73,14 @@ def beside_replicas(mesh: Mesh, cases: list[list[Any]]) -> list[str]:
     problems = []
     for schedule, mode, kind, inside, whole_stages in cases:
         options: dict[str, Any] = {
-            "balance": [4 // STAGES[schedule]] * STAGES[schedule], "schedule": schedule, "mesh": mesh,
+            "balance": [4 // STAGES[schedule]] * STAGES[schedule], "schedule": schedule,
+            "mesh": replace(mesh, whole_stages=whole_stages),
         }  # fmt: skip
         if inside:
             options["loss_fn"] = F.mse_loss
         pipes = (
             Pipe(model(), CHUNKS, mode, **options),
-            Pipe(model(kind, mesh.device_mesh["dp"]), CHUNKS, mode, whole_stages=whole_stages, **options),
+            Pipe(model(kind, mesh.device_mesh["dp"]), CHUNKS, mode, **options),
         )
         optimizers = [torch.optim.AdamW(pipe.parameters(), lr=0.01) for pipe in pipes]
         fired: list[Tensor] = []
@@ -136,7 +138,7 @@ def beside_fsdp(mesh: Mesh) -> list[str]:
         fully_shard(plain, mesh=group, mp_policy=policy)  # the root
         pipe = Pipe(
             model("sharded", group, mp_policy=policy), CHUNKS, "always", balance=[2, 2], schedule="1f1b",
-            loss_fn=loss_of, mesh=device_mesh, whole_stages=1,
+            loss_fn=loss_of, mesh=Mesh.of(device_mesh, whole_stages=1),
         )  # fmt: skip
         for module in (plain, pipe):
             for each in module.modules():
@@ -186,7 +188,7 @@ def three_dimensions(mesh: Mesh, shape: list[int]) -> list[str]:
     stages = shape[1]
     pipe = Pipe(
         layers, CHUNKS, balance=[4 // stages] * stages, schedule="zb-h1" if stages > 1 else "1f1b",
-        loss_fn=F.mse_loss, mesh=device_mesh, whole_stages=1,
+        loss_fn=F.mse_loss, mesh=Mesh.of(device_mesh, whole_stages=1),
     )  # fmt: skip
     plain = made()
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (plain, pipe)]
@@ -244,10 +246,11 @@ def gathers(mesh: Mesh) -> dict[str, Any]:
         counts.append(1)
         unshard(states)
 
-    def pipe_of(layers: nn.Sequential, **options: Any) -> Pipe:
+    def pipe_of(layers: nn.Sequential, whole_stages: int | None = None, **options: Any) -> Pipe:
         stages = options.pop("stages", 4)
         balance = [len(layers) // stages] * stages
-        return Pipe(layers, CHUNKS, balance=balance, loss_fn=F.mse_loss, mesh=mesh, **options)
+        own = replace(mesh, whole_stages=whole_stages)
+        return Pipe(layers, CHUNKS, balance=balance, loss_fn=F.mse_loss, mesh=own, **options)
 
     FSDPStates.unshard = counted  # type: ignore[method-assign]
     for schedule, whole_stages in (("looped-bfs", None), ("looped-bfs", 1), ("interleaved-1f1b", 1)):
@@ -331,7 +334,7 @@ def differences(mesh: Mesh) -> list[str]:
     fails(Pipe(frozen, CHUNKS, balance=[2, 2], schedule="1f1b", loss_fn=F.mse_loss, mesh=mesh))
     pipe = Pipe(
         model("sharded", mesh.device_mesh["dp"]), CHUNKS, balance=[1] * 4, schedule="interleaved-1f1b",
-        loss_fn=F.mse_loss, mesh=mesh, whole_stages=1,
+        loss_fn=F.mse_loss, mesh=replace(mesh, whole_stages=1),
     )  # fmt: skip
     fails(pipe, rows=2 if replica else 8)
     return told

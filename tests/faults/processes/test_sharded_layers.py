@@ -27,14 +27,15 @@ def tensor_parallel(mesh: Mesh, folder: str, **options: Any) -> dict[str, Any]:
     return train_layers(dataclasses.replace(mesh, device_mesh=device_mesh), folder, layers, **options)
 
 
-def fully_sharded(mesh: Mesh, folder: str, **options: Any) -> dict[str, Any]:
+def fully_sharded(mesh: Mesh, folder: str, whole_stages: int | None = None, **options: Any) -> dict[str, Any]:
     """Ranks 0 and 1 share the weights of the first stage, 2 and 3 those of the second."""
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     layers = model()
     for layer in layers:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=device_mesh["dp"])
-    return train_layers(dataclasses.replace(mesh, device_mesh=device_mesh), folder, layers, **options)
+    mesh = dataclasses.replace(mesh, device_mesh=device_mesh, whole_stages=whole_stages)
+    return train_layers(mesh, folder, layers, **options)
 
 
 BODIES = {"tp": tensor_parallel, "fsdp": fully_sharded}
@@ -78,8 +79,7 @@ def test_death(failing: Failing, fault: str, kind: str) -> None:
     [("rank=1,step=1,action=F,micro_batch=2,kind=raise", "tp"), ("rank=2,step=1,action=UNSHARD,kind=raise", "fsdp")],
 )
 def test_exceptions(failing: Failing, fault: str, kind: str) -> None:
-    options = {"whole_stages": 1} if kind == "fsdp" else {}
-    outcome = others_of(failing, fault, kind, **options)
+    outcome = others_of(failing, fault, kind, **({"whole_stages": 1} if kind == "fsdp" else {}))
     failed = int(fault[5])
     assert outcome.raised[failed].type == "InjectedFault"
     assert {error.kind for rank, error in outcome.raised.items() if rank != failed} == {"error"}
