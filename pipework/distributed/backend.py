@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from pipework.autograd.factor import Factor
     from pipework.backend import PipeSpec
     from pipework.distributed.mesh import Mesh
-    from pipework.runtime.failure import Failure
     from pipework.model.mini_batch import MiniBatch
+    from pipework.runtime.failure import Failure
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import Key
     from pipework.runtime.run_spec import RunSpec
