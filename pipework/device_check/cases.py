@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
-Delayed: TypeAlias = Literal["nothing", "caller", "layers", "copies"]
-
-WAYS: Final = ("outside", "gpipe", "1f1b", "zb-h1")
-CHECKPOINTS: Final = ("never", "except_last", "always")
-DELAYED: Final[tuple[Delayed, ...]] = ("nothing", "caller", "layers", "copies")
 CPU: Final = torch.device("cpu")
+
+# From these values further cases are drawn.
+SETTINGS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "way": ("outside", "gpipe", "1f1b", "zb-h1"),
+    "checkpoint": ("never", "except_last", "always"),
+    "dropout": (True, False),
+    "skip": (True, False),
+    "autocast": (True, False, False),
+    "input_gradient": (True, False),
+    "delayed": ("nothing", "caller", "layers", "copies"),
+}
 
 
 @dataclass(frozen=True)
@@ -31,44 +37,34 @@ class Case:
         pinned: whether these lie in pinned memory of the host.
         dropout: whether layers draw.
         skip: whether the first layer hands a tensor to the last one.
-        autocast: whether it is on for all devices.
+        autocast: whether it is on for all devices, to bfloat16.
         input_gradient: whether the inputs require one.
-        delayed: the streams that long kernels keep busy: the caller's, those of the layers, those of copies.
+        delayed: the streams that long kernels keep busy: "nothing", the "caller"'s, those of "layers" or of "copies".
     """
 
     devices: tuple[torch.device, ...]
-    way: str = "1f1b"
-    checkpoint: str = "never"
-    batch_on: torch.device = CPU
+    way: str
+    checkpoint: str
+    batch_on: torch.device
     pinned: bool = False
     dropout: bool = True
     skip: bool = False
     autocast: bool = False
     input_gradient: bool = False
-    delayed: Delayed = "nothing"
+    delayed: str = "nothing"
 
     def __str__(self) -> str:
-        flags = {
-            "dropout": self.dropout,
-            "a skip connection": self.skip,
-            "autocast to bfloat16": self.autocast,
-            "gradients of the inputs": self.input_gradient,
-        }
         loss = "loss outside" if self.way == "outside" else f"{self.way}, loss inside"
-        return ", ".join(
-            [
-                f"stages on {' '.join(map(str, self.devices))}",
-                loss,
-                f"checkpoint {self.checkpoint}",
-                f"batch on {self.batch_on}{' (pinned)' if self.pinned else ''}",
-                *(name for name, there in flags.items() if there),
-                *([] if self.delayed == "nothing" else [f"delayed: {self.delayed}"]),
-            ]
+        pinned = " (pinned)" if self.pinned else ""
+        flags = [name for name in ("dropout", "skip", "autocast", "input_gradient") if getattr(self, name)]
+        return (
+            f"stages on {' '.join(map(str, self.devices))}, {loss}, checkpoint {self.checkpoint}, "
+            f"batch on {self.batch_on}{pinned}, with {', '.join(flags) or 'nothing else'}, delayed: {self.delayed}"
         )
 
 
 def first_cases(source: torch.device, destination: torch.device) -> list[Case]:
-    """The cases that are always run: of a device (`source` is `destination`) every value of every setting.
+    """The cases that are always run; `source` is `destination` for those of a device.
 
     Example:
         >>> [case.way for case in first_cases(CPU, CPU)]
@@ -94,25 +90,12 @@ def first_cases(source: torch.device, destination: torch.device) -> list[Case]:
 
 
 def further_cases(source: torch.device, destination: torch.device) -> Iterator[Case]:
-    """Cases without end, whose settings are drawn; the same ones each time.
-
-    Args:
-        source: a device.
-        destination: of the link; the source itself: the cases are those of a device.
-    """
+    """Cases without end, whose settings are drawn; the same ones each time."""
     draw = random.Random(f"{source} {destination}")
-    pins = {source, destination} != {CPU}
-    stages = [(1, 2, 3, 4), (2, 3, 4)][source != destination]
+    stages = (1, 2, 3, 4) if source == destination else (2, 3, 4)
     while True:
-        case = Case(
-            tuple((source, destination)[number % 2] for number in range(draw.choice(stages))),
-            draw.choice(WAYS),
-            draw.choice(CHECKPOINTS),
-            draw.choice((source, destination)),
-            dropout=draw.random() < 0.5,
-            skip=draw.random() < 0.4,
-            autocast=draw.random() < 0.3,
-            input_gradient=draw.random() < 0.4,
-            delayed=draw.choice(DELAYED),
-        )
-        yield replace(case, batch_on=CPU, pinned=True) if pins and draw.random() < 0.2 else case
+        devices = tuple((source, destination)[number % 2] for number in range(draw.choice(stages)))
+        settings = {name: draw.choice(values) for name, values in SETTINGS.items()}
+        case = Case(devices, batch_on=draw.choice((source, destination)), **settings)
+        pins = {source, destination} != {CPU} and draw.random() < 0.2
+        yield replace(case, batch_on=CPU, pinned=True) if pins else case

@@ -2,24 +2,76 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipework.device_check.cases import first_cases, further_cases
-from pipework.device_check.differences import TOLERANCE, TOLERANCE_AUTOCAST, difference
-from pipework.device_check.findings import CheckedPlace, FailedCase, Findings
-from pipework.device_check.provoke import LongKernels
-from pipework.device_check.speed import measure
-from pipework.device_check.training import train_pipe, train_plain
+from pipework.device_check.training import LongKernels, autocast, train_pipe, train_plain
+from pipework.testing.comparison import MOST, allowed_for, compare, on_host, tolerance_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pipework.device_check.cases import Case
+
+
+@dataclass
+class CheckedPlace:
+    """A device, or a link between two.
+
+    Attributes:
+        source: a device.
+        destination: the same for a device, another one for a link.
+        cases: how many have been run.
+        failures: for each case that went wrong what it was, and what differed, or the error.
+        inexact: for how many cases the plain model differed from itself, so that a difference was allowed.
+    """
+
+    source: torch.device
+    destination: torch.device
+    cases: int = 0
+    failures: list[str] = field(default_factory=list)
+    inexact: int = 0
+
+    @property
+    def name(self) -> str:
+        """As it is printed."""
+        return str(self.source) if self.source == self.destination else f"{self.source} -> {self.destination}"
+
+    @property
+    def verdict(self) -> str:
+        """'ok', 'WRONG', or 'not checked'."""
+        return "WRONG" if self.failures else "ok" if self.cases else "not checked"
+
+
+@dataclass
+class Findings:
+    """What has been found so far.
+
+    Attributes:
+        places: devices first.
+        seconds: that it took.
+        interrupted: whether the user ended it.
+    """
+
+    places: list[CheckedPlace]
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def all_right(self) -> bool:
+        """Whether every place was checked to the end, and nothing went wrong."""
+        return not self.interrupted and all(place.verdict == "ok" for place in self.places)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for programs."""
+        numbers = ("name", "verdict", "cases", "inexact", "failures")
+        places = [{name: getattr(place, name) for name in numbers} for place in self.places]
+        return {**vars(self), "all_right": self.all_right, "seconds": round(self.seconds, 1), "places": places}
 
 
 def check_devices(
@@ -42,77 +94,57 @@ def check_devices(
         >>> [(place.name, place.verdict, place.cases) for place in findings.places]
         [('cpu', 'ok', 6)]
     """
-    pairs = [(device, device) for device in devices]
-    pairs += [(a, b) for a in devices for b in devices if a != b]
+    pairs = [(device, device) for device in devices] + list(itertools.permutations(devices, 2))
     findings = Findings([CheckedPlace(source, destination) for source, destination in pairs])
-    start = time.perf_counter()
     kernels = LongKernels()
+    drawn = itertools.cycle([(each, further_cases(each.source, each.destination)) for each in findings.places])
+    further = ((place, next(cases)) for place, cases in drawn)
+    first = [(each, case) for each in findings.places for case in first_cases(each.source, each.destination)]
+    start, threads = time.perf_counter(), torch.get_num_threads()
     try:
-        with _one_thread():
-            for place in findings.places:
-                progress(f"{place.name}: how fast copies are")
-                _measure(place)
-                for seed, case in enumerate(first_cases(place.source, place.destination)):
-                    progress(f"{place.name}: {case}")
-                    _run(place, case, seed, kernels)
-            drawn = [(place, further_cases(place.source, place.destination)) for place in findings.places]
-            for place, cases in itertools.cycle(drawn):
-                if time.perf_counter() - start >= seconds:
-                    break
-                case = next(cases)
-                progress(f"{place.name}: {case}")
-                _run(place, case, place.cases, kernels)
+        torch.set_num_threads(1)  # sums on the CPU depend on the number of threads, and each worker has a share of them
+        for number, (place, case) in enumerate(itertools.chain(first, further)):
+            if number >= len(first) and time.perf_counter() - start >= seconds:
+                break
+            progress(f"{place.name}: {case}")
+            _run(place, case, kernels)
     except KeyboardInterrupt:
         findings.interrupted = True
+    finally:
+        torch.set_num_threads(threads)
     findings.seconds = time.perf_counter() - start
     return findings
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """One intra-op thread: sums on the CPU depend on their number, and each worker has a share of them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _measure(place: CheckedPlace) -> None:
-    try:
-        place.speed = measure(place.source, place.destination)
-    except Exception as error:
-        place.failures.append(FailedCase("speed of copies", 0, _text(error)))
-
-
-def _run(place: CheckedPlace, case: Case, seed: int, kernels: LongKernels) -> None:
-    missing = [device.type for device in case.devices if not torch.amp.is_autocast_available(device.type)]
-    if case.autocast and missing:
-        place.left_out = [f"autocast, which PyTorch does not have for {missing[0]}"]
-        return
+def _run(place: CheckedPlace, case: Case, kernels: LongKernels) -> None:
+    seed = place.cases
+    if not all(torch.amp.is_autocast_available(device.type) for device in case.devices):
+        case = replace(case, autocast=False)
     try:
         kernels.prepare({*case.devices, case.batch_on})
-        text = _compared(place, case, seed, kernels)
+        wrong = _wrong(place, case, seed, kernels)
     except Exception as error:
-        text = _text(error)
+        wrong = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     place.cases += 1
-    if text is not None:
-        place.failures.append(FailedCase(str(case), seed, text))
+    if wrong:
+        place.failures.append(f"{case} (seed {seed}): {wrong}")
 
 
-def _compared(place: CheckedPlace, case: Case, seed: int, kernels: LongKernels) -> str | None:
-    """What went wrong, in words."""
-    plain, again = train_plain(case, seed), train_plain(case, seed)
-    tolerance = 0.0
-    if difference(again, plain) is not None:
-        tolerance = TOLERANCE_AUTOCAST if case.autocast else TOLERANCE
+def _wrong(place: CheckedPlace, case: Case, seed: int, kernels: LongKernels) -> str:
+    """What went wrong, in words; empty: nothing did."""
+
+    def on_cpu(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: on_host(value) for name, value in values.items()}
+
+    plain = on_cpu(train_plain(case, seed))
+    itself = compare("results", "itself", on_cpu(train_plain(case, seed)), plain, MOST)
+    allowed = 0.0
+    if itself.differing:
         place.inexact += 1
-        text = difference(again, plain, tolerance)
-        if text is not None:
-            return f"the plain model, without pipework, differs from itself: {text}"
-    return difference(train_pipe(case, seed, kernels), plain, tolerance)
-
-
-def _text(error: BaseException) -> str:
-    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        with autocast(case):
+            allowed = allowed_for(itself.difference, tolerance_of({"results": plain}))
+    found = compare("results", "the plain model", on_cpu(train_pipe(case, seed, kernels)), plain, allowed)
+    for each, whose in ((itself, "the plain model, without pipework, differs from itself: "), (found, "")):
+        if each.first:
+            return f"{whose}{each.first}: the largest difference is {each.difference:.3g} of the largest element"
+    return ""

@@ -1,98 +1,196 @@
-"""Trains a pipe and the plain model for some steps, and keeps what each of them computes."""
+"""Trains a pipe and the plain model for some steps, and keeps what each of them computes.
+
+While the pipe trains, long kernels keep streams busy, and memory that is used no more is overwritten: a value that is
+read too early is then wrong, and not right by luck.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import time
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipework import Pipe, PipeWarning
-from pipework.device_check.model import OUTPUTS, WIDTH, balance_of, make_model, placed
-from pipework.device_check.provoke import LongKernels, autocast, churn
+from pipework import Pipe, PipeWarning, pop, skippable, stash, torch_private
 from pipework.testing import draw_key, reference_backward, reference_step
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
     from pipework.device_check.cases import Case
 
 STEPS: Final = 3
 CHUNKS: Final = 4
-_ROWS: Final = 64
-_RATE: Final = 0.1
-
-# By name, for each step.
-Values: TypeAlias = list[dict[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A mini-batch."""
-
-    inputs: Tensor
-    target: Tensor
+# The rows of a micro-batch begin at multiples of 512 bytes, as memory of CUDA's allocator does, in bfloat16 too: some
+# libraries choose kernels by alignment.
+WIDTH: Final = 256
+OUTPUTS: Final = 16
+ROWS: Final = 64
+RATE: Final = 0.1
+SECONDS: Final = 0.004  # of a long kernel: far longer than a kernel of these models, and than a copy of their tensors
+BEFORE_A_CALL: Final = 8  # long kernels: far longer than the host takes from a call to the first layer
+OVERWRITTEN: Final = (1 << 10, 1 << 12, 1 << 14, 1 << 16)  # numbers of elements, as activations and weights have
 
 
-def make_batches(seed: int) -> list[Batch]:
-    """A mini-batch for each step."""
-    draw = torch.Generator().manual_seed(seed)
-    return [
-        Batch(torch.randn(_ROWS, WIDTH, generator=draw), torch.rand(_ROWS, OUTPUTS, generator=draw))
-        for _ in range(STEPS)
-    ]
+class LongKernels:
+    """Keeps streams busy; how long a kernel takes is measured once for each device."""
+
+    def __init__(self) -> None:
+        self._launches: dict[torch.device, Callable[[], None]] = {}
+        self._calls = 0
+
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        """Measures the devices, on their current streams."""
+        for device in devices:
+            if device not in self._launches:
+                self._launches[device] = _long_kernel(device)
+
+    def __call__(self, device: torch.device) -> None:
+        """Keeps the current stream of a device busy; on the CPU, the thread."""
+        self._launches[device]()
+
+    def sometimes(self, device: torch.device) -> None:
+        """Every third time: neighbouring micro-batches then differ."""
+        self._calls += 1
+        if self._calls % 3 == 0:
+            self(device)
 
 
-def train_plain(case: Case, seed: int) -> Values:
-    """What the plain model computes, micro-batch by micro-batch."""
+def _long_kernel(device: torch.device) -> Callable[[], None]:
+    if device.type == "cpu":
+        return functools.partial(time.sleep, SECONDS)
+    spin = torch_private.spinning(torch.get_device_module(device))  # leaves room for other kernels beside it
+    matrix = torch.ones(256, 256, device=device)
+
+    def launch(times: int) -> None:
+        with torch.accelerator.current_stream(device):  # the thread's current device may be another one
+            for _ in range(times):
+                torch.mm(matrix, matrix) if spin is None else spin(200_000)
+
+    def seconds(times: int) -> float:
+        torch.accelerator.synchronize(device)
+        start = time.perf_counter()
+        launch(times)
+        torch.accelerator.synchronize(device)
+        return time.perf_counter() - start
+
+    seconds(1)
+    return functools.partial(launch, max(1, math.ceil(SECONDS * 20 / seconds(20))))
+
+
+@skippable(stash=["skip"])
+class Fork(nn.Module):
+    """Stashes what it computes, and returns another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        """A generator; see `pipework.skippable`."""
+        y = self.linear(x)
+        yield stash("skip", torch.tanh(y))
+        return torch.sigmoid(y)
+
+
+@skippable(pop=["skip"])
+class Join(nn.Module):
+    """Adds what `Fork` has stashed."""
+
+    def forward(self, x: Tensor) -> Any:
+        """A generator; see `pipework.skippable`."""
+        skip = yield pop("skip")
+        return x + skip.to(x.device)  # in the plain model it comes from another device
+
+
+def make_model(case: Case, seed: int, wait: Callable[[torch.device], None]) -> tuple[nn.Sequential, list[int]]:
+    """The layers of a case, on the CPU, and how many of them each stage has.
+
+    Args:
+        case: which.
+        seed: of the weights.
+        wait: if layers are delayed, called with their device, forward and backward.
+    """
+
+    def delay(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        wait(output.device)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: wait(gradient.device))  # type: ignore[no-untyped-call]
+
     torch.manual_seed(seed)
-    model = make_model(case, lambda device: None)
-    placed(model, balance_of(case, len(model)), case.devices)
-    values: Values = []
-    for step, batch in enumerate(make_batches(seed)):
-        x = batch.inputs.to(case.batch_on).requires_grad_(case.input_gradient)
-        y = batch.target.to(case.devices[-1])
+    drop = 0.25 if case.dropout else 0.0
+    layers: list[nn.Module] = []
+    for _ in range(3):
+        layers.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(drop)))
+        if case.delayed == "layers":
+            layers[-1].get_submodule("3").register_forward_hook(delay)
+    layers = [*([Fork(), *layers, Join()] if case.skip else layers), nn.Linear(WIDTH, OUTPUTS)]
+    stages = len(case.devices)
+    return nn.Sequential(*layers), [len(layers) // stages + (stage < len(layers) % stages) for stage in range(stages)]
+
+
+def make_batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """The inputs and targets of a step, on the CPU."""
+    draw = torch.Generator().manual_seed(STEPS * seed + step)
+    return torch.randn(ROWS, WIDTH, generator=draw), torch.rand(ROWS, OUTPUTS, generator=draw)
+
+
+def train_plain(case: Case, seed: int) -> dict[str, Tensor]:
+    """What the plain model computes, micro-batch by micro-batch; it moves values between devices itself."""
+    model, balance = make_model(case, seed, lambda device: None)
+    places = [device for device, count in zip(case.devices, balance, strict=True) for _ in range(count)]
+    for layer, place in zip(model, places, strict=True):
+        layer.to(place).register_forward_pre_hook(
+            lambda module, inputs, place=place: tuple(value.to(place) for value in inputs)
+        )
+    values: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        inputs, targets = make_batch(seed, step)
+        x, y = inputs.to(case.batch_on).requires_grad_(case.input_gradient), targets.to(case.devices[-1])
         torch.manual_seed(step)
         key = draw_key()
-        with autocast(case.devices, case.autocast):
+        with autocast(case):
             if case.way == "outside":
                 computed = reference_backward(model, x, functools.partial(F.cross_entropy, target=y), CHUNKS, key)
             else:
                 computed = reference_step(model, x, y, F.cross_entropy, CHUNKS, key)
-        values.append(_computed(model, computed.loss, computed.output, x))
+        values |= _computed(step, model, computed.loss, computed.output, x)
         _update(model)
     return values
 
 
-def train_pipe(case: Case, seed: int, kernels: LongKernels) -> Values:
+def train_pipe(case: Case, seed: int, kernels: LongKernels) -> dict[str, Tensor]:
     """What a pipe computes, while streams are delayed, and inputs and freed memory overwritten."""
-    torch.manual_seed(seed)
-    model = make_model(case, kernels.sometimes)
+    model, balance = make_model(case, seed, kernels.sometimes)
     inside: dict[str, Any] = {} if case.way == "outside" else {"schedule": case.way, "loss_fn": F.cross_entropy}
     accelerators = [device for device in {*case.devices, case.batch_on} if device.type != "cpu"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PipeWarning)  # a worker for each stage on one device is meant
-        pipe = Pipe(
-            model, CHUNKS, case.checkpoint, balance=balance_of(case, len(model)), devices=case.devices, **inside
-        )
+        pipe = Pipe(model, CHUNKS, case.checkpoint, balance=balance, devices=case.devices, **inside)
     # They lie on the device already: a copy from pageable memory would make the host wait for what is delayed.
-    batches = [Batch(batch.inputs.to(case.batch_on), batch.target.to(case.batch_on)) for batch in make_batches(seed)]
-    inputs, target = (_buffer(case, each) for each in (batches[0].inputs, batches[0].target))
-    values: Values = []
+    batches = [[each.to(case.batch_on) for each in make_batch(seed, step)] for step in range(STEPS)]
+    inputs, target = (torch.empty_like(each, pin_memory=case.pinned) for each in batches[0])
+    values: dict[str, Tensor] = {}
     for step, batch in enumerate(batches):
-        if case.delayed == "caller":
-            for device in accelerators:
-                kernels.before_a_call(device)
+        for device in accelerators if case.delayed == "caller" else ():
+            for _ in range(BEFORE_A_CALL):
+                kernels(device)
         if case.delayed == "copies":
-            kernels.on_copy_streams(pipe._executor.engine_in_use())
-        inputs.copy_(batch.inputs)
-        target.copy_(batch.target)
+            for link in pipe._executor.engine_in_use().links.values():
+                for stream in [] if link is None else link.copy_streams:
+                    with stream:
+                        kernels(stream.device)
+        inputs.copy_(batch[0])
+        target.copy_(batch[1])
         x = inputs.detach().requires_grad_(case.input_gradient)
         torch.manual_seed(step)
-        with autocast(case.devices, case.autocast):
+        with autocast(case):
             if inside:
                 loss, output = pipe(x, target=target, return_output=True)
                 _overwrite(case, inputs, target)
@@ -100,41 +198,42 @@ def train_pipe(case: Case, seed: int, kernels: LongKernels) -> Values:
                 output = pipe(x)
                 loss = F.cross_entropy(output, target.to(output.device))
         loss.backward()
-        values.append(_computed(pipe, loss, output, x))
+        values |= _computed(step, pipe, loss, output, x)
         _overwrite(case, inputs, target)
         _update(pipe)
         del loss, output, x
-        churn(accelerators)
+        for device in accelerators:  # what the caller's streams allocate next is filled with NaN and freed again
+            held = [torch.full((size,), math.nan, device=device) for size in OVERWRITTEN for _ in range(4)]
+            del held
     return values
 
 
-def _buffer(case: Case, like: Tensor) -> Tensor:
-    return torch.empty_like(like, device=case.batch_on, pin_memory=case.pinned)
+@contextlib.contextmanager
+def autocast(case: Case) -> Iterator[None]:
+    """Autocast to bfloat16 for all kinds of devices of a case, if it wants that."""
+    with contextlib.ExitStack() as stack:
+        for kind in sorted({device.type for device in case.devices}) if case.autocast else ():
+            stack.enter_context(torch.autocast(kind, torch.bfloat16))
+        yield
 
 
 def _overwrite(case: Case, inputs: Tensor, target: Tensor) -> None:
     """Overwrites the caller's mini-batch, in the order of the caller's stream."""
-    if case.pinned:
-        # Copies from pinned memory run on the caller's streams, and the host does not wait for them by itself.
-        for device in {*case.devices}:
-            if device.type != "cpu":
-                torch.accelerator.current_stream(device).record_event().synchronize()
+    # Copies from pinned memory run on the caller's streams, and the host does not wait for them by itself.
+    for device in {*case.devices} if case.pinned else ():
+        if device.type != "cpu":
+            torch.accelerator.current_stream(device).record_event().synchronize()
     with torch.no_grad():
         inputs.fill_(math.nan)
         target.fill_(math.nan)
 
 
-def _computed(model: nn.Module, loss: Tensor, output: Any, x: Tensor) -> dict[str, Tensor]:
-    """Copies of all results, made on the caller's current streams."""
-    values = {"loss": loss, "output": output}
-    values |= {f"gradient of {name}": _gradient(each) for name, each in model.named_parameters()}
-    if x.requires_grad:
-        values["gradient of the inputs"] = _gradient(x)
-    return {name: value.detach().clone() for name, value in values.items()}
-
-
-def _gradient(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+def _computed(step: int, model: nn.Module, loss: Tensor, output: Tensor, x: Tensor) -> dict[str, Tensor]:
+    """Copies of all results of a step, made on the caller's current streams."""
+    leaves = {**dict(model.named_parameters()), **({"the inputs": x} if x.requires_grad else {})}
+    gradients = {f"gradient of {name}": each.grad for name, each in leaves.items() if each.grad is not None}
+    values = {"loss": loss, "output": output, **gradients}
+    return {f"step {step}: {name}": value.detach().clone() for name, value in values.items()}
 
 
 def _update(model: nn.Module) -> None:
@@ -142,5 +241,5 @@ def _update(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter.sub_(parameter.grad, alpha=_RATE)
+                parameter.sub_(parameter.grad, alpha=RATE)
                 parameter.grad = None
