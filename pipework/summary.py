@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipework.schedule import simulate
-from pipework.schedule.draw.aligned import aligned
-from pipework.schedule.draw.units import counted
+from pipework.schedule.draw.units import aligned, counted
 from pipework.values.dtensor import is_over_processes, local_part
 
 if TYPE_CHECKING:

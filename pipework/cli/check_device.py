@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from pipework.cli import env
 from pipework.cli.report import Report
-from pipework.schedule.draw.aligned import aligned
-from pipework.schedule.draw.units import counted
+from pipework.schedule.draw.units import aligned, counted
 
 if TYPE_CHECKING:
     import torch

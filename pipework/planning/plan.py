@@ -17,8 +17,7 @@ from pipework.planning.profiles.layer_costs import LayerInfo
 from pipework.planning.search.candidate import WorkerBytes
 from pipework.schedule import Costs, Schedule, Simulation, Timeline, simulate, svg, to_csv, without_recompute
 from pipework.schedule.argument_checks import positive_integers
-from pipework.schedule.draw.aligned import aligned
-from pipework.schedule.draw.units import counted, memory_text, time_text
+from pipework.schedule.draw.units import aligned, counted, memory_text, time_text
 from pipework.schedule.edges import recomputed
 
 if TYPE_CHECKING:

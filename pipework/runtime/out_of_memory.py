@@ -13,8 +13,7 @@ from torch.autograd.graph import GradientEdge
 from pipework import torch_private
 from pipework.runtime.device import is_accelerator, no_memory_to_receive
 from pipework.runtime.failure import add_note
-from pipework.schedule.draw.aligned import aligned
-from pipework.schedule.draw.units import memory_text
+from pipework.schedule.draw.units import aligned, memory_text
 from pipework.torch_private import memory_key
 from pipework.values.tensor_form import bytes_of
 

@@ -19,7 +19,7 @@ from pipework.planning.prediction.stage_copy import Sample, StageCopy, Tracker
 from pipework.runtime.device import is_accelerator
 from pipework.runtime.out_of_memory import is_out_of_memory
 from pipework.schedule import Costs, simulate
-from pipework.schedule.draw.aligned import aligned
+from pipework.schedule.draw.units import aligned
 from pipework.summary import readable_bytes
 from pipework.values import nested
 

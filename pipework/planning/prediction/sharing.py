@@ -18,7 +18,7 @@ import torch
 
 from pipework.planning.prediction.device_peaks import Held, device_peaks
 from pipework.schedule import with_gradient_reduction, with_sharding
-from pipework.schedule.draw.aligned import aligned
+from pipework.schedule.draw.units import aligned
 from pipework.summary import readable_bytes
 
 if TYPE_CHECKING:

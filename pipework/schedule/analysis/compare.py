@@ -13,7 +13,7 @@ from pipework.schedule.analysis.simulate import Simulation, simulate
 from pipework.schedule.analysis.validate import ValidationOptions
 from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.costs import Costs, checked_without_skips
-from pipework.schedule.draw.aligned import aligned
+from pipework.schedule.draw.units import aligned
 from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build_for_shares
 
 # GPipe's other name, and the schedule for inference.

@@ -42,29 +42,22 @@ PAPER: Final = "#ffffff"
 _DEPTHS: Final = (1.0, 0.84, 0.55, 0.42)  # Neither dark nor white text is readable on the tones between 0.84 and 0.55.
 
 
-def action_fill(kind: str, depth: int) -> str:
-    """The fill of an action, darker for each further stage of the same worker.
+def cell_colors(colors: str, kind: str, worker: int, depth: int = 0) -> tuple[str, str, str]:
+    """The fill, text and frame of a cell.
 
     Args:
-        kind: action kind.
-        depth: 0 for a worker's first stage, 1 for its second, ..
+        colors: ``"worker"``: the pastel of the worker; ``"action"``: the colour of the kind.
+        kind: of the action, or ``"update"``.
+        worker: number of the worker.
+        depth: 0 for a worker's first stage, 1 for its second, ..; each is darker than the one before.
 
     Example:
-        >>> action_fill("F", 0), action_fill("F", 1)
-        ('#84b0e3', '#6e93be')
+        >>> cell_colors("action", "F", 0), cell_colors("action", "F", 0, depth=2)
+        (('#84b0e3', '#22272e', '#ffffff'), ('#48607c', '#ffffff', '#ffffff'))
     """
-    return _darker(ACTION[kind], _DEPTHS[min(depth, len(_DEPTHS) - 1)])
-
-
-def ink_on(fill: str) -> str:
-    """The colour of text on a fill: dark or white, the one with the higher contrast.
-
-    Example:
-        >>> ink_on("#84b0e3"), ink_on("#48607c")
-        ('#22272e', '#ffffff')
-    """
-    light = _luminance(fill) + 0.05
-    return INK if light / (_luminance(INK) + 0.05) >= (_luminance(PAPER) + 0.05) / light else PAPER
+    if colors == "worker":
+        return worker_fill(worker), INK, "#4a4f57"
+    return _darker(ACTION[kind], _DEPTHS[min(depth, len(_DEPTHS) - 1)]), INK if depth < 2 else PAPER, PAPER
 
 
 def worker_fill(worker: int) -> str:
@@ -80,10 +73,3 @@ def worker_fill(worker: int) -> str:
 def _darker(color: str, factor: float) -> str:
     channels = (int(color[index : index + 2], 16) for index in (1, 3, 5))
     return "#" + "".join(f"{int(channel * factor):02x}" for channel in channels)
-
-
-def _luminance(color: str) -> float:
-    """Relative luminance, as WCAG defines it for contrast."""
-    channels = (int(color[index : index + 2], 16) / 255 for index in (1, 3, 5))
-    red, green, blue = (each / 12.92 if each <= 0.03928 else ((each + 0.055) / 1.055) ** 2.4 for each in channels)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -1,8 +1,9 @@
-"""Numbers with readable units, for pictures and the command line."""
+"""Numbers with readable units, and tables in plain text."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence, Set
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "\u00b5s"))
 _BYTES = ((1024.0**3, "GiB"), (1024.0**2, "MiB"), (1024.0, "KiB"))
@@ -78,3 +79,25 @@ def ticks(longest: float, most: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
     return [index * step for index in range(int(longest / step + 1e-9) + 1)]
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Set[int] = frozenset()) -> list[str]:
+    """The lines of a table.
+
+    Args:
+        rows: the cells.
+        left: the columns to align left; the others are aligned right.
+
+    Example:
+        >>> aligned([["a", "bcd"], ["10", "2"]], left={0})
+        ['  a   bcd', '  10    2']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

@@ -1,4 +1,4 @@
-from pipework.schedule.draw.palette import action_fill, ink_on
+from pipework.schedule.draw.palette import cell_colors
 
 
 def test_text_on_every_shade_is_readable():
@@ -9,6 +9,6 @@ def test_text_on_every_shade_is_readable():
 
     for kind in "FBIWR":
         for depth in range(5):
-            fill = action_fill(kind, depth)
-            dark, bright = sorted((light(fill), light(ink_on(fill))))
+            fill, ink, _ = cell_colors("action", kind, 0, depth)
+            dark, bright = sorted((light(fill), light(ink)))
             assert bright / dark > 4.3

@@ -72,13 +72,6 @@ def test_the_look_of_one_colour_a_worker():
     assert "peak 4" not in said
 
 
-def test_one_micro_batch_shows_an_arrow_of_time():
-    picture = svg(predicted(4, 1), colors="worker", update=True)
-    assert {label for *_, label in cells(picture)} == {"F0", "B0"}
-    assert "Time" in words(picture)
-    assert "Bubble" not in words(picture)
-
-
 def test_the_look_of_one_colour_a_kind():
     halves = tuple(Action(kind, 0, 0) for kind in "FRIW") + tuple(Action(kind, 0, 1) for kind in "FB")
     picture = svg(simulate(Schedule("kinds", (0,), (halves,))).timeline, update=True)
