@@ -1,23 +1,104 @@
-"""The common base of the three adapters: the interface of the old pipes around a `Pipe`."""
+"""The common base of the three adapters: the interface of the old pipes around a `Pipe` that works as they did."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+import functools
+from collections import OrderedDict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from pipework.executor import Executor
+from pipework.model import mini_batch
 from pipework.model.checkpoint import MODES
+from pipework.model.marks import flattened
+from pipework.model.sequential import named_layers
+from pipework.pipe import Pipe
+from pipework.skip import verify
+from pipework.torch_private import pytree
+from pipework.values import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from pipework.compat.adapted_pipe import AdaptedPipe
+    from pipework.runtime.program import Program
+    from pipework.schedule import Schedule
 
-    Device = torch.device | int | str
+Kind = TypeVar("Kind", bound=nn.Sequential)
+Device = torch.device | int | str
 
 
-_PLACES = (torch.device, int, str, Tensor)
+class AdaptedExecutor(Executor):
+    """Splits each tensor separately with `torch.chunk`, and runs backwards from the last micro-batch to the first.
+
+    Nine rows in eight chunks become five micro-batches, and tensors may have different numbers of rows if they are
+    split into equally many pieces.
+    """
+
+    warns: ClassVar[bool] = False  # old scripts run as they did
+
+    def _checked(self, schedule: Schedule) -> Program:
+        program = super()._checked(schedule)
+        return replace(program, schedule=from_last_to_first(program.schedule))
+
+    def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> mini_batch.MiniBatch:
+        tensors, structure, marks = flattened((inputs, keyword_inputs))
+        pairs = zip(tensors, marks, strict=True)
+        sizes = [None if mark else [len(piece) for piece in t.detach().chunk(self.chunks)] for t, mark in pairs]
+        counts = list(dict.fromkeys(len(each) for each in sizes if each is not None))
+        if not counts:
+            raise TypeError(f"inputs do not have any tensors: {inputs}")
+        if len(counts) > 1:
+            raise RuntimeError(f"Found different number of chunks produced for inputs: {counts[0]} and {counts[1]}")
+        return mini_batch.MiniBatch.of(tensors, tuple(sizes), structure)
+
+
+def from_last_to_first(schedule: Schedule) -> Schedule:
+    """Reverses the backwards of fill-drain, each with its recomputation before it.
+
+    A parameter's gradient is then the sum over micro-batches .., 2, 1, 0, to whose last bits old results refer. The
+    last micro-batch, which 'except_last' does not recompute, is the first to free its activations.
+
+    Args:
+        schedule: one in which each worker runs all its forwards first.
+
+    Example:
+        >>> from pipework.schedule import fill_drain, with_recompute
+        >>> [str(action) for action in from_last_to_first(with_recompute(fill_drain(1, 3), 2)).orders[0]]
+        ['0F0', '0F1', '0F2', '0B2', '0R1', '0B1', '0R0', '0B0']
+    """
+    orders = []
+    for order in schedule.orders:
+        forwards = [action for action in order if action.kind == "F"]
+        others = [action for action in order if action.kind != "F"]
+        orders.append((*forwards, *sorted(others, key=lambda action: -action.micro_batch)))
+    return replace(schedule, orders=tuple(orders))
+
+
+class AdaptedPipe(Pipe):
+    """A pipe with such an executor."""
+
+    _executor_type: ClassVar[type[Executor]] = AdaptedExecutor
+
+    def forward(self, *inputs: Any, **keyword_inputs: Any) -> Any:
+        """As `Pipe.forward`, but outputs never share memory with tensors of the layers.
+
+        The outputs of several micro-batches are concatenated. The old libraries also copied the output of a single
+        micro-batch, so that scripts could overwrite it.
+        """
+        output = super().forward(*inputs, **keyword_inputs)
+        if self.chunks > 1 and not any(isinstance(x, Tensor) and len(x) == 1 for x in pytree.tree_leaves(inputs)):
+            return output
+        return nested.replaced(output, Tensor, lambda tensor: torch.cat([tensor]) if tensor.dim() else tensor.clone())
+
+
+def sequence(kind: type[Kind], module: nn.Sequential) -> Kind:
+    """A sequence of another class with the layers of a module."""
+    layers = kind(OrderedDict(named_layers(module)))
+    layers.training = module.training
+    return layers
 
 
 class Adapter(nn.Module):
@@ -56,7 +137,7 @@ class Adapter(nn.Module):
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        self._pipe.use(checked_chunks(chunks), self.checkpoint)
+        self._pipe._executor.chunks = checked_chunks(chunks)
 
     @property
     def checkpoint(self) -> str:
@@ -65,7 +146,7 @@ class Adapter(nn.Module):
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: str) -> None:
-        self._pipe.use(self.chunks, checked_mode(checkpoint))
+        self._pipe._executor.checkpoint = checked_mode(checkpoint)
 
     def __len__(self) -> int:
         """The number of layers."""
@@ -85,17 +166,18 @@ class Adapter(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Changes the dtype, as `nn.Module.to` does. Moving to a device is refused."""
-        if "device" in kwargs or "tensor" in kwargs or isinstance(next(iter(args), None), _PLACES):
-            self._refuse_to_move()
+        if "device" in kwargs or "tensor" in kwargs or (args and not isinstance(args[0], torch.dtype)):
+            self.cuda()
         return super().to(*args, **kwargs)
 
     def cuda(self, device: Device | None = None) -> NoReturn:
         """Refused: the pipe manages where its layers are."""
-        self._refuse_to_move()
+        name = type(self).__name__
+        raise TypeError(f"denied to move parameters and buffers, because {name} should manage device placement")
 
     def cpu(self) -> NoReturn:
         """Refused: the pipe manages where its layers are."""
-        self._refuse_to_move()
+        self.cuda()
 
     def _run(self, *inputs: Any) -> Any:
         """The output of the layers, including those that have replaced others in their partition."""
@@ -104,17 +186,12 @@ class Adapter(nn.Module):
                 f"{type(self).__name__} was made with {len(self._pipe)} layers, and its partitions have {len(self)} "
                 "now: a layer can be replaced, but make a new one to add or remove layers"
             )
-        known = list(self._pipe._modules.items())
         places = [(partition, place) for partition in self._groups() for place in partition._modules]
-        for number, ((name, layer), (partition, place)) in enumerate(zip(known, places, strict=True)):
-            if partition._modules[place] is not layer:
+        for number, (name, (partition, place)) in enumerate(zip(list(self._pipe._modules), places, strict=True)):
+            if partition._modules[place] is not self._pipe[number]:
                 setattr(self._pipe, name, partition._modules[place])
                 partition._modules[place] = self._pipe[number]  # moved, and perhaps converted
         return self._pipe(*inputs)
-
-    def _refuse_to_move(self) -> NoReturn:
-        name = type(self).__name__
-        raise TypeError(f"denied to move parameters and buffers, because {name} should manage device placement")
 
 
 def checked_chunks(chunks: Any) -> int:
@@ -123,10 +200,9 @@ def checked_chunks(chunks: Any) -> int:
     Raises:
         ValueError: the value is less than 1, or not a number.
     """
-    count = int(chunks)
-    if count <= 0:
+    if int(chunks) <= 0:
         raise ValueError("number of chunks must be positive integer")
-    return count
+    return int(chunks)
 
 
 def checked_mode(checkpoint: Any) -> str:
@@ -135,10 +211,9 @@ def checked_mode(checkpoint: Any) -> str:
     Raises:
         ValueError: the mode is unknown.
     """
-    mode = str(checkpoint)
-    if mode not in MODES:
+    if str(checkpoint) not in MODES:
         raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
-    return mode
+    return str(checkpoint)
 
 
 def refuse_unfit(module: Any) -> None:
@@ -154,14 +229,34 @@ def refuse_unfit(module: Any) -> None:
         raise ValueError("module with duplicate children is not supported")
 
 
-def refuse_shared_parameters(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Refuses partitions on different devices that share a parameter, since moving would split it into two.
+def refuse_shared_parameters(layers: Iterable[tuple[nn.Module, torch.device]]) -> None:
+    """Refuses layers on different devices that share a parameter, since moving would split it into two.
 
     Raises:
-        ValueError: partitions on different devices share a parameter.
+        ValueError: layers on different devices share a parameter.
     """
     places: dict[int, torch.device] = {}
-    for partition, device in zip(partitions, devices, strict=True):
-        for parameter in partition.parameters():
+    for layer, device in layers:
+        for parameter in layer.parameters():
             if places.setdefault(id(parameter), device) != device:
                 raise ValueError("module with duplicate parameters on distinct devices is not supported")
+
+
+def verify_skippables(module: nn.Module) -> None:
+    """Checks that one layer stashes each tensor and one later layer pops it.
+
+    Raises:
+        TypeError: one or more pairs of stash and pop do not match. All of them are listed.
+    """
+    verify.verify_skippables(module, exclusive=True)
+
+
+def balancing(balance: Callable[..., list[int]], kind: type[nn.Sequential]) -> Callable[..., list[int]]:
+    """`balance_by_time` or `balance_by_size` for a module whose layers a sequence of another class runs."""
+
+    @functools.wraps(balance)
+    def balanced(partitions: int, module: nn.Sequential, sample: Any, **options: Any) -> list[int]:
+        inputs = sample if isinstance(sample, Tensor) else tuple(sample)
+        return balance(partitions, sequence(kind, module), inputs, **options)
+
+    return balanced

@@ -146,6 +146,15 @@ def test_internal_modules(both: Both) -> None:
     assert both(internal_modules) == ([False] * 8, [True] * 8)
 
 
+def checkpoint_function(library: Any) -> bool:
+    return hasattr(library.module("checkpoint"), "checkpoint") and callable(library.module("checkpoint").checkpoint)
+
+
+@only_torchgpipe
+def test_checkpoint_function(both: Both) -> None:
+    assert both(checkpoint_function) == (True, False)
+
+
 # ---- The container ---------------------------------------------------------------------------------------------------
 
 

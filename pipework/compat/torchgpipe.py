@@ -1,22 +1,31 @@
-"""The common base of torchgpipe's `GPipe` and fairscale's `Pipe`."""
+"""The adapter for `torchgpipe`, and what fairscale's `Pipe`, which grew out of `GPipe`, has in common with it."""
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsInt
 
 import torch
 from torch import Tensor, nn
 
-from pipework.compat.adapted_pipe import AdaptedPipe, TupleKeeping, sequence
+import pipework
+from pipework.assignment.minimax import minimax_partition
 from pipework.compat.adapter import (
+    AdaptedPipe,
     Adapter,
+    balancing,
     checked_chunks,
     checked_mode,
     refuse_shared_parameters,
     refuse_unfit,
+    sequence,
+    verify_skippables,
 )
-from pipework.model.batchnorm import convert_deferred_batch_norm
-from pipework.skip.verify import verify_skippables
+from pipework.compat.installing import add_submodules
+from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
+from pipework.model.checkpoint import is_checkpointing, is_recomputing
+from pipework.model.sequential import TupleRule
+from pipework.skip import Namespace, Skippable, pop, skippable, stash
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,8 +33,34 @@ if TYPE_CHECKING:
     from pipework.compat.adapter import Device
 
 
+__all__ = [
+    "DeferredBatchNorm",
+    "GPipe",
+    "Namespace",
+    "Skippable",
+    "balance_by_size",
+    "balance_by_time",
+    "is_checkpointing",
+    "is_recomputing",
+    "pop",
+    "skippable",
+    "solve",
+    "stash",
+    "verify_module",
+    "verify_skippables",
+]
+
+__version__ = "0.0.7"  # of the torchgpipe that it replaces
+
+
+class TupleKeeping(nn.Sequential):
+    """Layers that get a tuple as one argument."""
+
+    _tuple_rule: ClassVar[TupleRule] = TupleRule.WHOLE
+
+
 class BalancedPipe(Adapter):
-    """A pipe with a given balance and given devices.
+    """Cuts an `nn.Sequential` into partitions, as `balance` says, and each mini-batch into micro-batches.
 
     It takes one input, a tensor or a tuple of tensors. Each layer gets a tuple as one argument, as in `nn.Sequential`.
     Layers keep their names: `partitions.<partition>.<name>...`.
@@ -44,8 +79,8 @@ class BalancedPipe(Adapter):
         IndexError: fewer devices than partitions.
     """
 
-    _balance_package: ClassVar[str]  # named in the message about a missing balance
-    _import_line: ClassVar[str]
+    _import_line: ClassVar[str]  # for the message about a missing balance
+    _balance_package: ClassVar[str]
 
     def __init__(
         self,
@@ -58,10 +93,10 @@ class BalancedPipe(Adapter):
         deferred_batch_norm: bool = False,
     ) -> None:
         if balance is None:
-            raise ValueError(self._recommending("balance is required"))
+            raise self._unfit("balance is required")
         chunks, checkpoint = checked_chunks(chunks), checked_mode(checkpoint)
         self._verify(module)
-        verify_skippables(module, exclusive=True)
+        verify_skippables(module)
         counts = self._checked_balance(balance, len(module))
         places = [torch.device(each) for each in (range(torch.cuda.device_count()) if devices is None else devices)]
         if len(counts) > len(places):
@@ -69,7 +104,8 @@ class BalancedPipe(Adapter):
                 f"too few devices to hold given partitions (devices: {len(places)}, partitions: {len(counts)})"
             )
         del places[len(counts) :]
-        self._verify_split(module, counts, places)
+        targets = [place for count, place in zip(counts, places, strict=True) for _ in range(count)]
+        refuse_shared_parameters(zip(module, targets, strict=True))
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)
         pipe = AdaptedPipe(sequence(TupleKeeping, module), chunks, checkpoint, balance=counts, devices=places)
@@ -92,8 +128,8 @@ class BalancedPipe(Adapter):
         return self._run(input) if self.partitions else input
 
     @classmethod
-    def _recommending(cls, message: str) -> str:
-        return (
+    def _unfit(cls, message: str) -> ValueError:
+        return ValueError(
             f"{message}\n\nA balance can be measured with '{cls._balance_package}':\n\n"
             f"  {cls._import_line}\n"
             f"  from {cls._balance_package} import balance_by_time\n\n"
@@ -105,27 +141,16 @@ class BalancedPipe(Adapter):
         # Also integers of tensors and NumPy; other values stay as they are for the messages.
         counts = [int(each) if isinstance(each, SupportsInt) and each == int(each) else each for each in balance]
         if sum(counts) != layers:
-            raise ValueError(
-                self._recommending(
-                    f"module and sum of balance have different length (module: {layers}, sum of balance: {sum(counts)})"
-                )
+            raise self._unfit(
+                f"module and sum of balance have different length (module: {layers}, sum of balance: {sum(counts)})"
             )
         if any(count <= 0 for count in counts):
-            raise ValueError(self._recommending(f"all balance numbers must be positive integer (balance: {counts})"))
+            raise self._unfit(f"all balance numbers must be positive integer (balance: {counts})")
         return counts
 
     def _verify(self, module: Any) -> None:
         """Raises an error for modules that the library refuses."""
         refuse_unfit(module)
-
-    def _verify_split(self, module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> None:
-        """Raises an error for splits that the library refuses."""
-        layers, start = list(module), 0
-        partitions = []
-        for count in balance:
-            partitions.append(nn.ModuleList(layers[start : start + count]))
-            start += count
-        refuse_shared_parameters(partitions, devices)
 
 
 def _check(input: Any) -> None:
@@ -134,3 +159,46 @@ def _check(input: Any) -> None:
             _check(each)
         elif not isinstance(each, Tensor):
             raise TypeError(f"expected Tensor, but got {type(each).__name__}")
+
+
+class GPipe(BalancedPipe):
+    """See `BalancedPipe`."""
+
+    _import_line: ClassVar[str] = "from torchgpipe import GPipe"
+    _balance_package: ClassVar[str] = "torchgpipe.balance"
+
+    def _verify(self, module: Any) -> None:
+        verify_module(module)
+
+
+def verify_module(module: nn.Sequential) -> None:
+    """Refuses modules that `GPipe` does not support.
+
+    Raises:
+        TypeError: the module is not an `nn.Sequential`.
+        ValueError: a layer occurs in it twice, or two layers share a parameter.
+    """
+    refuse_unfit(module)
+    if len(list(module.parameters())) != sum(len(list(child.parameters())) for child in module.children()):
+        raise ValueError("module with duplicate parameters in distinct children is not supported")
+
+
+balance_by_time = balancing(pipework.balance_by_time, TupleKeeping)
+balance_by_size = balancing(pipework.balance_by_size, TupleKeeping)
+
+
+def solve(sequence: Sequence[float], partitions: int = 1) -> list[list[float]]:
+    """Cuts costs into consecutive blocks whose largest sum is as small as possible.
+
+    Raises:
+        ValueError: the number of blocks is out of range.
+
+    Example:
+        >>> solve([1, 2, 3, 4, 5, 6], 2)
+        [[1, 2, 3, 4], [5, 6]]
+    """
+    costs = iter(sequence)
+    return [list(islice(costs, count)) for count in minimax_partition(sequence, partitions)]
+
+
+add_submodules(__name__)

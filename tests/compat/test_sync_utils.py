@@ -2,8 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipework.compat.sync import Pipe
-from pipework.compat.sync.utils import partition_model
+from pipework.compat.sync import Pipe, partition_model
 
 
 def layers(count: int) -> nn.Sequential:

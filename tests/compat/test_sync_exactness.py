@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework.compat.sync import NoChunk, Pipe
-from pipework.compat.sync.pipe import PipeSequential
-from pipework.compat.sync.skip import Namespace, pop, skippable, stash
+from pipework.compat.sync import Namespace, NoChunk, Pipe, PipeSequential, pop, skippable, stash
 from pipework.testing import draw_key, micro_batch_random
 
 pytestmark = pytest.mark.usefixtures("rpc")

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import DeferredBatchNorm, PipeWarning
-from pipework.compat.sync import NoChunk, Pipe, WithDevice, is_checkpointing, is_recomputing
-from pipework.compat.sync.pipe import PipeSequential
+from pipework.compat.sync import NoChunk, Pipe, PipeSequential, WithDevice, is_checkpointing, is_recomputing
 
 pytestmark = pytest.mark.usefixtures("rpc")
 

@@ -1,12 +1,11 @@
-"""What is peculiar to fairscale's `Pipe`; the rest is in `tests/compat/test_balanced.py`."""
+"""What is peculiar to fairscale's `Pipe`; the rest is in `tests/compat/test_torchgpipe_and_fairscale.py`."""
 
 import pytest
 import torch
 from torch import nn
 
-from pipework.compat.fairscale.nn import Pipe
+from pipework.compat.fairscale.nn import Pipe, verify_module
 from pipework.compat.fairscale.nn import pipe as package
-from pipework.compat.fairscale.nn.pipe.pipe import verify_module
 
 
 def tied() -> nn.Sequential:

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework.compat.sync import Pipe
-from pipework.compat.sync.skip import Namespace, pop, skippable, stash, verify_skippables
+from pipework.compat.sync import Namespace, Pipe, pop, skippable, stash, verify_skippables
 
 pytestmark = pytest.mark.usefixtures("rpc")
 

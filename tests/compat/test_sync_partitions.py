@@ -8,9 +8,7 @@ from torch import nn
 
 from pipework import PipeSequential, WithDevice
 from pipework.assignment.devices import Machine
-from pipework.compat.adapter import refuse_shared_parameters
-from pipework.compat.sync import Pipe
-from pipework.compat.sync.partitions import Group, group, merged
+from pipework.compat.sync import Group, Pipe, group
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -37,13 +35,9 @@ def hooked(where: str) -> nn.Sequential:
     return sequence
 
 
-def sizes(groups: Sequence[Group] | None) -> list[tuple[int, torch.device]] | None:
+def sizes(groups: Sequence[Group]) -> list[tuple[int, torch.device]]:
     """The number of layers of each group, and its device."""
-    return None if groups is None else [(len(each.layers), each.device) for each in groups]
-
-
-def worker_sizes(*layers: nn.Module) -> list[tuple[int, torch.device]] | None:
-    return sizes(merged(group(nn.Sequential(*layers))))
+    return [(len(each.layers), each.device) for each in groups]
 
 
 # Partitions, as the old names tell them
@@ -63,12 +57,11 @@ def test_layers_without_parameters_count_as_on_the_cpu() -> None:
     assert sizes(group(nn.Sequential(Linear(META), nn.ReLU(), Linear(META)))) == [(1, META), (1, CPU), (1, META)]
 
 
-def test_with_device_moves_a_layer_and_groups_it() -> None:
+def test_with_device_groups_a_layer() -> None:
     layer = Linear()
     groups = group(nn.Sequential(Linear(META), WithDevice(nn.ReLU(), "meta"), WithDevice(layer, META)))
     assert sizes(groups) == [(3, META)]
-    assert groups[0].layers[2] is layer
-    assert layer.weight.device == META
+    assert groups[0].layers[2].module is layer
 
 
 def test_a_nested_sequence_is_flattened_once() -> None:
@@ -92,30 +85,23 @@ def test_a_nested_sequence_is_flattened_once() -> None:
 )
 def test_a_nested_sequence_that_does_more_is_kept_whole(sequence: nn.Sequential) -> None:
     (only,) = group(nn.Sequential(sequence))
-    assert only.layers == (sequence,)
+    assert only.layers == [sequence]
 
 
 # Workers
 
 
-def test_if_nobody_said_anything_layers_are_spread_freely() -> None:
-    assert worker_sizes(Linear(), nn.ReLU(), Linear()) is None
-    assert worker_sizes(nn.Sequential(Linear(), nn.ReLU()), Linear()) is None
-    assert worker_sizes() is None
-
-
-def test_nested_sequences_on_the_cpu_are_a_worker_each() -> None:
-    assert worker_sizes(nn.Sequential(Linear(), nn.ReLU()), nn.Sequential(Linear())) == [(2, CPU), (1, CPU)]
-
-
-def test_layers_without_parameters_stay_with_their_neighbour() -> None:
-    assert worker_sizes(nn.ReLU(), nn.Tanh(), Linear(META), nn.ReLU(), Linear(META)) == [(5, META)]
-    assert worker_sizes(Linear(META), nn.ReLU(), Linear(), nn.ReLU()) == [(2, META), (2, CPU)]
-
-
-def test_with_device_has_the_last_word() -> None:
-    assert worker_sizes(Linear(META), WithDevice(nn.ReLU(), "cpu"), Linear(META)) == [(1, META), (1, CPU), (1, META)]
-    assert worker_sizes(WithDevice(Linear(), "cpu"), Linear(), WithDevice(Linear(), "cpu")) == [(1, CPU)] * 3
+@pytest.mark.usefixtures("rpc")
+@pytest.mark.parametrize(
+    ("layers", "wanted"),
+    [
+        ([nn.Sequential(Linear(), nn.ReLU()), nn.Sequential(Linear())], [2, 1]),  # nested sequences are a worker each
+        ([WithDevice(Linear(), "cpu"), nn.ReLU(), WithDevice(Linear(), "cpu")], [2, 1]),
+        ([WithDevice(nn.Sequential(Linear(), Linear()), "cpu"), nn.Sequential(Linear(), nn.ReLU())], [1, 3]),
+    ],
+)
+def test_workers_on_the_cpu(layers: list[nn.Module], wanted: list[int]) -> None:
+    assert list(Pipe(nn.Sequential(*layers))._pipe.balance) == wanted
 
 
 # Under Pipe
@@ -169,16 +155,6 @@ def test_a_state_dict_goes_round() -> None:
     second.load_state_dict(first.state_dict())
     x = torch.randn(4, 2)
     assert torch.equal(first(x).local_value(), second(x).local_value())
-
-
-def test_a_parameter_on_two_devices_is_refused() -> None:
-    a, b = Linear(), Linear()
-    b.weight = a.weight
-    refuse_shared_parameters([a, b], [CPU, CPU])
-    refuse_shared_parameters([a, Linear()], [CPU, META])
-    message = r"^module with duplicate parameters on distinct devices is not supported$"
-    with pytest.raises(ValueError, match=message):
-        refuse_shared_parameters([a, b], [CPU, META])
 
 
 @pytest.mark.usefixtures("rpc")

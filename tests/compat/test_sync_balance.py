@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework.compat.sync._balance import balance_by_size, balance_by_time
+from pipework.compat.sync import balance_by_size, balance_by_time
 
 
 class Sleep(nn.Module):

@@ -43,7 +43,7 @@ def test_references_to_several_mini_batches() -> None:
 def test_another_worker_fetches_the_output_and_sends_gradients_back(tmp_path: Path) -> None:
     if not torch.distributed.rpc.is_available():
         pytest.skip("this build of torch has no RPC")
-    path = os.pathsep.join(filter(None, [str(SCRIPT.parents[3]), *sys.path]))
+    path = os.pathsep.join(filter(None, [str(SCRIPT.parents[2]), *sys.path]))
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "error", str(SCRIPT), str(rank), (tmp_path / "rendezvous").as_uri()],
