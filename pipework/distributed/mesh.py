@@ -25,7 +25,7 @@ from pipework.distributed.health.process_calls import ProcessCalls
 from pipework.distributed.store_prefix import attempt_prefix
 from pipework.distributed.transport.groups import NO_TIMEOUT
 from pipework.model.local_parameters import patterns_of, texts_of
-from pipework.schedule.argument_checks import refuse_whole_stages
+from pipework.schedule.argument_checks import positive_integers
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -379,7 +379,7 @@ def refuse_options(
     if not grace >= 0:
         raise ValueError(f"grace must be a number of seconds, 0 or more: got {grace!r}")
     if whole_stages is not None:
-        refuse_whole_stages(whole_stages)
+        positive_integers(whole_stages=whole_stages)
 
 
 def mesh_of(given: Mesh | DeviceMesh) -> Mesh:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipework.model.sequential import TupleRule
     from pipework.runtime.device import Link
     from pipework.runtime.skips.skip import Skip
-    from pipework.schedule.phases import Orders
+    from pipework.schedule.schedule import Orders
 
 
 @dataclass(frozen=True)

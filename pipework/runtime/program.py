@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Set
 
     from pipework.schedule import Action, Schedule
-    from pipework.schedule.phases import Orders
+    from pipework.schedule.schedule import Orders
 
 
 _FORWARD = ("F", "SEND_F", "RECV_F")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pipework.runtime.thread_choice import ThreadChoice
     from pipework.runtime.transport import Message, Transport
     from pipework.schedule import Interval, Schedule
-    from pipework.schedule.phases import Orders
+    from pipework.schedule.schedule import Orders
 
 
 class Recorder(Protocol):

@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from pipework.schedule.phases import Orders
+    from pipework.schedule.schedule import Orders
 
 SMALL: Final = 100e-6
 """Seconds of a run for each action of all workers, below which one thread is tried. Two workers pay from actions of 0.2

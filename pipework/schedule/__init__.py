@@ -4,9 +4,8 @@ from pipework.schedule.action import KINDS, OF_STAGES, TRANSFERS, Action
 from pipework.schedule.analysis.bounds import Bounds, lower_bounds
 from pipework.schedule.analysis.channels import Channel
 from pipework.schedule.analysis.compare import Comparison, compare
-from pipework.schedule.analysis.measure import Measures, measure
 from pipework.schedule.analysis.rules import Violation
-from pipework.schedule.analysis.simulate import Simulation, simulate
+from pipework.schedule.analysis.simulate import Measures, Simulation, measure, simulate
 from pipework.schedule.analysis.validate import ScheduleError, Validation, ValidationOptions, check, validate
 from pipework.schedule.costs import Costs, StageCosts
 from pipework.schedule.draw.grid import grid
@@ -14,15 +13,14 @@ from pipework.schedule.draw.svg import svg
 from pipework.schedule.formats import from_csv, from_json, to_csv, to_json
 from pipework.schedule.generators.controllable_memory import v_half, v_min
 from pipework.schedule.generators.dualpipe_v import dualpipe_v
-from pipework.schedule.generators.fill_drain import fill_drain
-from pipework.schedule.generators.forward_only import forward_only
+from pipework.schedule.generators.fill_drain import fill_drain, forward_only, looped_bfs
 from pipework.schedule.generators.hanayo import hanayo
-from pipework.schedule.generators.interleaved_1f1b import interleaved_1f1b
-from pipework.schedule.generators.interleaved_zb import interleaved_zb
-from pipework.schedule.generators.looped_bfs import looped_bfs
-from pipework.schedule.generators.one_forward_one_backward import eager_1f1b, one_forward_one_backward
-from pipework.schedule.generators.zb_h import zb_h1, zb_h2
-from pipework.schedule.generators.zb_v import zb_v
+from pipework.schedule.generators.one_forward_one_backward import (
+    eager_1f1b,
+    interleaved_1f1b,
+    one_forward_one_backward,
+)
+from pipework.schedule.generators.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
 from pipework.schedule.list_schedule import list_schedule
 from pipework.schedule.passes.communication import with_communication, with_gradient_reduction, with_skips
 from pipework.schedule.passes.recompute import (
@@ -31,12 +29,10 @@ from pipework.schedule.passes.recompute import (
     with_recompute_on_stages,
     without_recompute,
 )
-from pipework.schedule.passes.restrict import restricted
 from pipework.schedule.passes.sharding import with_sharding
-from pipework.schedule.phases import split_at_loss
 from pipework.schedule.placement import loop_placement, wave_placement
 from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build, schedule_spec
-from pipework.schedule.schedule import Schedule
+from pipework.schedule.schedule import Schedule, restricted, split_at_loss
 from pipework.schedule.timeline import Interval, Timeline
 
 __all__ = [

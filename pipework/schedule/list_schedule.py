@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 from pipework.schedule.action import NONE, Action, make_action
 from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.costs import Costs, StageCosts, checked_without_skips
-from pipework.schedule.phases import Orders
+from pipework.schedule.schedule import Orders
 
 Overtaking = Literal["none", "backwards", "all"]
 """Which actions a worker may start before earlier ones of its priorities."""

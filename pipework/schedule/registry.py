@@ -11,15 +11,14 @@ from pipework.schedule.argument_checks import positive_integers, unknown_name
 from pipework.schedule.costs import Costs, checked
 from pipework.schedule.generators.controllable_memory import v_half, v_min
 from pipework.schedule.generators.dualpipe_v import dualpipe_v
-from pipework.schedule.generators.fill_drain import fill_drain
-from pipework.schedule.generators.forward_only import forward_only
+from pipework.schedule.generators.fill_drain import fill_drain, forward_only, looped_bfs
 from pipework.schedule.generators.hanayo import hanayo
-from pipework.schedule.generators.interleaved_1f1b import interleaved_1f1b
-from pipework.schedule.generators.interleaved_zb import interleaved_zb
-from pipework.schedule.generators.looped_bfs import looped_bfs
-from pipework.schedule.generators.one_forward_one_backward import eager_1f1b, one_forward_one_backward
-from pipework.schedule.generators.zb_h import zb_h1, zb_h2
-from pipework.schedule.generators.zb_v import zb_v
+from pipework.schedule.generators.one_forward_one_backward import (
+    eager_1f1b,
+    interleaved_1f1b,
+    one_forward_one_backward,
+)
+from pipework.schedule.generators.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
 from pipework.schedule.placement import loop_placement, wave_placement
 from pipework.schedule.schedule import Schedule
 

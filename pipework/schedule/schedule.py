@@ -1,18 +1,17 @@
-"""A schedule: the order of actions of each worker, as immutable data."""
+"""A schedule: the order of actions of each worker, as immutable data; and its parts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
-from pipework.schedule.action import TRANSFERS
-from pipework.schedule.argument_checks import check_order, check_placement, check_skips, checked_skips, checked_tuple
+from pipework.schedule.action import TRANSFERS, Action
+from pipework.schedule.argument_checks import check_order, check_placement, checked_skips, checked_tuple
 
-if TYPE_CHECKING:
-    from pipework.schedule.action import Action
+Orders = tuple[tuple[Action, ...], ...]
+"""The actions of each worker, as in :attr:`Schedule.orders`."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Schedule:
 
     name: str
     placement: tuple[int, ...]
-    orders: tuple[tuple[Action, ...], ...]
+    orders: Orders
     inference: bool = False
     skips: tuple[tuple[int, int], ...] = ()
 
@@ -57,12 +56,15 @@ class Schedule:
         object.__setattr__(self, "placement", checked_tuple("placement", self.placement, "(0, 1)"))
         object.__setattr__(self, "orders", orders)
         object.__setattr__(self, "skips", checked_skips(self.skips))
-        if not orders:
-            raise ValueError("orders is empty: give one order of actions for each worker")
         check_placement(self.placement, len(orders))
-        check_skips(self.skips, len(self.placement))
+        for source, target in self.skips:
+            if not 0 <= source < target - 1 < self.stages - 1 or self.skips.count((source, target)) > 1:
+                raise ValueError(
+                    f"a skip goes from stage {source} to stage {target}: wanted each pair once, over at least one of "
+                    f"the stages 0 to {self.stages - 1}; with_skips() leaves the others out"
+                )
         for worker, order in enumerate(orders):
-            check_order(worker, order, len(self.placement), inference=self.inference)
+            check_order(worker, order, self.stages, inference=self.inference)
         if all(action[2] < 0 for order in self.orders for action in order):
             raise ValueError("the schedule has no action at all: give every worker its actions in `orders`")
 
@@ -146,3 +148,69 @@ def checked_schedule(schedule: Schedule) -> Schedule:
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule is {schedule!r}: wanted a Schedule, such as build('1f1b', workers=4, chunks=8)")
     return schedule
+
+
+def restricted(schedule: Schedule, micro_batches: int) -> Schedule:
+    """Keep the first `micro_batches` micro-batches, in the same order.
+
+    A valid schedule stays valid, because no micro-batch needs data of another.
+
+    Args:
+        schedule: any schedule.
+        micro_batches: number of micro-batches to keep, from 1 to all.
+
+    Returns:
+        A schedule of the same name and placement; the same object if all are kept.
+
+    Raises:
+        ValueError: the number is out of range.
+
+    Example:
+        >>> from pipework.schedule import fill_drain
+        >>> restricted(fill_drain(2, 8), 3) == fill_drain(2, 3)
+        True
+    """
+    if type(micro_batches) is not int or not 1 <= micro_batches <= schedule.micro_batches:
+        raise ValueError(
+            f"micro_batches is {micro_batches!r}: wanted an integer from 1 to the {schedule.micro_batches} of the "
+            "schedule"
+        )
+    if micro_batches == schedule.micro_batches:
+        return schedule
+    orders = tuple(tuple(action for action in order if action.micro_batch < micro_batches) for order in schedule.orders)
+    return replace(schedule, orders=orders)
+
+
+def split_at_loss(schedule: Schedule) -> tuple[Orders, Orders]:
+    """Split every worker's order before its first action that is no forward.
+
+    The pipe runs the first phase, the caller computes the loss of all outputs, and the pipe runs the second phase.
+
+    Args:
+        schedule: no worker may have a forward after its first backward (or recompute).
+
+    Returns:
+        The orders before the loss, and the orders after it.
+
+    Raises:
+        ValueError: a forward comes after another action, so the loss must be computed inside the pipe.
+
+    Example:
+        >>> from pipework.schedule import fill_drain
+        >>> fill, drain = split_at_loss(fill_drain(2, 1))
+        >>> [str(action) for order in drain for action in order]
+        ['0B0', '1B0']
+    """
+    fill = []
+    drain = []
+    for worker, order in enumerate(schedule.orders):
+        cut = next((position for position, action in enumerate(order) if action.kind != "F"), len(order))
+        late = next((action for action in order[cut:] if action.kind == "F"), None)
+        if late is not None:
+            raise ValueError(
+                f"schedule {schedule.name!r} runs the forward {late} on worker {worker} after {order[cut]}, so it "
+                "needs the loss inside the pipe: give the pipe a loss_fn and a target, or choose schedule='gpipe'"
+            )
+        fill.append(order[:cut])
+        drain.append(order[cut:])
+    return tuple(fill), tuple(drain)

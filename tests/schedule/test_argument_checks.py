@@ -8,7 +8,6 @@ from pipework.schedule import (
     SCHEDULES,
     Action,
     Costs,
-    Schedule,
     Timeline,
     build,
     check,
@@ -63,19 +62,6 @@ REFUSED = {
     "a number of no cost": (
         lambda: Costs(forward=[1, math.nan]),
         "Costs: forward of stage 1 is nan: wanted a finite number of at least 0",
-    ),
-    "a worker without a stage": (
-        lambda: Schedule("s", (0,), ((F0,), (F1,))),
-        "worker 1 holds no stage: place a stage on it, or leave its order out",
-    ),
-    "a stage that is placed nowhere": (
-        lambda: Schedule("s", (0,), ((F0, F1),)),
-        "1F0 in worker 0's order: placement has the stages 0 to 0",
-    ),
-    "a stage of a worker without an order": (
-        lambda: Schedule("s", (0, 1), ((F0,),)),
-        "stage 1 is placed on worker 1, but there are orders for the workers 0 to 0: correct placement, or give an "
-        "order for each worker",
     ),
     "a bound of no pipe": (
         lambda: lower_bounds((), 2),

@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipework.schedule import Action, Costs, Schedule, build, list_schedule, simulate, validate
+from pipework.schedule.generators.orders import Hops, v_pattern
 from pipework.schedule.placement import loop_placement, wave_placement
-from pipework.schedule.priorities import Hops, v_pattern
 
 
 def actions(text):

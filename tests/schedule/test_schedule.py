@@ -4,8 +4,22 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pipework.schedule import Action, Schedule, fill_drain
+from pipework.schedule import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    build,
+    fill_drain,
+    interleaved_1f1b,
+    one_forward_one_backward,
+    restricted,
+    split_at_loss,
+    validate,
+    with_recompute,
+)
 
 F, B = Action("F", 0, 0), Action("B", 0, 0)
 
@@ -42,27 +56,43 @@ def test_lists_become_tuples():
     [
         ((3, (0,), ((F, B),)), TypeError, "name of a schedule is 3"),
         (("s", (), ((F, B),)), ValueError, "placement is empty"),
-        (("s", (0,), ()), ValueError, "orders is empty"),
+        (("s", (0,), ()), ValueError, "stage 0 is placed on worker 0: .*; there are orders for 0 workers"),
         (("s", (0,), ((),)), ValueError, "no action at all"),
         (("s", ("0",), ((F, B),)), TypeError, "placement of stage 0 is '0'"),
         (("s", (True,), ((F, B),)), TypeError, "placement of stage 0 is True"),
-        (("s", (1,), ((F, B),)), ValueError, "stage 0 is placed on worker 1"),
+        (("s", (1,), ((F, B),)), ValueError, "stage 0 is placed on worker 1: .*; there are orders for 1 workers"),
         (("s", (-1,), ((F, B),)), ValueError, "stage 0 is placed on worker -1"),
-        (("s", (0,), ((F, B), ())), ValueError, "worker 1 holds no stage"),
-        (("s", (0,), ((("F", 0, 0), B),)), TypeError, "position 0 of worker 0's order"),
-        (("s", (0,), ((F, Action("X", 0, 0)),)), ValueError, "kind must be one of F, B, I, W, R"),
-        (
-            ("s", (0,), ((F, Action("B", 1, 0)),)),
-            ValueError,
-            "1B0 in worker 0's order: placement has the stages 0 to 0",
-        ),
-        (("s", (0,), ((F, Action("B", 0, -1)),)), ValueError, "micro-batches are counted from 0"),
-        (("s", (0,), ((F, Action("B", 0, 1.0)),)), TypeError, "got int, float, int"),
+        (("s", (0,), ((F, B), ())), ValueError, "worker 1 holds no stage: place a stage on it, or leave its order out"),
+        (("s", (0,), ((F, B),), False, [(0, 1)]), ValueError, "a skip goes from stage 0 to stage 1: wanted each pair"),
+        (("s", (0, 0, 0), ((F, B),), False, [(0, 2), (0, 2)]), ValueError, "wanted each pair once"),
     ],
 )
 def test_constructor_refuses(arguments, error, message):
     with pytest.raises(error, match=message):
         Schedule(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (("F", 0, 4999), TypeError, r"\('F', 0, 4999\) in worker 0's order: wanted an Action"),
+        (Action("F", 0, True), TypeError, "wanted an Action"),
+        (Action("F", [0], 1), TypeError, "wanted an Action"),
+        (Action("B", 0, 1.0), TypeError, "wanted an Action"),
+        (Action("G", 0, 1), ValueError, "kind must be one of F, B"),
+        (Action("F", 1, 1), ValueError, "1F1 in worker 0's order: placement has the stages 0 to 0"),
+        (Action("F", -1, 1), ValueError, "placement has the stages 0 to 0"),
+        (Action("F", 0, -1), ValueError, "F wants a micro-batch from 0 on, and no peer"),
+        (Action("F", 0, 1, 0), ValueError, "F wants a micro-batch from 0 on, and no peer"),
+        (Action("SEND_F", 0, 1), ValueError, "SEND_F wants a micro-batch from 0 on, and a peer from 0 to 0"),
+        (Action("UNSHARD", 0, 1), ValueError, "UNSHARD wants no micro-batch, and no peer"),
+    ],
+)
+def test_a_fault_is_found_at_the_end_of_a_long_order(wrong, error, message):
+    order = [Action("F", 0, number) for number in range(4999)]
+    with pytest.raises(error, match=message):
+        Schedule("long", (0,), ([*order, wrong],))
+    assert Schedule("long", (0,), (order,)).micro_batches == 4999
 
 
 def test_needs_no_torch():
@@ -71,7 +101,7 @@ def test_needs_no_torch():
         "import pipework.schedule, pipework.timeline\n"
         "from pipework.schedule import *; svg(simulate(fill_drain(2, 2)).timeline)\n"
         "foreign = {name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)\n"
-        "print(sorted(name for name in foreign if name in ('numpy', 'hypothesis', 'matplotlib')))\n"
+        "print(sorted(name for name in foreign if name in ('numpy', 'hypothesis')))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
@@ -87,22 +117,65 @@ def test_kinds():
     assert not fill_drain(2, 3).communicates
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "message"),
-    [
-        (("F", 0, 4999), TypeError, "position 4999 of worker 0's order is"),
-        (Action("F", 0, True), TypeError, "wanted an int for stage, micro_batch and peer, got int, bool, int"),
-        (Action("F", [0], 1), TypeError, "wanted an int for stage, micro_batch and peer, got list, int, int"),
-        (Action("G", 0, 1), ValueError, "kind must be one of F, B"),
-        (Action("F", 1, 1), ValueError, "placement has the stages 0 to 0"),
-        (Action("F", -1, 1), ValueError, "placement has the stages 0 to 0"),
-        (Action("F", 0, -1), ValueError, "micro-batches are counted from 0"),
-        (Action("F", 0, 1, 0), ValueError, "it has no peer"),
-        (Action("SEND_F", 0, 1), ValueError, "wanted a peer"),
-    ],
+def orders(text):
+    return tuple(tuple(map(Action.parse, line.split())) for line in text.strip().splitlines())
+
+
+def test_cuts_before_the_first_action_that_is_no_forward():
+    fill, drain = split_at_loss(with_recompute(fill_drain(2, 2), 1))
+    assert fill == orders("0F0 0F1\n1F0 1F1")
+    assert drain == orders("0R0 0B0 0B1\n1R0 1B0 1B1")
+
+
+@given(workers=st.integers(1, 5), micro_batches=st.integers(1, 5))
+def test_phases_together_are_the_schedule(workers, micro_batches):
+    schedule = fill_drain(workers, micro_batches)
+    fill, drain = split_at_loss(schedule)
+    assert tuple(first + second for first, second in zip(fill, drain, strict=True)) == schedule.orders
+    assert {action.kind for order in fill for action in order} == {"F"}
+    assert "F" not in {action.kind for order in drain for action in order}
+
+
+def test_refuses_a_forward_after_a_backward():
+    one_f_one_b = Schedule("1f1b", (0, 1), orders("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"))
+    assert validate(one_f_one_b).ok
+    with pytest.raises(ValueError, match=r"'1f1b' runs the forward 1F1 on worker 1 after 1B0.*loss inside"):
+        split_at_loss(one_f_one_b)
+
+
+def test_the_first_micro_batches_stay_in_their_order():
+    schedule = restricted(interleaved_1f1b(2, 4, 2), 1)
+    assert (schedule.name, schedule.placement, schedule.micro_batches) == ("interleaved-1f1b", (0, 1, 0, 1), 1)
+    assert [[str(action) for action in order] for order in schedule.orders] == [
+        ["0F0", "2F0", "2B0", "0B0"],
+        ["1F0", "3F0", "3B0", "1B0"],
+    ]
+
+
+def test_all_of_them_are_the_same_schedule():
+    schedule = one_forward_one_backward(3, 4)
+    assert restricted(schedule, 4) is schedule
+
+
+@given(
+    name=st.sampled_from(sorted(SCHEDULES)),
+    workers=st.integers(1, 5),
+    micro_batches=st.integers(1, 9),
+    data=st.data(),
 )
-def test_a_fault_is_found_at_the_end_of_a_long_order(wrong, error, message):
-    order = [Action("F", 0, number) for number in range(4999)]
-    with pytest.raises(error, match=message):
-        Schedule("long", (0,), ([*order, wrong],))
-    assert Schedule("long", (0,), (order,)).micro_batches == 4999
+def test_a_part_of_a_valid_schedule_is_valid(name, workers, micro_batches, data):
+    schedule = build(name, workers=workers, chunks=micro_batches)
+    left = data.draw(st.integers(1, micro_batches))
+    part = restricted(schedule, left)
+    validation = validate(part)
+    assert validation.ok
+    assert validation.ascending
+    assert part.micro_batches == left
+    kept = {action for order in schedule.orders for action in order if action.micro_batch < left}
+    assert {action for order in part.orders for action in order} == kept
+
+
+@pytest.mark.parametrize("count", [0, -1, 5, 1.0, "2", True, None])
+def test_other_numbers_are_refused(count):
+    with pytest.raises(ValueError, match="wanted an integer from 1 to the 4 of the schedule"):
+        restricted(one_forward_one_backward(2, 4), count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Final
 
@@ -14,30 +14,6 @@ from pipework.schedule.schedule import Schedule
 SLACK: Final = 1 + 1e-9
 """The factor by which an amount may exceed a limit, for rounding."""
 
-Row = list[tuple[float, float]]
-"""For each action of an order: the worker's peak during it, and the memory of its micro-batch on its stage after it."""
-
-
-def rows(schedule: Schedule, costs: StageCosts) -> Iterator[Row]:
-    """The memory of each worker during and after each of its actions; each row is made when it is asked for.
-
-    Args:
-        schedule: a schedule that can be executed.
-        costs: the memory of each stage.
-
-    Example:
-        >>> from pipework.schedule import Costs, fill_drain
-        >>> next(rows(fill_drain(1, 2), Costs().spread(1)))
-        [(1.0, 1.0), (2.0, 1.0), (2.0, 0.0), (1.0, 0.0)]
-    """
-    for worker in range(schedule.workers):
-        yield list(zip(*amounts(schedule, worker, costs), strict=True))
-
-
-def amounts(schedule: Schedule, worker: int, costs: StageCosts) -> tuple[array[float], array[float]]:
-    """The same as :func:`rows` for one worker, as two arrays."""
-    return _amounts(schedule, schedule.orders[worker], costs)
-
 
 def stage_peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """The peak memory of each stage."""
@@ -45,7 +21,7 @@ def stage_peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     for order in schedule.orders:
         for action in order:
             own[action[1]].append(action)
-    return tuple(max(_amounts(schedule, each, costs)[0], default=0.0) for each in own)
+    return tuple(max(amounts(schedule, each, costs)[0], default=0.0) for each in own)
 
 
 def each_limit(memory_limit: float | Sequence[float] | None, workers: int) -> tuple[float, ...]:
@@ -83,20 +59,26 @@ def each_limit(memory_limit: float | Sequence[float] | None, workers: int) -> tu
     return tuple(map(float, limits))
 
 
-def exceeds(amount: float, limit: float) -> bool:
-    """Whether an amount of memory is above a limit, with a tolerance because peaks are rounded sums.
+def amounts(schedule: Schedule, order: Sequence[Action], costs: StageCosts) -> tuple[array[float], array[float]]:
+    """The memory of a worker's actions.
+
+    Args:
+        schedule: a schedule that can be executed.
+        order: of one worker, or the actions of one stage in order.
+        costs: the memory of each stage.
+
+    Returns:
+        For each action the peak during it, and the memory of its micro-batch on its stage after it.
 
     Example:
-        >>> exceeds(0.1 + 0.2, 0.3), exceeds(0.31, 0.3)
-        (False, True)
+        >>> from pipework.schedule import Costs, fill_drain
+        >>> schedule = fill_drain(1, 2)
+        >>> [list(each) for each in amounts(schedule, schedule.orders[0], Costs().spread(1))]
+        [[1.0, 2.0, 2.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
     """
-    return amount > limit * SLACK
-
-
-def _amounts(schedule: Schedule, order: Sequence[Action], costs: StageCosts) -> tuple[array[float], array[float]]:
     # The memory of each micro-batch on each stage; 0 if there is none.
-    amounts = {stage: [0.0] * schedule.micro_batches for stage in {action[1] for action in order}}
-    checkpointed = _checkpointed(order) if "R" in schedule.kinds else {}
+    of_stage = {stage: [0.0] * schedule.micro_batches for stage in {action[1] for action in order}}
+    checkpointed = {action[1:3] for action in order if action[0] == "R"} if "R" in schedule.kinds else ()
     inference = schedule.inference
     activation, small, waiting = costs.activation, costs.checkpoint_activation, costs.waiting
     total, count = 0.0, 0  # of micro-batches that hold memory
@@ -104,13 +86,13 @@ def _amounts(schedule: Schedule, order: Sequence[Action], costs: StageCosts) -> 
     row, after_each = array("d"), array("d")
     add_most, add_held = row.append, after_each.append
     for kind, stage, micro_batch, _ in order:
-        held = amounts[stage]
+        held = of_stage[stage]
         most = total
         after = 0.0
         if kind == "F":
             after = activation[stage]
             most = total + after
-            if checkpointed and micro_batch in checkpointed.get(stage, ()):
+            if (stage, micro_batch) in checkpointed:
                 # A checkpointed forward holds its graph until it ends.
                 after = small[stage]
                 most = total + max(after, activation[stage])
@@ -144,12 +126,3 @@ def _amounts(schedule: Schedule, order: Sequence[Action], costs: StageCosts) -> 
             whole -= costs.weights[stage]
         add_held(after)
     return row, after_each
-
-
-def _checkpointed(order: Iterable[Action]) -> dict[int, set[int]]:
-    """The micro-batches that are recomputed, by stage."""
-    found: dict[int, set[int]] = {}
-    for kind, stage, micro_batch, _ in order:
-        if kind == "R":
-            found.setdefault(stage, set()).add(micro_batch)
-    return found

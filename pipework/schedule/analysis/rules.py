@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipework.schedule.action import KINDS, Action
+from pipework.schedule.action import NONE, Action
 from pipework.schedule.edges import crossings
 from pipework.schedule.schedule import Schedule
 
@@ -33,7 +33,7 @@ def broken(schedule: Schedule) -> tuple[Violation, ...]:
         >>> broken(Schedule("lone", (0,), ((Action("F", 0, 0),),)))[0].message
         '0B0 (or 0I0 and 0W0) is missing in the order of worker 0'
     """
-    found = () if _complete(schedule) else (*_misplaced(schedule), *_miscounted(schedule))
+    found = tuple(_misplaced(schedule)) or tuple(_miscounted(schedule))
     # The other rules need each action in its place.
     return found or (*_transfers(schedule), *_reductions(schedule), *_shards(schedule))
 
@@ -59,71 +59,46 @@ def ascending(schedule: Schedule) -> bool:
     return True
 
 
-def _complete(schedule: Schedule) -> bool:
-    """Whether all computations are there once, on their workers: a fast check of the usual case."""
-    whole: Counter[Action] = Counter()
-    for worker, order in enumerate(schedule.orders):
-        # The micro-batches of each kind on each of the worker's own stages.
-        found: dict[str, dict[int, list[int]]] = {
-            kind: {stage: [] for stage in schedule.stages_of(worker)} for kind in KINDS
-        }
-        add = {kind: {stage: row.append for stage, row in rows.items()} for kind, rows in found.items()}
-        for action in order:
-            kind, stage, micro_batch, peer = action
-            if schedule.placement[stage] != worker:
-                return False
-            if micro_batch < 0 or peer >= 0:
-                whole[action] += kind not in ("UNSHARD", "RESHARD")
-            else:
-                add[kind][stage](micro_batch)
-        for stage in found["F"]:
-            each = {kind: found[kind][stage] for kind in KINDS}
-            if not _stage_is_complete(each, schedule.micro_batches, inference=schedule.inference):
-                return False
-    return all(number <= 1 for number in whole.values())
-
-
-def _stage_is_complete(found: Mapping[str, list[int]], count: int, *, inference: bool) -> bool:
-    """Whether a stage has each computation once, from the micro-batches of each kind."""
-    forward, full, inputs, weights, recompute = (set(found[kind]) for kind in KINDS)
-    if sum(map(len, (forward, full, inputs, weights, recompute))) < sum(map(len, found.values())):
-        return False  # something is there twice
-    both = 0 if inference else count
-    return len(forward) == count and inputs == weights and len(full) + len(inputs) == both == len(full | inputs)
-
-
 def _misplaced(schedule: Schedule) -> Iterator[Violation]:
     for worker, order in enumerate(schedule.orders):
         for action in order:
-            home = schedule.placement[action.stage]
+            home = schedule.placement[action[1]]
             if home != worker:
                 where = f"is in the order of worker {worker}, but stage {action.stage} is on worker {home}"
                 yield Violation(worker, action, f"{action} {where}")
 
 
 def _miscounted(schedule: Schedule) -> Iterator[Violation]:
-    count = Counter(action for order in schedule.orders for action in order)
+    every = set(range(schedule.micro_batches))
     for worker, order in enumerate(schedule.orders):
-        for action in dict.fromkeys(order):
-            if count[action] > 1 and action.kind not in ("UNSHARD", "RESHARD"):
-                yield Violation(worker, action, f"{action} occurs {count[action]} times, wanted once")
-    for stage, worker in enumerate(schedule.placement):
         missing = f"is missing in the order of worker {worker}"
-        for micro_batch in range(schedule.micro_batches):
-            forward, full, inputs, weights = (Action(kind, stage, micro_batch) for kind in "FBIW")
-            if not count[forward]:
-                yield Violation(worker, forward, f"{forward} {missing}")
-            if schedule.inference:
+        # The micro-batches of each kind on each stage, and of each transfer: sets of them, for there may be millions.
+        found: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+        for kind, stage, micro_batch, peer in order:
+            found[kind, stage, peer].append(micro_batch)
+        for (kind, stage, peer), numbers in found.items():
+            if kind in ("UNSHARD", "RESHARD") or len(set(numbers)) == len(numbers):
                 continue
-            halves = [half for half in (inputs, weights) if count[half]]
-            if count[full] and halves:
-                both = f"worker {worker} has both {full} and {halves[0]}: wanted either B, or I and W"
-                yield Violation(worker, full, both)
-            elif not count[full] and not halves:
-                yield Violation(worker, full, f"{full} (or {inputs} and {weights}) {missing}")
-            elif len(halves) == 1:
-                lone = weights if halves == [inputs] else inputs
-                yield Violation(worker, lone, f"{lone} {missing}, which has {halves[0]}")
+            for micro_batch, times in Counter(numbers).items():
+                action = Action(kind, stage, micro_batch, peer)
+                if times > 1:
+                    yield Violation(worker, action, f"{action} occurs {times} times, wanted once")
+        for stage in schedule.stages_of(worker):
+            forward, full, inputs, weights = (set(found[kind, stage, NONE]) for kind in "FBIW")
+            for micro_batch in sorted(every - forward):
+                action = Action("F", stage, micro_batch)
+                yield Violation(worker, action, f"{action} {missing}")
+            whole_or_split = (full - inputs - weights) | ((inputs & weights) - full)
+            for micro_batch in () if schedule.inference else sorted(every - whole_or_split):
+                b, i, w = (Action(kind, stage, micro_batch) for kind in "BIW")
+                if micro_batch in full:
+                    half = i if micro_batch in inputs else w
+                    yield Violation(worker, b, f"worker {worker} has both {b} and {half}: wanted either B, or I and W")
+                elif micro_batch in inputs ^ weights:
+                    lone, other = (w, i) if micro_batch in inputs else (i, w)
+                    yield Violation(worker, lone, f"{lone} {missing}, which has {other}")
+                else:
+                    yield Violation(worker, b, f"{b} (or {i} and {w}) {missing}")
 
 
 def _transfers(schedule: Schedule) -> Iterator[Violation]:
@@ -133,30 +108,27 @@ def _transfers(schedule: Schedule) -> Iterator[Violation]:
     place = [{action: position for position, action in enumerate(order)} for order in schedule.orders]
     wanted: set[Action] = set()
     for route in crossings(schedule):
-        for stage, transfers in ((route.source, route.send), (route.target, route.receive)):
+        for stage, transfer_of, sends in ((route.source, route.send, True), (route.target, route.receive, False)):
             worker = schedule.placement[stage]
+            own = place[worker]
             for micro_batch in range(schedule.micro_batches):
-                transfer = transfers(micro_batch)
+                transfer, partner = transfer_of(micro_batch), Action(route.kind, stage, micro_batch)
+                partner = partner if partner in own else Action("I", stage, micro_batch)
                 wanted.add(transfer)
-                partner = Action(route.kind, stage, micro_batch)
-                partner = partner if partner in place[worker] else Action("I", stage, micro_batch)
-                yield from _misordered(worker, place[worker], transfer, partner)
+                why = None
+                if transfer not in own:
+                    why = f"is missing in the order of worker {worker}, which has other transfers"
+                elif sends and own[transfer] < own[partner]:
+                    why = f"is before {partner}, which makes the value that it sends"
+                elif not sends and own[transfer] > own[partner]:
+                    why = f"is after {partner}, which needs the value that it receives"
+                if why is not None:
+                    yield Violation(worker, transfer, f"{transfer} {why}")
     for worker, order in enumerate(schedule.orders):
         for action in order:
             if action.peer >= 0 and action not in wanted:
-                why = "no value goes from one worker to another on that route"
-                yield Violation(worker, action, f"{action} is a transfer, but {why}")
-
-
-def _misordered(worker: int, place: dict[Action, int], transfer: Action, partner: Action) -> Iterator[Violation]:
-    at = place.get(transfer)
-    if at is None:
-        why = f"{transfer} is missing in the order of worker {worker}, which has other transfers"
-        yield Violation(worker, transfer, why)
-    elif transfer.kind.startswith("SEND") and at < place[partner]:
-        yield Violation(worker, transfer, f"{transfer} is before {partner}, which makes the value that it sends")
-    elif transfer.kind.startswith("RECV") and at > place[partner]:
-        yield Violation(worker, transfer, f"{transfer} is after {partner}, which needs the value that it receives")
+                why = "is a transfer, but no value goes from one worker to another on that route"
+                yield Violation(worker, action, f"{action} {why}")
 
 
 def _reductions(schedule: Schedule) -> Iterator[Violation]:

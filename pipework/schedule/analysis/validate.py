@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipework.schedule.action import Action
 from pipework.schedule.analysis.channels import Channel, check_channel
 from pipework.schedule.analysis.events import Deadlock, Run, run
-from pipework.schedule.analysis.memory import each_limit, exceeds, rows
+from pipework.schedule.analysis.memory import SLACK, amounts, each_limit
 from pipework.schedule.analysis.products import LOSS
 from pipework.schedule.analysis.rules import Violation, ascending, broken
 from pipework.schedule.costs import Costs, StageCosts, checked
@@ -123,15 +123,8 @@ def validate(
     return Validation(schedule.name, violations, ascending(schedule))
 
 
-def check(
-    schedule: Schedule,
-    costs: Costs | None = None,
-    *,
-    loss_outside: bool = False,
-    channel: Channel = "unbounded",
-    memory_limit: float | Sequence[float] | None = None,
-) -> None:
-    """Refuse a schedule that cannot be executed; see :func:`validate`.
+def check(schedule: Schedule, costs: Costs | None = None, **options: Any) -> None:
+    """Refuse a schedule that cannot be executed; arguments are those of :func:`validate`.
 
     Raises:
         ScheduleError: the first violation.
@@ -140,8 +133,7 @@ def check(
         >>> from pipework.schedule import fill_drain
         >>> check(fill_drain(4, 8))
     """
-    found = validate(schedule, costs, loss_outside=loss_outside, channel=channel, memory_limit=memory_limit)
-    found.raise_if_invalid()
+    validate(schedule, costs, **options).raise_if_invalid()
 
 
 def examine(
@@ -193,9 +185,9 @@ def _has_been_sent(schedule: Schedule, ended: Run, send: Action) -> bool:
 
 def _over(schedule: Schedule, costs: StageCosts, limits: Sequence[float]) -> Iterator[Violation]:
     """For each worker the first action that exceeds its limit."""
-    for worker, (order, row) in enumerate(zip(schedule.orders, rows(schedule, costs), strict=True)):
-        for action, (most, _) in zip(order, row, strict=True):
-            if exceeds(most, limits[worker]):
+    for worker, order in enumerate(schedule.orders):
+        for action, most in zip(order, amounts(schedule, order, costs)[0], strict=True):
+            if most > limits[worker] * SLACK:
                 text = f"worker {worker} holds {most:.6g} at {action}, more than its limit of {limits[worker]:.6g}"
                 yield Violation(worker, action, text)
                 break
@@ -209,7 +201,13 @@ def _waiting(schedule: Schedule, ended: Run, deadlock: Deadlock, channel: Channe
             "after it"
         )
     elif missing.peer >= 0:
-        why = f"it needs {missing}, {_why_not_received(schedule, ended, missing, channel)}"
+        send = counterpart(missing)
+        why = f"it needs {missing}, but worker {schedule.placement[send.stage]} never reaches {send}"
+        if _has_been_sent(schedule, ended, send):
+            why = (
+                f"it needs {missing}, which waits in a queue behind transfers that the other side posts later; "
+                f"with_communication(..., channel={channel!r}) makes matching orders"
+            )
     else:
         home = schedule.placement[missing.stage]
         # The product of a B has the name of an I; the message names the action in the order.
@@ -217,28 +215,3 @@ def _waiting(schedule: Schedule, ended: Run, deadlock: Deadlock, channel: Channe
         where = "is later in its own order" if home == worker else f"worker {home} never reaches"
         why = f"it needs {shown}, which {where}"
     return Violation(worker, action, f"worker {worker} waits forever at {action}: {why}")
-
-
-def _why_not_received(schedule: Schedule, ended: Run, receive: Action, channel: Channel) -> str:
-    send = counterpart(receive)
-    sender, receiver = schedule.placement[send.stage], schedule.placement[receive.stage]
-    if not _has_been_sent(schedule, ended, send):
-        return f"but worker {sender} never reaches {send}"
-    # Both sides have been posted, so other transfers are before them in a queue.
-    pair = (sender, receiver) if channel == "pair" else None
-    heads = [_head(schedule, ended, worker, pair) for worker in (sender, receiver)]
-    between = " between them" if channel == "pair" else ""
-    return (
-        f"but the next transfer{between} is {heads[0]} for worker {sender} and {heads[1]} for worker {receiver}; "
-        f"with_communication(..., channel={channel!r}) makes matching orders"
-    )
-
-
-def _head(schedule: Schedule, ended: Run, worker: int, pair: tuple[int, int] | None) -> Action | None:
-    """The first posted transfer of a worker that never took place; with `pair`, from that sender to that receiver."""
-    for action, start in zip(schedule.orders[worker], ended.starts[worker], strict=False):
-        if math.isnan(start):
-            send = action if action.kind.startswith("SEND") else counterpart(action)
-            if pair in (None, (schedule.placement[send.stage], schedule.placement[send.peer])):
-                return action
-    return None

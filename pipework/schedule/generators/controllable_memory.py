@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pipework.schedule.action import Action
 from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.costs import Costs
+from pipework.schedule.generators.orders import Hops, v_pattern
 from pipework.schedule.list_schedule import list_schedule
 from pipework.schedule.placement import wave_placement
-from pipework.schedule.priorities import Hops, v_pattern
 from pipework.schedule.schedule import Schedule
 
 

@@ -6,8 +6,8 @@ from collections import deque
 
 from pipework.schedule.action import Action
 from pipework.schedule.argument_checks import positive_integers
+from pipework.schedule.generators.orders import numbered
 from pipework.schedule.placement import wave_placement
-from pipework.schedule.priorities import numbered
 from pipework.schedule.schedule import Schedule
 
 

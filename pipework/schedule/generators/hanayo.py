@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from pipework.schedule.action import Action
 from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.costs import Costs
-from pipework.schedule.generators.orders import nearly_equal_rounds, warm_up_then_alternate
+from pipework.schedule.generators.orders import Hops, nearly_equal_rounds, v_pattern, warm_up_then_alternate
 from pipework.schedule.list_schedule import list_schedule
-from pipework.schedule.phases import Orders
 from pipework.schedule.placement import wave_placement
-from pipework.schedule.priorities import Hops, v_pattern
-from pipework.schedule.schedule import Schedule
+from pipework.schedule.schedule import Orders, Schedule
 
 
 def hanayo(workers: int, micro_batches: int, stages_per_worker: int = 2, *, costs: Costs | None = None) -> Schedule:

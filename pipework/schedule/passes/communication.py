@@ -8,7 +8,7 @@ from dataclasses import replace
 from pipework.schedule.action import Action
 from pipework.schedule.analysis.channels import Channel, check_channel
 from pipework.schedule.analysis.validate import check
-from pipework.schedule.argument_checks import checked_skips, refuse_kind
+from pipework.schedule.argument_checks import checked_skips
 from pipework.schedule.costs import Costs, checked
 from pipework.schedule.passes.posting import posted, timed_for_posting
 from pipework.schedule.schedule import Schedule
@@ -77,11 +77,10 @@ def with_communication(schedule: Schedule, costs: Costs | None = None, *, channe
         >>> [str(action) for action in with_communication(fill_drain(2, 1)).orders[1]]
         ['1RECV_F0', '1F0', '1B0', '1SEND_B0']
     """
-    check_channel(channel)
     _refuse_lowered(schedule, "pass the schedule without them")
-    costs = checked(costs)
-    spread = costs.spread(schedule.stages, len(schedule.skips))
-    check(schedule)
+    check_channel(channel)
+    check(schedule, costs)
+    spread = checked(costs).spread(schedule.stages, len(schedule.skips))
     lowered = posted(schedule, timed_for_posting(schedule, spread), channel)
     check(lowered, channel=channel)
     return lowered
@@ -105,9 +104,9 @@ def with_gradient_reduction(schedule: Schedule) -> Schedule:
         >>> [str(action) for action in with_gradient_reduction(looped_bfs(1, 1, 2)).orders[0]]
         ['0F0', '1F0', '1B0', '1REDUCE_GRAD', '0B0', '0REDUCE_GRAD']
     """
-    if schedule.inference:
-        raise ValueError(f"schedule {schedule.name!r} has no backwards, so there are no gradients to reduce")
-    refuse_kind(schedule, "REDUCE_GRAD", "reduces")
+    if schedule.inference or "REDUCE_GRAD" in schedule.kinds:
+        why = "no backwards" if schedule.inference else "reductions"
+        raise ValueError(f"schedule {schedule.name!r} has {why}: pass one that trains, without reductions")
     check(schedule)
     reducing = replace(schedule, orders=tuple(tuple(_reduced(order)) for order in schedule.orders))
     check(reducing)

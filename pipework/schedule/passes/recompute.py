@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from pipework.schedule.action import Action
 from pipework.schedule.analysis.validate import check
-from pipework.schedule.argument_checks import refuse_kind
 from pipework.schedule.edges import recomputed
 from pipework.schedule.schedule import Schedule
 
@@ -39,17 +38,12 @@ def with_recompute(schedule: Schedule, checkpointed: int, *, loss_outside: bool 
         >>> [str(action) for action in with_recompute(fill_drain(1, 2), 1).orders[0]]
         ['0F0', '0F1', '0R0', '0B0', '0B1']
     """
-    _check(schedule)
     if type(checkpointed) is not int or not 0 <= checkpointed <= schedule.micro_batches:
         raise ValueError(
             f"checkpointed is {checkpointed!r}: wanted the number of checkpointed micro-batches, an integer "
             f"from 0 to {schedule.micro_batches}"
         )
-    if not checkpointed:
-        return schedule
-    first = [frozenset(range(checkpointed))] * schedule.stages
-    orders = tuple(tuple(_recomputed(order, first, loss_outside=loss_outside)) for order in schedule.orders)
-    recomputing = replace(schedule, orders=orders)
+    recomputing = _recomputing(schedule, [range(checkpointed)] * schedule.stages, loss_outside=loss_outside)
     check(recomputing)
     return recomputing
 
@@ -75,22 +69,11 @@ def with_recompute_on_stages(schedule: Schedule, checkpointed: Sequence[Collecti
         >>> [str(action) for action in with_recompute_on_stages(fill_drain(1, 2), [{1}]).orders[0]]
         ['0F0', '0F1', '0B0', '0R1', '0B1']
     """
-    _check(schedule)
     if len(checkpointed) != schedule.stages:
         raise ValueError(
             f"checkpointed has {len(checkpointed)} entries: wanted {schedule.stages}, the micro-batches of each stage"
         )
-    chosen = [frozenset(each) for each in checkpointed]
-    for stage, each in enumerate(chosen):
-        if not each <= frozenset(range(schedule.micro_batches)):
-            raise ValueError(
-                f"checkpointed of stage {stage} is {sorted(each)}: wanted some of the micro-batches 0 to "
-                f"{schedule.micro_batches - 1}"
-            )
-    if not any(chosen):
-        return schedule
-    orders = tuple(tuple(_recomputed(order, chosen, loss_outside=False)) for order in schedule.orders)
-    return replace(schedule, orders=orders)
+    return _recomputing(schedule, checkpointed, loss_outside=False)
 
 
 def spread_evenly(count: int, micro_batches: int) -> frozenset[int]:
@@ -123,16 +106,25 @@ def without_recompute(schedule: Schedule) -> Schedule:
     return replace(schedule, orders=orders)
 
 
-def _check(schedule: Schedule) -> None:
-    if schedule.inference:
-        raise ValueError(f"schedule {schedule.name!r} has no backwards, so nothing can be recomputed")
-    if schedule.communicates:
-        raise ValueError(f"schedule {schedule.name!r} has transfers: add recomputation before transfers")
-    refuse_kind(schedule, "R", "recomputes")
+def _recomputing(schedule: Schedule, checkpointed: Sequence[Collection[int]], *, loss_outside: bool) -> Schedule:
+    if schedule.inference or schedule.communicates or "R" in schedule.kinds:
+        why = "no backwards" if schedule.inference else "transfers" if schedule.communicates else "recomputation"
+        raise ValueError(f"schedule {schedule.name!r} has {why}: recompute in one that trains, before transfers")
+    chosen = [frozenset(each) for each in checkpointed]
+    for stage, each in enumerate(chosen):
+        if not each <= frozenset(range(schedule.micro_batches)):
+            raise ValueError(
+                f"checkpointed of stage {stage} is {sorted(each)}: wanted some of the micro-batches 0 to "
+                f"{schedule.micro_batches - 1}"
+            )
+    if not any(chosen):
+        return schedule
+    orders = tuple(tuple(_with_repeats(order, chosen, loss_outside=loss_outside)) for order in schedule.orders)
+    return replace(schedule, orders=orders)
 
 
-def _recomputed(
-    order: tuple[Action, ...], checkpointed: Sequence[frozenset[int]], *, loss_outside: bool
+def _with_repeats(
+    order: Sequence[Action], checkpointed: Sequence[frozenset[int]], *, loss_outside: bool
 ) -> Iterator[Action]:
     before: Action | None = None
     for action in order:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 from pipework.schedule.action import Action
 from pipework.schedule.analysis.validate import check
-from pipework.schedule.argument_checks import refuse_whole_stages
+from pipework.schedule.argument_checks import positive_integers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from pipework.schedule.schedule import Schedule
 
@@ -39,7 +39,7 @@ def with_sharding(schedule: Schedule, whole_stages: int) -> Schedule:
         >>> " ".join(map(str, with_sharding(looped_bfs(1, 1, 2), 1).orders[0]))
         '0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1B0 1RESHARD 0UNSHARD 0B0 0RESHARD'
     """
-    refuse_whole_stages(whole_stages)
+    positive_integers(whole_stages=whole_stages)
     orders = tuple(sharded_order(order, whole_stages) for order in schedule.orders)
     sharded = replace(schedule, orders=orders)
     check(sharded)
@@ -48,25 +48,15 @@ def with_sharding(schedule: Schedule, whole_stages: int) -> Schedule:
 
 def sharded_order(order: Sequence[Action], whole_stages: int) -> tuple[Action, ...]:
     """The actions of one worker with ``UNSHARD`` and ``RESHARD`` among them; see `with_sharding`."""
-    return tuple(_sharded(order, whole_stages))
-
-
-def _sharded(order: Sequence[Action], whole_stages: int) -> Iterator[Action]:
-    following = _stages_read_next(order)
+    found: list[Action] = []
     whole: list[int] = []
-    for action, stages in zip(order, following, strict=True):
-        if action.kind in _READ:
-            wanted = stages[:whole_stages]
-            for stage in [stage for stage in whole if stage not in wanted]:
-                whole.remove(stage)
-                yield Action("RESHARD", stage)
-            for stage in wanted:
-                if stage not in whole:
-                    whole.append(stage)
-                    yield Action("UNSHARD", stage)
-        yield action
-    for stage in whole:
-        yield Action("RESHARD", stage)
+    for action, stages in zip(order, _stages_read_next(order), strict=True):
+        wanted = stages[:whole_stages] if action.kind in _READ else whole
+        found += [Action("RESHARD", stage) for stage in whole if stage not in wanted]
+        found += [Action("UNSHARD", stage) for stage in wanted if stage not in whole]
+        whole = [*(stage for stage in whole if stage in wanted), *(stage for stage in wanted if stage not in whole)]
+        found.append(action)
+    return (*found, *(Action("RESHARD", stage) for stage in whole))
 
 
 def _stages_read_next(order: Sequence[Action]) -> list[tuple[int, ...]]:

@@ -3,11 +3,11 @@ import math
 import pytest
 
 from pipework.schedule import Costs, ScheduleError, fill_drain, forward_only, simulate, validate, with_recompute, zb_h1
-from pipework.schedule.analysis.memory import each_limit, exceeds, rows, stage_peaks
+from pipework.schedule.analysis.memory import amounts, each_limit, stage_peaks
 
 
 def most(schedule, costs):
-    return [[most for most, _ in row] for row in rows(schedule, costs.spread(schedule.stages))]
+    return [list(amounts(schedule, order, costs.spread(schedule.stages))[0]) for order in schedule.orders]
 
 
 def test_activations_are_held_from_the_forward_to_the_end_of_the_weight_half():
@@ -48,9 +48,8 @@ def test_impossible_limits(limit, error, message):
 
 
 def test_a_limit_is_not_missed_by_rounding():
-    assert not exceeds(0.1 + 0.2, 0.3)
     assert validate(fill_drain(1, 3), Costs(activation=0.1), memory_limit=0.3).ok
-    assert exceeds(0.31, 0.3)
+    assert not validate(fill_drain(1, 3), Costs(activation=0.1), memory_limit=0.29).ok
 
 
 def test_the_first_action_over_the_limit_is_named():

@@ -80,7 +80,7 @@ def test_skips_that_travel_with_a_value_or_not_at_all_are_left_out():
         ([(0, 1, 2)], TypeError, r"a skip is \(0, 1, 2\): wanted a pair of stages"),
         ([3], TypeError, "a skip is 3: wanted a pair of stages"),
         ([("a", 3)], TypeError, "a skip is"),
-        (3, TypeError, "skips is 3, an int: wanted a sequence"),
+        (3, TypeError, "skips is 3: wanted a sequence"),
     ],
 )
 def test_impossible_skips(skips, error, message):
@@ -111,13 +111,13 @@ def test_what_passes_refuse():
         with_communication(lowered)
     with pytest.raises(ValueError, match="already has transfers: add skips before transfers"):
         with_skips(lowered, [])
-    with pytest.raises(ValueError, match="has transfers: add recomputation before transfers"):
+    with pytest.raises(ValueError, match="has transfers: recompute in one that trains, before"):
         with_recompute(lowered, 1)
-    with pytest.raises(ValueError, match="worker 0 reduces already, 0REDUCE_GRAD"):
+    with pytest.raises(ValueError, match="has reductions: pass one that trains, without reductions"):
         with_gradient_reduction(with_gradient_reduction(fill_drain(2, 2)))
-    with pytest.raises(ValueError, match="'forward-only' has no backwards, so there are no gradients to reduce"):
+    with pytest.raises(ValueError, match="'forward-only' has no backwards: pass one that trains"):
         with_gradient_reduction(forward_only(2, 2))
-    with pytest.raises(ValueError, match="'forward-only' has no backwards, so nothing can be recomputed"):
+    with pytest.raises(ValueError, match="'forward-only' has no backwards: recompute in one that trains"):
         with_recompute(forward_only(2, 2), 1)
     wrong = from_orders_text("schedule wrong\nplacement 0\nworker 0 0B0 0F0")
     for add in (with_communication, with_gradient_reduction, lambda schedule: with_skips(schedule, [])):

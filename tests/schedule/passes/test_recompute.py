@@ -66,7 +66,7 @@ def test_refuses_what_is_out_of_range(checkpointed):
 
 
 def test_refuses_a_second_time():
-    with pytest.raises(ValueError, match="worker 0 recomputes already, 0R0"):
+    with pytest.raises(ValueError, match="has recomputation: recompute in one that trains"):
         with_recompute(with_recompute(fill_drain(2, 3), 1), 2)
 
 

@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipework.schedule import Action
+from pipework.schedule.generators.orders import Hops, numbered, v_pattern
 from pipework.schedule.placement import wave_placement
-from pipework.schedule.priorities import Hops, numbered, v_pattern
 
 
 def test_surplus_steps_are_dropped():
