@@ -442,7 +442,7 @@ class Executor:
                 backend=self._backend,
                 tuples=self._tuples,
                 loss=self.loss.function if isinstance(self.loss.function, nn.Module) else None,
-                one_thread=True if ONE_THREAD in self._debug else None,
+                one_thread=ONE_THREAD in self._debug,
             )
             self._backend.use(self._engine.workers)
         return self._engine

@@ -449,11 +449,6 @@ def any_modes() -> bool:
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
-def is_compiled_here() -> bool:
-    """Whether `torch.compile` sees each function that the calling thread calls."""
-    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
-
-
 def function_modes() -> list[TorchFunctionMode]:
     """The calling thread's modes, outermost first, but not a default device."""
     modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks import harness
 from benchmarks.harness import Verdict
 from pipework import Pipe
-from pipework.runtime.stage.recompute_check import MINI_BATCHES
+from pipework.runtime.stage.recomputation import MINI_BATCHES
 from tests.accelerator import simulated
 
 # In this order everywhere; the simulated device's names.

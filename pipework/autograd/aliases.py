@@ -9,6 +9,15 @@ Workers may run backward before the user calls it, several times per mini-batch 
 The user's parameters must not show it: their hooks fire once, with the whole gradient. So during a run the modules
 hold aliases. An alias shares memory and version counter with its parameter: nothing is copied, and a parameter that
 is changed before a retained backward is PyTorch's own error.
+
+If a gradient comes to a leaf through views alone, PyTorch makes it the leaf's `.grad` without a copy, although another
+tensor may have its memory (https://github.com/pytorch/pytorch/issues/34082). After
+
+    x + (rows.unsqueeze(0) + columns.unsqueeze(0))
+
+`rows.grad` and `columns.grad` are one memory, and the gradients of the next micro-batch would be added twice. It may
+also be what this stage sends to another one, has received, or keeps for a `W`, or what a user's hook has kept: they
+would see the sums. So the first gradient of each leaf is copied if anything else holds its memory (`SharedMemory`).
 """
 
 from __future__ import annotations
@@ -21,10 +30,10 @@ from torch import Tensor
 
 from pipework import torch_private
 from pipework.autograd.weight_split.store import WeightGradientAlias
-from pipework.values.dtensor import is_dtensor
+from pipework.values.dtensor import is_dtensor, local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from torch import nn
 
@@ -263,3 +272,42 @@ def _parameter_dicts(layers: Iterable[nn.Module]) -> Iterable[tuple[dict[str, Te
         found[id(module)] = module._parameters, compiled  # type: ignore[assignment]
         stack.extend([(child, compiled) for child in reversed(module._modules.values()) if child is not None])
     return found.values()
+
+
+class SharedMemory:
+    """The memory of the gradients of some leaves, in one mini-batch.
+
+    Args:
+        leaves: that have no gradient yet.
+
+    Attributes:
+        pending: those of them that have had no gradient so far. Once there is one, PyTorch adds to it in place.
+
+    Example:
+        >>> import torch
+        >>> rows, columns = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+        >>> memory = SharedMemory([rows, columns])
+        >>> for micro_batch in range(2):
+        ...     (rows.unsqueeze(0) + columns.unsqueeze(0)).sum().backward()
+        ...     memory.separate()
+        >>> rows.grad, columns.grad
+        (tensor([2., 2., 2.]), tensor([2., 2., 2.]))
+    """
+
+    __slots__ = ("pending",)
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self.pending = leaves
+
+    def separate(self) -> None:
+        """After a backward, while the caller has what it began with and what it gave to other tensors.
+
+        Each `.grad` must be a tensor of its own, as autograd makes it: what is counted are the tensors of a memory.
+        """
+        still_pending = []
+        for leaf in self.pending:
+            if leaf.grad is None:
+                still_pending.append(leaf)
+            elif torch_private.is_held_elsewhere(local_part(leaf.grad)):
+                leaf.grad = leaf.grad.clone()
+        self.pending = still_pending

@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from pipework.runtime.device import is_accelerator, record_on
-from pipework.runtime.stage.recompute_phase import is_recomputing
+from pipework.runtime.stage.recomputation import is_recomputing
 from pipework.torch_private import BatchNorm
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipework.runtime.stage.recompute_phase import is_checkpointing, is_recomputing
+from pipework.runtime.stage.recomputation import is_checkpointing, is_recomputing
 
 __all__ = ["AS_SCHEDULED", "MODES", "checkpointed_micro_batches", "is_checkpointing", "is_recomputing"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pipework import torch_private
 from pipework.fsdp_private import free_shards
 from pipework.model.state_names import state_name
-from pipework.runtime.stage.returned import layer_text
+from pipework.runtime.stage.layer_errors import layer_text
 from pipework.values.dtensor import is_dtensor, local_part, with_local_part
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import torch_private
-from pipework.runtime.stage.returned import layer_text
+from pipework.runtime.stage.layer_errors import layer_text
 
 if TYPE_CHECKING:
     import threading

@@ -1,7 +1,11 @@
-"""The thread-local settings of PyTorch: captured on the caller's thread and entered on workers.
+"""The thread-local settings and modes of PyTorch: captured on the caller's thread and entered on workers.
 
 A new thread inherits neither grad mode, inference mode, autocast, saved-tensor hooks nor the default device. Without
 them a layer would compute something else on a worker than on the caller's thread.
+
+A mode sees every operator of its thread: `torch.utils.flop_counter.FlopCounterMode` counts them, debugging modes print
+them, others replace them. Each thread has a stack of modes, so a mode of the caller would see nothing on a worker. The
+settings are always those around the forward. The modes in a backward are those around `loss.backward()`.
 """
 
 from __future__ import annotations
@@ -15,9 +19,15 @@ import torch.utils.checkpoint
 from pipework import torch_private
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
+    from torch.overrides import TorchFunctionMode
+
+    from pipework.runtime.transport import Endpoint, Message, Receive
+    from pipework.torch_private import TorchDispatchMode
 
 
 class Autocast(NamedTuple):
@@ -96,23 +106,57 @@ class CallerContext(NamedTuple):
             yield
 
 
-def allows_worker(*, in_backward: bool) -> bool:
-    """Whether a worker computes on the current thread what it would compute on a thread of its own.
+class Modes(NamedTuple):
+    """The modes of the thread that called `capture`, outermost first.
 
-    What is in force here would be in force for the worker's backwards, too, and in the whole step: autocast, also of
-    other devices, would keep casts from step to step; hooks for saved tensors, and modes, would act twice;
-    `torch.compile` would compile the worker.
-
-    Args:
-        in_backward: whether autograd calls: then inference mode would be in force in recomputations, anomaly mode would
-            tie their graphs to the present node in a circle, and a backward for some inputs only would forbid
-            reentrant checkpoints in layers.
+    Attributes:
+        function: `TorchFunctionMode`s, which see calls of PyTorch's functions.
+        dispatch: `TorchDispatchMode`s, which see the operators that those functions are made of.
     """
-    if torch_private.any_autocast() or torch_private.any_modes() or torch_private.is_compiled_here():
-        return False
-    if torch_private.saved_tensor_hooks() is not None:
-        return False
-    if not in_backward:
-        return True
-    for_all = torch_private.accumulates_all()
-    return for_all and not torch.is_inference_mode_enabled() and not torch.is_anomaly_enabled()
+
+    function: tuple[TorchFunctionMode, ...]
+    dispatch: tuple[TorchDispatchMode, ...]
+
+    @classmethod
+    def capture(cls) -> Modes:
+        """Reads the current thread's modes. A default device, which is a mode too, belongs to `CallerContext`."""
+        if not torch_private.any_modes():  # the usual case
+            return cls((), ())
+        return cls(tuple(torch_private.function_modes()), tuple(torch_private.dispatch_modes()))
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self.function or self.dispatch)
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Puts the modes on the current thread's stacks."""
+        return torch_private.modes_pushed(self.function, self.dispatch)
+
+
+class TakingTurns:
+    """An endpoint whose worker computes only while no other one does, and releases the lock while it waits.
+
+    A mode is the user's object, written for one thread. A counter's sums are right only if one worker runs at a time.
+    """
+
+    __slots__ = ("_endpoint", "_turn", "finish", "handlers", "sender")
+
+    def __init__(self, endpoint: Endpoint, turn: threading.Lock) -> None:
+        self._endpoint = endpoint
+        self._turn = turn
+        self.sender = endpoint.sender
+        self.handlers = endpoint.handlers
+        self.finish = endpoint.finish
+
+    def receiver(self, kind: str, stage: int) -> Receive:
+        """See `Endpoint.receiver`."""
+        receive, turn = self._endpoint.receiver(kind, stage), self._turn
+
+        def taking_turns(micro_batch: int) -> Message:
+            turn.release()
+            try:
+                return receive(micro_batch)
+            finally:
+                turn.acquire()
+
+        return taking_turns

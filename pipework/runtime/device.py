@@ -46,7 +46,6 @@ class WorkerDevice:
 
     def begin_thread(self) -> None:
         """Called by a new thread of the worker."""
-        self.enter_thread()
         if self.stream is not None:
             # A thread has no CUDA context before its first call of the runtime. cuBLAS warns of that, and takes the
             # context of the first GPU.

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pipework.runtime.device import WorkerDevice, link
 from pipework.runtime.stage.execution_views import shared_modules
-from pipework.runtime.stage.returned import layer_text
+from pipework.runtime.stage.layer_errors import layer_text
 from pipework.runtime.stage.stage import Stage
-from pipework.runtime.thread_choice import ThreadChoice
 from pipework.runtime.worker_threads import WorkerThreads
 from pipework.values.dtensor import is_over_processes, placement_text
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from pipework.model.sequential import TupleRule
     from pipework.runtime.device import Link
     from pipework.runtime.skips.skip import Skip
-    from pipework.schedule.schedule import Orders
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Engine:
         backend: of the pipe.
         links: see `LocalTransport`.
         workers: the threads.
-        one_thread: whether one thread runs all workers of this process; None: as is faster, see `ThreadChoice`.
+        one_thread: whether one thread executes the actions of all workers of this process.
         lock: held while the workers run, because a stage's slots can hold the leaves of one mini-batch only, and while
             a link is made.
     """
@@ -54,20 +52,12 @@ class Engine:
     links: dict[tuple[int, int], Link | None]
     workers: WorkerThreads
     lock: threading.Lock
-    one_thread: bool | None
-    _choices: dict[int, tuple[Orders, ThreadChoice]] = field(default_factory=dict)  # by the identity of the orders
+    one_thread: bool
 
     @cached_property
     def accelerators(self) -> Sequence[WorkerDevice]:
         """The devices of those workers of this process that are not on the CPU."""
         return [device for device in self.devices.values() if device.stream is not None]
-
-    def thread_choice(self, orders: Orders) -> ThreadChoice | None:
-        """The choice for these orders; None: it has been made by the user, or there is nothing to choose."""
-        if self.one_thread is not None or self.accelerators:
-            return None
-        # The orders are kept, so that no others get their identity.
-        return self._choices.setdefault(id(orders), (orders, ThreadChoice(orders)))[1]
 
     def refuse_over_processes(self, parameter: Tensor | None) -> None:
         """Raises a ValueError if layers call collectives, and workers are threads, which call them in any order.
@@ -123,7 +113,7 @@ def make_engine(
     tuples: TupleRule,
     backend: Backend,
     loss: nn.Module | None = None,
-    one_thread: bool | None = False,
+    one_thread: bool = False,
 ) -> Engine:
     """Makes a stage of each partition, and a worker for each number in the placement.
 
@@ -136,7 +126,7 @@ def make_engine(
         tuples: how a tuple reaches a layer.
         backend: of the pipe.
         loss: computed by the last stage, if it is a module; its buffers are treated like those of the layers.
-        one_thread: see `Pipe`.
+        one_thread: see `Engine`.
     """
     workers: dict[int, WorkerDevice] = {}
     for index in sorted(partitions, key=placement.__getitem__):

@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextvars
 import functools
 import threading
-import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from pipework.autograd.tied_gradients import tied_gradients
-from pipework.runtime import calling_thread
-from pipework.runtime.caller_context import allows_worker
-from pipework.runtime.caller_modes import Modes, TakingTurns
+from pipework.runtime.caller_context import Modes, TakingTurns
 from pipework.runtime.device import record_on
 from pipework.runtime.failure import Failure
-from pipework.runtime.one_thread import OneThreadRun
 from pipework.runtime.out_of_memory import is_out_of_memory, note_memory
 from pipework.runtime.random import kernels
 from pipework.runtime.random.shards import install_for_dtensors
@@ -25,10 +21,10 @@ from pipework.runtime.random.unseen_draws import LateDraws, generators_given_up
 from pipework.runtime.run_spec import RunSpec
 from pipework.runtime.stage.memory_meter import MemoryMeter
 from pipework.runtime.stage.stage_run import StageRun
-from pipework.runtime.worker import RunConditions, WorkerRun
+from pipework.runtime.worker import RunConditions, ThreadRun, WorkerRun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -38,7 +34,6 @@ if TYPE_CHECKING:
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import Key
     from pipework.runtime.stage.loss import InnerLoss
-    from pipework.runtime.thread_choice import ThreadChoice
     from pipework.runtime.transport import Message, Transport
     from pipework.schedule import Interval, Schedule
     from pipework.schedule.schedule import Orders
@@ -282,43 +277,38 @@ class Step:
             )
         micro_batches = self._program.schedule.micro_batches
         differentiates = orders is not self._program.forwards
-        modes = Modes.capture()
-        choice = None if modes or recorder is not None else engine.thread_choice(orders)
-        one_thread, here = self._threads(choice, modes, begins=begins)
-        spec = RunSpec(
-            self._runs,
-            engine.placement,
-            dict(engine.links),  # another thread's step may make one
-            engine.skips,
-            micro_batches,
-            results_for_all,
-            self._input_gradients and differentiates,
-            differentiates,
-            self._options.scaler if differentiates else None,
-            one_thread,
+        transport = engine.backend.transport(
+            RunSpec(
+                self._runs,
+                engine.placement,
+                dict(engine.links),  # another thread's step may make one
+                engine.skips,
+                micro_batches,
+                results_for_all,
+                self._input_gradients and differentiates,
+                differentiates,
+                self._options.scaler if differentiates else None,
+                engine.one_thread,
+            )
         )
-        transport = engine.backend.transport(spec)
         failure = Failure(transport.stop)
         engine.backend.during(failure)
+        modes = Modes.capture()
         conditions = RunConditions(
             failure,
-            context=None if here or not begins or self._context.is_usual else self._context,
-            in_context=begins and not self._context.is_usual,
+            context=self._context if begins and not self._context.is_usual else None,
             modes=modes,
-            turn=threading.Lock() if modes and not one_thread else None,
+            turn=threading.Lock() if modes and not engine.one_thread else None,
             starting=engine.backend.starting,
         )
-        # On the CPU, workers of one thread differ in nothing but what is recorded of them.
-        together = one_thread and len(engine.devices) > 1 and recorder is None and not engine.accelerators
-        jobs = self._jobs(orders, transport, conditions, together=together, retain_graph=retain_graph)
-        launched: Sequence[Callable[[], None]] = list(jobs.values())
-        if one_thread and len(jobs) > 1:
-            workers = [jobs[worker] for worker in engine.placement]
-            launched = [OneThreadRun(workers, self._program.launch_order(orders), conditions)]
+        workers = self._workers(orders, transport, conditions, retain_graph=retain_graph)
+        threads = [ThreadRun([worker], worker.order, conditions) for worker in workers]
+        if engine.one_thread and len(workers) > 1:
+            threads = [ThreadRun(workers, self._program.launch_order(orders), conditions)]
         # A context can be entered once at a time only, and each worker needs the caller's variables: copies.
         elsewhere = self._variables if threading.get_ident() != self._thread else None
         variables = contextvars.copy_context() if elsewhere is None else elsewhere
-        calls = [functools.partial(variables.copy().run, job) for job in launched]
+        jobs = [functools.partial(variables.copy().run, thread) for thread in threads]
         accelerators = engine.accelerators
         completed = False
         with engine.lock:
@@ -331,18 +321,12 @@ class Step:
                     send = transport.outside.sender(kind, stage)
                     for micro_batch, message in enumerate(messages):
                         send(micro_batch, message)
-                late_draws = LateDraws([job.not_held for job in jobs.values() if job.not_held is not None])
-                begun = time.perf_counter()
-                if here:
-                    engine.workers.run_here(calls[0], lambda error: failure.report(error, None))
-                else:
-                    engine.workers.run(calls, lambda error: failure.report(error, None))
+                late_draws = LateDraws([worker.not_held for worker in workers if worker.not_held is not None])
+                engine.workers.run(jobs, lambda error: failure.report(error, None))
                 late = late_draws.error()
                 if late is not None:
                     failure.report(late, None)
                 completed = not failure.happened
-                if choice is not None and completed:
-                    choice.ran(time.perf_counter() - begun, one_thread=one_thread)
             finally:
                 # Also after a failure: what was launched before still reads inputs and parameters.
                 for device in accelerators:
@@ -353,8 +337,8 @@ class Step:
                             way.hand_over(received=completed)
             for each in engine.stages.values():
                 each.hand_back()
-            for job in jobs.values():
-                job.disconnect()
+            for worker in workers:
+                worker.disconnect()
         if failure.happened and is_out_of_memory(failure.error):
             undelivered = transport.take_undelivered()
             note_memory(
@@ -376,7 +360,7 @@ class Step:
         if recorder is not None:
             if begins:  # not before: a mini-batch that failed is no measurement
                 recorder.begin(self._options.number, self._program.schedule, loss_outside=self._loss is None)
-            intervals = [interval for job in jobs.values() for interval in job.recorded()]
+            intervals = [interval for worker in workers for interval in worker.recorded()]
             recorder.add(self._options.number, engine.backend.all_intervals(intervals))
         received = []
         for kind, stage in awaited:
@@ -387,41 +371,14 @@ class Step:
             received.append(messages)
         return received
 
-    def _threads(self, choice: ThreadChoice | None, modes: Modes, *, begins: bool) -> tuple[bool, bool]:
-        """Whether one thread runs all workers of this process, and whether that is the calling one.
-
-        Args:
-            choice: from earlier runs; None: there is nothing to choose.
-            modes: of the caller.
-            begins: see `_run`.
-        """
-        engine = self._engine
-        fixed = bool(engine.one_thread)
-        if not fixed and (choice is None or not choice.one_thread):
-            return False, False
-        if modes or engine.accelerators or not engine.backend.is_whole:
-            return fixed, False
-        here = calling_thread.is_free() and allows_worker(in_backward=not begins)
-        return fixed or here, here
-
-    def _jobs(
-        self,
-        orders: Orders,
-        transport: Transport,
-        conditions: RunConditions,
-        *,
-        together: bool,
-        retain_graph: bool,
-    ) -> dict[int, WorkerRun]:
-        """The workers of this process by their numbers, ready to run; together: all as one, under the first number."""
-        engine = self._engine
-        jobs: dict[int, WorkerRun] = {}
-        recorded = self._options.recorder is not None
-        parts = [(worker, self._runs_of(worker), orders[worker]) for worker in engine.devices]
-        if together:
-            parts = [(parts[0][0], self._runs, self._program.launch_order(orders))]
-        for worker, runs, order in parts:
-            device, endpoint, stream, hold = engine.devices[worker], transport.endpoints[worker], None, None
+    def _workers(
+        self, orders: Orders, transport: Transport, conditions: RunConditions, *, retain_graph: bool
+    ) -> list[WorkerRun]:
+        """The workers of this process, ready to run."""
+        engine, turn = self._engine, conditions.turn
+        workers = []
+        for number, device in engine.devices.items():
+            runs, stream, hold = self._runs_of(number), None, None
             if any(run.draws for run in runs.values()):
                 stream = RandomStream(self._key)
                 if device.unseen_draws is not None and stream.moves_generators:
@@ -429,8 +386,13 @@ class Step:
                     # A rank that saw a late draw could not tell the others before they have used the mini-batch.
                     always = not engine.backend.is_whole or any(map(has_random_state, modules))
                     hold = device.unseen_draws.hold(stream, always=always)
-            job = WorkerRun(worker, runs, order, device, conditions, stream, hold, recorded=recorded)
-            turn = conditions.turn
-            job.connect(endpoint if turn is None else TakingTurns(endpoint, turn), retain_graph=retain_graph)
-            jobs[worker] = job
-        return jobs
+            recorded = self._options.recorder is not None
+            worker = WorkerRun(number, runs, orders[number], device, stream, hold, recorded=recorded)
+            endpoint = transport.endpoints[number]
+            worker.connect(
+                endpoint if turn is None else TakingTurns(endpoint, turn),
+                retain_graph=retain_graph,
+                in_context=conditions.context is not None,
+            )
+            workers.append(worker)
+        return workers

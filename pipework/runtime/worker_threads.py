@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipework.runtime import calling_thread
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -39,7 +37,6 @@ class WorkerThreads:
             for number, (queue, device) in enumerate(zip(self._queues, devices, strict=True))
         ]
         self._share = 0
-        self._caller: int | None = None  # the calling thread while it runs a job itself
         # In a forked process PyTorch makes its intra-op threads anew when a thread sets their number. Where no lock of
         # the interpreter keeps several threads from doing so at once, that ends the process.
         torch.set_num_threads(torch.get_num_threads())
@@ -55,40 +52,13 @@ class WorkerThreads:
 
     def refuse_own_thread(self) -> None:
         """Raises a RuntimeError if the caller is one of these threads, which would wait for itself forever."""
-        if threading.get_ident() == self._caller or threading.current_thread() in self._threads:
+        if threading.current_thread() in self._threads:
             raise RuntimeError(
                 "a layer of a pipe has called that pipe, or a backward of it, from inside: its workers are busy with "
                 "the layer. Call the layers themselves, or another pipe of a copy of them"
             )
 
-    def run_here(self, job: Callable[[], None], interrupted: Callable[[BaseException], None]) -> None:
-        """Runs one job on the calling thread, without waking a thread of this object.
-
-        Args:
-            job: must not raise.
-            interrupted: see `run`.
-        """
-
-        def as_worker() -> None:
-            threads = torch.get_num_threads()
-            share = self._intra_op_share(threads)
-            self._caller = threading.get_ident()
-            try:
-                if share != threads:
-                    torch.set_num_threads(share)
-                with torch.autograd.set_multithreading_enabled(False):
-                    job()
-            finally:
-                self._caller = None
-                if share != threads:
-                    torch.set_num_threads(threads)
-
-        try:
-            calling_thread.run_here(as_worker, interrupted)
-        except BaseException as error:  # before or after the job
-            interrupted(error)
-
-    def _intra_op_share(self, threads: int) -> int:
+    def intra_op_share(self, threads: int) -> int:
         """The intra-op threads of each worker, of those that the caller has."""
         return max(1, threads // max(1, self._cpu_workers))
 
@@ -103,7 +73,7 @@ class WorkerThreads:
             interrupted: called if the caller is interrupted; it must make the jobs end soon.
         """
         threads = torch.get_num_threads()
-        share = self._intra_op_share(threads)
+        share = self.intra_op_share(threads)
         wake: SimpleQueue[None] = SimpleQueue()
         tasks = [_Task(job, share, wake) for job in jobs]
         interruption: BaseException | None = None
@@ -154,7 +124,6 @@ class _Task:
 
 
 def _serve(queue: SimpleQueue[Any], device: WorkerDevice) -> None:
-    calling_thread.become_worker()
     device.begin_thread()
     share = 0
     with torch.autograd.set_multithreading_enabled(False):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework.runtime.random.streams import micro_batch_here
-from pipework.runtime.stage.recompute_phase import is_recomputing
+from pipework.runtime.stage.recomputation import is_recomputing
 from pipework.torch_private import pytree
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework.autograd import boundary
-from pipework.autograd.aliases import Aliases
-from pipework.autograd.shared_memory import SharedMemory
+from pipework.autograd.aliases import Aliases, SharedMemory
 from pipework.model import mini_batch
 from pipework.runtime.random.streams import streams_inside
 from pipework.runtime.skips import skip_tracker

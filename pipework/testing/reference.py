@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipework.autograd.shared_memory import SharedMemory
+from pipework.autograd.aliases import SharedMemory
 from pipework.model.marks import MicroBatches
 from pipework.testing.random import micro_batch_random
 

@@ -174,7 +174,7 @@ class Runs:
         chunks, executor.chunks = executor.chunks, 1 if whole else executor.chunks
         norms = executor._deferred
         try:
-            torch.set_num_threads(executor.engine_in_use().workers._intra_op_share(threads))
+            torch.set_num_threads(executor.engine_in_use().workers.intra_op_share(threads))
             if not whole:
                 self.is_given = has_micro_batches(arguments, keywords)
                 arguments, keywords, target = executor._cut_by_caller(arguments, keywords, target)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipework import Pipe, pop, skippable, stash
-from pipework.runtime.stage.recompute_check import MINI_BATCHES
+from pipework.runtime.stage.recomputation import MINI_BATCHES
 from tests.accelerator import simulated
 
 pytestmark = pytest.mark.gpu

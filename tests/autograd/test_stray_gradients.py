@@ -8,6 +8,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from torch.nn import functional
 
 from pipework import Pipe, spot_checks
 from pipework.autograd import stray_gradients
+from pipework.autograd.aliases import Aliases
+from pipework.autograd.stray_gradients import graph_leaves, refuse_hidden_parameters
+from pipework.runtime.stage.stage import Stage
 from pipework.testing import reference_step
 
 LOST = r"reached stage 0 \(layers '0' to '1'\) outside of the pipe's own backward"
@@ -279,3 +283,38 @@ def test_the_hooks_of_a_stage_that_is_gone() -> None:
     del stage
     with pytest.raises(RuntimeError, match=r"reached a stage outside"):
         leaf.sum().backward()
+
+
+# Hidden parameters; pipes with them are in tests/faults/test_odd_losses.py
+
+
+def test_the_leaves_of_a_graph_are_found_once_each() -> None:
+    x, w, frozen = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True), torch.ones(2)
+    outputs = [(x * w).exp() * w * frozen, x + 1, frozen]
+    leaves = list(graph_leaves(outputs))
+    assert {id(leaf) for leaf in leaves} == {id(x), id(w)}
+    assert len(leaves) == 2
+    assert list(graph_leaves([frozen])) == []
+
+
+class _Stage(SimpleNamespace):
+    place = Stage.place
+
+
+def test_a_parameter_that_is_not_read_from_its_module_is_refused_by_name() -> None:
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    stage = _Stage(index=3, layers=[SimpleNamespace(name="head", module=layer)])
+    aliases, hidden = Aliases([layer]), layer.weight
+    with aliases.standing_in():
+        refuse_hidden_parameters(stage, aliases, [x], [layer(x)])
+        with pytest.raises(RuntimeError, match=r"stage 3 .*'head'.* uses parameter 'head\.weight' of layer 'head'"):
+            refuse_hidden_parameters(stage, aliases, [x], [layer(x) + hidden.sum()])
+        with pytest.raises(RuntimeError, match=r"a tensor of shape \(5,\) that requires a gradient.* makes it, it"):
+            refuse_hidden_parameters(stage, aliases, [x], [layer(x) + torch.ones(5, requires_grad=True).sum()])
+
+
+def test_a_view_of_the_input_may_have_a_gradient_that_nobody_reads() -> None:
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    aliases = Aliases([layer])
+    with aliases.standing_in():
+        refuse_hidden_parameters(_Stage(index=0, layers=[]), aliases, [x], [layer(x[:, :].requires_grad_())])

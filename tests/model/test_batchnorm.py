@@ -12,7 +12,7 @@ from torch import nn
 from pipework import Pipe
 from pipework.model.batchnorm import DeferredBatchNorm, Moments, convert_deferred_batch_norm, merged
 from pipework.runtime.stage.execution_views import View
-from pipework.runtime.stage.recompute_phase import checkpointing, recomputing
+from pipework.runtime.stage.recomputation import checkpointing, recomputing
 
 ORDINARY = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 

@@ -1,12 +1,15 @@
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from pipework.runtime.caller_context import CallerContext, allows_worker
+from pipework.runtime.caller_context import CallerContext, Modes, TakingTurns
 
 
 def on_a_new_thread(function: Callable[[], Any]) -> Any:
@@ -80,30 +83,62 @@ def test_autocast_is_off_in_a_backward_and_on_again_after_it() -> None:
         assert torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("setting", [
-    lambda: torch.autocast("cpu"),
-    lambda: torch.device("meta"),
-    lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
-])  # fmt: skip
-def test_no_worker_runs_where_a_setting_would_act_on_all_of_it(setting: Callable[[], Any]) -> None:
-    assert allows_worker(in_backward=False)
-    with setting():
-        assert not allows_worker(in_backward=False)
-    assert allows_worker(in_backward=True)
+# Modes
 
 
-@pytest.mark.parametrize("setting", [torch.inference_mode, torch.autograd.detect_anomaly])
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_no_worker_runs_in_a_backward_whose_settings_recomputations_would_have(setting: Callable[[], Any]) -> None:
-    with setting():
-        assert allows_worker(in_backward=False)
-        assert not allows_worker(in_backward=True)
+class Function(TorchFunctionMode):
+    pass
 
 
-def test_no_worker_runs_in_a_backward_that_returns_some_gradients_only() -> None:
-    x, seen = torch.ones(1, requires_grad=True), []
-    y = x * 2
-    y.register_hook(lambda _: seen.append(allows_worker(in_backward=True)))
-    torch.autograd.grad(y, x, retain_graph=True)
-    y.backward()
-    assert seen == [False, True]
+class Dispatch(TorchDispatchMode):
+    pass
+
+
+def test_without_modes_there_is_nothing_to_enter() -> None:
+    assert not Modes.capture()
+
+
+def test_a_default_device_is_no_mode() -> None:
+    with torch.device("meta"):
+        assert not Modes.capture()
+
+
+def test_modes_are_the_same_objects_on_another_thread_in_order_and_leave_nothing_there() -> None:
+    stacks = []
+
+    def elsewhere(modes: Modes) -> None:
+        with modes.entered():
+            stacks.append((_get_current_function_mode_stack(), _get_current_dispatch_mode_stack()))
+        stacks.append((_get_current_function_mode_stack(), _get_current_dispatch_mode_stack()))
+
+    outer, inner, dispatch = Function(), Function(), Dispatch()
+    with outer, dispatch, inner:
+        modes = Modes.capture()
+    assert modes
+    thread = threading.Thread(target=elsewhere, args=(modes,))
+    thread.start()
+    thread.join()
+    assert stacks == [([outer, inner], [dispatch]), ([], [])]
+
+
+def test_a_worker_that_waits_lets_others_compute() -> None:
+    turn = threading.Lock()
+
+    class Endpoint:
+        handlers: Mapping[str, object] = MappingProxyType({})
+
+        def sender(self, kind: str, stage: int) -> None: ...
+
+        def finish(self) -> None: ...
+
+        def receiver(self, kind: str, stage: int) -> Callable[[int], str]:
+            def receive(micro_batch: int) -> str:
+                assert not turn.locked()
+                return "message"
+
+            return receive
+
+    endpoint = TakingTurns(Endpoint(), turn)
+    with turn:
+        assert endpoint.receiver("F", 0)(0) == "message"
+        assert turn.locked()

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from pipework import Pipe
 from pipework.runtime.device import WorkerDevice
 from pipework.runtime.worker_threads import WorkerThreads
 from tests.programs import RunPython
@@ -127,3 +129,14 @@ def test_ctrl_c_reaches_the_caller_while_workers_are_busy(run_python: RunPython)
     )
     result = run_python(["-c", script])
     assert result.stdout == "interrupted\n", result.stderr
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_pipe_that_a_layer_of_its_own_calls_is_refused(inside: bool) -> None:
+    class Calls(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(pipe(x, target=x) if inside else pipe(x))
+
+    pipe = Pipe(nn.Sequential(Calls(2, 2), nn.Identity()), 2, balance=[2], loss_fn=nn.functional.mse_loss)
+    with pytest.raises(RuntimeError, match="has called that pipe"):
+        pipe(torch.ones(4, 2), target=torch.ones(4, 2)) if inside else pipe(torch.ones(4, 2))

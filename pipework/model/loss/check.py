@@ -19,7 +19,7 @@ from torch.func import functional_call
 from pipework import torch_private
 from pipework.model.loss.inner_function import InnerFunction
 from pipework.model.row_warnings import IGNORE
-from pipework.runtime.caller_modes import Modes
+from pipework.runtime.caller_context import Modes
 from pipework.runtime.random.unseen_draws import generators_left_alone
 from pipework.values import nested
 from pipework.values.nested import same

@@ -20,8 +20,8 @@ from pipework.model.sequential import TupleRule
 from pipework.planning.balance.sandbox import cut, entered, now, tensors_of
 from pipework.planning.prediction.storage_meter import StorageMeter
 from pipework.runtime.skips import skip_tracker
-from pipework.runtime.stage.buffers import MutableBuffers
 from pipework.runtime.stage.memory_meter import MemoryMeter
+from pipework.runtime.stage.recomputation import MutableBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping

@@ -13,13 +13,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipework.autograd import boundary
+from pipework.runtime.skips.stashed import Stashed, StashedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
+    from typing import Any
 
     from torch import Tensor
 
     from pipework.runtime.skips.skip import Skip
+    from pipework.runtime.skips.stashed import Arrived
     from pipework.runtime.transport import Endpoint, Send
     from pipework.values.nested import Structure
 
@@ -41,25 +44,27 @@ class Bundle(NamedTuple):
 
 
 class SkipPorts:
-    """Sends and receives the skips of one stage.
+    """Sends and receives the skips of one stage, in one mini-batch.
 
     Args:
         stage: its number.
         skips: all of the pipe.
+
+    Attributes:
+        any_gradients: whether gradients of skips may come to this stage or leave it.
     """
 
     def __init__(self, stage: int, skips: Sequence[Skip]) -> None:
         self._stage = stage
-        self._count = len(skips)
+        self._skips = skips
+        self._stashed = StashedTensors(stage, skips)
         numbered = list(enumerate(skips))
         self._incoming = [(n, skip) for n, skip in numbered if stage in skip.later]
         self._outgoing = [(n, skip) for n, skip in numbered if stage == skip.source and skip.later]
         self._popped_next = [(n, skip) for n, skip in self._incoming if stage + 1 in skip.later]
-        # Of those that later stages pop, too: the place among the incoming ones, and the number.
-        self._continued = [(at, n) for at, (n, skip) in enumerate(self._incoming) if stage < skip.later[-1]]
-        self.may_be_passed = any(stage == skip.behind for skip in skips)
-        self.touched = any(stage == skip.source or stage in skip.destinations for skip in skips)
-        self._present_in: dict[int, tuple[bool, ...]] = {}
+        self.any_gradients = any(stage in (skip.source, *skip.destinations, skip.behind) for skip in skips)
+        self._present: dict[int, tuple[bool, ...]] = {}  # for each micro-batch, which of the incoming are tensors
+        # For each micro-batch, the tensors of the value that came that are the very tensors of skips; see `Stashed`.
         self._same: dict[int, tuple[tuple[int, int], ...]] = {}
         self._behind: dict[int, frozenset[int]] = {}  # the popped skips whose gradients go behind the source
         self._awaited: dict[int, tuple[int | None, ...]] = {}
@@ -67,7 +72,7 @@ class SkipPorts:
     def connect(self, endpoint: Endpoint) -> None:
         """Prepares for one run of the worker."""
         self._receivers = [endpoint.receiver(f"F skip {n}", self._stage) for n, _ in self._incoming]
-        self._gradient_receivers = [endpoint.receiver(f"B skip {n}", self._stage) for n in range(self._count)]
+        self._gradient_receivers = [endpoint.receiver(f"B skip {n}", self._stage) for n in range(len(self._skips))]
 
         def senders(n: int, skip: Skip) -> list[Send]:
             to = [each for each in skip.later if skip.value_from(each) == self._stage]
@@ -85,45 +90,63 @@ class SkipPorts:
         }
 
     def receive(
-        self, micro_batch: int, leaves: tuple[Tensor, ...], structure: Structure | None
-    ) -> tuple[tuple[Tensor, ...], Bundle]:
-        """Waits for the tensors that the stage pops, hands them on, and appends them to its inputs."""
-        skips: list[Tensor] = []
+        self, micro_batch: int, leaves: tuple[Tensor, ...], structure: Any
+    ) -> tuple[tuple[Tensor, ...], Bundle, list[Arrived]]:
+        """Waits for the tensors that the stage pops, hands them on, and appends them to its inputs.
+
+        Returns:
+            The inputs and their structure; and those of them that earlier stages have stashed.
+        """
+        arrived: list[Arrived] = []
+        if isinstance(structure, Stashed):
+            if structure.same:
+                self._same[micro_batch] = structure.same
+            arrived, structure = self._stashed.marked(leaves, structure), structure.structure
+        popped: list[Tensor] = []
         present, behind = [], []
         for (n, _), receive, senders in zip(self._incoming, self._receivers, self._senders_on, strict=True):
             tensors, is_behind = receive(micro_batch)
             _hand_on(senders, micro_batch, tensors)
-            skips += tensors
+            popped += tensors
             present.append(bool(tensors))
             if is_behind:
                 behind.append(n)
-        self._present_in[micro_batch], self._behind[micro_batch] = tuple(present), frozenset(behind)
-        return leaves + tuple(skips), Bundle(structure, len(leaves), tuple(present))
+        bundle = Bundle(structure, len(leaves), tuple(present))
+        self._present[micro_batch], self._behind[micro_batch] = bundle.present, frozenset(behind)
+        arrived += self._stashed.popped(bundle.own, popped, self._popped(bundle.present))
+        return leaves + tuple(popped), bundle, arrived
 
-    def send(self, micro_batch: int, tensors: Sequence[Tensor], bundle: Bundle) -> None:
-        """Sends the stashed tensors on their ways to the stages that pop them."""
-        remaining = iter(tensors)
-        returned = {n for _, n in bundle.same}
-        awaited = []
-        for (n, skip), senders, is_tensor in zip(self._outgoing, self._senders, bundle.present, strict=True):
-            is_behind = n in returned and skip.behind is not None
-            _hand_on(senders, micro_batch, (next(remaining),) if is_tensor else (), is_behind=is_behind)
-            if is_tensor:
-                awaited.append(n)
-        if self._continued:
-            present = self._present_in[micro_batch]
-            awaited += [n for at, n in self._continued if present[at]]
-        self.await_gradients(micro_batch, [None if n in returned else n for n in awaited] if returned else awaited)
+    def refuse_overwritten(self, arrived: Sequence[Arrived]) -> None:
+        """See `StashedTensors`."""
+        self._stashed.refuse_overwritten(arrived)
 
-    def await_gradients(self, micro_batch: int, own: Sequence[int | None] = ()) -> None:
-        """After a forward: notes which gradients will come.
+    def send(
+        self, micro_batch: int, outputs: tuple[Tensor, ...], bundle: Bundle, arrived: Sequence[Arrived]
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """Sends the stashed tensors on their ways to the stages that pop them.
 
         Args:
             micro_batch: its number.
-            own: the skips that the stage has stashed, then those of `continued`. None: the gradient is a part of that
-                of the value that the stage has returned.
+            outputs: of the stage, with what it stashes.
+            bundle: their structure.
+            arrived: the stashed tensors among the inputs.
+
+        Returns:
+            The tensors of the value, and its structure with marks for stashed tensors.
         """
-        self._awaited[micro_batch] = (*own, *[n for _, n in self.passed(micro_batch)]) if self._same else tuple(own)
+        value, tensors = outputs[: bundle.own], outputs[bundle.own :]
+        remaining, returned = iter(tensors), {n for _, n in bundle.same}
+        stashed: list[tuple[int, Tensor]] = []
+        if self._outgoing:
+            for (n, skip), senders, is_tensor in zip(self._outgoing, self._senders, bundle.present, strict=True):
+                own = (next(remaining),) if is_tensor else ()
+                _hand_on(senders, micro_batch, own, is_behind=n in returned and skip.behind is not None)
+                stashed += [(n, tensor) for tensor in own]
+        # Where the stage has returned a skip's tensor, the gradient of the value has that of the skip in it.
+        awaited = [*(n for n, _ in stashed), *self._continued(self._popped(self._present[micro_batch]))]
+        passed = [n for _, n in self._passed(micro_batch)]
+        self._awaited[micro_batch] = (*[None if n in returned else n for n in awaited], *passed)
+        return value, self._stashed.around(bundle.structure, value, arrived, stashed, bundle.same)
 
     def awaits(self, name: str, micro_batch: int) -> bool | None:
         """Whether a message of this name will come; None: it is known only after the forward."""
@@ -131,45 +154,52 @@ class SkipPorts:
             return True
         if micro_batch not in self._awaited:
             return None
-        n = int(name.removeprefix("B skip "))
-        return n in self._awaited[micro_batch]
+        return int(name.removeprefix("B skip ")) in self._awaited[micro_batch]
 
-    def note_same(self, micro_batch: int, same: tuple[tuple[int, int], ...]) -> None:
-        """Notes which tensors of the value that has come are the tensors of skips."""
-        self._same[micro_batch] = same
+    def _popped(self, present: tuple[bool, ...]) -> list[int]:
+        """The numbers of the skips of the popped tensors."""
+        return [n for (n, _), is_tensor in zip(self._incoming, present, strict=True) if is_tensor]
 
-    def passed(self, micro_batch: int) -> list[tuple[int, int]]:
-        """Those of them that this stage does not pop, but later ones do."""
-        if micro_batch not in self._same:
-            return []
-        popped = [n for n, _ in self._incoming]
-        return [(number, n) for number, n in self._same[micro_batch] if n not in popped]
+    def _continued(self, popped: Sequence[int]) -> list[int]:
+        """Those of these skips that later stages pop, too."""
+        return [n for n in popped if self._stage < self._skips[n].later[-1]]
+
+    def _passed(self, micro_batch: int) -> list[tuple[int, int]]:
+        """The tensors of the value that are those of skips which this stage does not pop, but later ones do."""
+        same = self._same.get(micro_batch, ())
+        return [(number, n) for number, n in same if self._stage not in self._skips[n].later]
 
     def entered(
-        self, micro_batch: int, leaves: Sequence[Tensor], aliases: Sequence[Tensor], present: tuple[bool, ...]
-    ) -> list[Tensor]:
+        self, micro_batch: int, leaves: Sequence[Tensor], of_value: Sequence[Tensor], bundle: Bundle
+    ) -> tuple[dict[int, Tensor], list[Tensor]]:
         """For each popped tensor what the layers get: that of the value if it is the same, else an alias.
 
         Args:
             micro_batch: its number.
             leaves: the popped ones.
-            aliases: what the layers get as the value.
-            present: see `Bundle`.
+            of_value: what the layers get as the value.
+            bundle: the structure of the inputs.
+
+        Returns:
+            What they get, by the numbers of skips; and where the gradients begin that come from later stages.
         """
-        if micro_batch not in self._same:
-            return list(map(boundary.enter, leaves))
-        number_of = {n: number for number, n in self._same[micro_batch]}
-        return [
-            aliases[number_of[n]] if n in number_of else boundary.enter(leaf)
-            for n, leaf in zip(self.popped(present), leaves, strict=True)
-        ]
+        number_of = {n: number for number, n in self._same.get(micro_batch, ())}
+        aliases = {
+            n: of_value[number_of[n]] if n in number_of else boundary.enter(leaf)
+            for n, leaf in zip(self._popped(bundle.present), leaves, strict=True)
+        }
+        begun = [aliases[n] for n in self._continued(list(aliases))]
+        return aliases, begun + [of_value[number] for number, _ in self._passed(micro_batch)]
+
+    def tracker(self, aliases: dict[int, Tensor]) -> StageTracker:
+        """The tracker for the stage's layers while they run on one micro-batch."""
+        popped = {skip.key: aliases.get(n) for n, skip in self._incoming}
+        return StageTracker(popped, [skip.key for _, skip in self._outgoing])
 
     def bundle(
         self, structure: Structure | None, outputs: Sequence[Tensor], tracker: StageTracker
     ) -> tuple[tuple[Tensor, ...], Bundle]:
         """The stashed tensors, and what describes them and the outputs of the layers together."""
-        if not (self._outgoing or self._popped_next):
-            return (), Bundle(structure, len(outputs), ())
         stashed = tracker.outgoing()
         own = {id(output): number for number, output in enumerate(outputs)}
         leaving = [(n, tensor) for (n, _), tensor in zip(self._outgoing, stashed, strict=True)]
@@ -178,39 +208,16 @@ class SkipPorts:
         is_tensor = tuple([tensor is not None for tensor in stashed])
         return tuple([t for t in stashed if t is not None]), Bundle(structure, len(outputs), is_tensor, same)
 
-    def stashed(self, tensors: Sequence[Tensor], present: tuple[bool, ...]) -> list[tuple[int, Tensor]]:
-        """The stashed tensors, each with the number of its skip."""
-        numbers = [n for (n, _), is_tensor in zip(self._outgoing, present, strict=True) if is_tensor]
-        return list(zip(numbers, tensors, strict=True))
-
-    def popped(self, present: tuple[bool, ...]) -> list[int]:
-        """The numbers of the skips of the popped tensors."""
-        return [n for (n, _), is_tensor in zip(self._incoming, present, strict=True) if is_tensor]
-
-    def continued(self, aliases: Sequence[Tensor], present: tuple[bool, ...]) -> list[Tensor]:
-        """The aliases of popped tensors that later stages pop, too."""
-        if not self._continued:
-            return []
-        remaining = iter(aliases)
-        tensors = [next(remaining) if is_tensor else None for is_tensor in present]
-        return [tensor for at, _ in self._continued if (tensor := tensors[at]) is not None]
-
     def receive_gradients(self, micro_batch: int) -> tuple[Tensor | None, ...]:
-        """Waits for the sums over later stages.
-
-        Returns:
-            The gradients of stashed tensors, of `continued`, and of `passed`.
-        """
-        return tuple([None if n is None else self._gradient(n, micro_batch) for n in self._awaited[micro_batch]])
-
-    def _gradient(self, n: int, micro_batch: int) -> Tensor | None:
-        (gradient,), _ = self._gradient_receivers[n](micro_batch)
-        return gradient  # type: ignore[no-any-return]
+        """Waits for the sums over later stages: of what is stashed, and of tensors that later stages use, too."""
+        receivers = self._gradient_receivers
+        awaited = [None if n is None else receivers[n](micro_batch)[0][0] for n in self._awaited[micro_batch]]
+        return tuple(awaited)
 
     def send_gradients(self, micro_batch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Sends the gradients of popped tensors towards the stages that stashed them. Returns those of the value."""
-        present, behind = self._present_in[micro_batch], self._behind[micro_batch]
-        with_value = {n for _, n in self._same[micro_batch]} if micro_batch in self._same else ()
+        present, behind = self._present[micro_batch], self._behind[micro_batch]
+        with_value = {n for _, n in self._same.get(micro_batch, ())}
         own = len(gradients) - sum(present)
         remaining = iter(gradients[own:])
         for (n, _), send, is_tensor in zip(self._incoming, self._gradient_senders, present, strict=True):
@@ -218,15 +225,6 @@ class SkipPorts:
             if is_tensor and n not in with_value:
                 (self._senders_behind[n] if n in behind else send)(micro_batch, ((gradient,), None))
         return gradients[:own]
-
-    def tracker(self, aliases: Sequence[Tensor], present: tuple[bool, ...]) -> StageTracker:
-        """The tracker for the stage's layers while they run on one micro-batch."""
-        remaining = iter(aliases)
-        popped = {
-            skip.key: next(remaining) if is_tensor else None
-            for (_, skip), is_tensor in zip(self._incoming, present, strict=True)
-        }
-        return StageTracker(popped, [skip.key for _, skip in self._outgoing])
 
 
 def _hand_on(senders: Sequence[Send], micro_batch: int, tensors: Sequence[Tensor], *, is_behind: bool = False) -> None:

@@ -54,11 +54,6 @@ class Arrived(NamedTuple):
     version: int
 
 
-def arrived_tensors(leaves: Sequence[Tensor], around: Stashed) -> list[Arrived]:
-    """The stashed tensors among the inputs of a stage, before its layers run."""
-    return [Arrived(n, skip, leaves[n], _version(leaves[n])) for n, skip in around.which]
-
-
 class StashedTensors:
     """The stashed tensors that pass through one stage.
 
@@ -72,6 +67,10 @@ class StashedTensors:
         self._skips = skips
         self._further = {n for n, skip in enumerate(skips) if skip.source <= stage < max(skip.destinations)}
         self._popped_elsewhere = {n for n, skip in enumerate(skips) if set(skip.later) - {stage}}
+
+    def marked(self, leaves: Sequence[Tensor], stashed: Stashed) -> list[Arrived]:
+        """The marked inputs of the stage, before its layers run."""
+        return [Arrived(n, skip, leaves[n], _version(leaves[n])) for n, skip in stashed.which]
 
     def popped(self, first: int, leaves: Sequence[Tensor], skips: Sequence[int]) -> list[Arrived]:
         """The inputs that the stage pops and must not change, before its layers run.
@@ -144,7 +143,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _share_memory(one: Tensor, two: Tensor) -> bool:
-    """Whether two tensors have an element in common, or may have one, judged by their addresses."""
+    """Whether two tensors have an element in common, or may have one, judged by their first and last addresses."""
     if not (_has_place(one) and _has_place(two)):
         return False
     (begin, end), (other_begin, other_end) = _extent(one), _extent(two)

@@ -5,18 +5,25 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
+from pipework.runtime.failure import add_note
+from pipework.runtime.stage.layer_errors import note_returned
 from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pipework.runtime.stage.stage import Stage
     from pipework.runtime.transport import Message
     from pipework.values.nested import Structure
+
+# A loss of more numbers than this is mostly one over words, and outputs that are kept longer would be felt.
+MOST_BYTES: Final = 64 * 2**20
 
 
 class SeenLoss(NamedTuple):
@@ -66,12 +73,9 @@ class InnerLoss:
     @property
     def source(self) -> str:
         """What returns the loss, for messages."""
-        return "the last layer" if self.function is None else f"loss_fn ({self.description})"
-
-    @property
-    def description(self) -> str:
-        """The name of the function, for messages."""
-        return getattr(self.function, "__name__", None) or type(self.function).__name__
+        if self.function is None:
+            return "the last layer"
+        return f"loss_fn ({getattr(self.function, '__name__', None) or type(self.function).__name__})"
 
     def scale_in(self, dtype: torch.dtype) -> float | Tensor:
         """The scale, rounded to the dtype of the loss."""
@@ -89,7 +93,7 @@ class InnerLoss:
             micro_batch: its number.
 
         Raises:
-            TypeError: the value is no tensor.
+            TypeError: the value is no tensor of real numbers.
             ValueError: the tensor is not 0-dimensional.
         """
         if not isinstance(value, Tensor) or value.dim() or value.is_complex():
@@ -103,30 +107,18 @@ class InnerLoss:
         return value * weight if weight else value.new_zeros(())
 
     def _no_loss(self, value: Any) -> TypeError | ValueError:
-        source = self.source
         if not isinstance(value, Tensor):
+            hint = "return the loss alone, as a tensor: without .item() or float()"
             if self.function is None:
                 hint = "give the pipe a loss_fn, or let its last layer take the target and return the loss"
-            elif isinstance(value, bool | int | float):
-                hint = "return the tensor itself, without .item() or float()"
-            else:
-                hint = "it may lack a return" if value is None else "return the loss alone"
-            return TypeError(
-                f"{source} returned {type(value).__name__}, wanted the loss as a 0-dimensional tensor: {hint}"
-            )
+            kind = type(value).__name__
+            return TypeError(f"{self.source} returned {kind}, wanted the loss as a 0-dimensional tensor: {hint}")
         if value.is_complex():
-            return TypeError(
-                f"{source} returned a complex loss ({value.dtype}), wanted a real one: take .abs() or .real"
-            )
+            return TypeError(f"{self.source} returned a complex loss ({value.dtype}), wanted a real one: take .abs()")
         return ValueError(
-            f"{source} returned a tensor of shape {tuple(value.shape)}, wanted a 0-dimensional loss: reduce it, "
+            f"{self.source} returned a tensor of shape {tuple(value.shape)}, wanted a 0-dimensional loss: reduce it, "
             "for example with reduction='mean', or with .mean()"
         )
-
-    def with_output(self, part: Tensor, output: Any) -> tuple[tuple[Tensor, ...], Structure | None]:
-        """The outputs of the last stage if its output is kept: the loss, then the output without its graph."""
-        tensors, structure = nested.flatten(output)
-        return (part, *(tensor.detach() for tensor in tensors)), structure
 
 
 def _times(loss: Tensor, weight: Tensor) -> Tensor:
@@ -162,3 +154,117 @@ def total(parts: Sequence[Tensor]) -> Tensor:
             for part in others:
                 loss = loss + part
     return loss
+
+
+class LossRun:
+    """The loss inside, in one mini-batch: the targets of its micro-batches, and what is computed from them.
+
+    Args:
+        loss: of a micro-batch.
+        stage: the last one.
+        trains: whether a parameter of the stage gets a gradient.
+
+    Attributes:
+        targets: for each micro-batch the tensors, and the whole.
+        taker: the number of the layer that takes the target; -1: none does.
+        trains: as above, or an input of the stage gets a gradient.
+    """
+
+    def __init__(self, loss: InnerLoss, stage: Stage, *, trains: bool) -> None:
+        self._loss = loss
+        self._stage = stage
+        self.targets: dict[int, tuple[tuple[Tensor, ...], Any]] = {}
+        self.taker = stage.layers[-1].number if loss.function is None else -1
+        self.trains = trains
+        self._seeds: list[Tensor] = []  # gradients of losses whose B is still to come; empty: the next B makes some
+        self._detached: set[int] = set()  # micro-batches whose loss has no graph
+
+    def receive(self, micro_batch: int, message: Message) -> None:
+        """Keeps a target until it is not needed any more."""
+        tensors, around = message
+        self.targets[micro_batch] = tensors, tensors[0] if around is None else nested.unflatten(tensors, around)
+
+    def tensors(self, micro_batch: int) -> tuple[Tensor, ...]:
+        """The tensors of a target that is kept."""
+        return self.targets[micro_batch][0]
+
+    def clear(self) -> None:
+        """Drops every tensor."""
+        self.targets.clear()
+        self._seeds = []
+        self._loss.seen = None
+
+    def gradients(self, roots: tuple[Tensor | GradientEdge | None, ...]) -> tuple[Tensor | None, ...]:
+        """The gradients with which a backward starts: the loss has one, which is the first of the roots."""
+        if isinstance(roots[0], Tensor) and not self._seeds:
+            self._make_seeds(roots[0])
+        return (self._seeds.pop() if self._seeds else None, *(None,) * (len(roots) - 1))
+
+    def _make_seeds(self, like: Tensor) -> None:
+        """Makes the gradients of all micro-batches' losses. Each has memory of its own: a backward may overwrite it."""
+        scale = self._loss.scale
+        shape = (self._loss.micro_batches,) if type(like) is Tensor else ()
+        seeds = like.new_empty(shape).copy_(scale) if isinstance(scale, Tensor) else like.new_full(shape, scale)
+        self._seeds = list(seeds.unbind()) if shape else [seeds]
+
+    def outputs(
+        self, output: Any, micro_batch: int, enter_stream: Callable[[int, int], None] | None, *, grad: bool
+    ) -> tuple[tuple[Tensor, ...], Structure | None]:
+        """The outputs of the stage: the loss, then without its graph what its layers have returned if that is kept.
+
+        Args:
+            output: what they have returned.
+            micro_batch: its number.
+            enter_stream: before the loss is computed, if random numbers may be drawn.
+            grad: whether gradients are wanted.
+        """
+        loss, value = self._loss, output
+        # Of a recomputation, or of further micro-batches, nothing is kept.
+        is_seen = loss.seen is not None and micro_batch == len(loss.seen) < 2
+        given = self._copied(output, micro_batch) if is_seen else None
+        if loss.function is not None:
+            if enter_stream is not None:
+                enter_stream(self._stage.layers[-1].number + 1, micro_batch)
+            try:
+                value = loss.function(output, self.targets[micro_batch][1])
+            except BaseException as error:
+                add_note(error, f"in {loss.source}")
+                note_returned(error, output, self._stage.last_layer, "loss_fn")
+                raise
+        if grad and isinstance(value, Tensor) and not value.requires_grad and self._stage.training:
+            self._see_detached(output, micro_batch)
+        part = loss.part(value, micro_batch)
+        if given is not None and loss.seen is not None:
+            loss.seen.append(SeenLoss(*given, value.detach()))
+        if not loss.keeps_output:
+            return (part,), None
+        tensors, structure = nested.flatten(output)
+        return (part, *(tensor.detach() for tensor in tensors)), structure
+
+    def _copied(self, output: Any, micro_batch: int) -> tuple[Message, Message, tuple[int, ...]] | None:
+        """Copies of output and target, and where the target lies; None: they are large, or cannot be copied."""
+        try:
+            messages = nested.flatten(output), nested.flatten(self.targets[micro_batch][1])
+        except TypeError:  # a tensor with a gradient within an object
+            return None
+        every = [tensor for tensors, _ in messages for tensor in tensors]
+        plain = all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in every)
+        if not plain or sum(tensor.nbytes for tensor in every) > MOST_BYTES:
+            return None
+        of_output, of_target = ((tuple([t.detach().clone() for t in tensors]), around) for tensors, around in messages)
+        return of_output, of_target, tuple([tensor.data_ptr() for tensor in messages[1][0]])
+
+    def _see_detached(self, output: Any, micro_batch: int) -> None:
+        """Raises a RuntimeError if no micro-batch's loss has a graph, although there is something to train."""
+        loss = self._loss
+        self._detached.add(micro_batch)
+        if not self.trains or not loss.counted <= self._detached:  # a constant loss of some is nothing unusual
+            return
+        source, what = (self._stage.last_layer if loss.function is None else loss.source), "a loss"
+        if loss.function is not None and not any(tensor.requires_grad for tensor in nested.flatten(output)[0]):
+            source, what = self._stage.last_layer, "an output"
+        raise RuntimeError(
+            f"{source} returned {what} without a graph, so no parameter would get a gradient: .detach(), .item(), "
+            "torch.tensor(...), .argmax() or torch.no_grad() in it cuts the graph. Return what was computed from "
+            "its input; where only the value is wanted, call the pipe under torch.no_grad()"
+        )

@@ -9,12 +9,9 @@ from torch import nn
 
 from pipework.autograd.fully_sharded import FullySharded
 from pipework.autograd.stray_gradients import StrayGradients
-from pipework.runtime.skips.stashed import StashedTensors
-from pipework.runtime.stage.buffers import MutableBuffers
 from pipework.runtime.stage.execution_views import execution_layers
-from pipework.runtime.stage.recompute_check import MINI_BATCHES
-from pipework.runtime.stage.returned import layer_text
-from pipework.runtime.stage.untrainable import doubtful_modules, refuse_shared_scripts
+from pipework.runtime.stage.layer_errors import doubtful_modules, layer_text
+from pipework.runtime.stage.recomputation import MINI_BATCHES, MutableBuffers
 from pipework.spot_checks import is_checked
 
 if TYPE_CHECKING:
@@ -67,11 +64,9 @@ class Stage:
         self.index = index
         self._before = before
         self.skips = skips
-        self.stashed = StashedTensors(index, skips)
         self.device = device
         self.shares_output = shares_output
         self.doubtful = doubtful_modules(layers)  # see `refuse_untrainable`
-        refuse_shared_scripts(self.doubtful, shared)
         names = [name for name, _ in layers]
         runnable, self._views = execution_layers([layer for _, layer in layers], shared)
         self.layers = [
@@ -86,7 +81,6 @@ class Stage:
         self.inspected: set[tuple[bool, bool, int]] = set()
         # By the id of a parameter, whether its gradient is deferred to W; see WeightGradientStore.
         self.deferred: dict[int, bool] = {}
-        self._may_be_sharded = True
         self.recompute_looks = iter(range(MINI_BATCHES))
         self._differentiated = itertools.count()
         self.buffers = MutableBuffers(runnable if loss is None else [*runnable, loss])
@@ -95,6 +89,11 @@ class Stage:
     def place(self) -> str:
         """The stage and its layers, as messages call them."""
         return f"stage {self.index} (layers {self.layers[0].name!r} to {self.layers[-1].name!r})"
+
+    @property
+    def last_layer(self) -> str:
+        """The last layer, as messages call it."""
+        return layer_text(self.layers[-1].name, self.layers[-1].module)
 
     def before(self, number: int) -> str | None:
         """The layer before that with a number, as messages call it; None: there is none."""
@@ -105,18 +104,9 @@ class Stage:
         """What refuses gradients from outside of the pipe in the next mini-batch with gradients; None: nothing does."""
         return StrayGradients(self) if is_checked(next(self._differentiated)) else None
 
-    def fully_sharded(self, *, looks_again: bool = False) -> FullySharded | None:
-        """What FSDP shards of the stage; None: nothing.
-
-        Args:
-            looks_again: also if nothing was found before: layers may have been sharded since. It takes a microsecond
-                for each module.
-        """
-        if not self._may_be_sharded and not looks_again:
-            return None
-        sharded = FullySharded.of(self.modules)
-        self._may_be_sharded = sharded is not None
-        return sharded
+    def fully_sharded(self) -> FullySharded | None:
+        """What FSDP shards of the stage; None: nothing."""
+        return FullySharded.of(self.modules)
 
     def refresh(self) -> None:
         """Updates the views of modules that the user has changed."""

@@ -280,7 +280,7 @@ def test_nested_outputs() -> None:
 
 
 def test_large_outputs_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipework.runtime.stage.loss_run.MOST_BYTES", 127)
+    monkeypatch.setattr("pipework.runtime.stage.loss.MOST_BYTES", 127)
     x = rows_of(16)
     pipe_of(root)(x, target=x)
 

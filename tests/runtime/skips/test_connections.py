@@ -6,97 +6,17 @@ from torch import Tensor
 
 from pipework.runtime.skips.connections import Bundle, SkipPorts
 from pipework.runtime.skips.skip import Skip
+from pipework.runtime.skips.stashed import Stashed
 from pipework.runtime.transport import LocalTransport
 
 PLACES = (0, 1, 2)
 SKIPS = [Skip("a", 0, (1, 2), PLACES), Skip("b", 0, (2,), PLACES), Skip("inside", 1, (1,), PLACES)]
 
 
-def sending(*present: bool, same: tuple[tuple[int, int], ...] = ()) -> Bundle:
-    return Bundle(None, 0, present, same)
-
-
-@pytest.fixture
-def ports() -> list[SkipPorts]:
-    transport = LocalTransport((0, 1, 2), {})
-    made = [SkipPorts(stage, SKIPS) for stage in range(3)]
-    for stage, each in enumerate(made):
-        each.connect(transport.endpoints[stage])
-    return made
-
-
-def test_only_stages_that_stash_or_pop_are_touched() -> None:
-    assert [SkipPorts(stage, SKIPS[:2]).touched for stage in range(4)] == [True, True, True, False]
-
-
-def test_tensors_go_straight_to_every_stage_that_pops_as_leaves_of_their_own(ports: list[SkipPorts]) -> None:
-    a, b, value = torch.ones(2, requires_grad=True) * 1, torch.ones(3), torch.zeros(1)
-    ports[0].receive(5, (), None)
-    ports[0].send(5, [a, b], sending(True, True))
-    leaves, bundle = ports[1].receive(5, (value,), None)
-    assert (bundle.own, bundle.present) == (1, (True,))
-    assert leaves[1].is_leaf
-    assert leaves[1].requires_grad
-    assert leaves[1].data_ptr() == a.data_ptr()
-    others, bundle = ports[2].receive(5, (value, value), None)
-    assert (bundle.own, bundle.present) == (2, (True, True))
-    assert others[2] is not leaves[1]
-    assert not others[3].requires_grad
-
-
-def test_gradients_go_back_from_each_stage_that_pops_to_the_one_below(ports: list[SkipPorts]) -> None:
-    tensors = [torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)]
-    ports[0].receive(0, (torch.zeros(1),), None)
-    ports[0].send(0, tensors, sending(True, True))
-    for stage in (1, 2):
-        ports[stage].receive(0, (torch.zeros(1),), None)
-        ports[stage].send(0, [], sending())
-    own = torch.full((1,), 7.0)
-    of_a, of_b, sum_of_a = torch.ones(2), torch.ones(3), torch.zeros(2)
-    assert ports[2].receive_gradients(0) == ()
-    assert ports[2].send_gradients(0, (own, of_a, of_b)) == (own,)
-    assert ports[1].receive_gradients(0) == (of_a,)
-    assert ports[1].send_gradients(0, (own, sum_of_a)) == (own,)
-    assert ports[0].receive_gradients(0) == (sum_of_a, of_b)
-
-
-def test_what_later_stages_pop_too_is_known(ports: list[SkipPorts]) -> None:
-    a, b = torch.ones(2), torch.ones(3)
-    assert (
-        ports[0].continued([], ()) == ports[1].continued([], (False,)) == ports[2].continued([a, b], (True,) * 2) == []
-    )
-    assert ports[1].continued([a], (True,)) == [a]
-
-
-def test_none_may_be_stashed_and_has_no_gradient(ports: list[SkipPorts]) -> None:
-    ports[0].receive(0, (), None)
-    ports[0].send(0, [torch.ones(3)], sending(False, True))
-    assert ports[0].stashed(["b"], (False, True)) == [(1, "b")]
-    _, bundle = ports[1].receive(0, (), None)
-    assert bundle.present == (False,)
-    ports[1].send(0, [], sending())
-    leaves, _ = ports[2].receive(0, (), None)
-    assert len(leaves) == 1
-    ports[2].send_gradients(0, (None,))
-    assert ports[1].receive_gradients(0) == ()
-    ports[1].send_gradients(0, ())
-    assert ports[0].receive_gradients(0) == (None,)
-
-
-def test_the_tracker_of_a_stage_has_what_it_pops_and_collects_what_it_stashes(ports: list[SkipPorts]) -> None:
-    alias: Tensor = torch.ones(1)
-    popping = ports[2].tracker([alias], (True, False))
-    assert popping.load("a") is alias
-    assert popping.load("b") is None
-    stashing = ports[0].tracker([], ())
-    stashing.save("b", alias, 1)
-    stashing.save("a", None, 2)
-    assert stashing.outgoing() == (None, alias)
-
-
-def connected(places: tuple[int, ...], destinations: tuple[int, ...]) -> tuple[list[SkipPorts], list[tuple[str, int]]]:
+def connected(skips: list[Skip]) -> tuple[list[SkipPorts], list[tuple[str, int]]]:
     """The ports of stages with a worker each, and a list that gets the name and the receiver of what they send."""
-    transport = LocalTransport(tuple(range(len(places))), {})
+    stages = len(skips[0].places)
+    transport = LocalTransport(tuple(range(stages)), {})
     sent: list[tuple[str, int]] = []
 
     class Counting:
@@ -113,18 +33,83 @@ def connected(places: tuple[int, ...], destinations: tuple[int, ...]) -> tuple[l
 
             return counted
 
-    ports = [SkipPorts(stage, [Skip("a", 0, destinations, places)]) for stage in range(len(places))]
+    ports = [SkipPorts(stage, skips) for stage in range(stages)]
     for stage, each in enumerate(ports):
         each.connect(Counting(transport.endpoints[stage]))
     return ports, sent
 
 
-def test_stages_of_one_place_hand_a_tensor_on() -> None:
-    ports, sent = connected((0, 1, 0, 1, 0, 1), (1, 2, 3, 5))
+@pytest.fixture
+def ports() -> list[SkipPorts]:
+    return connected(SKIPS)[0]
+
+
+def send(ports: SkipPorts, *tensors: Tensor | None, same: tuple[tuple[int, int], ...] = ()) -> None:
+    """Sends what a stage stashes, beside a value without tensors."""
+    present = tuple(tensor is not None for tensor in tensors)
+    ports.send(0, tuple(tensor for tensor in tensors if tensor is not None), Bundle(None, 0, present, same), [])
+
+
+def test_gradients_come_only_where_stages_stash_or_pop() -> None:
+    assert [SkipPorts(stage, SKIPS[:2]).any_gradients for stage in range(4)] == [True, True, True, False]
+
+
+def test_tensors_go_straight_to_every_stage_that_pops_and_gradients_back_to_the_one_below(
+    ports: list[SkipPorts],
+) -> None:
+    a, b, value = torch.ones(2, requires_grad=True) * 1, torch.ones(3), torch.zeros(1)
     ports[0].receive(0, (), None)
-    ports[0].send(0, [torch.ones(2, requires_grad=True)], sending(True))
+    send(ports[0], a, b)
+    leaves, bundle, _ = ports[1].receive(0, (value,), None)
+    send(ports[1])
+    assert (bundle.own, bundle.present) == (1, (True,))
+    assert leaves[1].is_leaf
+    assert leaves[1].requires_grad
+    assert leaves[1].data_ptr() == a.data_ptr()
+    others, bundle, _ = ports[2].receive(0, (value, value), None)
+    send(ports[2])
+    assert (bundle.own, bundle.present) == (2, (True, True))
+    assert others[2] is not leaves[1]
+    assert not others[3].requires_grad
+    own, of_a, of_b, sum_of_a = torch.full((1,), 7.0), torch.ones(2), torch.ones(3), torch.zeros(2)
+    assert ports[2].receive_gradients(0) == ()
+    assert ports[2].send_gradients(0, (own, of_a, of_b)) == (own,)
+    assert ports[1].receive_gradients(0) == (of_a,)
+    assert ports[1].send_gradients(0, (own, sum_of_a)) == (own,)
+    assert ports[0].receive_gradients(0) == (sum_of_a, of_b)
+
+
+def test_none_may_be_stashed_and_has_no_gradient(ports: list[SkipPorts]) -> None:
+    ports[0].receive(0, (), None)
+    send(ports[0], None, torch.ones(3))
+    _, bundle, _ = ports[1].receive(0, (), None)
+    assert bundle.present == (False,)
+    send(ports[1])
+    leaves, _, _ = ports[2].receive(0, (), None)
+    assert len(leaves) == 1
+    ports[2].send_gradients(0, (None,))
+    assert ports[1].receive_gradients(0) == ()
+    ports[1].send_gradients(0, ())
+    assert ports[0].receive_gradients(0) == (None,)
+
+
+def test_the_tracker_of_a_stage_has_what_it_pops_and_collects_what_it_stashes(ports: list[SkipPorts]) -> None:
+    alias: Tensor = torch.ones(1)
+    popping = ports[2].tracker({0: alias})
+    assert popping.load("a") is alias
+    assert popping.load("b") is None
+    stashing = ports[0].tracker({})
+    stashing.save("b", alias, 1)
+    stashing.save("a", None, 2)
+    assert stashing.outgoing() == (None, alias)
+
+
+def test_stages_of_one_place_hand_a_tensor_on() -> None:
+    ports, sent = connected([Skip("a", 0, (1, 2, 3, 5), (0, 1, 0, 1, 0, 1))])
+    ports[0].receive(0, (), None)
+    send(ports[0], torch.ones(2, requires_grad=True))
     for stage in (1, 2, 3, 5):
-        leaves, _ = ports[stage].receive(0, (), None)
+        leaves, _, _ = ports[stage].receive(0, (), None)
         assert leaves[0].is_leaf
         assert leaves[0].requires_grad
     assert sent == [("F skip 0", 1), ("F skip 0", 2), ("F skip 0", 3), ("F skip 0", 5)]
@@ -143,18 +128,18 @@ def test_a_device_gets_one_copy() -> None:
 
 
 def test_the_gradient_of_a_tensor_that_is_returned_too_goes_to_the_stage_behind() -> None:
-    ports, sent = connected((0, 1, 2, 3), (2, 3))
+    ports, sent = connected([Skip("a", 0, (2, 3), (0, 1, 2, 3))])
+    leaf, alias = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     ports[0].receive(0, (), None)
-    ports[0].send(0, [torch.ones(2, requires_grad=True)], sending(True, same=((0, 0),)))
+    send(ports[0], leaf, same=((0, 0),))
     assert ports[1].awaits("B skip 0", 0) is None  # it may still come to stage 0
-    ports[1].note_same(0, ((0, 0),))
-    ports[1].await_gradients(0)
-    assert ports[1].passed(0) == [(0, 0)]
-    for stage in (2, 3):
-        ports[stage].receive(0, (), None)
-        ports[stage].send(0, [], sending())
-    awaiting = [each.awaits("B skip 0", 0) for each in ports]
-    assert awaiting == [False, True, True, False]
+    _, bundle, _ = ports[1].receive(0, (leaf,), Stashed(None, (), ((0, 0),)))
+    assert ports[1].entered(0, [], [alias], bundle) == ({}, [alias])
+    for stage in (1, 2, 3):
+        if stage > 1:
+            ports[stage].receive(0, (), None)
+        send(ports[stage])
+    assert [each.awaits("B skip 0", 0) for each in ports] == [False, True, True, False]
     assert ports[0].awaits("B", 0)
     sent.clear()
     for stage in (3, 2):
@@ -166,18 +151,21 @@ def test_the_gradient_of_a_tensor_that_is_returned_too_goes_to_the_stage_behind(
 
 
 def test_a_stage_that_pops_what_it_also_gets_as_the_value_has_one_alias_of_both() -> None:
-    ports, _ = connected((0, 1, 2), (1, 2))
+    ports, _ = connected([Skip("a", 0, (1, 2), PLACES)])
     leaf, alias = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    assert ports[1].entered(0, [leaf], [alias], (True,))[0] is not alias
-    ports[1].note_same(0, ((0, 0),))
-    assert ports[1].entered(0, [leaf], [alias], (True,))[0] is alias
-    assert ports[1].passed(0) == []
+    for structure, is_same in ((None, False), (Stashed(None, (), ((0, 0),)), True)):
+        ports[0].receive(0, (), None)
+        send(ports[0], leaf)
+        leaves, bundle, _ = ports[1].receive(0, (leaf,), structure)
+        entered, begun = ports[1].entered(0, leaves[1:], [alias], bundle)
+        assert (entered[0] is alias) is is_same
+        assert begun == [entered[0]]
 
 
 def test_what_a_stage_returns_and_stashes_is_found() -> None:
-    ports, _ = connected((0, 1, 2, 3), (1, 2))
+    ports, _ = connected([Skip("a", 0, (1, 2), (0, 1, 2, 3))])
     tensor, other = torch.ones(2), torch.ones(2)
-    source, popping, last = (ports[stage].tracker([tensor] * (stage > 0), (True,) * (stage > 0)) for stage in range(3))
+    source, popping, last = (ports[stage].tracker({0: tensor}) for stage in range(3))
     source.save("a", tensor, 2)
     found = [ports[0].bundle(None, [other, tensor], source)[1], ports[1].bundle(None, [tensor], popping)[1]]
     assert [each.same for each in found] == [((1, 0),), ((0, 0),)]

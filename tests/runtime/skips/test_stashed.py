@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from pipework.runtime.skips.skip import Skip
-from pipework.runtime.skips.stashed import Stashed, StashedTensors, arrived_tensors
+from pipework.runtime.skips.stashed import Stashed, StashedTensors
 
 SKIPS = [Skip(("", "features"), 0, (2,), places=(0, 1, 2))]
 X = torch.zeros(4, 6)
@@ -42,7 +42,7 @@ def test_behind_the_last_stage_that_pops_nothing_is_marked() -> None:
 
 def test_a_stage_that_changes_a_marked_input_is_refused_by_name() -> None:
     stage, leaf = StashedTensors(1, SKIPS), X.clone()
-    arrived = arrived_tensors([torch.ones(1), leaf], Stashed(None, ((1, 0),)))
+    arrived = stage.marked([torch.ones(1), leaf], Stashed(None, ((1, 0),)))
     stage.refuse_overwritten(arrived)
     leaf.add_(1)
     with pytest.raises(RuntimeError, match=r"stage 1 has changed skip tensor 'features' in place .* by stage 0"):

@@ -1,11 +1,24 @@
+"""A recomputation finds the buffers of the first pass, and is compared with it; layers know in which pass they are."""
+
 import copy
+import random
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipework import Pipe
-from pipework.runtime.stage.buffers import MutableBuffers
+from pipework.runtime.stage.recomputation import (
+    MINI_BATCHES,
+    MutableBuffers,
+    RecomputeCheck,
+    checkpointing,
+    is_checkpointing,
+    is_recomputing,
+    recomputing,
+)
 
 
 class Counter(nn.Module):
@@ -19,7 +32,7 @@ class Counter(nn.Module):
         self.register_buffer("mask", torch.ones(100_000))
         self.register_buffer("nothing", None)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         self.in_place += x.detach().mean(0)
         self.replaced = self.replaced + 1
         return x * self.weight * self.in_place.clone() * self.replaced * self.mask[0]
@@ -33,7 +46,7 @@ class CountsLater(nn.Module):
         self.weight = nn.Parameter(torch.ones(2))
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if x[0, 0] != 0:
             self.calls += 1
         return x * self.weight
@@ -122,7 +135,7 @@ class MultipliesByCalls(nn.Module):
         if size is not None:
             self.register_buffer("calls", torch.zeros(size))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "calls"):
             self.register_buffer("calls", torch.zeros(1))
         if self.counting:
@@ -196,7 +209,7 @@ class CountsTokens(nn.Linear):
         else:
             self.tokens = torch.zeros((), dtype=torch.long)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         self.tokens += x.numel()
         return super().forward(x)
 
@@ -209,3 +222,105 @@ def test_what_the_page_of_traps_says_of_counters(in_buffer: bool, checkpoint: st
     pipe = Pipe(nn.Sequential(layer, nn.Linear(4, 4)), 4, checkpoint, devices=["cpu"] * 2)
     pipe(torch.ones(8, 4)).sum().backward()
     assert layer.tokens == counted
+
+
+# Outputs are compared
+
+
+class Scaled(nn.Module):
+    """Multiplies by a number that a function gives."""
+
+    def __init__(self, factor: Callable[[], float | Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.factor()
+
+
+def train(factor: Callable[[], float | Tensor], checkpoint: str = "except_last") -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), Scaled(factor), nn.Tanh())
+    pipe = Pipe(layers, 4, checkpoint, balance=[1, 2], devices=["cpu"] * 2)
+    for _ in range(2):
+        pipe(torch.randn(8, 4)).sum().backward()
+
+
+def sources() -> dict[str, Callable[[], float | Tensor]]:
+    own, count = torch.Generator(), iter(range(1, 1000))
+    return {
+        "random": random.random,
+        "own generator": lambda: torch.rand((), generator=own),
+        "counter": lambda: 1 + 0.1 * next(count),
+    }
+
+
+@pytest.mark.parametrize("source", sources())
+def test_what_cannot_be_drawn_again_is_an_error_at_the_stage(source: str) -> None:
+    with pytest.raises(RuntimeError, match=r"stage 1 \(layers '1' to '2'\) gave another output.*checkpoint='never'"):
+        train(sources()[source])
+    train(sources()[source], "never")
+
+
+def test_what_both_passes_agree_on_is_none() -> None:
+    train(lambda: torch.rand(()))
+    train(lambda: float("nan"))
+    train(lambda: float("inf"))
+
+
+ONES = torch.tensor([1.0, 1e-6, torch.nan, torch.inf])
+
+
+@pytest.mark.parametrize("values", [ONES, torch.complex(ONES[:2], ONES[:2]), torch.arange(3.0), torch.zeros(0)])
+def test_rounding_is_none(values: Tensor) -> None:
+    check = RecomputeCheck(iter([0]))
+    check.keep(0, [values])
+    check.compare(0, [values * (1 + 1e-6)], "stage 0")
+
+
+@pytest.mark.parametrize("again", [torch.ones(3), torch.ones(2).double(), torch.tensor([1.0, 1.01])])
+def test_other_values_shapes_and_dtypes_are_others(again: Tensor) -> None:
+    check = RecomputeCheck(iter([0]))
+    check.keep(1, [torch.ones(2)])
+    check.compare(0, [again], "stage 0")
+    with pytest.raises(RuntimeError, match="stage 0 gave another output"):
+        check.compare(1, [again], "stage 0")
+
+
+def test_only_the_first_micro_batch_of_some_mini_batches_is_kept() -> None:
+    looks = iter(range(MINI_BATCHES))
+    for mini_batch in range(MINI_BATCHES + 1):
+        check = RecomputeCheck(looks)
+        check.keep(0, [torch.zeros(2)])
+        check.keep(1, [torch.zeros(2)])
+        check.compare(1, [torch.ones(2)], "stage 0")
+        if mini_batch == MINI_BATCHES:
+            check.compare(0, [torch.ones(2)], "stage 0")
+
+
+# Phases
+
+
+def phases() -> tuple[bool, bool]:
+    return is_checkpointing(), is_recomputing()
+
+
+def test_each_phase_is_seen_inside_and_only_on_its_thread() -> None:
+    elsewhere: list[tuple[bool, bool]] = []
+    assert phases() == (False, False)
+    with checkpointing():
+        assert phases() == (True, False)
+        thread = threading.Thread(target=lambda: elsewhere.append(phases()))
+        thread.start()
+        thread.join()
+    with recomputing():
+        assert phases() == (False, True)
+    assert phases() == (False, False)
+    assert elsewhere == [(False, False)]
+
+
+@pytest.mark.parametrize("phase", [checkpointing, recomputing])
+def test_an_error_ends_a_phase(phase: object) -> None:
+    with pytest.raises(ZeroDivisionError), phase():
+        raise ZeroDivisionError
+    assert phases() == (False, False)
