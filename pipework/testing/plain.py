@@ -170,7 +170,7 @@ class PlainModel:
     def _add_tied(self, gradients: dict[int, Tensor | None]) -> None:
         """Adds the gradients that other processes have of parameters that several use."""
         backend: Any = self._pipe._backend
-        tied, everyone = backend.group._connections.tied._tied, self._pipe.ranks.everyone
+        tied, everyone = backend.group.connections.tied._tied, self._pipe.ranks.everyone
         texts = self._pipe.ranks.all_gather_text(_packed({n: gradients.get(id(each.parameter)) for n, each in tied}))
         found = [_unpacked(texts[everyone.index(rank)]) for rank in backend.group.ranks]
         for n, each in tied:

@@ -18,7 +18,7 @@ def test_a_link_is_made_once_and_none_within_a_worker() -> None:
         placement=(0, 1, 0),
         devices={0: WorkerDevice(CPU), 1: WorkerDevice(META)},
         skips=[],
-        peers=unused,
+        backend=unused,
         links={(0, 0): Link(WorkerDevice(CPU), WorkerDevice(META))},  # from the caller to worker 0
         workers=unused,
         lock=threading.Lock(),
