@@ -22,7 +22,6 @@ OF_SEVERAL = {
     ".": {"gpu", "gradcheck", "imports", "mirror", "public_errors", "tiers"},
     "autograd/weight_split": {"randomly"},
     "compat": {"differences", "documents"},
-    "distributed/health": {"monitors_together"},
     "integrations": {"accelerate", "lightning"},
     "planning": {"random_requests"},
     "saving": {

@@ -100,9 +100,11 @@ class PeerGroup:
             action_timeout=mesh.action_timeout,
             names=self._named,
             numbers=self.everyone,
-            calls=mesh.calls.of_pipe(number),
+            calls=mesh.calls,
+            pipe=number,
             lingers=mesh.hosts_store or mesh.uses_nccl,
         )
+        weakref.finalize(self, self.monitor.close)
         self.generator = GeneratorStates()
         self.connections = self._rendezvous(store, spec, tensors)
         if groups := self.connections.device_groups:

@@ -16,8 +16,7 @@ from pipework.distributed.gradients.data_parallel import DataParallel
 from pipework.distributed.gradients.tied import TiedParameters
 from pipework.distributed.layer_group import LayerGroup
 from pipework.distributed.shared_tensors import refuse_any_different, refuse_some_different
-from pipework.distributed.transport.channel import Channel
-from pipework.distributed.transport.device_channel import DeviceChannel
+from pipework.distributed.transport.channel import Channel, DeviceChannel
 from pipework.distributed.transport.groups import (
     LostConnectionError,
     break_group,

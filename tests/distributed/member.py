@@ -1,5 +1,6 @@
 """One rank in a process of its own, for tests: `python member.py '{"rank": 1, ...}'`. Prints what happens to it."""
 
+import atexit
 import json
 import os
 import sys
@@ -31,6 +32,7 @@ def main() -> None:
     )
     monitor.on_failure(lambda failure: say("told", kind=failure.kind, rank=failure.rank, text=failure.text))
     monitor.start()
+    atexit.register(monitor.close)
     say("started")
     server.wait(["go"])
     try:

@@ -1,18 +1,21 @@
-"""Decides from heartbeats which other rank has failed: it is silent, left too early, or calls something else."""
+"""Which rank has failed: another one, as its heartbeats show, or this one, if an action of it takes too long."""
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from pipework.distributed.health.detection_times import CappedClock
 from pipework.distributed.health.process_calls import ProcessPlace
-from pipework.distributed.health.status import NO_ACTION, PeerFailure
+from pipework.distributed.health.status import NO_ACTION, PeerFailure, describe_action
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import FrameType
 
-    from pipework.distributed.health.detection_times import DetectionTimes
     from pipework.distributed.health.status import Beat, Call
 
 _STEP: Final = "training step"
@@ -25,6 +28,97 @@ _FOR_ALL: Final = {
     "checkpoint": "Every rank calls save_checkpoint, load_checkpoint and pipe.verify, not one of them alone. ",
     "clip_grad_norm_": "Every rank calls pipe.clip_grad_norm_, not one of them alone. ",
 }
+_COLLECTIVES: Final = (os.path.join("torch", "distributed", ""), os.path.join("pipework", "fsdp_private.py"))
+
+
+@dataclass(frozen=True)
+class DetectionTimes:
+    """How long each step of failure detection takes at most, in seconds; see the arguments of `HealthMonitor`.
+
+    Raises:
+        ValueError: the times contradict each other.
+    """
+
+    beat: float
+    detect: float
+    poll: float
+    join: float
+    action_timeout: float | None
+
+    def __post_init__(self) -> None:
+        if not (0 < self.poll <= self.beat and 4 * self.beat <= self.detect):
+            raise ValueError(
+                "a monitor needs poll <= beat and detect >= 4 x beat, so that one late heartbeat is no failure: "
+                f"got poll={self.poll}, beat={self.beat}, detect={self.detect} (seconds)"
+            )
+        for name, value in (("join", self.join), ("action_timeout", self.action_timeout)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be a positive number of seconds, got {value}")
+
+    @property
+    def longest_gap(self) -> float:
+        """The most that counts of the time between two checks: if it was longer, this process itself did not run."""
+        return 2 * self.beat
+
+
+class CappedClock:
+    """Measures the time between two checks, and counts no more than a bound of it.
+
+    A process that was stopped, whose machine slept, or whose interpreter was blocked, has not received heartbeats
+    meanwhile. It must not count that time as silence of the others.
+
+    Args:
+        longest: seconds that count at most between two checks.
+
+    Example:
+        >>> clock = CappedClock(longest=1.0)
+        >>> clock.elapsed(10.0), clock.elapsed(10.5), clock.elapsed(99.0)
+        (0.0, 0.5, 1.0)
+    """
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self._last: float | None = None
+
+    def elapsed(self, now: float) -> float:
+        """The seconds since the last call, up to the bound."""
+        last, self._last = self._last, now
+        return 0.0 if last is None else min(now - last, self._longest)
+
+
+class Progress:
+    """Plain attributes: setting two of them for each action costs some tens of nanoseconds.
+
+    Attributes:
+        action: what runs now, any object; it becomes text only when a heartbeat or a message needs it.
+        count: another number for every action.
+        waiting: whether the rank waits for another one, rather than computing.
+
+    Example:
+        >>> progress = Progress()
+        >>> progress.action = "optimizer"
+        >>> progress.count += 1
+        >>> with progress.waits():
+        ...     progress.waiting
+        True
+    """
+
+    __slots__ = ("action", "count", "waiting")
+
+    def __init__(self) -> None:
+        self.action: object = None
+        self.count = 0
+        self.waiting = False
+
+    def waits(self) -> Progress:
+        """A context in which the rank waits for other ranks."""
+        return self
+
+    def __enter__(self) -> None:
+        self.waiting = True
+
+    def __exit__(self, *_: object) -> None:
+        self.waiting = False
 
 
 @dataclass
@@ -178,3 +272,67 @@ class FailureDetector:
             f"{there.begun[there.pipe]} of pipe {there.pipe}, which {me} has not begun (pipes are numbered in the "
             "order in which they were made): call all pipes in the same order on all ranks",
         )
+
+
+class StuckDetector:
+    """Measures how long the present action of this rank has taken.
+
+    A rank that waits for another one has twice the time, so that the rank that all others wait for is found first; also
+    one that waits in a collective of its layers, as its stacks show. The time starts again when the wait is over. While
+    some rank has not entered the call, for example because it still loads data, no rank that waits is stuck.
+    """
+
+    def __init__(self, rank: int, name: str, times: DetectionTimes) -> None:
+        assert times.action_timeout is not None
+        self._rank = rank
+        self._name = name
+        self._limit = times.action_timeout
+        self._clock = CappedClock(times.longest_gap)
+        self._current = (-1, -1, False)
+        self._seconds = 0.0
+
+    def check(self, now: float, progress: Progress, call: Call, *, all_entered: bool = True) -> PeerFailure | None:
+        """Returns the failure if the rank is stuck.
+
+        Args:
+            now: of a clock of this process, in seconds.
+            progress: what the rank does.
+            call: where it is.
+            all_entered: whether all other ranks have begun this call, too.
+        """
+        elapsed = self._clock.elapsed(now)
+        current = (call.number, progress.count, progress.waiting)
+        if not call.inside or current != self._current or (progress.waiting and not all_entered):
+            self._current, self._seconds = current, 0.0
+            return None
+        self._seconds += elapsed
+        waiting = current[-1]  # the program may have changed progress meanwhile
+        if self._seconds > self._limit and not waiting:
+            waiting = is_in_collective()
+        if self._seconds <= self._limit * (1 + waiting):
+            return None
+        doing = "has waited" if waiting else "has been busy"
+        action = describe_action(progress.action)
+        text = f"{self._name} is stuck: it {doing} for {self._seconds:.1f} s with one action, {action}"
+        return PeerFailure(self._rank, "stuck", text, action, "".join(_stacks()))
+
+
+def is_in_collective() -> bool:
+    """Whether a thread of this process is in code that communicates for layers."""
+    for frame in sys._current_frames().values():
+        each: FrameType | None = frame
+        while each is not None:
+            if any(part in each.f_code.co_filename for part in _COLLECTIVES):
+                return True
+            each = each.f_back
+    return False
+
+
+def _stacks() -> Iterator[str]:
+    """The stack of each thread of this process, except those of the monitor."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        name = names.get(ident, str(ident))
+        if not name.startswith("pipework monitor"):
+            yield f"thread {name!r}:\n"
+            yield from traceback.format_stack(frame, limit=20)

@@ -1,43 +1,72 @@
 """Failure detection between processes: `HealthMonitor` shows that this rank is alive, and notices that others are not.
 
-The parts: `heartbeat` has the threads, which notice what follows; `failure_detector` decides which other rank is lost;
-`stuck_detector` notices that an action of this rank hangs; `status` has the messages that ranks exchange.
+All of this goes through a store, apart from the channels for tensors, so that a failure is noticed while these are
+blocked. Under the prefix of the given store every rank has four keys, and all share one:
+
+    heartbeat/{rank}      every `beat` seconds: a counter, the rank's present call and action
+    failure/{rank}        at most once: a failure of this rank, or of another one that this rank noticed
+    messages/{rank}       what this rank has announced
+    acknowledged/{rank}   this rank knows of a failure
+    changed               written after each failure and message: the only key that is read every `poll` seconds
+
+One thread exchanges data with the store. It may be blocked without end when the store's machine stops or the network is
+cut. So a second thread, which calls nothing that can block, notices when the store gives no answers, and when an action
+of this rank is stuck. A third one starts when another rank has failed, and ends the process if nothing else can.
+
+What is to be published is put here as state, and the exchanging thread is woken. So a signal handler may do it at any
+moment, and after a broken connection everything is still here to be written again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import json
 import logging
 import os
+import queue
+import socket
+import sys
 import threading
 import time
-import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from pipework.distributed.health import status
-from pipework.distributed.health.detection_times import DetectionTimes
-from pipework.distributed.health.errors import PipelineError
-from pipework.distributed.health.heartbeat import Heartbeat
-from pipework.distributed.health.process_calls import PipeCalls, ProcessCalls
-from pipework.distributed.health.progress import Progress
-from pipework.distributed.health.status import PeerFailure
+from pipework.distributed.health.errors import PipelineError, exit_code
+from pipework.distributed.health.failure_detector import (
+    CappedClock,
+    DetectionTimes,
+    FailureDetector,
+    Progress,
+    StuckDetector,
+    is_in_collective,
+)
+from pipework.distributed.health.process_calls import ProcessCalls
+from pipework.distributed.health.process_exit import end_now
+from pipework.distributed.health.status import Beat, Call, PeerFailure
 from pipework.distributed.health.store_client import StoreClient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
 _LOG = logging.getLogger("pipework")
-_CULPRIT: Final = "culprit"
+
+STORE_WAIT: Final = 2.0
+"""Seconds that a program waits at most until the store has its last report."""
+
+_CULPRIT: Final = "culprit"  # the subject of a message
+_POLL: Final = 0.05  # seconds
+_LEAVES: Final = 0.3  # seconds after a failure elsewhere in which a rank leaves its call, unless a layer waits
 
 
 class HealthMonitor:
     """Publishes heartbeats of this rank, checks those of the others, and tells this rank what failed elsewhere.
 
     All ranks make one at about the same time. A rank that is slow but alive is never taken for lost. A rank is lost if
-    its process is stopped, has ended, or blocks the interpreter for `detect` seconds. A monitor ends with the program,
-    or when it is dropped; a forked child has none.
+    its process is stopped, has ended, or blocks the interpreter for `detect` seconds. The threads keep the monitor
+    until it is closed; they must not keep the pipe, so callbacks refer to it weakly. A forked child has no monitor.
 
     Args:
         store: through which all ranks communicate; the monitor makes a connection of its own. The keys are used once:
@@ -52,12 +81,15 @@ class HealthMonitor:
         join: seconds until a rank's first heartbeat.
         names: the name of a rank in messages, such as ``"rank 2 (stage 2)"``.
         numbers: of all ranks in the job; None: they are those of the monitor.
-        calls: of the pipe, among those of all pipes of this process; None: it has one.
+        calls: of all pipes of this process; None: there are no others.
+        pipe: the number of this one among them.
         lingers: closing waits a moment until the others leave, too: the store ends with this process, or what it has
             sent may be on its way.
 
     Attributes:
         progress: where the hot loop writes what it does.
+        failure: the first failure elsewhere; None: this rank knows of none.
+        own_report: a failure that this rank publishes.
 
     Raises:
         ValueError: the times contradict each other, or there is no such rank.
@@ -87,36 +119,49 @@ class HealthMonitor:
         join: float = 300.0,
         names: Callable[[int], str] = "rank {}".format,
         numbers: Sequence[int] | None = None,
-        calls: PipeCalls | None = None,
+        calls: ProcessCalls | None = None,
+        pipe: int = 1,
         lingers: bool = False,
     ) -> None:
         if not 0 <= rank < ranks:
             raise ValueError(f"rank must be one of 0 to {ranks - 1}, got {rank}")
-        times = DetectionTimes(beat, detect, poll, join, action_timeout)
         self.progress = Progress()
+        self.failure: PeerFailure | None = None
+        self.own_report: PeerFailure | None = None
+        self._times = DetectionTimes(beat, detect, poll, join, action_timeout)
+        self._rank, self._pipe = rank, pipe
+        self._names = [names(each) for each in range(ranks)]
+        self._numbers = numbers or range(ranks)
+        self._calls = calls or ProcessCalls()
+        self._calls.add(pipe)
+        self._lingers = lingers
         self._process = os.getpid()
+        self._client = StoreClient(store)  # used by the exchanging thread alone, once it runs
+        self._others = [other for other in range(ranks) if other != rank]
+        self._detector = FailureDetector(rank, self._names, self._times)
+        self._stuck = None if action_timeout is None else StuckDetector(rank, self._names[rank], self._times)
+        self._call = Call()
         self._callbacks: list[Callable[[PeerFailure], None]] = []
-        self._callbacks_lock = threading.Lock()
-        self._heartbeat = Heartbeat(
-            StoreClient(store),
-            rank,
-            [names(each) for each in range(ranks)],
-            numbers or range(ranks),
-            self.progress,
-            times,
-            weakref.ref(self),
-            calls or ProcessCalls().of_pipe(1),
-            lingers=lingers,
-        )
-        self._leave: weakref.finalize[Any, HealthMonitor] | None = None
+        self._lock = threading.Lock()
+        self._failed = threading.Event()
+        self._report_written = threading.Event()
+        self._closing = threading.Event()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put is safe in signal handlers and finalizers
+        self._messages: dict[str, Any] = {}
+        self._messages_written: dict[str, Any] = {}
+        self._received: dict[int, dict[str, Any]] = {}
+        self._others_left = self._acknowledged = False
+        self._beats = self._changes = self._rounds = 0  # rounds: completed exchanges with the store
+        self._changed_seen: bytes | None = None
+        self._trouble = ""  # the last error of the store
+        self._host = socket.gethostname()
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begins to publish heartbeats and to check those of the others."""
-        if self._leave is None:
-            self._heartbeat.start()
-            # Also called when the interpreter exits. The threads know the heartbeat only, so a dropped monitor ends
-            # them.
-            self._leave = weakref.finalize(self, self._heartbeat.leave, self._process)
+        """Publishes the first heartbeat at once, so that ranks that start later find it, and starts the threads."""
+        self._publish_beat()
+        for number, target in enumerate((self._exchange, self._guard)):
+            self._start(threading.Thread(target=target, name=f"pipework monitor {number}", daemon=True))
 
     def close(self) -> bool:
         """Tells the others that this rank has left normally, after as many calls as it made, and ends the threads.
@@ -124,7 +169,24 @@ class HealthMonitor:
         Returns:
             Whether the others were seen to leave, too, if it lingers.
         """
-        return self._leave is not None and bool(self._leave())
+        if os.getpid() != self._process:  # a forked child has a copy of the connection, but does not leave
+            return False
+        self._closing.set()
+        self._wake.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                # A thread that returns from PyTorch when the interpreter is gone aborts the process. On a busy machine
+                # the last heartbeat may take long; waiting is useless only if the store gives no answers.
+                answered = -1
+                while thread.is_alive() and self._client.answered != answered:
+                    answered = self._client.answered
+                    thread.join(STORE_WAIT)
+        return self._others_left
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has been closed."""
+        return self._closing.is_set()
 
     # ---- calls that all ranks make ------------------------------------------------------------------------------
 
@@ -139,43 +201,51 @@ class HealthMonitor:
         """
         if self.failure is not None:
             raise self.error()
-        if (report := self._heartbeat.own_report) is not None:
-            raise self._heartbeat.as_error(report, f"this pipe has failed before, and cannot go on: {report.text}")
+        if (report := self.own_report) is not None:
+            raise self._as_error(report, f"this pipe has failed before, and cannot go on: {report.text}")
         self.progress.count += 1
-        self._heartbeat.begin_call(what)
+        self._call = self._call.begun(what)
+        self._calls.begin(self._pipe)
 
     def end(self) -> None:
         """This rank leaves the call."""
-        self._heartbeat.end_call()
+        self._call = self._call.ended()
+        # Who waits for this rank in another pipe is to see that it waited here, also in the last heartbeat.
+        if self.failure is None or self.failure.kind != "disagreement":
+            self._calls.end()
 
     @property
     def current(self) -> str:
         """The call in which this rank is, or was last, such as ``"its 7th training step"``."""
-        return self._heartbeat.call.current()
+        return self._call.current()
 
     @property
     def has_seen_all(self) -> bool:
-        """Whether a heartbeat of every other rank was received, so that a rank that is lost later can be described.
-
-        It takes at most `poll` seconds after the last of them has started its monitor.
-        """
-        return self._heartbeat.detector.has_seen_all
+        """Whether a heartbeat of every other rank was received, so that a rank that is lost later can be described."""
+        return self._detector.has_seen_all
 
     # ---- failures of other ranks --------------------------------------------------------------------------------
 
     @property
-    def failure(self) -> PeerFailure | None:
-        """The first failure elsewhere; None: this rank knows of none."""
-        return self._heartbeat.failure
-
-    @property
     def broken(self) -> bool:
         """Whether another rank has failed, or this one."""
-        return self._heartbeat.failure is not None or self._heartbeat.own_report is not None
+        return self.failure is not None or self.own_report is not None
 
     def error(self) -> PipelineError:
         """The failure as an exception."""
-        return self._heartbeat.error()
+        if self.failure is None:
+            raise RuntimeError("nothing has failed, so there is no error: check `failure` first")
+        return self._as_error(self.failure, self.failure.text)
+
+    def _as_error(self, failure: PeerFailure, text: str) -> PipelineError:
+        return PipelineError(
+            text,
+            rank=None if failure.rank is None else self._numbers[failure.rank],
+            where=failure.where,
+            kind=failure.kind,
+            traceback_text=failure.traceback_text,
+            own=failure.rank == self._rank,
+        )
 
     def wait_for_failure(self, seconds: float) -> PeerFailure | None:
         """Waits until another rank has failed.
@@ -183,7 +253,7 @@ class HealthMonitor:
         Returns:
             The failure; None if there was none in that time.
         """
-        self._heartbeat.failed.wait(seconds)
+        self._failed.wait(seconds)
         return self.failure
 
     def on_failure(self, callback: Callable[[PeerFailure], None]) -> None:
@@ -193,20 +263,37 @@ class HealthMonitor:
             callback: called on the thread that notices the failure, mostly one of the monitor's; at once if there was a
                 failure before.
         """
-        with self._callbacks_lock:
+        with self._lock:
             self._callbacks.append(callback)
         if self.failure is not None:
-            self.notify(self.failure)
+            self._notify(self.failure)
 
-    def notify(self, failure: PeerFailure) -> None:
-        """Calls the functions that wait for a failure, each of them once."""
-        with self._callbacks_lock:
+    def _notify(self, failure: PeerFailure) -> None:
+        with self._lock:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             try:
                 callback(failure)
             except Exception:
                 _LOG.exception("a function that was registered by on_failure has failed itself")
+
+    def set_failure(self, failure: PeerFailure) -> bool:
+        """Notes a failure elsewhere; returns False if one was known before."""
+        with self._lock:
+            if self.failure is not None:
+                return False
+            self.failure = failure
+        self._failed.set()
+        self._notify(failure)
+        return True
+
+    def declare(self, failure: PeerFailure) -> None:
+        """Notes a failure that a thread of this rank has found, and reports it."""
+        raised = self._call.inside  # before the callbacks: they may end the call, and the program raises the failure
+        if self.set_failure(failure):
+            if not raised:
+                _LOG.error("%s. The next call of the pipe raises this", failure.text)
+            self._publish(failure)
 
     def end_process_if_stuck(self, seconds: float, break_collectives: Callable[[], None]) -> None:
         """After a failure elsewhere: ends the process if this rank does not leave its present call in time.
@@ -217,7 +304,11 @@ class HealthMonitor:
             seconds: the time until then.
             break_collectives: ends the collectives of layers, for good; called if the rank waits in one meanwhile.
         """
-        self._heartbeat.end_process_if_stuck(seconds, break_collectives)
+        if self._call.inside:
+            arguments = (self._call.number, seconds, break_collectives)
+            self._start(
+                threading.Thread(target=self._end_if_still_in, args=arguments, name="pipework end", daemon=True)
+            )
 
     # ---- failures that this rank reports ------------------------------------------------------------------------
 
@@ -234,11 +325,11 @@ class HealthMonitor:
         """
         if isinstance(error, PipelineError) and self.failure is not None:
             return
-        heartbeat = self._heartbeat
         place = f" in {where}" if where else ""
-        text = f"{heartbeat.names[heartbeat.rank]} failed{place}: {status.describe_exception(error)}"
-        traceback_text = status.describe_traceback(error)
-        self._publish(PeerFailure(heartbeat.rank, "error", text, where, traceback_text, call, counts))
+        text = f"{self._names[self._rank]} failed{place}: {status.describe_exception(error)}"
+        self._publish(
+            PeerFailure(self._rank, "error", text, where, status.describe_traceback(error), call, counts), waits=True
+        )
 
     def declare_lost(self, rank: int, seen: str = "") -> PeerFailure:
         """Tells all others that a rank is gone, as this one has noticed.
@@ -246,12 +337,11 @@ class HealthMonitor:
         Returns:
             This failure, or one that was known before.
         """
-        heartbeat = self._heartbeat
-        name, last_seen = heartbeat.names[rank], heartbeat.detector.last_seen(rank)
+        name, last_seen = self._names[rank], self._detector.last_seen(rank)
         failure = PeerFailure(rank, "lost", f"{name} is gone: its connections were closed{seen}; {last_seen}")
-        if heartbeat.set_failure(failure):
-            self._publish(failure)
-        return heartbeat.failure or failure
+        if self.set_failure(failure):
+            self._publish(failure, waits=True)
+        return self.failure or failure
 
     def announce_culprit(self, rank: int | None) -> None:
         """This rank is about to close its connections: tells the others, which will notice, because of which rank.
@@ -279,31 +369,29 @@ class HealthMonitor:
         Returns:
             The failure behind it.
         """
-        heartbeat, times = self._heartbeat, self._heartbeat.times
-        heartbeat.checks_often = True
         begin = time.monotonic()
-        end = begin + times.detect + patience
-        while self.wait_for_failure(times.poll / 2) is None:
+        end = begin + self._times.detect + patience
+        while self.wait_for_failure(self._times.poll / 2) is None:
             now = time.monotonic()
             if rank is None:
-                culprit, reports = heartbeat.detector.most_silent(2.5 * times.beat), False
+                culprit, reports = self._detector.most_silent(2.5 * self._times.beat), False
             else:
                 culprit, reports = self._culprit(rank)
             if culprit is not None and now > (end if reports else begin + patience):
                 return self.declare_lost(culprit, seen)
             if now > end:
                 text = "a connection was closed, and no rank says why"
-                heartbeat.set_failure(PeerFailure(None, "lost", f"{text}: {cause}" if cause else text))
+                self.set_failure(PeerFailure(None, "lost", f"{text}: {cause}" if cause else text))
         assert self.failure is not None
         return self.failure
 
     def _culprit(self, rank: int) -> tuple[int | None, bool]:
         """Because of which rank another one has closed its connections, and whether a report of it will come."""
         culprits = self.announced(_CULPRIT)
-        passed = {rank, self._heartbeat.rank}
+        passed = {rank, self._rank}
         while rank in culprits:
             then = culprits[rank]
-            if not isinstance(then, int) or not 0 <= then < len(self._heartbeat.names) or then == rank:
+            if not isinstance(then, int) or not 0 <= then < len(self._names) or then == rank:
                 return rank, True
             if then in passed:  # they name each other
                 return rank, False
@@ -311,9 +399,17 @@ class HealthMonitor:
             rank = then
         return rank, False
 
-    def _publish(self, failure: PeerFailure) -> None:
-        if self._process == os.getpid() and self._leave is not None and self._leave.alive:
-            self._heartbeat.publish(failure)
+    def _publish(self, failure: PeerFailure, *, waits: bool = False) -> None:
+        """Reports a failure to all ranks; waits until it is written, but not for long: the program may end next."""
+        if self._process != os.getpid() or not self._threads or self.is_closed:
+            return
+        with self._lock:
+            if self.own_report is not None:
+                return
+            self.own_report = failure
+        self._wake.put(None)
+        if waits and threading.current_thread() not in self._threads:
+            self._report_written.wait(STORE_WAIT)
 
     # ---- messages -----------------------------------------------------------------------------------------------
 
@@ -325,11 +421,161 @@ class HealthMonitor:
             value: anything that JSON can express.
         """
         json.dumps(value)  # an error belongs here, not to the thread that writes it
-        self._heartbeat.messages[subject] = value
-        self._heartbeat.wake()
+        self._messages[subject] = value
+        self._wake.put(None)
 
     def announced(self, subject: str) -> dict[int, Any]:
         """The messages about a subject, by the rank that sent them, this rank included."""
-        heartbeat = self._heartbeat
-        messages: Mapping[int, Mapping[str, Any]] = {**heartbeat.received, heartbeat.rank: heartbeat.messages}
+        messages = {**self._received, self._rank: self._messages}
         return {rank: each[subject] for rank, each in sorted(messages.items()) if subject in each}
+
+    # ---- threads ------------------------------------------------------------------------------------------------
+
+    def _start(self, thread: threading.Thread) -> None:
+        """Starts a thread that does not keep what the caller's context variables hold."""
+        self._threads.append(thread)
+        contextvars.Context().run(thread.start)
+
+    def _exchange(self) -> None:
+        """The thread that reads from the store and writes to it."""
+        next_beat = 0.0
+        broken = False
+        while True:
+            leaving = self.is_closed
+            try:
+                if broken:
+                    self._client.reconnect()
+                    broken = False
+                now = time.monotonic()
+                due = now >= next_beat
+                self._publish_changes(again=due)
+                if leaving:
+                    error = getattr(sys, "last_value", None)  # the uncaught exception that ends the program
+                    reason = status.describe_exception(error) if isinstance(error, BaseException) else ""
+                    self._publish_beat(left=True, reason=reason)
+                    self._client.read("changed")  # its answer means that the heartbeat is written
+                    if self._lingers:
+                        self._wait_for_others_to_leave()
+                    return
+                if due:
+                    self._publish_beat()
+                    next_beat = now + self._times.beat
+                if self.failure is None:
+                    self._read_changes()
+                if self.failure is None and (due or not self.has_seen_all or self._detector.any_late):
+                    self._check_others()
+                self._rounds += 1
+            except Exception as error:  # of any kind: the store gives no answers
+                self._trouble = f" ({type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''})"
+                broken = True
+                if leaving:
+                    return
+                self._closing.wait(self._times.beat)
+            with contextlib.suppress(queue.Empty):
+                self._wake.get(timeout=self._times.poll)
+
+    def _guard(self) -> None:
+        """The thread that notices that the exchanging one is blocked, and that this rank is stuck."""
+        clock = CappedClock(self._times.longest_gap)
+        rounds, silence = -1, 0.0
+        while not self._closing.wait(self._times.poll):
+            now = time.monotonic()
+            elapsed = clock.elapsed(now)
+            silence = silence + elapsed if self._rounds == rounds else 0.0
+            rounds = self._rounds
+            if self._stuck is not None and self.failure is None:
+                call = self._call
+                all_entered = self._detector.all_entered(call.number)
+                stuck = self._stuck.check(now, self.progress, call, all_entered=all_entered)
+                if stuck is not None:
+                    self.declare(stuck)
+            # The store may belong to a rank that has left normally; a rank that makes no further call can do without.
+            if silence > self._times.detect and self._call.inside:
+                text = f"the store at {self._client.address} has been out of reach for {silence:.1f} s, as seen by "
+                self.declare(PeerFailure(None, "lost", text + self._names[self._rank] + self._trouble))
+
+    def _end_if_still_in(self, number: int, seconds: float, break_collectives: Callable[[], None]) -> None:
+        """The thread that ends the process if it is still in the call of that number after so many seconds.
+
+        Other pipes may be made over the same groups of layers, so these are broken only if a layer waits in one.
+
+        Like the other threads, this one knows only this object. If it held the last reference to a process group, it
+        would destroy that while the interpreter exits, and this aborts the process.
+        """
+        begin = time.monotonic()
+        broken = False
+        while time.monotonic() < begin + seconds:
+            if self._closing.wait(_POLL) or self._call.number != number or not self._call.inside:
+                return
+            if not broken and time.monotonic() > begin + _LEAVES and is_in_collective():
+                broken = True
+                break_collectives()
+        error = self.error()
+        text = f"{error}\nThis process is ended, because its present action does not come to an end:"
+        end_now(text, exit_code(error))
+
+    # ---- what the exchanging thread does ------------------------------------------------------------------------
+
+    def _publish_beat(self, *, left: bool = False, reason: str = "") -> None:
+        self._beats += 1
+        action = status.describe_action(self.progress.action)
+        beat = Beat(self._beats, left, self._call, action, os.getpid(), self._host, reason, self._calls.place)
+        self._client.write(f"heartbeat/{self._rank}", status.write_beat(beat))
+
+    def _publish_changes(self, *, again: bool) -> None:
+        """Writes what is new: a failure, messages.
+
+        Args:
+            again: writes a failure once more, in case that something else was written into its key.
+        """
+        report, messages = self.own_report, dict(self._messages)
+        if self.failure is not None and not self._acknowledged:
+            self._client.write(f"acknowledged/{self._rank}", "1")
+            self._acknowledged = True
+        writes_report = report is not None and (again or not self._report_written.is_set())
+        if report is not None and writes_report:
+            self._client.write(f"failure/{self._rank}", status.write_failure(report))
+        if messages != self._messages_written:
+            self._client.write(f"messages/{self._rank}", json.dumps(messages))
+        elif not writes_report:
+            return
+        self._changes += 1
+        self._client.write("changed", f"{self._rank}:{self._changes}")
+        self._client.read("changed")  # its answer means that the server has read all that came before
+        self._messages_written = messages
+        if writes_report:
+            self._report_written.set()
+
+    def _read_changes(self) -> None:
+        """Reads failures and messages of the other ranks, if there are new ones."""
+        changed = self._client.read("changed")
+        if changed == self._changed_seen:
+            return
+        messages = self._client.read_many([f"messages/{rank}" for rank in self._others])
+        reports = self._client.read_many([f"failure/{rank}" for rank in self._others])
+        self._changed_seen = changed
+        self._received = {rank: status.read_messages(raw) for rank, raw in zip(self._others, messages, strict=True)}
+        failures = [status.read_failure(raw, len(self._names)) for raw in reports]
+        # An exception is the cause of what else is noticed at the same time, such as connections that are closed.
+        for failure in sorted((each for each in failures if each is not None), key=lambda each: each.kind != "error"):
+            self.set_failure(failure)
+
+    def _check_others(self) -> None:
+        """Reads the heartbeats of the other ranks, and reports a failure that they show."""
+        raw = self._client.read_many([f"heartbeat/{rank}" for rank in self._others])
+        beats = {rank: status.read_beat(each) for rank, each in zip(self._others, raw, strict=True)}
+        failure = self._detector.check(time.monotonic(), beats, self._call, self._calls.place)
+        if failure is not None:
+            self._read_changes()  # a failure that a rank has reported meanwhile is the cause
+            self.declare(failure)
+
+    def _wait_for_others_to_leave(self) -> None:
+        """Waits a moment until all others have left, or know of a failure."""
+        deadline = time.monotonic() + STORE_WAIT - 0.5
+        waited_for = set(self._others)
+        while waited_for and time.monotonic() < deadline:
+            beats = {rank: status.read_beat(self._client.read(f"heartbeat/{rank}")) for rank in waited_for}
+            waited_for -= {rank for rank, beat in beats.items() if beat is not None and beat.left}
+            waited_for -= {rank for rank in waited_for if self._client.read(f"acknowledged/{rank}") is not None}
+            time.sleep(0.02)
+        self._others_left = not waited_for

@@ -35,9 +35,9 @@ class Preemption:
     signal is logged, with what will happen. A second SIGTERM ends the process at once, with exit code 143 and a line on
     standard error. If training has failed already, the first one does so within two seconds.
 
-    A handler that the program has installed before is still called, after this one. A signal that native code handles,
-    such as that of `faulthandler.register`, keeps its handler (where the system shows this, as Linux does). Python runs
-    a handler when the main thread executes Python code the next time, so that thread must not block for long.
+    A handler that the program has installed before is still called, after this one. A signal that native code
+    handles keeps its handler. Python runs a handler when the main thread executes Python code the next time, so that
+    thread must not block for long.
     """
 
     def __init__(self, monitor: HealthMonitor) -> None:
@@ -63,7 +63,7 @@ class Preemption:
             if number in self._previous:
                 continue
             previous = signal.getsignal(number)
-            if previous is None or (previous == signal.SIG_DFL and _caught(number)):
+            if previous is None:
                 _LOG.warning("%s is handled by native code already, so it does not end training", number.name)
                 continue
             self._previous[number] = previous
@@ -94,8 +94,9 @@ class Preemption:
 
     @property
     def _unused(self) -> bool:
-        """Whether its monitor is gone, so that nothing reads the flag any more."""
-        return self._monitor() is None
+        """Whether its monitor is gone or closed, so that nothing reads the flag any more."""
+        monitor = self._monitor()
+        return monitor is None or monitor.is_closed
 
     def _exit_if_broken(self, *_: object) -> None:
         """Ends the process soon if it got SIGTERM and training has failed; called after each of the two."""
@@ -134,13 +135,3 @@ def _log_first(name: str) -> None:
         "without a checkpoint",
         name,
     )
-
-
-def _caught(number: int) -> bool:
-    """Whether the process has a handler for a signal, of Python or not; False where the system does not show it."""
-    try:
-        with open("/proc/self/status") as status:
-            mask = next(line.split()[1] for line in status if line.startswith("SigCgt:"))
-    except (OSError, StopIteration):
-        return False
-    return bool(int(mask, 16) >> (number - 1) & 1)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 MOST: Final = 50
-"""Of how many pipes a process counts the calls: of those that it has used last."""
+"""Of how many pipes a process counts the calls: of those that were made last."""
 
 
 class ProcessPlace(NamedTuple):
@@ -36,9 +36,10 @@ class ProcessPlace(NamedTuple):
             >>> ProcessPlace(1, {1: 2, 2: 1}).crosses(ProcessPlace(2, {1: 1, 2: 1}))
             False
         """
-        if not self.pipe or not other.pipe:
+        if self.pipe not in other.begun or other.pipe not in self.begun:  # one is in no call, or not all count the pipe
             return False
-        return _ahead(self, other) and _ahead(other, self)
+        mine, theirs = self.begun, other.begun
+        return theirs[self.pipe] < mine.get(self.pipe, 0) and mine[other.pipe] < theirs.get(other.pipe, 0)
 
 
 class ProcessCalls:
@@ -51,18 +52,17 @@ class ProcessCalls:
 
     Example:
         >>> calls = ProcessCalls()
-        >>> first, second = calls.of_pipe(1), calls.of_pipe(2)
-        >>> second.begin()
+        >>> calls.add(1), calls.add(2), calls.begin(2)
+        (None, None, None)
         >>> calls.place
         ProcessPlace(pipe=2, begun={1: 0, 2: 1})
-        >>> second.end()
+        >>> calls.end()
         >>> calls.place.pipe
         0
     """
 
     def __init__(self) -> None:
         self.place = ProcessPlace()
-        self._left_out: set[int] = set()
         self._lock = threading.Lock()
         self._in_groups = threading.RLock()
 
@@ -70,18 +70,21 @@ class ProcessCalls:
         """It hangs on the mesh, of which a copy is of another process."""
         return ProcessCalls, ()
 
-    def of_pipe(self, number: int) -> PipeCalls:
-        """The calls of a pipe, which is made now.
+    def add(self, pipe: int) -> None:
+        """A pipe of that number is made."""
+        with self._lock:
+            latest = list(self.place.begun.items())[1 - MOST :]
+            self.place = self.place._replace(begun={**dict(latest), pipe: 0})
 
-        Args:
-            number: of the pipe.
-        """
-        self._set(0, number, 0)
-        return PipeCalls(self, number)
-
-    def begin(self, number: int) -> None:
+    def begin(self, pipe: int) -> None:
         """A call of that pipe begins."""
-        self._set(number, number, self.place.begun.get(number, 0) + 1)
+        with self._lock:
+            begun = dict(self.place.begun)
+            if threading.current_thread() is not threading.main_thread():
+                begun.pop(pipe, None)
+                self.place = self.place._replace(begun=begun)
+            elif pipe in begun:
+                self.place = ProcessPlace(pipe, {**begun, pipe: begun[pipe] + 1})
 
     def end(self) -> None:
         """The present call has ended."""
@@ -109,39 +112,3 @@ class ProcessCalls:
             yield
         finally:
             self._in_groups.release()
-
-    def _set(self, inside: int, number: int, begun: int) -> None:
-        with self._lock:
-            others = {each: count for each, count in self.place.begun.items() if each != number}
-            if threading.current_thread() is not threading.main_thread():
-                self._left_out.add(number)
-                self.place = self.place._replace(begun=others)
-            elif number not in self._left_out:
-                kept = list(others.items())[1 - MOST :]
-                self.place = ProcessPlace(inside, {**dict(kept), number: begun})
-
-
-class PipeCalls(NamedTuple):
-    """Those of one pipe.
-
-    Attributes:
-        process: the calls of all pipes of the process.
-        number: of the pipe.
-    """
-
-    process: ProcessCalls
-    number: int
-
-    def begin(self) -> None:
-        """The pipe's next call begins."""
-        self.process.begin(self.number)
-
-    def end(self) -> None:
-        """It has ended."""
-        self.process.end()
-
-
-def _ahead(one: ProcessPlace, other: ProcessPlace) -> bool:
-    """Whether the call in which a process is was not begun by the other one, as far as both count that pipe's."""
-    mine, theirs = one.begun.get(one.pipe), other.begun.get(one.pipe)
-    return mine is not None and theirs is not None and theirs < mine

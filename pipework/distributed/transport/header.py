@@ -1,24 +1,22 @@
 """The header of a message between processes: the forms of its tensors and the structure around them, as JSON bytes.
 
-The sender may be broken or hostile. Decoding runs nothing and imports nothing, and malformed bytes are a ValueError.
+Decoding runs nothing and imports nothing, and malformed bytes are a ValueError.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipework.runtime.skips.stashed import Stashed
-from pipework.torch_private import ALIGNMENT
 from pipework.values import structure_json
 from pipework.values.dtensor import DTensorPlacement
 from pipework.values.json_codec import decode_scalar, encode_scalar
 from pipework.values.nested import Place, Structure, same
-from pipework.values.tensor_form import TensorForm, extent, usual_strides
+from pipework.values.tensor_form import TensorForm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,64 +119,32 @@ def decode(data: bytes) -> Description:
             case {"forms": [*forms], "around": around}:
                 return Description(tuple(map(_decode_form, forms)), _decode_around(around, len(forms)))
         raise ValueError("it is no description")
-    except Exception as error:  # hostile bytes can cause any error, such as a RecursionError
+    except Exception as error:  # of any kind, such as a RecursionError
         raise ValueError(f"a message between processes cannot be read: {error}") from error
 
 
 def _encode_form(form: TensorForm | None) -> Any:
     if form is None:
         return None
-    strides = None if form.strides is None else list(form.strides)
-    unusual = [strides, form.on_accelerator, form.shift, _encode_placed(form.placed)]
+    placed = form.placed and [form.placed.dimensions, form.placed.places, form.placed.shape, form.placed.strides]
+    unusual = [form.strides, form.on_accelerator, form.shift, placed]
     while unusual and not unusual[-1]:
         unusual.pop()
-    return [str(form.dtype), list(form.shape), form.requires_grad, *unusual]
+    return [str(form.dtype), form.shape, form.requires_grad, *unusual]
 
 
 def _decode_form(form: Any) -> TensorForm | None:
-    match form:
-        case None:
-            return None
-        case [str(dtype), [*shape], bool(requires_grad), *rest] if _are_sizes(shape) and len(rest) <= 4:
-            defaults: list[Any] = [None, False, 0, None]
-            given, on_accelerator, shift, placed = rest + defaults[len(rest) :]
-            kind, strides = structure_json.DTYPES[dtype], usual_strides(shape) if given is None else tuple(given)
-            well_formed = _are_sizes((*strides, shift)) and len(strides) == len(shape) and shift < ALIGNMENT
-            if well_formed and type(on_accelerator) is bool:
-                reached = 0 if 0 in shape else shift + extent(shape, strides)
-                if max(math.prod(shape), reached, *strides) * kind.itemsize >= 2**63:
-                    raise ValueError(f"a tensor of shape {shape} is too large")
-                kept = None if given is None else strides
-                placing = _decode_placed(placed)
-                return TensorForm(kind, tuple(shape), requires_grad, kept, on_accelerator, shift, placing)
-    raise ValueError(f"{str(form)[:80]!r} stands for no tensor")
-
-
-def _encode_placed(placed: DTensorPlacement | None) -> Any:
-    if placed is None:
+    if form is None:
         return None
-    return [list(placed.dimensions), list(map(list, placed.places)), list(placed.shape), list(placed.strides)]
-
-
-def _decode_placed(placed: Any) -> DTensorPlacement | None:
-    match placed:
-        case None:
-            return None
-        case [[*dimensions], [*places], [*shape], [*strides]] if (
-            all(isinstance(name, str) for name in dimensions)
-            and len(dimensions) == len(places)
-            and _are_sizes((*shape, *strides))
-            and len(shape) == len(strides)
-        ):
-            return DTensorPlacement(tuple(dimensions), tuple(map(_decode_place, places)), tuple(shape), tuple(strides))
-    raise ValueError(f"{str(placed)[:80]!r} is no placement")
-
-
-def _decode_place(place: Any) -> Any:
-    match place:
-        case ["replicate"] | ["shard", int()] | ["partial", str()]:
-            return tuple(place)
-    raise ValueError(f"{str(place)[:80]!r} is no placement")
+    dtype, shape, requires_grad, *unusual = form
+    strides, on_accelerator, shift, placed = unusual + [None, False, 0, None][len(unusual) :]
+    if not _are_sizes((*shape, *(strides or ()), shift)):
+        raise ValueError(f"{str(form)[:80]!r} stands for no tensor")
+    if placed is not None:
+        dimensions, places, *sizes = placed
+        placed = DTensorPlacement(tuple(dimensions), tuple(map(tuple, places)), *map(tuple, sizes))
+    own = None if strides is None else tuple(strides)
+    return TensorForm(structure_json.DTYPES[dtype], tuple(shape), requires_grad, own, on_accelerator, shift, placed)
 
 
 def _are_sizes(numbers: Sequence[Any]) -> bool:

@@ -1,11 +1,17 @@
-"""The failure detector, with heartbeats and a clock that the test sets."""
+"""The detectors of failures and hangs, with heartbeats and a clock that the test sets."""
 
 import pytest
 
-from pipework.distributed.health.detection_times import DetectionTimes
-from pipework.distributed.health.failure_detector import FailureDetector
+from pipework.distributed.health.failure_detector import (
+    CappedClock,
+    DetectionTimes,
+    FailureDetector,
+    Progress,
+    StuckDetector,
+)
 from pipework.distributed.health.process_calls import ProcessPlace
 from pipework.distributed.health.status import Beat, Call, describe_action
+from pipework.schedule import Action
 
 TIMES = DetectionTimes(beat=0.5, detect=10.0, poll=0.1, join=60.0, action_timeout=None)
 CALL = Call().begun("training step")
@@ -183,3 +189,90 @@ def test_who_has_gone_on_is_in_no_other_pipe() -> None:
     detector.check(0.0, {1: beat(3)._replace(place=THERE)}, CALL, HERE)
     assert detector.check(0.0, {1: beat(4)._replace(place=THERE)}, CALL.ended(), HERE) is None
     assert detector.check(0.0, {1: beat(5)._replace(place=THERE)}, CALL, HERE) is None
+
+
+# ---- times, and an action of this rank ------------------------------------------------------------------------------
+
+GOOD = {"beat": 0.5, "detect": 10.0, "poll": 0.1, "join": 60.0, "action_timeout": None}
+STUCK = DetectionTimes(**{**GOOD, "action_timeout": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"poll": 0.6}, "poll <= beat"),
+        ({"poll": 0.0}, "poll <= beat"),
+        ({"detect": 1.9}, r"detect >= 4 x beat.*got poll=0.1, beat=0.5, detect=1.9 \(seconds\)"),
+        ({"detect": float("nan")}, "detect >= 4 x beat"),
+        ({"join": 0.0}, "join must be a positive number of seconds, got 0.0"),
+        ({"action_timeout": -1.0}, "action_timeout must be a positive number of seconds, got -1.0"),
+    ],
+)
+def test_times_that_contradict_each_other(values: dict[str, float], message: str) -> None:
+    assert DetectionTimes(**GOOD).longest_gap == 1.0
+    with pytest.raises(ValueError, match=message):
+        DetectionTimes(**{**GOOD, **values})
+
+
+def test_a_long_gap_counts_up_to_the_bound() -> None:
+    clock = CappedClock(longest=2.0)
+    assert [clock.elapsed(now) for now in (5.0, 6.5, 8.5, 100.0, 100.25)] == [0.0, 1.5, 2.0, 2.0, 0.25]
+
+
+def test_a_wait_ends_with_its_context_also_after_an_error() -> None:
+    progress = Progress()
+    seen = []
+
+    def fail() -> None:
+        with progress.waits():
+            seen.append(progress.waiting)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert seen == [True]
+    assert not progress.waiting
+
+
+@pytest.mark.parametrize(("waiting", "limit"), [(False, 3.0), (True, 6.0)])
+def test_an_action_that_takes_too_long_is_stuck(waiting: bool, limit: float) -> None:
+    progress = Progress()
+    progress.action, progress.waiting = Action("B", 0, 2), waiting
+    detector = StuckDetector(0, "rank 0", STUCK)
+    seen = [detector.check(second / 2, progress, CALL) for second in range(20)]
+    first = next(index for index, failure in enumerate(seen) if failure is not None)
+    assert (first - 1) / 2 == limit
+    failure = seen[first]
+    assert failure is not None
+    assert "with one action, B of stage 0, micro-batch 2" in failure.text
+    assert "test_an_action_that_takes_too_long_is_stuck" in failure.traceback_text
+
+
+def test_who_waits_for_a_rank_that_has_not_come_to_the_call_is_not_stuck() -> None:
+    progress = Progress()
+    detector = StuckDetector(0, "rank 0", STUCK)
+    with progress.waits():
+        assert all(detector.check(second / 2, progress, CALL, all_entered=False) is None for second in range(100))
+        later = [detector.check(50 + second / 2, progress, CALL) for second in range(14)]
+    assert [failure is not None for failure in later].index(True) == 12
+    assert not progress.waiting
+
+
+def test_who_has_waited_for_long_has_not_been_busy() -> None:
+    """As when a connection is closed at last, and what that means takes a moment."""
+    progress = Progress()
+    detector = StuckDetector(0, "rank 0", STUCK)
+    with progress.waits():
+        assert all(detector.check(second / 2, progress, CALL) is None for second in range(10))
+    later = [detector.check(5 + second / 2, progress, CALL) for second in range(10)]
+    assert [failure is not None for failure in later].index(True) == 7
+
+
+def test_progress_is_not_stuck() -> None:
+    progress = Progress()
+    detector = StuckDetector(0, "rank 0", STUCK)
+    for second in range(100):
+        progress.count += second % 4 == 0
+        assert detector.check(second / 2, progress, CALL) is None
+    for second in range(100, 200):  # nor is anything outside of calls
+        assert detector.check(second / 2, progress, CALL.ended()) is None

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -172,25 +171,3 @@ def test_a_forked_child_can_still_be_terminated(run_python: RunPython) -> None:
     """Such as the workers of a data loader, which inherit the handler."""
     done = run_python(["-c", PROGRAM, "child"], timeout=HARD)
     assert done.stdout.split() == ["child", str(-signal.SIGTERM), "False"], done.stderr
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells who handles a signal")
-def test_a_handler_of_native_code_is_left_alone(run_python: RunPython) -> None:
-    code = (
-        "import faulthandler, os, signal\n"
-        "from torch.distributed import HashStore\n"
-        "from pipework.distributed.health.monitor import HealthMonitor\n"
-        "from pipework.distributed.health.preemption import Preemption\n"
-        "faulthandler.register(signal.SIGUSR1)\n"
-        "monitor = HealthMonitor(HashStore(), 0, 1)\n"
-        "preemption = Preemption(monitor)\n"
-        "preemption.install()\n"
-        "os.kill(os.getpid(), signal.SIGUSR1)\n"
-        "assert not preemption.requested\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "assert preemption.requested\n"
-    )
-    done = run_python(["-c", code], timeout=HARD)
-    assert done.returncode == 0, done.stderr
-    assert "SIGUSR1 is handled by native code already" in done.stderr
-    assert "most recent call first" in done.stderr

@@ -16,7 +16,8 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from pipework import PipelineError
 from pipework.distributed.health.monitor import HealthMonitor
-from pipework.distributed.health.status import PeerFailure
+from pipework.distributed.health.process_calls import ProcessPlace
+from pipework.distributed.health.status import PeerFailure, read_beat
 from tests.distributed.conftest import HARD, TIMES
 
 Watching = Callable[..., HealthMonitor]
@@ -256,7 +257,7 @@ def test_a_broken_connection_is_made_anew(watched: Watching, caplog: Any) -> Non
     first, second = watched(0, detect=10), watched(1, detect=10)
     first.announce("too much", "x" * 9_000_000)  # the server closes the connection of who sends that much
     time.sleep(1)
-    del first._heartbeat.messages["too much"]
+    del first._messages["too much"]
     time.sleep(1)
     first.announce("little", 1)
     assert await_(lambda: second.announced("little")) == {0: 1}
@@ -282,26 +283,19 @@ def test_a_rank_that_never_comes(watched: Watching) -> None:
     assert failure.text.startswith("rank 1 (stage 1) did not appear within 2.")
 
 
-def test_a_dropped_watch_ends_its_threads(store: TCPStore) -> None:
+def test_a_closed_watch_ends_its_threads(store: TCPStore) -> None:
     earlier = set(threads())
-    monitor = HealthMonitor(PrefixStore("dropped", store), 0, 1, **TIMES)
+    monitor = HealthMonitor(PrefixStore("closed", store), 0, 1, **TIMES)
     monitor.start()
-    monitor.on_failure(lambda failure, monitor=monitor: None)  # type: ignore[misc]
-    alive = weakref.ref(monitor)
     assert len(set(threads()) - earlier) == 2
+    alive = weakref.ref(monitor)
+    for _ in range(2):  # once more does nothing
+        monitor.close()
+    assert not set(threads()) - earlier
+    monitor.report(ValueError("nobody hears it"))
     del monitor
     gc.collect()
     assert alive() is None
-    assert not set(threads()) - earlier
-
-
-def test_a_closed_watch_may_be_closed_again(store: TCPStore) -> None:
-    monitor = HealthMonitor(PrefixStore("closed", store), 0, 1, **TIMES)
-    monitor.close()
-    monitor.start()
-    monitor.close()
-    monitor.close()
-    monitor.report(ValueError("nobody hears it"))
 
 
 def forked(monitor: HealthMonitor) -> None:
@@ -379,6 +373,90 @@ def test_what_is_raised_is_not_logged_before(inside: bool, caplog: pytest.LogCap
     if inside:
         monitor.begin("training step")
         monitor.on_failure(lambda _: monitor.end())  # as the program does that raises it
-    monitor._heartbeat.declare(PeerFailure(1, "lost", "rank 1 lost"))
+    monitor.declare(PeerFailure(1, "lost", "rank 1 lost"))
     told = [record.getMessage() for record in caplog.records]
     assert told == ([] if inside else ["rank 1 lost. The next call of the pipe raises this"])
+
+
+# ---- without threads: each exchange is made by the test -------------------------------------------------------------
+
+
+def monitors(count: int) -> list[HealthMonitor]:
+    store = HashStore()
+    return [HealthMonitor(store, rank, count, **TIMES) for rank in range(count)]
+
+
+def test_each_heartbeat_has_another_number() -> None:
+    first, second = monitors(2)
+    numbers = []
+    for _ in range(3):
+        first._publish_beat()
+        beat = read_beat(second._client.read("heartbeat/0"))
+        assert beat is not None
+        numbers.append(beat.number)
+    assert numbers == [1, 2, 3]
+    assert not second.has_seen_all
+    second._check_others()
+    assert second.has_seen_all
+
+
+@pytest.mark.parametrize(("kind", "pipe"), [("disagreement", 1), ("lost", 0)])
+def test_the_last_heartbeat_says_in_which_call_of_all_pipes_the_ranks_disagreed(kind: str, pipe: int) -> None:
+    first, second = monitors(2)
+    first.begin("training step")
+    first.set_failure(PeerFailure(1, kind, "text"))
+    first.end()
+    first._publish_beat(left=True)
+    beat = read_beat(second._client.read("heartbeat/0"))
+    assert beat is not None
+    assert not beat.call.inside
+    assert beat.place == ProcessPlace(pipe, {1: 1})
+
+
+def test_messages_are_read_only_after_a_change() -> None:
+    first, second = monitors(2)
+    first._messages["stop"] = "SIGTERM"
+    first._publish_changes(again=False)
+    second._read_changes()
+    assert second._received == {0: {"stop": "SIGTERM"}}
+    answered = second._client.answered
+    second._read_changes()
+    assert second._client.answered == answered + 1  # the key `changed` alone
+    answered = first._client.answered
+    first._publish_changes(again=True)
+    assert first._client.answered == answered  # nothing new
+
+
+def test_an_exception_is_the_cause_of_what_else_is_reported() -> None:
+    first, second, third = monitors(3)
+    first.own_report = PeerFailure(1, "lost", "rank 1 is gone")
+    second.own_report = PeerFailure(1, "error", "rank 1 failed: ValueError: no")
+    for each in (first, second):
+        each._publish_changes(again=False)
+        assert each._report_written.is_set()
+    third._read_changes()
+    assert third.failure == second.own_report
+    assert not third.set_failure(first.own_report)
+    third._publish_changes(again=False)
+    assert first._client.read("acknowledged/2") == b"1"
+
+
+def test_a_failure_that_was_overwritten_is_written_again() -> None:
+    first, second = monitors(2)
+    first.own_report = PeerFailure(0, "error", "rank 0 failed")
+    first._publish_changes(again=False)
+    second._client.write("failure/0", "garbage")
+    second._read_changes()
+    assert second.failure is None
+    first._publish_changes(again=True)
+    second._read_changes()
+    assert second.failure == first.own_report
+
+
+def test_threads_do_not_keep_what_the_callers_variables_hold(variables_given: list[bool]) -> None:
+    (monitor,) = monitors(1)
+    monitor.start()
+    monitor.begin("training step")
+    monitor.end_process_if_stuck(60.0, lambda: None)
+    monitor.close()
+    assert variables_given == [False, False, False]
