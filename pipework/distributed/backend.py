@@ -216,14 +216,10 @@ class DistributedBackend:
 
     def begin(self, call: StepCall, batch: MiniBatch | None, inputs: Any, target: Any) -> StepCall:
         """Sends all ranks what the first and the last of them were given."""
-        generator = self.group.generator
         call = call if batch is None else call.reading(batch)
         call = call._replace(key=draw_key() if call.training else None)
-        generator.has_drawn = call.training
         mine = self._calls.own(call, inputs, target)
-        agreed = self.group.on_worker(lambda: self._calls.exchange(mine, batch))
-        generator.counts = call.training
-        return agreed
+        return self.group.on_worker(lambda: self._calls.exchange(mine, batch))
 
     def expect_backward(self) -> Callable[[Factor], None] | None:
         """See `Backend.expect_backward`."""
@@ -235,11 +231,8 @@ class DistributedBackend:
 
     def share_key(self, call: StepCall, key: Key) -> None:
         """See `Backend.share_key`."""
-        if call.key is None:
-            drawn = any(self.group.gather("control", "yes" if key.drawn else ""))
-            self.group.generator.counts = self.group.generator.has_drawn = True
-            if drawn:
-                key.value()
+        if call.key is None and any(self.group.gather("control", "yes" if key.drawn else "")):
+            key.value()
 
     def request_stop(self) -> None:
         """See `Backend.request_stop`."""

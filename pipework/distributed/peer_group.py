@@ -15,8 +15,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pipework.distributed.agreement import agree
-from pipework.distributed.generator_states import GeneratorStates
-from pipework.distributed.health.errors import PREEMPTED, PipelineError
+from pipework.distributed.health.errors import PREEMPTED
 from pipework.distributed.health.monitor import HealthMonitor
 from pipework.distributed.health.preemption import Preemption
 from pipework.distributed.health.status import describe_action
@@ -57,7 +56,6 @@ class PeerGroup:
 
     Attributes:
         connections: to the other ranks.
-        generator: the states of the caller's generator.
         stopping: see `Backend.stopping`. The last rank decides at the end of a step, so all ranks see it after the same
             step.
         stop_was_seen: whether the program has asked for it.
@@ -105,7 +103,6 @@ class PeerGroup:
             lingers=mesh.hosts_store or mesh.uses_nccl,
         )
         weakref.finalize(self, self.monitor.close)
-        self.generator = GeneratorStates()
         self.connections = self._rendezvous(store, spec, tensors)
         if groups := self.connections.device_groups:
             weakref.finalize(self, _end_device_groups, groups, self.monitor, mesh, os.getpid())
@@ -137,8 +134,6 @@ class PeerGroup:
             except LostConnectionError as error:
                 raise self.explained(error) from None
         except BaseException as error:
-            if self.monitor.failure is not None:
-                self.generator.align(self.monitor.failure)
             self.monitor.report(error, "making the pipe")
             self.monitor.close()  # which sends the report before it ends
             raise
@@ -186,8 +181,6 @@ class PeerGroup:
                 "make the calls of a pipe in the same order, so make them from one thread"
             )
         self._caller = threading.get_ident()
-        generator = self.generator
-        generator.enter()
         try:
             self.monitor.begin(what)
             try:
@@ -197,17 +190,12 @@ class PeerGroup:
                 if self._is_of_layers(error):  # on the calling thread
                     raise self.explained(error) from None
                 if error is not self._common_error:
-                    self.monitor.report(error, _where(error), call=generator.call, counts=generator.counts)
+                    self.monitor.report(error, _where(error))
                 raise
             finally:
                 self._common_error = None
                 self.monitor.end()
-        except BaseException as error:
-            if self.monitor.broken:
-                generator.align(self.monitor.failure if isinstance(error, PipelineError) else None)
-            raise
         finally:
-            generator.leave()
             self._in_call.release()
 
     def common_error(self, error: ValueError) -> ValueError:

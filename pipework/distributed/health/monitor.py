@@ -312,7 +312,7 @@ class HealthMonitor:
 
     # ---- failures that this rank reports ------------------------------------------------------------------------
 
-    def report(self, error: BaseException, where: str | None = None, *, call: int = 0, counts: bool = False) -> None:
+    def report(self, error: BaseException, where: str | None = None) -> None:
         """Tells all others that this rank has failed, with the whole traceback, before the program can end.
 
         An error that came from another rank is not reported again.
@@ -320,16 +320,12 @@ class HealthMonitor:
         Args:
             error: what was raised here.
             where: the place, such as ``"stage 1, micro-batch 3, action F"``; None: not known.
-            call: see `PeerFailure`.
-            counts: likewise.
         """
         if isinstance(error, PipelineError) and self.failure is not None:
             return
         place = f" in {where}" if where else ""
         text = f"{self._names[self._rank]} failed{place}: {status.describe_exception(error)}"
-        self._publish(
-            PeerFailure(self._rank, "error", text, where, status.describe_traceback(error), call, counts), waits=True
-        )
+        self._publish(PeerFailure(self._rank, "error", text, where, status.describe_traceback(error)), waits=True)
 
     def declare_lost(self, rank: int, seen: str = "") -> PeerFailure:
         """Tells all others that a rank is gone, as this one has noticed.

@@ -120,8 +120,6 @@ class PeerFailure:
         text: the whole failure in one sentence.
         where: the place, such as ``"stage 1, micro-batch 3, action F"``; None: not known.
         traceback_text: of the process that failed; empty if there is none.
-        call: the number of the call in which it failed; 0: not known.
-        counts: whether the random key of that call counts, see `GeneratorStates`.
     """
 
     rank: int | None
@@ -129,8 +127,6 @@ class PeerFailure:
     text: str
     where: str | None = None
     traceback_text: str = ""
-    call: int = 0
-    counts: bool = False
 
 
 def describe_exception(error: BaseException) -> str:
@@ -247,8 +243,6 @@ def _failure(content: Any) -> PeerFailure:
         _text(content["text"], _TEXT),
         None if content["where"] is None else _text(content["where"], _TEXT),
         _text(content["traceback_text"], _TRACEBACK + 100),
-        _count(content["call"]),
-        content["counts"] is True,
     )
 
 
