@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from pipework.fsdp_private import fsdp_modules
-from pipework.saving.random_states import random_states, set_random_states
+from pipework.saving.training import random_states, set_random_states
 from pipework.testing.comparison import MOST, Compared, allowed_for, compare_kinds, tolerance_of
 from pipework.testing.layer_trace import LayerPlace
 from pipework.testing.runs import Runs

@@ -7,10 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipework.saving import steps
-from pipework.saving.files import sync_directory, verify_file
+from pipework.saving.files import is_complete, saved_steps, sync_directory
 from pipework.saving.manifest import read_manifest
-from pipework.saving.shards import open_stage, shards_of
 from pipework.saving.tensor_files import write_by_name
 
 if TYPE_CHECKING:
@@ -60,28 +58,21 @@ def convert(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, 
         )
     if not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} for {target.name}: make it first")
-    if not steps.is_complete(source):
-        found = [path.name for path in steps.saved_steps(source) if steps.is_complete(path)] if source.is_dir() else []
-        which = f"give one of the checkpoints in it, such as {source / found[0]}" if found else "wanted one"
-        if not source.exists():
-            which = "it does not exist"
-        raise ValueError(f"{source} is not the directory of a complete checkpoint: {which}")
+    if not is_complete(source):
+        found = [path for path in saved_steps(source) if is_complete(path)] if source.is_dir() else []
+        which = f", such as {found[0]}" if found else ""
+        raise ValueError(f"{source} is not the directory of a complete checkpoint: give one{which}")
     manifest = read_manifest(source)
-    for file in (file for stage in manifest.stages for file in stage.model_files):
-        verify_file(source / file, manifest.checksum(file))
+    for file in (file for stage in manifest.stages for file in stage.files("model").values()):
+        manifest.verify(source, file)
     partial = target.with_name(target.name + ".tmp")
     with contextlib.ExitStack() as files:
         stage_of = {name: stage for stage in manifest.stages for name in stage.tensors}
-        opened = {
-            stage.stage: files.enter_context(
-                open_stage(source, stage.model_file, stage.sharded, shards_of(stage.sharded))
-            )
-            for stage in manifest.stages
-        }
+        read = {stage.stage: files.enter_context(stage.open(source, "model")) for stage in manifest.stages}
 
         def get(name: str) -> Tensor:
             stage = stage_of[name]
-            return opened[stage.stage].read(stage.aliases.get(name, name))
+            return read[stage.stage](stage.aliases.get(name, name))
 
         try:
             size = write_by_name(partial, manifest.tensors, get).bytes

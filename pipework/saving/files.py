@@ -1,17 +1,29 @@
-"""Files that are on the disk when a call returns, and their checksums."""
+"""Files that are on the disk when a call returns, their checksums, and the directories of a run's checkpoints.
+
+step-00000012.tmp        is being written
+step-00000012            was written; it is complete if it has the file COMPLETE
+step-00000012.replaced   was complete; it is kept until its replacement is complete
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
-from typing import TYPE_CHECKING, NamedTuple
+import re
+import shutil
+import time
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-_PIECE = 1 << 24  # bytes that are hashed and written at a time
+COMPLETE: Final = "COMPLETE"
+_NAME: Final = re.compile(r"step-(\d{8,})(\.replaced|\.tmp)?")
+_PATIENCE: Final = 10.0  # seconds until another machine must see a file; network file systems cache directories
+_PIECE: Final = 1 << 24  # bytes that are hashed and written at a time
 
 
 class Checksum(NamedTuple):
@@ -91,27 +103,6 @@ def replace_file(path: Path, content: bytes) -> None:
     sync_directory(path.parent)
 
 
-def checksum_of(content: bytes) -> Checksum:
-    """The checksum of a content.
-
-    Example:
-        >>> checksum_of(b"").bytes, checksum_of(b"").sha256[:8]
-        (0, 'e3b0c442')
-    """
-    return Checksum(len(content), hashlib.sha256(content).hexdigest())
-
-
-def read_verified(path: Path, wanted: Checksum) -> bytes:
-    """The content of a small file with this checksum.
-
-    Raises:
-        DamagedError: the file is missing or has another checksum.
-    """
-    content = read_small(path)
-    _compare(path, checksum_of(content), wanted)
-    return content
-
-
 def read_small(path: Path) -> bytes:
     """The content of a small file.
 
@@ -125,22 +116,21 @@ def read_small(path: Path) -> bytes:
 
 
 def verify_file(path: Path, wanted: Checksum) -> None:
-    """Compares a large file with its checksum, without having it in memory.
+    """Compares a file with its checksum, without having it in memory.
 
     Raises:
         DamagedError: the file is missing or has another checksum.
     """
     try:
-        size = path.stat().st_size
-        if size != wanted.bytes:
-            _compare(path, Checksum(size, ""), wanted)
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except DamagedError:
-        raise
+            size = os.fstat(file.fileno()).st_size
+            digest = hashlib.file_digest(file, "sha256").hexdigest() if size == wanted.bytes else ""
     except OSError as error:
         raise unreadable(path, error) from error
-    _compare(path, Checksum(size, found), wanted)
+    if size != wanted.bytes:
+        raise DamagedError(f"{path.name}: it has {size} bytes, and {wanted.bytes} were written")
+    if digest != wanted.sha256:
+        raise DamagedError(f"{path.name}: its content is not what was written (another SHA-256)")
 
 
 def unreadable(path: Path, error: BaseException) -> DamagedError:
@@ -151,8 +141,108 @@ def unreadable(path: Path, error: BaseException) -> DamagedError:
     return DamagedError(f"{path.name}: it cannot be read ({reason})")
 
 
-def _compare(path: Path, found: Checksum, wanted: Checksum) -> None:
-    if found.bytes != wanted.bytes:
-        raise DamagedError(f"{path.name}: it has {found.bytes} bytes, and {wanted.bytes} were written")
-    if found.sha256 != wanted.sha256:
-        raise DamagedError(f"{path.name}: its content is not what was written (another SHA-256)")
+def step_name(step: int) -> str:
+    """The name of a step's directory.
+
+    Example:
+        >>> step_name(12)
+        'step-00000012'
+    """
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a directory, also of a replaced one; None if it is not the directory of a step.
+
+    Example:
+        >>> step_of("step-00000012"), step_of("step-00000012.replaced"), step_of("step-00000012.tmp"), step_of("best")
+        (12, 12, None, None)
+    """
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match and match[2] != ".tmp" and len(match[1]) < 100 else None
+
+
+def saved_steps(directory: Path) -> list[Path]:
+    """The checkpoints in a directory, complete or not, the newest first."""
+    if not directory.exists():
+        return []
+    found = [(step, path) for path in directory.iterdir() if (step := step_of(path.name)) is not None]
+    return [path for _, path in sorted(found, key=lambda each: (each[0], not each[1].suffix), reverse=True)]
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a checkpoint was completed. Its files may still be damaged."""
+    return (path / COMPLETE).is_file()
+
+
+def begin(directory: Path, step: int) -> Path:
+    """Makes an empty directory to write into, and removes the remains of interrupted saves."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in list(directory.iterdir()):
+        match = _NAME.fullmatch(path.name)
+        if not match:
+            continue
+        whole = path.with_name(path.name.removesuffix(".replaced"))
+        if match[2] == ".tmp" or (match[2] == ".replaced" and is_complete(whole)):
+            shutil.rmtree(path)
+        elif match[2] == ".replaced":
+            # Its replacement was never completed.
+            if whole.exists():
+                shutil.rmtree(whole)
+            os.rename(path, whole)
+    partial = directory / f"{step_name(step)}.tmp"
+    os.mkdir(partial)
+    return partial
+
+
+def finish(partial: Path, completion: bytes) -> Path:
+    """Gives a directory with all its files its final name, and marks it as complete."""
+    sync_directory(partial)
+    final = partial.with_name(partial.name.removesuffix(".tmp"))
+    if final.exists():
+        os.rename(final, final.with_name(final.name + ".replaced"))
+    os.rename(partial, final)
+    sync_directory(final.parent)
+    replace_file(final / COMPLETE, completion)
+    return final
+
+
+def clear(final: Path, keep: int | None) -> None:
+    """Removes the checkpoint that was replaced, and older ones than the newest `keep`. A failure is only logged."""
+    paths = [path for path in saved_steps(final.parent) if (step_of(path.name) or 0) <= (step_of(final.name) or 0)]
+    whole = [path for path in paths if not path.suffix and is_complete(path)]
+    kept = set(paths if keep is None else whole[:keep]) - {final.with_name(final.name + ".replaced")}
+    for path in paths:
+        if path in kept:
+            continue
+        gone = path.with_name(path.name.removesuffix(".replaced") + ".tmp")
+        try:
+            # It is renamed first, so that a partly removed directory is not taken for a checkpoint.
+            os.rename(path, gone)
+            shutil.rmtree(gone)
+        except OSError as error:
+            logging.getLogger("pipework").warning("the old checkpoint %s could not be removed: %s", path, error)
+
+
+def discard(partial: Path) -> None:
+    """Removes the files of a checkpoint that could not be written, as far as possible."""
+    shutil.rmtree(partial, ignore_errors=True)
+    final = partial.with_name(partial.name.removesuffix(".tmp"))
+    if not is_complete(final):
+        shutil.rmtree(final, ignore_errors=True)
+
+
+def wait_for(path: Path) -> None:
+    """Waits until this process sees a file that another rank made.
+
+    Raises:
+        FileNotFoundError: the file did not appear.
+    """
+    until = time.monotonic() + _PATIENCE
+    while not path.exists():
+        if time.monotonic() > until:
+            raise FileNotFoundError(
+                f"{path} was made by rank 0 and is not seen here: the directory of checkpoints must be on a file "
+                "system that all processes share, under the same name"
+            )
+        time.sleep(0.05)

@@ -13,26 +13,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipework.model.state_names import state_tensors
-from pipework.saving import steps
 from pipework.saving.collective import MeshCoordinate, process_group_of, run_on_all_ranks
-from pipework.saving.files import DamagedError
-from pipework.saving.manifest import COMPLETE
-from pipework.saving.optimizer import check_optimizer
-from pipework.saving.random_states import random_states, set_random_states
-from pipework.saving.reading import GatheredInfo, LoadedState, Target, read_checkpoint
-from pipework.saving.stages import plain_name, stages_of
-from pipework.saving.tensor_files import require_safetensors
-from pipework.saving.training import POSITION, RANDOM, TrainingState
+from pipework.saving.files import COMPLETE, DamagedError, UnfitError, is_complete, saved_steps, step_of
+from pipework.saving.manifest import MANIFEST, optimizer_values, read_manifest
+from pipework.saving.optimizer import check_optimizer, restore
+from pipework.saving.stages import check_fits, plain_name, stages_of
+from pipework.saving.tensor_files import Kind, own_part, require_safetensors
+from pipework.saving.training import (
+    POSITION,
+    RANDOM,
+    TrainingState,
+    note_on_ranks,
+    random_states,
+    read_training,
+    set_random_states,
+)
 from pipework.values.dtensor import local_part
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Set
 
+    from torch import Tensor
     from torch.optim import Optimizer
 
     import pipework
     from pipework.backend import ProcessGroupView
+    from pipework.saving.manifest import SavedStage
+    from pipework.saving.optimizer import Restored
+    from pipework.saving.stages import Stages
 
 
 @dataclass(frozen=True)
@@ -102,89 +111,179 @@ def load_checkpoint(
     """
     group = process_group_of(pipe)
     place = Path(directory)
-    target, gathered = run_on_all_ranks(
-        group,
-        "prepare to load",
-        lambda: _target(pipe, optimizer, {"scheduler": scheduler, "scaler": scaler}),
-        share=lambda target: {
-            "names": list(target.kinds),
-            "random": TrainingState.of({RANDOM: random_states()}).digests,
-        },
-    )
+    others = {name: each for name, each in {"scheduler": scheduler, "scaler": scaler}.items() if each is not None}
+
+    def prepare() -> Target:
+        require_safetensors()
+        if optimizer is not None:
+            check_optimizer(optimizer)
+        for name, each in others.items():
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise TypeError(f"{name} must have state_dict() and load_state_dict(), got a {type(each).__name__}")
+        return Target(stages_of(pipe, to_load=True), optimizer, others)
+
+    def share(target: Target) -> Any:
+        return {"names": list(target.tensors), "random": TrainingState.of({RANDOM: random_states()}).digests}
+
+    target, gathered = run_on_all_ranks(group, "prepare to load", prepare, share)
     coordinate = MeshCoordinate.of(group)
-    info = GatheredInfo(
-        coordinate,
-        {name for each in gathered for name in each["names"]},
-        same_random=all(each["random"] == gathered[0]["random"] for each in gathered[:: coordinate.workers]),
-    )
+    everywhere = {name for each in gathered for name in each["names"]}
+    same_random = all(each["random"] == gathered[0]["random"] for each in gathered[:: coordinate.workers])
     candidates = run_on_all_ranks(
         group, "list the checkpoints", lambda: _candidates(place) if group.rank == 0 else [], share=lambda found: found
     ).shared[0]
     damaged: list[str] = []
-    for name in candidates:
-        path = place / name
-        content = _read(group, path, target, info, damaged)
-        if content is not None:
-            _take_over(group, pipe, target, content)
-            logging.getLogger("pipework").info("resuming from %s", path)
-            for level, note in content.notes if group.rank == 0 else []:
-                logging.getLogger("pipework").log(level, "%s: %s", path, note)
-            return Checkpoint(path, content.step, content.training[POSITION])
+    logger = logging.getLogger("pipework")
+    for path in (place / name for name in candidates):
+
+        def read(path: Path = path) -> tuple[LoadedState | None, str]:
+            try:
+                return read_checkpoint(path, target, coordinate, everywhere, same_random=same_random), ""
+            except DamagedError as error:
+                return None, str(error)
+
+        (content, _), faults = run_on_all_ranks(group, f"load {path}", read, share=lambda result: result[1])
+        seen = [f"{each} (seen by rank {rank})" for rank, each in zip(group.everyone, faults, strict=True) if each]
+        seen = [each for each in faults if each] if len(group.everyone) == 1 else seen
+        if content is None or seen:
+            damaged.append(f"{path}: {'; '.join(seen)}")
+            logger.warning("a damaged checkpoint is passed over, %s", damaged[-1])
+            continue
+        _take_over(group, pipe, target, content)
+        logger.info("resuming from %s", path)
+        if content.note and group.rank == 0:
+            logger.warning("%s: %s", path, content.note)
+        return Checkpoint(path, content.step, content.training[POSITION])
     if damaged:
         raise OSError("\n".join([f"no checkpoint in {place} is intact; restore one of", *damaged]))
     return None
 
 
-def _target(pipe: pipework.Pipe, optimizer: Optimizer | None, others: dict[str, Any]) -> Target:
-    require_safetensors()
-    if optimizer is not None:
-        check_optimizer(optimizer)
-    given = {name: each for name, each in others.items() if each is not None}
-    for name, each in given.items():
-        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
-            raise TypeError(f"{name} must have state_dict() and load_state_dict(), got a {type(each).__name__}")
-    return Target(stages_of(pipe, to_load=True), optimizer, given)
+@dataclass(frozen=True)
+class Target:
+    """The objects to load into: the stages of this rank, the optimizer, and the scheduler and scaler by name."""
+
+    stages: Stages
+    optimizer: Optimizer | None
+    others: dict[str, Any]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name."""
+        return {name: tensor for tensors in self.stages.values() for name, tensor in tensors.items()}
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """The contents of a checkpoint that were read into memory and fit.
+
+    Attributes:
+        step: the number of steps that were done.
+        tensors: parameters and buffers.
+        optimizer: the optimizer's state, if there is an optimizer to load into.
+        training: the state that belongs to no stage; without random states if this rank is to keep its own.
+        note: a message to log, or an empty text.
+    """
+
+    step: int
+    tensors: dict[str, Tensor]
+    optimizer: Restored | None
+    training: dict[str, Any]
+    note: str
 
 
 def _candidates(place: Path) -> list[str]:
     """The names of complete checkpoints, the newest first; "." if the directory itself is one."""
-    if steps.is_complete(place):
+    if is_complete(place):
         return ["."]
-    if steps.step_of(place.name) is not None and place.is_dir():
+    if step_of(place.name) is not None and place.is_dir():
         raise OSError(f"{place} is not a complete checkpoint: {COMPLETE} is missing. Give the directory that it is in")
-    found = steps.saved_steps(place)
+    found = saved_steps(place)
     for path in found:
-        if not steps.is_complete(path):
-            logging.getLogger("pipework").warning(
-                "%s is passed over: %s is missing, because saving was interrupted or the file was removed",
-                path,
-                COMPLETE,
+        if not is_complete(path):
+            reason = f"{COMPLETE} is missing, because saving was interrupted or the file was removed"
+            logging.getLogger("pipework").warning("%s is passed over: %s", path, reason)
+    return [path.name for path in found if is_complete(path)]
+
+
+def read_checkpoint(
+    path: Path, target: Target, coordinate: MeshCoordinate, everywhere: Set[str], *, same_random: bool
+) -> LoadedState:
+    """Reads everything that a rank needs of a checkpoint. Each file is compared with its checksum before it is opened.
+
+    Args:
+        path: of the checkpoint.
+        target: what this rank loads into.
+        coordinate: the position of this rank.
+        everywhere: the names of the tensors of all ranks.
+        same_random: whether the random generators of all replicas are in the same state.
+
+    Raises:
+        DamagedError: a file differs from what was written.
+        UnfitError: the checkpoint is of another model or optimizer.
+    """
+    manifest = read_manifest(path)
+    if step_of(path.name) not in (None, manifest.step):
+        raise DamagedError(f"{MANIFEST}: it is of step {manifest.step}")
+    kinds = {name: Kind.of(tensor) for name, tensor in target.tensors.items()}
+    check_fits(kinds, manifest.tensors, everywhere)
+    stages = [stage for stage in manifest.stages if not kinds.keys().isdisjoint(stage.tensors)]
+    states = [stage for stage in stages if stage.optimizer and target.optimizer is not None]
+    if target.optimizer is not None and stages and not states:
+        raise UnfitError(f"{path} was saved without an optimizer: leave the optimizer out. Nothing was changed")
+    files = [file for stage in stages for file in stage.files("model").values()]
+    for file in (*files, *(file for stage in states for file in stage.files("optimizer").values())):
+        manifest.verify(path, file)
+    training = read_training(path, manifest, coordinate, same_random=same_random)
+    for name in target.others:
+        if name not in training:
+            raise UnfitError(f"{path} was saved without a {name}: leave {name}= out. Nothing was changed")
+    tensors: dict[str, Tensor] = {}
+    for stage in stages:
+        tensors.update(read_model(path, stage, target.tensors))
+    _check_shared(target.stages, tensors)
+    restored = None
+    if target.optimizer is not None:
+        with contextlib.ExitStack() as opened:
+            parts = []
+            for stage in states:
+                values, tensor = optimizer_values(stage.stage), opened.enter_context(stage.open(path, "optimizer"))
+                parts.append((values, manifest.read_json(path, values), tensor))
+            restored = restore(target.optimizer, target.stages, parts)
+    note = note_on_ranks(manifest, coordinate, same_random=same_random)
+    return LoadedState(manifest.step, tensors, restored, training, note)
+
+
+def read_model(path: Path, stage: SavedStage, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters and buffers of a stage that have one of these names; of those that are DTensors, the local part.
+
+    Args:
+        path: of the checkpoint.
+        stage: whose.
+        like: the tensors into which they are loaded, by name.
+    """
+    found = {}
+    with stage.open(path, "model") as read:
+        for name in stage.tensors.keys() & like.keys():
+            tensor = read(stage.aliases.get(name, name))
+            if Kind.of(tensor) != stage.tensors[name]:
+                file, said = stage.files("model")[0], stage.tensors[name]
+                raise DamagedError(f"{file}: {name} is {Kind.of(tensor)}, and {MANIFEST} says {said}")
+            found[name] = own_part(tensor, like[name])
+    return found
+
+
+def _check_shared(stages: Stages, tensors: dict[str, Tensor]) -> None:
+    """Refuses different contents for one tensor that has several names."""
+    first: dict[int, str] = {}
+    for name, tensor in ((name, tensor) for held in stages.values() for name, tensor in held.items()):
+        known = first.setdefault(id(tensor), name)
+        # As bytes, so that NaN equals NaN.
+        if known != name and not torch.equal(*(tensors[each].reshape(-1).view(torch.uint8) for each in (known, name))):
+            raise UnfitError(
+                f"{known} and {name} are one tensor in the pipe and differ in the checkpoint: tie them after loading, "
+                "or load into a pipe where they are not tied. Nothing was changed"
             )
-    return [path.name for path in found if steps.is_complete(path)]
-
-
-def _read(
-    group: ProcessGroupView, path: Path, target: Target, info: GatheredInfo, damaged: list[str]
-) -> LoadedState | None:
-    """Reads what this rank needs. None: a file that some rank needs is damaged, which is appended to `damaged`."""
-
-    def read() -> tuple[LoadedState | None, str]:
-        try:
-            return read_checkpoint(path, target, info), ""
-        except DamagedError as error:
-            return None, str(error)
-
-    (content, _), faults = run_on_all_ranks(group, f"load {path}", read, share=lambda result: result[1])
-    seen = [
-        f"{each} (seen by rank {group.everyone[rank]})" if len(group.everyone) > 1 else each
-        for rank, each in enumerate(faults)
-        if each
-    ]
-    if not seen:
-        return content
-    damaged.append(f"{path}: {'; '.join(seen)}")
-    logging.getLogger("pipework").warning("a damaged checkpoint is passed over, %s", damaged[-1])
-    return None
 
 
 def _copy(pipe: pipework.Pipe, target: Target, content: LoadedState) -> None:

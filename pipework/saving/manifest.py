@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
 import pipework
-from pipework.saving.files import Checksum, DamagedError, UnfitError, checksum_of, read_small, read_verified
-from pipework.saving.shards import Sharded, shards_of
+from pipework.saving.files import COMPLETE, Checksum, DamagedError, UnfitError, parsing, read_small, verify_file
 from pipework.saving.stages import plain_name
-from pipework.saving.tensor_files import Kind
+from pipework.saving.tensor_files import Kind, Sharded, open_stage, shards_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
+
+    from torch import Tensor
 
 FORMAT: Final = "pipework checkpoint"
 VERSION: Final = 2
 _WHOLE: Final = 1  # the version of a checkpoint in which no tensor is in parts
 MANIFEST: Final = "manifest.json"
-COMPLETE: Final = "COMPLETE"
-TRAINING: Final = "training"  # the states of the scheduler and the scaler, random states, the data position
+
+What = Literal["model", "optimizer"]
 
 
-def model_file(stage: int, shard: int = 0) -> str:
-    """The file of a stage's parameters and buffers, or of one shard of them.
+def stage_file(what: What, stage: int, shard: int = 0) -> str:
+    """The file of a stage's parameters and buffers, or of the tensors in its optimizer's state, or of one shard.
 
     Example:
-        >>> model_file(3), model_file(3, 1)
-        ('model-stage-00003.safetensors', 'model-stage-00003-shard-00001.safetensors')
+        >>> stage_file("model", 3), stage_file("optimizer", 3, 1)
+        ('model-stage-00003.safetensors', 'optimizer-stage-00003-shard-00001.safetensors')
     """
-    return f"model-stage-{stage:05d}{f'-shard-{shard:05d}' if shard else ''}.safetensors"
-
-
-def optimizer_file(stage: int, shard: int = 0) -> str:
-    """The file of the tensors in the optimizer's state of a stage, or of one shard of them."""
-    return f"optimizer-stage-{stage:05d}{f'-shard-{shard:05d}' if shard else ''}.safetensors"
+    return f"{what}-stage-{stage:05d}{f'-shard-{shard:05d}' if shard else ''}.safetensors"
 
 
 def optimizer_values(stage: int) -> str:
@@ -55,7 +53,7 @@ def training_files(rank: int) -> tuple[str, str]:
         >>> training_files(0), training_files(2)[1]
         (('training.safetensors', 'training.json'), 'training-rank-00002.json')
     """
-    name = f"{TRAINING}-rank-{rank:05d}" if rank else TRAINING
+    name = f"training-rank-{rank:05d}" if rank else "training"
     return f"{name}.safetensors", f"{name}.json"
 
 
@@ -81,56 +79,42 @@ class SavedStage:
     sharded: Mapping[str, Sharded] = field(default_factory=dict)
     sharded_state: Mapping[str, Sharded] = field(default_factory=dict)
 
-    def model_file(self, shard: int = 0) -> str:
-        """See the function of that name."""
-        return model_file(self.stage, shard)
+    def files(self, what: What) -> dict[int, str]:
+        """The files of its tensors, by the number of the shard."""
+        sharded = self.sharded if what == "model" else self.sharded_state
+        return {shard: stage_file(what, self.stage, shard) for shard in shards_of(sharded)}
 
-    def optimizer_file(self, shard: int = 0) -> str:
-        """See the function of that name."""
-        return optimizer_file(self.stage, shard)
-
-    @property
-    def model_files(self) -> list[str]:
-        """All files of parameters and buffers."""
-        return list(map(self.model_file, shards_of(self.sharded)))
-
-    @property
-    def optimizer_files(self) -> list[str]:
-        """All files of tensors of the optimizer's state."""
-        return list(map(self.optimizer_file, shards_of(self.sharded_state)))
+    def open(self, directory: Path, what: What) -> AbstractContextManager[Callable[[str], Tensor]]:
+        """Opens these files in the directory of a checkpoint: see `open_stage`."""
+        paths = {shard: directory / file for shard, file in self.files(what).items()}
+        return open_stage(paths, self.sharded if what == "model" else self.sharded_state)
 
     def with_shards(self, other: SavedStage) -> SavedStage:
         """With the parts that another process has written."""
-        merged = []
-        for mine, theirs in ((self.sharded, other.sharded), (self.sharded_state, other.sharded_state)):
-            merged.append(
-                {**mine, **{n: mine[n].with_parts(each) if n in mine else each for n, each in theirs.items()}}
-            )
-        return replace(self, sharded=merged[0], sharded_state=merged[1])
+        sharded, state = dict(self.sharded), dict(self.sharded_state)
+        for mine, theirs in ((sharded, other.sharded), (state, other.sharded_state)):
+            for name, each in theirs.items():
+                parts = mine[name].parts if name in mine else ()
+                mine[name] = Sharded(each.shape, (*parts, *each.parts))
+        return replace(self, sharded=sharded, sharded_state=state)
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON value."""
+        parts = {"sharded": self.sharded, "sharded_state": self.sharded_state}
         return {
             "stage": self.stage,
             "rank": self.rank,
             "tensors": self.tensors,
             "aliases": self.aliases,
             "optimizer": self.optimizer,
-            **{
-                key: {name: each.to_json() for name, each in sharded.items()}
-                for key, sharded in (("sharded", self.sharded), ("sharded_state", self.sharded_state))
-                if sharded
-            },
+            **{key: {name: vars(each) for name, each in sharded.items()} for key, sharded in parts.items() if sharded},
         }
 
     @classmethod
     def from_json(cls, value: Any) -> SavedStage:
         """From a JSON value. Names that `torch.compile` made become plain names."""
-        kinds = {
-            str(name): Kind(str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in value["tensors"].items()
-        }
-        first = {str(name): str(first) for name, first in value["aliases"].items()}
-        in_file = {plain_name(name): first.get(name, name) for name in kinds}
+        kinds = {name: Kind(str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in value["tensors"].items()}
+        in_file = {plain_name(name): str(value["aliases"].get(name, name)) for name in kinds}
         return cls(
             int(value["stage"]),
             int(value["rank"]),
@@ -138,7 +122,7 @@ class SavedStage:
             {name: there for name, there in in_file.items() if name != there},
             bool(value["optimizer"]),
             *(
-                {str(name): Sharded.from_json(each) for name, each in value.get(key, {}).items()}
+                {name: Sharded.from_json(each) for name, each in value.get(key, {}).items()}
                 for key in ("sharded", "sharded_state")
             ),
         )
@@ -189,52 +173,50 @@ class Manifest:
             DamagedError: the content is no manifest.
             UnfitError: the format is newer than this version of pipework.
         """
-        try:
+        with parsing(MANIFEST):
             value = json.loads(content)
-            known, version, writer = value["format"] == FORMAT, value["version"], value["libraries"]["pipework"]
-            newer = known and version > VERSION
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise _no_manifest(error) from error
-        if newer:
+            version, writer = value["version"], value["libraries"]["pipework"]
+            if value["format"] != FORMAT:
+                raise ValueError(f"its format is {value['format']!r}")
+            is_newer = version > VERSION
+        if is_newer:
             raise UnfitError(
                 f"the checkpoint has format {version}, written by pipework {writer}, and pipework "
                 f"{pipework.__version__} knows formats up to {VERSION}: install a newer pipework"
             )
-        if not known:
-            raise _no_manifest(ValueError(f"its format is {value['format']!r}"))
-        try:
+        with parsing(MANIFEST):
             ranks, replicas = int(value["ranks"]), int(value.get("replicas", 1))
             if not 1 <= replicas <= ranks or ranks % replicas:
                 raise ValueError(f"{ranks} ranks cannot be {replicas} replicas")
-            return cls(
-                int(value["step"]),
-                ranks,
-                replicas,
-                tuple(SavedStage.from_json(stage) for stage in value["stages"]),
-                {name: Checksum(int(each["bytes"]), str(each["sha256"])) for name, each in value["files"].items()},
-            )
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise _no_manifest(error) from error
+            stages = tuple(map(SavedStage.from_json, value["stages"]))
+            files = {name: Checksum(int(each["bytes"]), str(each["sha256"])) for name, each in value["files"].items()}
+            return cls(int(value["step"]), ranks, replicas, stages, files)
 
     @property
     def tensors(self) -> dict[str, Kind]:
         """Dtype and shape by name, of all stages."""
         return {name: kind for stage in self.stages for name, kind in stage.tensors.items()}
 
-    def checksum(self, file: str) -> Checksum:
-        """The checksum of a file.
+    def verify(self, directory: Path, file: str) -> Path:
+        """The path of a file that has its checksum.
 
         Raises:
-            DamagedError: the manifest does not list the file.
+            DamagedError: the file is missing or has another checksum, or the manifest does not list it.
         """
         if file not in self.files:
             raise DamagedError(f"{MANIFEST}: it does not list {file}")
-        return self.files[file]
+        verify_file(directory / file, self.files[file])
+        return directory / file
 
-    def holders(self, names: Iterable[str]) -> list[SavedStage]:
-        """The stages that have one of these names."""
-        wanted = set(names)
-        return [stage for stage in self.stages if not wanted.isdisjoint(stage.tensors)]
+    def read_json(self, directory: Path, file: str) -> Any:
+        """The value in a JSON file.
+
+        Raises:
+            DamagedError: the file is missing, has another checksum or is no JSON.
+        """
+        content = read_small(self.verify(directory, file))
+        with parsing(file):
+            return json.loads(content)
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -252,21 +234,4 @@ def read_manifest(directory: Path) -> Manifest:
 
 def completion(manifest: bytes) -> bytes:
     """The content of the file that marks a checkpoint as complete."""
-    return checksum_of(manifest).sha256.encode() + b"\n"
-
-
-def read_json(directory: Path, manifest: Manifest, file: str) -> Any:
-    """The value in a JSON file.
-
-    Raises:
-        DamagedError: the file is missing, has another checksum or is no JSON.
-    """
-    content = read_verified(directory / file, manifest.checksum(file))
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{file}: its content is no JSON ({error})") from error
-
-
-def _no_manifest(error: Exception) -> DamagedError:
-    return DamagedError(f"{MANIFEST}: its content is no manifest of a checkpoint ({type(error).__name__}: {error})")
+    return hashlib.sha256(manifest).hexdigest().encode() + b"\n"

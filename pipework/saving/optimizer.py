@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from pipework.saving.files import UnfitError, parsing
-from pipework.saving.shards import own_part
 from pipework.saving.stages import listed, plain_name
-from pipework.saving.tensor_files import NamedTensors
+from pipework.saving.tensor_files import NamedTensors, own_part
 from pipework.values.dtensor import is_dtensor, with_local_part
 from pipework.values.json_codec import JsonCodec
 
@@ -23,61 +22,11 @@ if TYPE_CHECKING:
     from pipework.saving.stages import Stages
 
 
-@dataclass
-class OptimizerShard:
-    """The optimizer's state of one stage, to be written as a JSON file and a file of tensors."""
+class OptimizerShard(NamedTuple):
+    """The optimizer's state of one stage: what goes into a JSON file, and the tensors."""
 
-    kind: str
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    state: dict[str, Any] = field(default_factory=dict)
-    tensors: NamedTensors = field(default_factory=NamedTensors)
-
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON value."""
-        return {"optimizer": self.kind, "groups": self.groups, "state": self.state}
-
-
-@dataclass(frozen=True)
-class SavedOptimizerShard:
-    """The optimizer's state of one stage, as it was read.
-
-    Attributes:
-        file: the name of the JSON file.
-        kind: the class of the optimizer.
-        groups: the parameters' names and the encoded options of each group.
-        state: the encoded state of each parameter.
-        tensor: reads a tensor by name.
-    """
-
-    file: str
-    kind: str
-    groups: list[tuple[list[str], Any]]
-    state: Mapping[str, Any]
-    tensor: Callable[[str], Tensor]
-
-    @staticmethod
-    def of(file: str, value: Any, tensor: Callable[[str], Tensor]) -> SavedOptimizerShard:
-        """From JSON.
-
-        Raises:
-            DamagedError: the value has another form.
-        """
-        with parsing(file):
-            groups = [
-                ([plain_name(str(name)) for name in each["parameters"]], dict(each["options"]))
-                for each in value["groups"]
-            ]
-            state = {plain_name(str(name)): dict(remembered) for name, remembered in value["state"].items()}
-            return SavedOptimizerShard(file, str(value["optimizer"]), groups, state, tensor)
-
-    def decoded(self, form: Any) -> dict[str, Any]:
-        """The value of encoded options, or of a parameter's encoded state.
-
-        Raises:
-            DamagedError: the form is malformed.
-        """
-        with parsing(self.file):
-            return dict(JsonCodec(get=self.tensor).decode(form))
+    values: dict[str, Any]
+    tensors: NamedTensors
 
 
 def collect_state(optimizer: Any) -> None:
@@ -114,22 +63,23 @@ def split_by_stage(optimizer: Optimizer, stages: Stages) -> dict[int, OptimizerS
         UnfitError: the optimizer has parameters that are not the pipe's.
     """
     check_optimizer(optimizer)
-    names = {number: _first_names(tensors) for number, tensors in stages.items()}
+    # The first of the names of a tensor with several.
+    names = {number: {id(t): name for name, t in reversed(tensors.items())} for number, tensors in stages.items()}
     refuse_foreign(optimizer, set().union(*names.values()))
     state = optimizer.state_dict()
     parameters = _by_index(optimizer, state)
     refuse_unowned(state, parameters)
     parts = {}
     for number, known in names.items():
-        part = parts[number] = OptimizerShard(type(_inner(optimizer)).__name__)
+        groups: list[Any] = []
+        values = {"optimizer": type(_inner(optimizer)).__name__, "groups": groups, "state": {}}
+        part = parts[number] = OptimizerShard(values, NamedTensors())
         codec = JsonCodec(put=part.tensors.put)
         for index, group in enumerate(state["param_groups"]):
             members = [known[id(parameters[i])] for i in group["params"] if id(parameters[i]) in known]
-            part.groups.append({"parameters": members, "options": codec.encode(options_of(group), f"group {index}")})
-        for index, remembered in state["state"].items():
-            name = known.get(id(parameters[index]))
-            if name is not None:
-                part.state[name] = codec.encode(remembered, name)
+            groups.append({"parameters": members, "options": codec.encode(options_of(group), f"group {index}")})
+        own = {known[id(parameters[i])]: each for i, each in state["state"].items() if id(parameters[i]) in known}
+        values["state"] = {name: codec.encode(remembered, name) for name, remembered in own.items()}
     return parts
 
 
@@ -172,10 +122,18 @@ class Restored:
                     now[key] = now[key] if now[key].dtype == value.dtype else value.to(now[key].device)
 
 
-def restore(optimizer: Optimizer, stages: Stages, parts: Iterable[SavedOptimizerShard]) -> Restored:
+def restore(
+    optimizer: Optimizer, stages: Stages, parts: Iterable[tuple[str, Any, Callable[[str], Tensor]]]
+) -> Restored:
     """Assembles the state for an optimizer, which stays unchanged until the state is applied.
 
+    Args:
+        optimizer: gets the state.
+        stages: the pipe's tensors.
+        parts: for each saved stage the name of its JSON file, the content, and a function that reads a tensor.
+
     Raises:
+        DamagedError: the content of a file is malformed.
         UnfitError: the state does not fit the optimizer.
     """
     names: dict[int, list[str]] = {}
@@ -183,7 +141,7 @@ def restore(optimizer: Optimizer, stages: Stages, parts: Iterable[SavedOptimizer
         for name, tensor in tensors.items():
             names.setdefault(id(tensor), []).append(name)
     refuse_foreign(optimizer, names)
-    saved = _Saved.of(list(parts))
+    saved = _Saved.of(parts)
     kind = type(_inner(optimizer)).__name__
     if saved.kinds - {kind}:
         raise UnfitError(
@@ -194,14 +152,15 @@ def restore(optimizer: Optimizer, stages: Stages, parts: Iterable[SavedOptimizer
     key = {which: next((name for name in each if name in saved.group), each[0]) for which, each in names.items()}
     present = torch.optim.Optimizer.state_dict(optimizer) if _is_zero(optimizer) else optimizer.state_dict()
     parameters = _by_index(optimizer, present)
-    held = {id(parameter) for parameter in parameters.values()}
-    missing = [key[id(parameter)] for parameter in parameters.values() if key[id(parameter)] not in saved.group]
-    unexpected = [name for which, name in key.items() if name in saved.group and which not in held]
-    if missing or unexpected:
-        wrong = [
-            listed("parameters without any in the checkpoint", missing),
-            listed("parameters that only the checkpoint's optimizer has", unexpected),
-        ]
+    here = [key[id(parameter)] for parameter in parameters.values()]
+    wrong = [
+        listed("parameters without any in the checkpoint", [name for name in here if name not in saved.group]),
+        listed(
+            "parameters that only the checkpoint's optimizer has",
+            [name for name in key.values() if name in saved.group and name not in here],
+        ),
+    ]
+    if any(wrong):
         raise UnfitError(
             f"the checkpoint does not fit the optimizer; {'; '.join(filter(None, wrong))}. Nothing was changed"
         )
@@ -211,46 +170,55 @@ def restore(optimizer: Optimizer, stages: Stages, parts: Iterable[SavedOptimizer
         groups.append({**group, **saved.options(number, members)})
         for index, name in zip(group["params"], members, strict=True):
             if name in saved.state:
-                shard, form = saved.state[name]
-                remembered = shard.decoded(form)
+                remembered = saved.state[name].decoded()
                 state[index] = {each: _laid_out(value, parameters[index]) for each, value in remembered.items()}
     return Restored(optimizer, {**present, "state": state, "param_groups": groups})
 
 
-@dataclass
-class _Saved:
-    """The state of all stages, by names of parameters."""
+class _Form(NamedTuple):
+    """Encoded options of a group or state of a parameter, the file that has them, and a function that reads tensors."""
+
+    form: Any
+    file: str
+    tensor: Callable[[str], Tensor]
+
+    def decoded(self) -> dict[str, Any]:
+        with parsing(self.file):
+            return dict(JsonCodec(get=self.tensor).decode(self.form))
+
+
+class _Saved(NamedTuple):
+    """The state of all stages: classes of the optimizer, options by group, and group and state by parameter."""
 
     kinds: set[str]
-    groups: list[list[tuple[SavedOptimizerShard, Any]]]
+    groups: dict[int, list[_Form]]
     group: dict[str, int]
-    state: dict[str, tuple[SavedOptimizerShard, Any]]
+    state: dict[str, _Form]
 
-    @staticmethod
-    def of(parts: list[SavedOptimizerShard]) -> _Saved:
-        saved = _Saved({part.kind for part in parts}, [], {}, {})
-        for part in parts:
-            for number, (members, options) in enumerate(part.groups):
-                if number == len(saved.groups):
-                    saved.groups.append([])
-                saved.groups[number].append((part, options))
-                for name in members:
-                    saved.group.setdefault(name, number)
-            for name, remembered in part.state.items():
-                saved.state.setdefault(name, (part, remembered))
+    @classmethod
+    def of(cls, parts: Iterable[tuple[str, Any, Callable[[str], Tensor]]]) -> _Saved:
+        saved = cls(set(), {}, {}, {})
+        for file, value, tensor in parts:
+            with parsing(file):
+                saved.kinds.add(str(value["optimizer"]))
+                for number, each in enumerate(value["groups"]):
+                    saved.groups.setdefault(number, []).append(_Form(each["options"], file, tensor))
+                    for name in each["parameters"]:
+                        saved.group.setdefault(plain_name(name), number)
+                for name, remembered in value["state"].items():
+                    saved.state.setdefault(plain_name(name), _Form(remembered, file, tensor))
         return saved
 
     def options(self, number: int, members: list[str]) -> dict[str, Any]:
         """The options of a group of these parameters, such as its learning rate."""
         numbers = sorted({self.group[name] for name in members}) or [number]
-        found = [(each, *self.groups[each][0]) for each in numbers if each < len(self.groups)]
-        for other, _, options in found[1:]:
-            if options != found[0][2]:
-                raise UnfitError(
-                    f"group {number} of the optimizer has parameters of groups {numbers[0]} and {other} of the "
-                    "checkpoint, whose options differ: make the groups as they were. Nothing was changed"
-                )
-        return found[0][1].decoded(found[0][2]) if found else {}
+        found = [self.groups[each][0] for each in numbers if each in self.groups]
+        if any(each.form != found[0].form for each in found):
+            raise UnfitError(
+                f"group {number} of the optimizer has parameters of the groups {numbers} of the checkpoint, whose "
+                "options differ: make the groups as they were. Nothing was changed"
+            )
+        return found[0].decoded() if found else {}
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,13 +235,6 @@ def check_optimizer(optimizer: Any) -> None:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"wanted a torch.optim.Optimizer, got a {type(optimizer).__name__}")
-
-
-def _first_names(tensors: Mapping[str, Tensor]) -> dict[int, str]:
-    names: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(id(tensor), name)
-    return names
 
 
 def _by_index(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, Tensor]:

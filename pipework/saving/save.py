@@ -7,30 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipework.saving import steps
+from pipework.saving import files
 from pipework.saving.collective import MeshCoordinate, process_group_of, run_on_all_ranks
-from pipework.saving.files import Checksum, write_file
+from pipework.saving.files import COMPLETE, Checksum, write_file
 from pipework.saving.manifest import (
-    COMPLETE,
     MANIFEST,
     Manifest,
     SavedStage,
     completion,
-    model_file,
-    optimizer_file,
     optimizer_values,
+    stage_file,
     training_files,
 )
 from pipework.saving.optimizer import OptimizerShard, collect_state, has_state, split_by_stage
-from pipework.saving.random_states import random_states
-from pipework.saving.shards import divide
 from pipework.saving.stages import Stages, aliases, stages_of
-from pipework.saving.tensor_files import Kind, require_safetensors, write_tensors
-from pipework.saving.training import POSITION, RANDOM, TrainingState
+from pipework.saving.tensor_files import Kind, divide, require_safetensors, write_tensors
+from pipework.saving.training import POSITION, RANDOM, TrainingState, random_states
 
 if TYPE_CHECKING:
     import os
 
+    from torch import Tensor
     from torch.optim import Optimizer
 
     import pipework
@@ -96,7 +93,7 @@ def save_checkpoint(
     ready = run_on_all_ranks(
         group,
         "prepare to save",
-        lambda: _prepare(pipe, optimizer, step, keep, _extras(scheduler, scaler, data_position), group.shard),
+        lambda: _prepare(pipe, optimizer, step, keep, {"scheduler": scheduler, "scaler": scaler}, data_position),
         share=lambda prepared: {"step": step, "training": prepared.training.digests},
     )
     gathered_steps = [each["step"] for each in ready.shared]
@@ -107,21 +104,21 @@ def save_checkpoint(
     if coordinate.worker:  # the replica's first rank writes the states that all of its ranks have
         training = training.different_from(ready.shared[group.rank - coordinate.worker]["training"])
     place = Path(directory)
-    partial = place / f"{steps.step_name(step)}.tmp"
+    partial = place / f"{files.step_name(step)}.tmp"
     try:
-        run_on_all_ranks(group, "make a directory", lambda: steps.begin(place, step) if group.rank == 0 else None)
+        run_on_all_ranks(group, "make a directory", lambda: files.begin(place, step) if group.rank == 0 else None)
         written = run_on_all_ranks(
             group, "write its stages", lambda: _write(partial, ready.own, training, group), share=_Written.to_json
         )
         run_on_all_ranks(group, "complete the checkpoint", lambda: _complete(partial, step, written.shared, group))
     except Exception:
         if group.rank == 0:  # no rank writes any more: all have got the failure
-            steps.discard(partial)
+            files.discard(partial)
         raise
-    final = place / steps.step_name(step)
-    run_on_all_ranks(group, "see the checkpoint", lambda: steps.wait_for(final / COMPLETE))
+    final = place / files.step_name(step)
+    run_on_all_ranks(group, "see the checkpoint", lambda: files.wait_for(final / COMPLETE))
     if group.rank == 0:
-        steps.clear(final, keep)
+        files.clear(final, keep)
     return final
 
 
@@ -146,61 +143,54 @@ class _Written:
         return {"stages": [stage.to_json() for stage in self.stages], "files": self.files, "whole": self.whole}
 
 
-def _extras(scheduler: Any, scaler: Any, data_position: Any) -> dict[str, Any]:
-    extras = {"scheduler": scheduler, "scaler": scaler}
-    return {**{name: each for name, each in extras.items() if each is not None}, POSITION: data_position}
-
-
 def _prepare(
-    pipe: pipework.Pipe,
-    optimizer: Optimizer | None,
-    step: int,
-    keep: int | None,
-    extras: dict[str, Any],
-    shard: int,
+    pipe: pipework.Pipe, optimizer: Optimizer | None, step: int, keep: int | None, others: dict[str, Any], position: Any
 ) -> _Prepared:
     require_safetensors()
     for name, number, least in (("step", step, 0), ("keep", 1 if keep is None else keep, 1)):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}")
+    states = {POSITION: position, RANDOM: random_states()}
+    for name, each in others.items():
+        if each is not None:
+            if not hasattr(each, "state_dict"):
+                raise TypeError(f"{name} must have a state_dict(), got a {type(each).__name__}")
+            states[name] = each.state_dict()
     stages = stages_of(pipe)
-    parts = split_by_stage(optimizer, stages) if optimizer is not None and has_state(optimizer, shard) else {}
-    states = {name: each if name == POSITION else _state_of(name, each) for name, each in extras.items()}
-    return _Prepared(stages, parts, TrainingState.of({**states, RANDOM: random_states()}))
-
-
-def _state_of(name: str, thing: Any) -> Any:
-    if not hasattr(thing, "state_dict"):
-        raise TypeError(f"{name} must have a state_dict(), got a {type(thing).__name__}")
-    return thing.state_dict()
+    parts = (
+        split_by_stage(optimizer, stages) if optimizer is not None and has_state(optimizer, pipe.ranks.shard) else {}
+    )
+    return _Prepared(stages, parts, TrainingState.of(states))
 
 
 def _write(partial: Path, prepared: _Prepared, training: TrainingState, group: ProcessGroupView) -> _Written:
     """Writes this rank's files."""
-    steps.wait_for(partial)
-    written = _Written([], {}, group.shard == 0)
+    files.wait_for(partial)
+    first = group.shard == 0
+    written = _Written([], {}, first)
+
+    def write(file: str, tensors: dict[str, Tensor]) -> None:
+        written.files[file] = write_tensors(partial / file, tensors)
+
     for number, tensors in prepared.stages.items():
         same = aliases(tensors)
         state = prepared.optimizer.get(number)
         model = divide({name: tensor for name, tensor in tensors.items() if name not in same}, group)
         parts = divide({} if state is None else state.tensors, group)
-        first = group.shard == 0
         if first or model.tensors:
-            name = model_file(number, group.shard)
-            written.files[name] = write_tensors(partial / name, model.tensors)
+            write(stage_file("model", number, group.shard), model.tensors)
         if state is not None and (first or parts.tensors):
-            name = optimizer_file(number, group.shard)
-            written.files[name] = write_tensors(partial / name, parts.tensors)
+            write(stage_file("optimizer", number, group.shard), parts.tensors)
         if state is not None and first:
-            name = optimizer_values(number)
-            written.files[name] = _write_values(partial / name, state.to_json())
-        kinds = {name: Kind.of(tensor) for name, tensor in tensors.items()}
-        saved = SavedStage(number, group.rank, kinds, same, state is not None, model.sharded, parts.sharded)
+            file = optimizer_values(number)
+            written.files[file] = _write_values(partial / file, state.values)
         if first or model.sharded or parts.sharded:
-            written.stages.append(saved)
+            kinds = {name: Kind.of(tensor) for name, tensor in tensors.items()}
+            rank, has_state = group.rank, state is not None
+            written.stages.append(SavedStage(number, rank, kinds, same, has_state, model.sharded, parts.sharded))
     if training.values:
         tensors_file, values_file = training_files(group.rank)
-        written.files[tensors_file] = write_tensors(partial / tensors_file, training.all_tensors)
+        write(tensors_file, training.all_tensors)
         written.files[values_file] = _write_values(partial / values_file, training.values)
     return written
 
@@ -222,7 +212,7 @@ def _complete(partial: Path, step: int, gathered: list[Any], group: ProcessGroup
         raise ValueError(f"wanted each stage from one rank, got stages {', '.join(found)}")
     for part in by_kind[False]:
         stages[part.stage] = stages[part.stage].with_shards(part)
-    files = {name: Checksum(*each) for written in gathered for name, each in written["files"].items()}
-    content = Manifest(step, len(group.everyone), group.replicas, tuple(stages), files).to_bytes()
+    checksums = {name: Checksum(*each) for written in gathered for name, each in written["files"].items()}
+    content = Manifest(step, len(group.everyone), group.replicas, tuple(stages), checksums).to_bytes()
     write_file(partial / MANIFEST, [content])
-    steps.finish(partial, completion(content))
+    files.finish(partial, completion(content))

@@ -2,6 +2,10 @@
 
 The format is a length, a header in JSON and the bytes. A tensor that it cannot hold is refused before anything is
 written. The safetensors library reads the files and validates their headers.
+
+Of a tensor that several processes share, each writes its part into a file of its own, and any others read them. A stage
+has a file of the process that writes what is whole, shard 0, and one for each other process that has parts. So what was
+saved on any mesh is loaded on any other: a reader puts a tensor together, and takes what is its own of it.
 """
 
 from __future__ import annotations
@@ -9,7 +13,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
@@ -17,39 +22,24 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 import torch
 
 from pipework.saving.files import DamagedError, unreadable, write_file
-from pipework.values.dtensor import is_dtensor
+from pipework.values.dtensor import is_dtensor, local_part, local_region
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
+    from pipework.backend import ProcessGroupView
     from pipework.saving.files import Checksum
 
-_CODES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
-    {
-        torch.float64: "F64",
-        torch.float32: "F32",
-        torch.float16: "F16",
-        torch.bfloat16: "BF16",
-        torch.float8_e4m3fn: "F8_E4M3",
-        torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-        torch.float8_e5m2: "F8_E5M2",
-        torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-        torch.complex64: "C64",
-        torch.int64: "I64",
-        torch.int32: "I32",
-        torch.int16: "I16",
-        torch.int8: "I8",
-        torch.uint64: "U64",
-        torch.uint32: "U32",
-        torch.uint16: "U16",
-        torch.uint8: "U8",
-        torch.bool: "BOOL",
-    }
+_KINDS: Final = (
+    "float64=F64 float32=F32 float16=F16 bfloat16=BF16 float8_e4m3fn=F8_E4M3 float8_e4m3fnuz=F8_E4M3FNUZ "
+    "float8_e5m2=F8_E5M2 float8_e5m2fnuz=F8_E5M2FNUZ complex64=C64 int64=I64 int32=I32 int16=I16 int8=I8 uint64=U64 "
+    "uint32=U32 uint16=U16 uint8=U8 bool=BOOL"
 )
-_DTYPES: Final = MappingProxyType({str(dtype).removeprefix("torch."): dtype for dtype in _CODES})
+_CODES: Final[Mapping[str, str]] = MappingProxyType(dict(pair.split("=") for pair in _KINDS.split()))
+"""The code of each dtype in a file, by its name in PyTorch."""
 
 
 class Kind(NamedTuple):
@@ -103,8 +93,8 @@ def check_savable(name: str, tensor: Tensor, *, waits: bool = False) -> None:
         reason = f"its layout is {tensor.layout}, wanted a dense tensor"
     elif tensor.device.type == "meta" and not waits:
         reason = "it lies on the meta device and has no data"
-    elif tensor.dtype not in _CODES:
-        reason = f"its dtype is {tensor.dtype}, wanted one of {', '.join(_DTYPES)}"
+    elif Kind.of(tensor).dtype not in _CODES:
+        reason = f"its dtype is {tensor.dtype}, wanted one of {', '.join(_CODES)}"
     elif not is_dtensor(tensor) and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         reason = f"it is a {type(tensor).__name__}, whose data may lie anywhere; wanted a plain tensor"
     if reason:
@@ -142,15 +132,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Checksum:
 
 def write_by_name(path: Path, kinds: Mapping[str, Kind], get: Callable[[str], Tensor]) -> Checksum:
     """Writes tensors by name, and gets each when its turn comes, so that one at a time is in memory."""
-    sizes = {name: _DTYPES[kind.dtype].itemsize * math.prod(kind.shape) for name, kind in kinds.items()}
+    widths = {name: getattr(torch, kind.dtype).itemsize for name, kind in kinds.items()}
+    sizes = {name: widths[name] * math.prod(kind.shape) for name, kind in kinds.items()}
     # The widest elements come first: then each tensor begins at a multiple of its element size.
-    order = sorted(kinds, key=lambda name: (-_DTYPES[kinds[name].dtype].itemsize, name))
+    order = sorted(kinds, key=lambda name: (-widths[name], name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
         start, end = end, end + sizes[name]
-        code = _CODES[_DTYPES[kinds[name].dtype]]
-        header[name] = {"dtype": code, "shape": kinds[name].shape, "data_offsets": [start, end]}
+        kind = kinds[name]
+        header[name] = {"dtype": _CODES[kind.dtype], "shape": kind.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 
@@ -210,3 +201,129 @@ def open_tensors(path: Path) -> Iterator[TensorFile]:
         raise unreadable(path, error) from error
     with file as opened:
         yield TensorFile(path, opened)
+
+
+class ShardPart(NamedTuple):
+    """A part of a tensor.
+
+    Attributes:
+        shard: the number of the file that has it.
+        offsets: of its first element in the whole tensor.
+        sizes: its shape.
+    """
+
+    shard: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A tensor that is saved in parts.
+
+    Attributes:
+        shape: of the whole tensor.
+        parts: each element is in one.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[ShardPart, ...]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """From a JSON value."""
+        parts = [ShardPart(int(shard), tuple(offsets), tuple(sizes)) for shard, offsets, sizes in value["parts"]]
+        return cls(tuple(map(int, value["shape"])), tuple(parts))
+
+
+class Divided(NamedTuple):
+    """What one process writes of some tensors.
+
+    Attributes:
+        tensors: by name, plain ones.
+        sharded: those of which they are parts.
+    """
+
+    tensors: dict[str, Tensor]
+    sharded: dict[str, Sharded]
+
+
+def divide(tensors: Mapping[str, Tensor], group: ProcessGroupView) -> Divided:
+    """What this process writes of tensors that it holds.
+
+    What is whole is written by the first of the processes that hold the same layers. Of a DTensor each of them writes
+    its part, unless another process has the same part, which has the lower place in a dimension without sharding.
+
+    Args:
+        tensors: by name.
+        group: this process among all.
+
+    Raises:
+        TypeError: a DTensor is placed in a way that no file can describe.
+    """
+    divided = Divided({}, {})
+    for name, tensor in tensors.items():
+        if not is_dtensor(tensor):
+            if group.shard == 0:
+                divided.tensors[name] = tensor
+            continue
+        names = tensor.device_mesh.mesh_dim_names
+        if names is None or not {*names} <= group.place.keys():
+            raise TypeError(
+                f"{name!r} is a DTensor over {names or 'a mesh without names'}, and the pipe's mesh has "
+                f"{tuple(group.place)}: give Pipe(mesh=) the mesh of which the layers have slices"
+            )
+        pairs = zip(names, tensor.placements, strict=True)
+        over = {dimension for dimension, placement in pairs if not placement.is_replicate()}
+        region = local_region(name, tensor)
+        part = local_part(tensor)
+        if any(place for dimension, place in group.place.items() if dimension not in over) or not part.numel():
+            continue
+        divided.tensors[name] = part
+        divided.sharded[name] = Sharded(tuple(tensor.shape), (ShardPart(group.shard, *region),))
+    return divided
+
+
+def shards_of(sharded: Mapping[str, Sharded]) -> list[int]:
+    """The numbers of the files that have parts, and of the one that has all else."""
+    return sorted({0, *(part.shard for each in sharded.values() for part in each.parts)})
+
+
+@contextmanager
+def open_stage(paths: Mapping[int, Path], sharded: Mapping[str, Sharded]) -> Iterator[Callable[[str], Tensor]]:
+    """Opens the files of one stage. Inside, a function reads a tensor whole, by its name, in memory of its own.
+
+    Args:
+        paths: of the files, by the number of the shard.
+        sharded: the tensors that are saved in parts, by their name in the files.
+
+    Raises:
+        DamagedError: a file has no such tensor, or parts are missing.
+    """
+    with ExitStack() as stack:
+        files = {shard: stack.enter_context(open_tensors(path)) for shard, path in paths.items()}
+
+        def read(name: str) -> Tensor:
+            if name not in sharded:
+                return files[0].read(name)
+            shape, parts = sharded[name].shape, sharded[name].parts
+            read = [files[part.shard].read(name) for part in parts]
+            if sum(part.numel() for part in read) != math.prod(shape) or not read:
+                raise DamagedError(f"{paths[0].name}: not all elements of {name} were saved")
+            whole = read[0].new_empty(shape)
+            for tensor, (shard, offsets, sizes) in zip(read, parts, strict=True):
+                if tuple(tensor.shape) != sizes:
+                    raise DamagedError(f"{paths[shard].name}: a part of {name} has the shape {tuple(tensor.shape)}")
+                whole[_place(offsets, sizes)] = tensor
+            return whole
+
+        yield read
+
+
+def own_part(tensor: Tensor, like: Tensor) -> Tensor:
+    """Of a whole tensor, what this process holds of another one that is placed in some way; all if that is whole."""
+    return tensor[_place(*local_region("it", like))].clone() if is_dtensor(like) else tensor
+
+
+def _place(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))

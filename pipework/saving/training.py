@@ -17,16 +17,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import random
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from pipework.saving.files import DamagedError, parsing, verify_file
-from pipework.saving.manifest import read_json, training_files
+import torch
+
+from pipework.saving.files import DamagedError, parsing
+from pipework.saving.manifest import training_files
 from pipework.saving.tensor_files import Kind, NamedTensors, bytes_of, open_tensors
 from pipework.values.json_codec import JsonCodec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -119,9 +123,8 @@ def read_training(path: Path, manifest: Manifest, coordinate: MeshCoordinate, *,
     ranks = sources(manifest, coordinate)
     for rank in ranks:
         tensors, values = training_files(rank)
-        verify_file(path / tensors, manifest.checksum(tensors))
-        forms = read_json(path, manifest, values)
-        with open_tensors(path / tensors) as opened, parsing(values):
+        forms = manifest.read_json(path, values)
+        with open_tensors(manifest.verify(path, tensors)) as opened, parsing(values):
             read = {str(name): JsonCodec(get=opened.read).decode(value) for name, value in forms.items()}
         found = {**read, **{name: value for name, value in found.items() if value is not None or name != POSITION}}
     if RANDOM not in found:
@@ -131,46 +134,19 @@ def read_training(path: Path, manifest: Manifest, coordinate: MeshCoordinate, *,
     return {POSITION: None, **found}
 
 
-def notes_on_ranks(manifest: Manifest, coordinate: MeshCoordinate, *, same_random: bool) -> list[tuple[int, str]]:
-    """Messages for a resumption with another number of ranks, each with its level of logging."""
-    return [
-        *_other_replicas(manifest.replicas, coordinate.replicas, same_random=same_random),
-        *_other_workers(manifest, coordinate.workers),
-    ]
-
-
-def _other_replicas(saved: int, here: int, *, same_random: bool) -> Iterator[tuple[int, str]]:
-    begin = (
-        f"it is of {_counted(saved, 'replica')}, and here {'is' if here == 1 else 'are'} {_counted(here, 'replica')}"
-    )
-    if here < saved:
-        left_out = _numbers(here, saved)
-        yield logging.WARNING, f"{begin}: the data position and the random states of {left_out} are left out"
-    elif here > saved:
-        random = "whose random states stay what they are, since the script has given them different seeds"
-        if same_random:
-            random = "as do its random states, since the script has given all replicas the same seed"
-        further = _numbers(saved, here)
-        yield logging.WARNING, f"{begin}: the data position of replica 0 goes to {further}, too, {random}"
-
-
-def _other_workers(manifest: Manifest, here: int) -> Iterator[tuple[int, str]]:
+def note_on_ranks(manifest: Manifest, coordinate: MeshCoordinate, *, same_random: bool) -> str:
+    """What a resumption with another number of replicas or workers leaves out; an empty text if nothing."""
     saved = manifest.ranks // manifest.replicas
+    text = f"it is of {manifest.replicas} replicas, and here are {coordinate.replicas}: "
+    if coordinate.replicas < manifest.replicas:
+        return f"{text}the data positions and random states of replicas from {coordinate.replicas} on are left out"
+    if coordinate.replicas > manifest.replicas:
+        states = "and also its random states" if same_random else "and keep their own random states"
+        return f"{text}replicas from {manifest.replicas} on get the data position of replica 0, {states}"
     special = [rank for rank in range(manifest.ranks) if rank % saved and training_files(rank)[1] in manifest.files]
-    if here != saved and special:
-        begin = f"its replicas were of {_counted(saved, 'process')}, and here of {_counted(here, 'process')}"
-        which = f"rank{'' if len(special) == 1 else 's'} {', '.join(map(str, special))}"
-        what = f"what was special to {which}, such as random states, gives way to what the first of them had"
-        yield logging.INFO, f"{begin}: {what}"
-
-
-def _counted(number: int, what: str) -> str:
-    ending = "es" if what.endswith("s") else "s"
-    return f"{number} {what}{'' if number == 1 else ending}"
-
-
-def _numbers(first: int, end: int) -> str:
-    return f"replica {first}" if end == first + 1 else f"replicas {first} to {end - 1}"
+    if coordinate.workers != saved and special:
+        return f"what was special to the ranks {special}, such as random states, is left out: here are other workers"
+    return ""
 
 
 def _digest(value: Any, tensors: Mapping[str, Tensor]) -> str:
@@ -179,3 +155,60 @@ def _digest(value: Any, tensors: Mapping[str, Tensor]) -> str:
         digest.update(json.dumps([name, *Kind.of(tensor)]).encode())
         digest.update(bytes_of(tensor))
     return digest.hexdigest()
+
+
+def random_states() -> dict[str, Any]:
+    """The states of PyTorch's generators (CPU and accelerators), Python's and, if numpy was imported, numpy's.
+
+    Example:
+        >>> before = random_states()
+        >>> numbers = torch.rand(2), random.random()
+        >>> set_random_states(before)
+        >>> torch.equal(torch.rand(2), numbers[0]), random.random() == numbers[1]
+        (True, True)
+    """
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    module = _accelerator()
+    if module is not None:
+        states["accelerator"] = [module.get_rng_state(*place) for place in _places()]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state = numpy.random.get_state(legacy=False)
+        # The key of a Mersenne Twister is the one array in it.
+        state["state"] = {k: v.tolist() if isinstance(v, numpy.ndarray) else v for k, v in state["state"].items()}
+        states["numpy"] = state
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Restores the states of the generators that exist here."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    module, saved = _accelerator(), states.get("accelerator", [])
+    places = _places() if module is not None else []
+    for place, state in zip(places, saved, strict=False):
+        module.set_rng_state(state, *place)
+    if len(saved) != len(places):
+        logging.getLogger("pipework").info(
+            "the checkpoint has random states of %d accelerators, here are %d: those that both have were set",
+            len(saved),
+            len(places),
+        )
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        numpy.random.set_state(states["numpy"])
+
+
+def _places() -> list[tuple[int, ...]]:
+    """The device argument for each accelerator's generator. Some kinds take none if there is one device."""
+    count = torch.accelerator.device_count()
+    return [()] if count == 1 else [(index,) for index in range(count)]
+
+
+def _accelerator() -> Any:
+    """PyTorch's module for the available accelerator."""
+    if not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    module = getattr(torch, accelerator.type, None) if accelerator is not None else None
+    return module if hasattr(module, "get_rng_state") else None

@@ -1,5 +1,6 @@
 """What the tests of saving share: a small model, ways to train it, and what it looks like afterwards."""
 
+import hashlib
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import Pipe
+from pipework.saving.files import Checksum
 
 BALANCES = {4: [2, 2, 2, 2], 3: [3, 2, 3], 2: [5, 3], 1: [8]}
 
@@ -128,3 +130,7 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def files_of(checkpoint: Path) -> list[Path]:
     return sorted(checkpoint.iterdir())
+
+
+def checksum_of(content: bytes) -> Checksum:
+    return Checksum(len(content), hashlib.sha256(content).hexdigest())

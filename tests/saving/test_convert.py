@@ -43,9 +43,9 @@ def test_mistakes(tmp_path, capsys):
         assert error.count("\n") == 1
         return error
 
-    assert "give one of the checkpoints in it, such as" in said(path.parent, out)
+    assert "is not the directory of a complete checkpoint: give one, such as" in said(path.parent, out)
     assert str(path) in said(path.parent, out)
-    assert "is not the directory of a complete checkpoint: it does not exist" in said(tmp_path / "nowhere", out)
+    assert "is not the directory of a complete checkpoint: give one" in said(tmp_path / "nowhere", out)
     assert "wanted a name that ends in .safetensors" in said(path, tmp_path / "x.bin")
     assert "there is no folder" in said(path, tmp_path / "no" / "x.safetensors")
     out.write_text("what was there")

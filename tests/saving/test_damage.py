@@ -14,8 +14,7 @@ import torch
 
 import pipework
 from pipework import load_checkpoint, save_checkpoint
-from pipework.saving.files import checksum_of
-from tests.saving.harness import OPTIMIZERS, assert_same, files_of, make_pipe, remembered, snapshot, stir
+from tests.saving.harness import OPTIMIZERS, assert_same, checksum_of, files_of, make_pipe, remembered, snapshot, stir
 
 # What each file is of: the COMPLETE mark is compared with the manifest, so that an error may name either.
 NAMES = [

@@ -109,12 +109,12 @@ def test_other_numbers_of_replicas(on_ranks: Run, tmp_path: Path) -> None:
     ((*rest, said),) = load(None, str(tmp_path), [[5]])
     assert rest == one
     assert len(said) == 1
-    assert said[0].endswith("the data position and the random states of replica 1 are left out")
+    assert said[0].endswith("the data positions and random states of replicas from 1 on are left out")
 
     every = on_ranks(3, load, init={"dp": 3}, folder=str(tmp_path), seeds=[[5, 5, 5], [5, 6, 7]])
     first, second, third = (each[0] for each in every)
     assert [first[:4], second[:4], third[:4]] == [one, two, one]
-    assert "as do its random states, since the script has given all replicas the same seed" in first[4][0]
+    assert "the data position of replica 0, and also its random states" in first[4][0]
     assert not second[4]
     assert not third[4], "one process says it"
 
@@ -122,7 +122,7 @@ def test_other_numbers_of_replicas(on_ranks: Run, tmp_path: Path) -> None:
     assert [first[:4], second[:4]] == [one, two]
     seed(7)
     assert third[:4] == [*drawn(), {"row": 100}]
-    assert "replica 2, too, whose random states stay what they are" in first[4][0]
+    assert "the data position of replica 0, and keep their own random states" in first[4][0]
 
 
 def test_from_threads_to_two_replicas(on_ranks: Run, tmp_path: Path) -> None:

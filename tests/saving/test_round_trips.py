@@ -196,6 +196,6 @@ def test_groups_cut_otherwise(tmp_path):
     assert torch.equal(halves.state[parameters[0]]["exp_avg"], optimizer.state[parameters[0]]["exp_avg"])
     halves.param_groups[1]["lr"] = 0.2
     save_checkpoint(tmp_path, pipe, halves, step=2)
-    with pytest.raises(ValueError, match="groups 0 and 1 of the checkpoint, whose options differ"):
+    with pytest.raises(ValueError, match=r"groups \[0, 1\] of the checkpoint, whose options differ"):
         load_checkpoint(tmp_path, pipe, optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.5

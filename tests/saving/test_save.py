@@ -54,14 +54,14 @@ def test_keep(tmp_path, caplog):
 def test_nothing_is_removed_before_the_new_one_is_complete(tmp_path, monkeypatch):
     pipe = make_pipe()
     save_checkpoint(tmp_path, pipe, step=1)
-    remove = pipework.saving.steps.shutil.rmtree
+    remove = pipework.saving.files.shutil.rmtree
     seen = []
 
     def watched(path, **options):
         seen.append((path.name, (tmp_path / "step-00000002" / "COMPLETE").exists()))
         remove(path, **options)
 
-    monkeypatch.setattr(pipework.saving.steps.shutil, "rmtree", watched)
+    monkeypatch.setattr(pipework.saving.files.shutil, "rmtree", watched)
     save_checkpoint(tmp_path, pipe, step=2, keep=1)
     assert seen == [("step-00000001.tmp", True)]
 
@@ -74,7 +74,7 @@ def test_old_ones_that_cannot_be_removed_are_no_error(tmp_path, monkeypatch, cap
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipework.saving.steps.shutil, "rmtree", refuse)
+        patch.setattr(pipework.saving.files.shutil, "rmtree", refuse)
         save_checkpoint(tmp_path, pipe, step=2, keep=1)
     assert "the old checkpoint" in caplog.text
     assert load_checkpoint(tmp_path, pipe).step == 2

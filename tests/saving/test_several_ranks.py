@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipework import Pipe, load_checkpoint, save_checkpoint
-from pipework.saving import load, reading, save, steps
+from pipework.saving import files, load, manifest, save
 from pipework.saving.stages import stages_of
 from tests.saving.harness import Cut, assert_same, make_pipe, remembered, snapshot, stir
 
@@ -166,15 +166,15 @@ def test_each_reads_only_what_it_needs(monkeypatch, tmp_path):
     one_process(tmp_path)
     ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
     seen: dict[str, set[str]] = {}
-    check = reading.verify_file
+    check = manifest.verify_file
 
     def watched(path, wanted):
         seen.setdefault(threading.current_thread().name, set()).add(path.name)
         check(path, wanted)
 
-    monkeypatch.setattr(reading, "verify_file", watched)
+    monkeypatch.setattr(manifest, "verify_file", watched)
     ranks.load(tmp_path)
-    numbers = {name: {file[-17:-12] for file in files if "stage" in file} for name, files in seen.items()}
+    numbers = {name: {file.split("stage-")[1][:5] for file in files if "stage" in file} for name, files in seen.items()}
     assert numbers == {"rank 0": {"00000"}, "rank 1": {"00002", "00003"}}, "stage 1 has no parameters"
 
 
@@ -260,7 +260,7 @@ def test_a_stage_of_two_ranks_is_refused(monkeypatch, tmp_path):
 
 
 def test_a_directory_of_ones_own_is_an_error(monkeypatch, tmp_path):
-    monkeypatch.setattr(steps, "_PATIENCE", 0.2)
+    monkeypatch.setattr(files, "_PATIENCE", 0.2)
     ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
     first, second = ranks.all(lambda rank: save_checkpoint(tmp_path / str(rank.rank), rank.pipe, step=1))
     assert isinstance(second, FileNotFoundError)
@@ -269,16 +269,16 @@ def test_a_directory_of_ones_own_is_an_error(monkeypatch, tmp_path):
 
 
 def test_a_mark_that_one_does_not_see_is_an_error_for_all(monkeypatch, tmp_path):
-    monkeypatch.setattr(steps, "_PATIENCE", 0.2)
+    monkeypatch.setattr(files, "_PATIENCE", 0.2)
     ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
-    wait = steps.wait_for
+    wait = files.wait_for
 
     def blind(path):
         wait(
             path.with_name("hidden") if (path.name, threading.current_thread().name) == ("COMPLETE", "rank 1") else path
         )
 
-    monkeypatch.setattr(steps, "wait_for", blind)
+    monkeypatch.setattr(files, "wait_for", blind)
     first, second = ranks.save(tmp_path)
     assert isinstance(second, FileNotFoundError)
     assert "rank 1 could not see the checkpoint: FileNotFoundError" in str(first)

@@ -5,12 +5,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipework.saving.files import DamagedError, checksum_of
+from pipework.saving.files import DamagedError
 from pipework.saving.tensor_files import _CODES, Kind, open_tensors, write_tensors
+from tests.saving.harness import checksum_of
 
 
 def tensors():
-    made = {str(dtype): torch.arange(24).reshape(2, 3, 4).to(dtype) for dtype in _CODES}
+    made = {f"torch.{name}": torch.arange(24).reshape(2, 3, 4).to(getattr(torch, name)) for name in _CODES}
     made |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), 'quo"te é': torch.ones(1)}
     made["turned"] = torch.randn(3, 4).t()
     return made | {"view": made["torch.float32"][1:, ::2], "again": made["torch.float32"]}

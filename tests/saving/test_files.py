@@ -1,4 +1,4 @@
-from pipework.saving import steps
+from pipework.saving import files
 
 
 def make(directory, *names):
@@ -15,14 +15,14 @@ def names(directory):
 
 def test_huge_numbers_sort_right(tmp_path):
     numbers = [0, 1, 99_999_999, 100_000_000, 10**12, 10**30]
-    make(tmp_path, *map(steps.step_name, numbers), "step-1", "step-000000001x", "STEP-00000001", "step-" + "9" * 200)
-    assert [steps.step_of(path.name) for path in steps.saved_steps(tmp_path)] == numbers[::-1]
+    make(tmp_path, *map(files.step_name, numbers), "step-1", "step-000000001x", "STEP-00000001", "step-" + "9" * 200)
+    assert [files.step_of(path.name) for path in files.saved_steps(tmp_path)] == numbers[::-1]
 
 
 def test_what_is_replaced_comes_after_what_replaces_it(tmp_path):
     make(tmp_path, "step-00000001.replaced", "step-00000001", "step-00000002.replaced", "step-00000000")
     make(tmp_path, "step-00000009.tmp")
-    assert [path.name for path in steps.saved_steps(tmp_path)] == [
+    assert [path.name for path in files.saved_steps(tmp_path)] == [
         "step-00000002.replaced",
         "step-00000001",
         "step-00000001.replaced",
@@ -34,6 +34,6 @@ def test_the_next_save_clears_up(tmp_path):
     make(tmp_path, "step-00000001.replaced", "step-00000001", "step-00000002.replaced", "step-00000003.tmp", "mine.tmp")
     make(tmp_path, "step-00000004.replaced")
     (tmp_path / "step-00000004").mkdir()  # never completed
-    steps.begin(tmp_path, 7)
+    files.begin(tmp_path, 7)
     assert names(tmp_path) == ["mine.tmp", *(f"step-0000000{n}" for n in (1, 2, 4)), "step-00000007.tmp"]
-    assert steps.is_complete(tmp_path / "step-00000004")
+    assert files.is_complete(tmp_path / "step-00000004")
