@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -77,6 +78,29 @@ def checked_debug(debug: str | Iterable[str]) -> frozenset[str]:
     return frozenset(names)
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What a pipe was made with, as far as a mini-batch needs it.
+
+    Attributes:
+        loss: see `LossSettings`.
+        tuples: how a tuple reaches a layer.
+        chunks: see `Pipe`.
+        checkpoint: see `Pipe`; `AS_SCHEDULED` if the schedule of the pipe itself says what is recomputed.
+        split: see `Pipe`.
+        debug: see `Pipe`.
+        warns: whether a `PipeWarning` is given of what is probably not meant.
+    """
+
+    loss: LossSettings
+    tuples: TupleRule
+    chunks: int
+    checkpoint: str
+    split: OwnSplit | None = None
+    debug: frozenset[str] = frozenset()
+    warns: bool = True
+
+
 class Executor:
     """Runs the mini-batches of a pipe, and lives as long as it. Its engine is made at the first one.
 
@@ -85,19 +109,12 @@ class Executor:
         backend: where its workers are.
         partitions: the layers of all stages; only those of `here` are kept.
         here: the stages of this process.
-        tuples: how a tuple reaches a layer.
-        loss: see `LossSettings`.
-        chunks: see `Pipe`; may be changed between mini-batches, as `checkpoint` may.
-        checkpoint: see `Pipe`.
-        own_split: see `split` of `Pipe`.
-        debug: see `Pipe`.
+        settings: of the pipe; may be replaced between mini-batches.
 
     Attributes:
         recording: receives the actions of mini-batches; None: nothing is recorded.
         recorded_step: the number of the next mini-batch for it.
     """
-
-    warns: ClassVar[bool] = True  # of what is probably not meant; see `PipeWarning`
 
     def __init__(
         self,
@@ -105,23 +122,12 @@ class Executor:
         backend: Backend,
         partitions: Sequence[nn.Sequential],
         here: Sequence[int],
-        tuples: TupleRule,
-        loss: LossSettings,
-        *,
-        chunks: int,
-        checkpoint: str,
-        own_split: OwnSplit | None = None,
-        debug: frozenset[str] = frozenset(),
+        settings: Settings,
     ) -> None:
         self._assignment = assignment
         self._backend = backend
         self._partitions = {stage: partitions[stage] for stage in here}
-        self._tuples = tuples
-        self.loss = loss
-        self.chunks = chunks
-        self.checkpoint = checkpoint
-        self._debug = debug
-        self._own_split = own_split
+        self.settings = settings
         self._layout: Layout | None = None
         self._layout_is_fixed = False
         self.recording: Recording | None = None
@@ -165,7 +171,7 @@ class Executor:
         """One mini-batch; see `Pipe.forward`. `training` is the pipe's flag; `doubts` gets what is to be warned of."""
         if self._backend.is_whole and return_output and target is None:
             raise _output_without_loss()
-        scale = checked_scale(loss_scale, self._assignment.partitioning.devices[-1])
+        scale = checked_scale(loss_scale, self._devices[-1])
         context = CallerContext.capture(self._device_types)
         passed, own_target = (inputs, keyword_inputs), target
         # Of several processes one reads the inputs; the others may want their gradients.
@@ -196,26 +202,35 @@ class Executor:
         split = own if self._backend.is_first else None
         call = self._backend.begin(call, split, passed, own_target)
         inside = call.has_target
-        split = split or _elsewhere(call)
+        split = split or MiniBatch.elsewhere(
+            call.rows, call.micro_batches, call.given
+        )  # another process has its tensors
         own = own or split
         targets, weighing = None, split.rows
         if inside and self._backend.is_last:
-            last = self._assignment.partitioning.devices[-1]
-            targets, weighing = split.targets(target, last, self._end_ranks, self._known_layout)
+            targets, weighing = split.targets(target, self._devices[-1], self._end_ranks, self._known_layout)
         micro_batches = len(split.rows)
         trains = training and context.grad
         try:
-            program = self._program(micro_batches, self.checkpoint if trains else "never", inside=inside)
+            program = self._program(micro_batches, self.settings.checkpoint if trains else "never", inside=inside)
         except ValueError as error:  # a schedule of the caller's own is for fewer micro-batches
             raise self._backend.common_error(error) from None
         if not inside and trains:
             self._refuse_loss_outside(program, len(inputs), keyword_inputs, everywhere=everywhere)
         self._refuse_misplaced(call, return_output=return_output, scaled=loss_scale is not None)
-        looks = self._looks if self.warns and split.is_cut and micro_batches > 1 else frozenset[str]()
+        looks = self._looks if self.settings.warns and split.is_cut and micro_batches > 1 else frozenset[str]()
         inner, padding = None, None
         if inside:
-            inner, padding = self._inner_loss(
-                targets, weighing, looks, scale, grad=context.grad, keeps_output=return_output
+            if targets is not None and self.settings.warns:
+                padding = self.settings.loss.doubt(targets, weighing)
+            inner = self.settings.loss.inner(
+                targets,
+                weighing,
+                self._devices[-1],
+                grad=context.grad,
+                keeps_output=return_output,
+                scale=scale,
+                seen=[] if targets and "loss" in looks and may_be_other(self.settings.loss.function) else None,
             )
         key = Key(call.key)
         if training:
@@ -229,11 +244,11 @@ class Executor:
             context,
             key,
             StepOptions(
-                CHECK_FINITE in self._debug,
+                CHECK_FINITE in self.settings.debug,
                 self.recording,
                 number,
                 everywhere=everywhere,
-                scaler=self.loss.grad_scaler,
+                scaler=self.settings.loss.grad_scaler,
             ),
             loss=inner,
             own_leaves=split.own_leaves,
@@ -261,7 +276,7 @@ class Executor:
         self._backend.share_key(call, key)
         if own.learned is not None:  # not before: a call that fails has shown nothing
             self._known_layout.learn(own.learned)
-            doubts += own.learned.doubts if self.warns and self._backend.is_first else []
+            doubts += own.learned.doubts if self.settings.warns and self._backend.is_first else []
         rooted = not self._backend.is_whole
         if inner is not None:
             has_output = return_output and (everywhere or self._backend.is_last)
@@ -276,26 +291,39 @@ class Executor:
                 arrived,
                 lacks_scaler=has_backward and loss_scale is None and self._lacks_scaler(step, context),
             )
-            if self.warns and has_backward:
+            if self.settings.warns and has_backward:
                 doubts += self._undelivered.doubts()
                 self._undelivered.add(shared)
             outputs = [(tensors[1:], structure) for tensors, structure in results] if has_output else []
-            doubts += doubts_about_loss(self.loss, inner, split.rows, padding)
+            doubts += doubts_about_loss(self.settings.loss, inner, split.rows, padding)
             self._looks -= looks & {"loss"}
-            loss, output = _loss_and_output(results, outputs, split, shared, own.tensors, rooted=rooted)
-            if outputs and self.warns and split.is_cut:
-                doubts += self._output_rows.warnings(outputs, split.rows)
+            parts = [tensors[0] for tensors, _ in results]
+            loss = total(parts)
+            if any(part.requires_grad for part in parts):
+                end = None if shared.arrived is None else shared.end
+                (loss,) = attach(shared, own.tensors, (loss,), (True,), step.stages, rooted=rooted, arrived=end)
+            output = None
+            if outputs:
+                joined = split.joined(outputs)
+                output = joined.value(joined.tensors)
+                if self.settings.warns and split.is_cut:
+                    doubts += self._output_rows.warnings(outputs, split.rows)
             return (loss, output) if return_output else loss
         if not results:
             return None
         joined = split.joined(results)
-        if self.warns and split.is_cut:
+        if self.settings.warns and split.is_cut:
             doubts += self._output_rows.warnings(results, split.rows)
         tensors = joined.tensors
         if context.grad and any(joined.differentiable):
             backward = LossOutside(step, cut=joined.cut, join=own.pieces.join)
             tensors = attach(backward, own.tensors, tensors, joined.differentiable, step.stages, rooted=rooted)
         return joined.value(tensors)
+
+    @property
+    def _devices(self) -> Sequence[torch.device]:
+        """The device of each stage."""
+        return self._assignment.partitioning.devices
 
     @property
     def _end_ranks(self) -> tuple[int | None, int | None]:
@@ -309,10 +337,10 @@ class Executor:
         """Raises an error if a step with gradients and without a target cannot be run."""
         _, reader = self._end_ranks
         if not program.loss_may_be_outside:
-            missing = self.loss.missing_target(program.schedule.name, inputs, keywords, reader=reader)
+            missing = self.settings.loss.missing_target(program.schedule.name, inputs, keywords, reader=reader)
             raise self._backend.common_error(missing)
         if reader is not None and not everywhere:
-            raise self._backend.common_error(self.loss.outside_of_one_rank(reader))
+            raise self._backend.common_error(self.settings.loss.outside_of_one_rank(reader))
 
     def _refuse_misplaced(self, call: StepCall, *, return_output: bool, scaled: bool) -> None:
         """Raises an error if a target is where nobody reads it, or an output or a scale is for a loss that is none."""
@@ -336,35 +364,11 @@ class Executor:
 
     def _lacks_scaler(self, step: Step, context: CallerContext) -> bool:
         """Whether float16 gradients were computed without a scale; looked at in the first training steps."""
-        if self.loss.grad_scaler is not None or not self._scaler_looks:
+        if self.settings.loss.grad_scaler is not None or not self._scaler_looks:
             return False
         self._scaler_looks -= 1
         dtypes = {parameter.dtype for stage in step.stages for parameter in step.parameters(stage)}
         return torch.float16 in dtypes.union(autocast.dtype for autocast in context.autocasts)
-
-    def _inner_loss(
-        self,
-        targets: Sequence[Message] | None,
-        weighing: Sequence[int],
-        looks: frozenset[str],
-        scale: float | Tensor,
-        *,
-        grad: bool,
-        keeps_output: bool,
-    ) -> tuple[InnerLoss, str | None]:
-        """The loss inside, which in the first mini-batch keeps what its function sees; a doubt about targets."""
-        padding = self.loss.doubt(targets, weighing) if targets is not None and self.warns else None
-        looks_at_function = targets is not None and "loss" in looks
-        inner = self.loss.inner(
-            targets,
-            weighing,
-            self._assignment.partitioning.devices[-1],
-            grad=grad,
-            keeps_output=keeps_output,
-            scale=scale,
-            seen=[] if looks_at_function and may_be_other(self.loss.function) else None,
-        )
-        return inner, padding
 
     def predict(
         self,
@@ -384,21 +388,22 @@ class Executor:
         count = len(split.micro_batches)
         plain = Program(self._assignment.schedule(count))
         if target is None and not plain.loss_may_be_outside:
-            raise self.loss.missing_target(plain.schedule.name, len(inputs), keyword_inputs, call="pipe.predict")
-        devices = self._assignment.partitioning.devices
+            raise self.settings.loss.missing_target(
+                plain.schedule.name, len(inputs), keyword_inputs, call="pipe.predict"
+            )
         targets: list[Message] | None = None
         loss: InnerLoss | None = None
         if target is not None:
-            targets, weighing = split.targets(target, devices[-1], layout=self._known_layout)
-            loss = self.loss.inner(targets, weighing, devices[-1], grad=True, keeps_output=False)
+            targets, weighing = split.targets(target, self._devices[-1], layout=self._known_layout)
+            loss = self.settings.loss.inner(targets, weighing, self._devices[-1], grad=True, keeps_output=False)
         return predict_call(
             list(self._partitions.values()),
-            devices,
-            self._program(count, self.checkpoint, inside=target is not None).schedule,
+            self._devices,
+            self._program(count, self.settings.checkpoint, inside=target is not None).schedule,
             split,
             targets,
             loss,
-            self._tuples,
+            self.settings.tuples,
             optimizer=optimizer,
             timeout=timeout,
             progress=progress,
@@ -406,11 +411,11 @@ class Executor:
 
     def schedule(self, micro_batches: int | None) -> Schedule:
         """See `Pipe.schedule`."""
-        count = self.chunks if micro_batches is None else micro_batches
-        outside = self._program(count, self.checkpoint, inside=False)
-        if self.loss.function is None and outside.loss_may_be_outside:
+        count = self.settings.chunks if micro_batches is None else micro_batches
+        outside = self._program(count, self.settings.checkpoint, inside=False)
+        if self.settings.loss.function is None and outside.loss_may_be_outside:
             return outside.schedule
-        return self._program(count, self.checkpoint, inside=True).schedule
+        return self._program(count, self.settings.checkpoint, inside=True).schedule
 
     def layer_replaced(self) -> None:
         """The stages still run the layer that was there before: the next mini-batch makes and checks them again."""
@@ -436,13 +441,13 @@ class Executor:
             self._engine = make_engine(
                 self._partitions,
                 self._assignment.partitioning.balance,
-                self._assignment.partitioning.devices,
+                self._devices,
                 self._assignment.placement,
                 self.skips,
                 backend=self._backend,
-                tuples=self._tuples,
-                loss=self.loss.function if isinstance(self.loss.function, nn.Module) else None,
-                one_thread=ONE_THREAD in self._debug,
+                tuples=self.settings.tuples,
+                loss=self.settings.loss.function if isinstance(self.settings.loss.function, nn.Module) else None,
+                one_thread=ONE_THREAD in self.settings.debug,
             )
             self._backend.use(self._engine.workers)
         return self._engine
@@ -454,7 +459,7 @@ class Executor:
 
     def _skips_between(self, partitions: Sequence[nn.Sequential]) -> list[Skip]:
         # The stages of a process share its device; those of threads may share a device with other workers.
-        places = self._assignment.partitioning.devices if self._backend.is_whole else self._assignment.placement
+        places = self._devices if self._backend.is_whole else self._assignment.placement
         return [Skip(edge.key, edge.source, edge.destinations, tuple(places)) for edge in skip_edges(partitions)]
 
     def _program(self, micro_batches: int, checkpoint: str, *, inside: bool) -> Program:
@@ -486,16 +491,16 @@ class Executor:
         self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], target: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """The call as it is, or in the micro-batches that the function of the caller makes of it."""
-        if self._own_split is None or has_micro_batches(inputs, keyword_inputs):
+        if self.settings.split is None or has_micro_batches(inputs, keyword_inputs):
             return inputs, keyword_inputs, target
-        return in_micro_batches(self._own_split, inputs, keyword_inputs, target, self.chunks)
+        return in_micro_batches(self.settings.split, inputs, keyword_inputs, target, self.settings.chunks)
 
     def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> MiniBatch:
         """The mini-batch in micro-batches."""
         if not keyword_inputs:
             self._backend.check_inputs(inputs)
-        device = self._assignment.partitioning.devices[0]
-        return mini_batch.split(inputs, keyword_inputs, self.chunks, device, self._known_layout)
+        device = self._devices[0]
+        return mini_batch.split(inputs, keyword_inputs, self.settings.chunks, device, self._known_layout)
 
     def _refuse_checkpoint_around(self, inputs: Iterable[Tensor]) -> None:
         """Raises a RuntimeError if autograd saves tensors, whose hooks would call the pipe on one of its workers."""
@@ -531,34 +536,8 @@ class Executor:
         doubts += found
 
 
-def _loss_and_output(
-    results: list[Message],
-    outputs: list[Message],
-    split: MiniBatch,
-    shared: LossInside,
-    inputs: Sequence[Tensor],
-    *,
-    rooted: bool,
-) -> tuple[Tensor, Any]:
-    """What comes out of a mini-batch whose loss is inside."""
-    parts = [tensors[0] for tensors, _ in results]
-    loss = total(parts)
-    if any(part.requires_grad for part in parts):
-        arrived = None if shared.arrived is None else shared.end
-        (loss,) = attach(shared, inputs, (loss,), (True,), shared.step.stages, rooted=rooted, arrived=arrived)
-    if not outputs:
-        return loss, None
-    joined = split.joined(outputs)
-    return loss, joined.value(joined.tensors)
-
-
 def _output_without_loss() -> ValueError:
     return ValueError(
         "return_output=True is for pipe(x, target=y), which returns the loss: without a target the output is what the "
         "pipe returns"
     )
-
-
-def _elsewhere(call: StepCall) -> MiniBatch:
-    """A mini-batch whose tensors another process has."""
-    return MiniBatch.elsewhere(call.rows, call.micro_batches, call.given)

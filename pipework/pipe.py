@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from copy import copy
-from dataclasses import replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,10 +12,9 @@ from torch import nn
 
 from pipework.assignment.assignment import assign
 from pipework.assignment.doubts import doubts_about
-from pipework.assignment.from_plan import checked_plan, planned_arguments
 from pipework.assignment.partition import split_layers
 from pipework.backend import LocalBackend, PipeSpec
-from pipework.executor import Executor, checked_debug
+from pipework.executor import Executor, Settings, checked_debug
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.checkpoint import AS_SCHEDULED, MODES
 from pipework.model.layers import Layers, WrappedModule, refuse_own_behaviour
@@ -30,13 +28,12 @@ from pipework.runtime.random.streams import draw_key
 from pipework.runtime.random.unseen_draws import generators_given_up
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
 from pipework.skip.verify import verify_skippables
-from pipework.summary import table
 from pipework.timeline import Recording
 from pipework.timeline.recording import checked_step
 from pipework.tracebacks import ShortTracebacks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+    from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -96,8 +93,6 @@ class Pipe(Layers):
             has the workers of one pipe, "dp" replicas of it, and any further one, such as "tp", the processes that
             compute the same layers together on the same data; `pipework.Mesh.of` takes other dimensions of replicas.
             None: the workers are threads of this process.
-        local_parameters: see `pipework.init`.
-        whole_stages: see `pipework.init`.
         plan: what `pipework.plan` returned for these layers; it decides chunks, checkpoint, balance and schedule, and
             the devices unless they are given. With a mesh all processes load the same plan, of as many workers.
         split: cuts a mini-batch that cannot be cut along the rows of its tensors: a function of the call's positional
@@ -130,6 +125,7 @@ class Pipe(Layers):
         "_assignment", "_backend", "_defers", "_executor", "_plan", "_wrapped",
     }  # fmt: skip
     _executor_type: ClassVar[type[Executor]] = Executor
+    _warns: ClassVar[bool] = True  # of what is probably not meant; see `PipeWarning`
     _attached: AttachedModel | None = None
 
     def __init__(
@@ -147,14 +143,14 @@ class Pipe(Layers):
         loss_weight: Callable[[Any], Any] | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         mesh: Mesh | DeviceMesh | None = None,
-        local_parameters: Sequence[str] | Mapping[str, str | Sequence[str]] = (),
-        whole_stages: int | None = None,
         plan: Plan | None = None,
         split: OwnSplit | None = None,
         debug: str | Iterable[str] = (),
     ) -> None:
         self._plan: Plan | None = None
         if plan is not None:
+            from pipework.assignment.from_plan import checked_plan, planned_arguments  # seldom needed
+
             self._plan = plan = checked_plan(plan)
             decided = {
                 "chunks": (chunks, 1),
@@ -169,14 +165,12 @@ class Pipe(Layers):
             raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
         if checkpoint not in MODES:
             raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never': got {checkpoint!r}")
-        debugging = checked_debug(debug)
+        checked_debug(debug)
         loss = LossSettings(loss_fn, loss_reduction, loss_weight, grad_scaler)
         if isinstance(module, nn.Sequential):
             refuse_own_behaviour(module)
             verify_skippables(module)
         with ShortTracebacks():
-            if mesh is not None and (local_parameters or whole_stages is not None):
-                mesh = _with_arguments(mesh, local_parameters, whole_stages)
             backend = backend_for(mesh, devices)
             assignment = assign(module, schedule, chunks, balance, backend.devices)
             here = backend.own_stages(assignment)
@@ -190,7 +184,7 @@ class Pipe(Layers):
                 )
             checkpoint = AS_SCHEDULED
         # Of several processes all have the same doubts, and one says so.
-        if self._executor_type.warns and backend.data_parallel_rank == 0 and 0 in (here or [0]):
+        if self._warns and backend.data_parallel_rank == 0 and 0 in (here or [0]):
             alone = _doubt_about_no_mesh() if mesh is None and devices is None else None
             for doubt in [
                 *doubts_about(module, assignment, chunks, balance, backend.devices),
@@ -218,19 +212,9 @@ class Pipe(Layers):
         self._backend = backend
         self._assignment = assignment
         self._defers = bool(deferred_batch_norm)
-        executor = self._executor = self._executor_type(
-            assignment,
-            backend,
-            partitions,
-            here,
-            tuple_rule(module),
-            loss,
-            chunks=chunks,
-            checkpoint=checkpoint,
-            debug=debugging,
-            own_split=split,
-        )
-        settings = {
+        settings = Settings(loss, tuple_rule(module), chunks, checkpoint, split, checked_debug(debug), self._warns)
+        executor = self._executor = self._executor_type(assignment, backend, partitions, here, settings)
+        told = {
             "chunks": chunks,
             "checkpoint": checkpoint,
             "deferred_batch_norm": bool(deferred_batch_norm),
@@ -238,7 +222,7 @@ class Pipe(Layers):
             "loss_fn": function_identity(loss_fn),
             "loss_weight": function_identity(loss_weight),
             "split": function_identity(split),
-            "debug": sorted(debugging),
+            "debug": sorted(settings.debug),
             "grad_scaler": grad_scaler is not None,
             "training": module.training,
             "random key of layers on the meta device": key,
@@ -246,10 +230,10 @@ class Pipe(Layers):
         own = [*self.named_parameters(), *self.named_buffers()]
         skips, open_workers = executor.skips, executor.engine_in_use
         with ShortTracebacks():
-            backend.join(PipeSpec(module, assignment, partitions, skips, settings, own, grad_scaler, open_workers))
+            backend.join(PipeSpec(module, assignment, partitions, skips, told, own, grad_scaler, open_workers))
         loss.place(self.output_device)
         self.training = module.training
-        self._wrapped = WrappedModule(module if executor.warns else None)
+        self._wrapped = WrappedModule(module if self._warns else None)
 
     _refused_attributes = Layers._refused_attributes | frozenset(signature(__init__).parameters) - {"self", "module"}
 
@@ -261,7 +245,7 @@ class Pipe(Layers):
     @property
     def chunks(self) -> int:
         """How many micro-batches a mini-batch is split into."""
-        return self._executor.chunks
+        return self._executor.settings.chunks
 
     @property
     def checkpoint(self) -> str:
@@ -269,7 +253,7 @@ class Pipe(Layers):
 
         The mode, or "as scheduled" if the pipe's own schedule says it.
         """
-        return self._executor.checkpoint
+        return self._executor.settings.checkpoint
 
     @property
     def balance(self) -> list[int]:
@@ -432,7 +416,7 @@ class Pipe(Layers):
         """
         if outputs not in ("last", "all"):
             raise ValueError(f"outputs is not one of 'last' or 'all': got {outputs!r}")
-        if return_output and self._executor.loss.function is None and (target is not None or not self.is_last):
+        if return_output and self._executor.settings.loss.function is None and (target is not None or not self.is_last):
             raise ValueError(
                 "the last layer returns the loss, so there is no output to return: give the pipe a loss_fn"
             )
@@ -586,6 +570,8 @@ class Pipe(Layers):
 
     def __repr__(self) -> str:
         """A table of the partitions."""
+        from pipework.summary import table  # seldom needed
+
         return table(self)
 
     def schedule(self, micro_batches: int | None = None) -> Schedule:
@@ -612,13 +598,6 @@ def _doubt_about_no_mesh() -> str | None:
     from pipework.distributed.mesh import doubt_about_no_mesh  # as below
 
     return doubt_about_no_mesh()
-
-
-def _with_arguments(mesh: Mesh | DeviceMesh, local_parameters: Any, whole_stages: int | None) -> Mesh:
-    """The mesh with what belongs to it and was given to the pipe."""
-    from pipework.distributed.mesh import mesh_of  # as below
-
-    return replace(mesh_of(mesh), local_parameters=local_parameters, whole_stages=whole_stages)
 
 
 def backend_for(mesh: Mesh | DeviceMesh | None, devices: Sequence[int | str | torch.device] | None) -> Backend:

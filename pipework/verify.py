@@ -233,13 +233,16 @@ class _Checks:
             return [_BATCH_NORM.format(", ".join(norms[:3]))]
         loss = []
         if kinds.get("loss") and entire["loss"]:  # it is in this process
-            settings, wholes = self._runs.executor.loss, [float(each["loss"]["the loss"]) for each in (entire, pipe)]
+            settings, wholes = (
+                self._runs.executor.settings.loss,
+                [float(each["loss"]["the loss"]) for each in (entire, pipe)],
+            )
             weighed = "rows" if settings.weight is None else "loss_weight"
             way = "sum" if settings.reduction == "sum" else f"mean by {weighed}"
             loss = [_LOSS.format(wholes[0], wholes[1], way, self._runs.micro_batches)]
         if kinds.get("outputs") == "":
             return loss if kinds.get("loss") else [_BACKWARD]
-        return [_ROWS, _CUT, *([_OF_LAYER] if self._runs.executor.loss.function is None else [])]
+        return [_ROWS, _CUT, *([_OF_LAYER] if self._runs.executor.settings.loss.function is None else [])]
 
 
 def _needs_gradient(parameter: Tensor) -> bool:

@@ -37,16 +37,14 @@ class AdaptedExecutor(Executor):
     split into equally many pieces.
     """
 
-    warns: ClassVar[bool] = False  # old scripts run as they did
-
     def _checked(self, schedule: Schedule) -> Program:
         program = super()._checked(schedule)
         return replace(program, schedule=from_last_to_first(program.schedule))
 
     def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> mini_batch.MiniBatch:
         tensors, structure, marks = flattened((inputs, keyword_inputs))
-        pairs = zip(tensors, marks, strict=True)
-        sizes = [None if mark else [len(piece) for piece in t.detach().chunk(self.chunks)] for t, mark in pairs]
+        pairs, chunks = zip(tensors, marks, strict=True), self.settings.chunks
+        sizes = [None if mark else [len(piece) for piece in t.detach().chunk(chunks)] for t, mark in pairs]
         counts = list(dict.fromkeys(len(each) for each in sizes if each is not None))
         if not counts:
             raise TypeError(f"inputs do not have any tensors: {inputs}")
@@ -81,6 +79,7 @@ class AdaptedPipe(Pipe):
     """A pipe with such an executor."""
 
     _executor_type: ClassVar[type[Executor]] = AdaptedExecutor
+    _warns: ClassVar[bool] = False  # old scripts run as they did
 
     def forward(self, *inputs: Any, **keyword_inputs: Any) -> Any:
         """As `Pipe.forward`, but outputs never share memory with tensors of the layers.
@@ -137,7 +136,8 @@ class Adapter(nn.Module):
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        self._pipe._executor.chunks = checked_chunks(chunks)
+        executor = self._pipe._executor
+        executor.settings = replace(executor.settings, chunks=checked_chunks(chunks))
 
     @property
     def checkpoint(self) -> str:
@@ -146,7 +146,8 @@ class Adapter(nn.Module):
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: str) -> None:
-        self._pipe._executor.checkpoint = checked_mode(checkpoint)
+        executor = self._pipe._executor
+        executor.settings = replace(executor.settings, checkpoint=checked_mode(checkpoint))
 
     def __len__(self) -> int:
         """The number of layers."""

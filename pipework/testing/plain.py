@@ -274,7 +274,7 @@ class PlainModel:
         takes_target = loss is not None and loss.function is None and number == self._last
         arguments, keywords = value if number == 0 else (None, {})
         if arguments is None:
-            arguments = self._executor._tuples.arguments(value, layer, int(takes_target))
+            arguments = self._executor.settings.tuples.arguments(value, layer, int(takes_target))
         if len({*self._devices}) > 1:
             arguments, keywords = nested.replaced((arguments, keywords), Tensor, lambda tensor: tensor.to(device))
         return layer(*arguments, *([target] if takes_target else []), **keywords)

@@ -58,13 +58,15 @@ class Runs:
         self.pipe, self.executor = pipe, copy.copy(pipe._executor)
         if not pipe._backend.is_whole:  # the workers of a process are connected with those of the others
             self.executor._engine = pipe._executor.engine_in_use()
-        vars(self.executor).update(warns=False, _layout=copy.deepcopy(self.executor._layout))  # for this object alone
+        vars(self.executor).update(
+            settings=replace(self.executor.settings, warns=False), _layout=copy.deepcopy(self.executor._layout)
+        )  # for this object alone
         self.attached = pipe._attached
         if self.attached is not None and target is not None:
             keywords["target"] = target  # is an argument of the model
         self._given, self._target = (inputs, keywords), target
         self.plain = PlainModel(pipe, self.executor, self.attached)
-        loss = self.executor.loss.function
+        loss = self.executor.settings.loss.function
         self._roots = [pipe, *pipe.partitions, *self.plain.modules, *([loss] if isinstance(loss, nn.Module) else [])]
         self.without_dropout = False
         self._trace: LayerTrace | None = None
@@ -135,7 +137,7 @@ class Runs:
     def of_pipe(self) -> Values:
         """A mini-batch in the pipe."""
         arguments, keywords, target, leaves = self._begin()
-        has_output = target is None or self.executor.loss.function is not None
+        has_output = target is None or self.executor.settings.loss.function is not None
         with torch.set_grad_enabled(self.grad):
             got = self.pipe.forward(
                 *arguments,
@@ -171,14 +173,15 @@ class Runs:
         """
         arguments, keywords, target, leaves = self._begin()
         key, executor, threads = draw_key(), self.executor, torch.get_num_threads()
-        chunks, executor.chunks = executor.chunks, 1 if whole else executor.chunks
+        settings = executor.settings
+        executor.settings = replace(settings, chunks=1) if whole else settings
         norms = executor._deferred
         try:
             torch.set_num_threads(executor.engine_in_use().workers.intra_op_share(threads))
             if not whole:
                 self.is_given = has_micro_batches(arguments, keywords)
                 arguments, keywords, target = executor._cut_by_caller(arguments, keywords, target)
-            elif executor._own_split is not None:  # all of it in one micro-batch
+            elif executor.settings.split is not None:  # all of it in one micro-batch
                 arguments, keywords, target = in_micro_batches(_whole, arguments, keywords, target, 1)
             split = executor._split(arguments, keywords)
             self.micro_batches = self.micro_batches if whole else len(split.rows)
@@ -186,8 +189,8 @@ class Runs:
             targets, inner, device = None, None, executor._assignment.partitioning.devices[-1]
             if target is not None:
                 targets, weighing = split.targets(target, device, layout=executor._known_layout)
-                keeps = executor.loss.function is not None
-                inner = executor.loss.inner(targets, weighing, device, grad=self.grad, keeps_output=keeps)
+                keeps = executor.settings.loss.function is not None
+                inner = executor.settings.loss.inner(targets, weighing, device, grad=self.grad, keeps_output=keeps)
                 inner = replace(inner, weights=None) if whole else inner  # as the function says
             for norm in norms:
                 norm.begin_mini_batch()
@@ -197,7 +200,7 @@ class Runs:
         finally:
             for norm in norms:
                 norm.abandon()
-            executor.chunks = chunks
+            executor.settings = settings
             torch.set_num_threads(threads)
         differentiate(split.tensors, step.of_inputs)  # as far as the copies of the caller's tensors
         outputs = split.joined(step.outputs).tensors if step.outputs else ()
@@ -208,7 +211,7 @@ class Runs:
 
     def _scale(self, loss: Tensor) -> Tensor:
         """The gradient of the loss: what the pipe's own scaler has put into the gradients already."""
-        scaler = self.executor.loss.grad_scaler
+        scaler = self.executor.settings.loss.grad_scaler
         return torch.ones_like(loss) * (1.0 if scaler is None else scaler.get_scale())
 
     def _values(
@@ -246,7 +249,7 @@ class Runs:
     @property
     def has_whole(self) -> bool:
         """Whether there is a whole batch whose outputs or loss are to be compared."""
-        return not self.is_given and (self.executor._own_split is None or self.has_loss)
+        return not self.is_given and (self.executor.settings.split is None or self.has_loss)
 
     @property
     def rounds(self) -> bool:
@@ -267,7 +270,7 @@ class Runs:
         A model's own loss, among its outputs, is averaged by rows. What a function of the caller's has cut comes back
         in micro-batches.
         """
-        outputs = values["outputs"].items() if self.executor._own_split is None else ()
+        outputs = values["outputs"].items() if self.executor.settings.split is None else ()
         own = {name: each for name, each in outputs if self.attached is None or each.dim()}
         return {**values, "outputs": own, "attributes": {}}
 

@@ -133,7 +133,7 @@ def test_a_sample_whose_last_labels_do_not_count(kind: type[LlamaForCausalLM]) -
     with torch.device("meta"):
         empty = llama(kind)
     on_meta = attach(empty, sample, chunks=4, devices=["cpu"] * 2, balance=[2, 3])
-    weights = [each._executor.loss.weight for each in (pipe, on_meta)]
+    weights = [each._executor.settings.loss.weight for each in (pipe, on_meta)]
     assert weights[0].keywords == weights[1].keywords
 
 
@@ -149,7 +149,7 @@ def test_pixels_that_do_not_count() -> None:
     labels[::2, 3:] = 255
     batch = {"pixel_values": torch.randn(6, 3, 16, 16), "labels": labels}
     pipe = attach(model, {name: value[1:3] for name, value in batch.items()}, chunks=6, devices=["cpu"] * 2)
-    assert pipe._executor.loss.weight.keywords == {"is_shifted": False, "ignored": (255,)}
+    assert pipe._executor.settings.loss.weight.keywords == {"is_shifted": False, "ignored": (255,)}
     with torch.no_grad():
         torch.testing.assert_close(model(**batch).loss, type(model).forward(model, **batch).loss)
 
@@ -158,11 +158,11 @@ def test_a_loss_that_is_a_unit_of_the_model() -> None:
     config = DistilBertConfig(vocab_size=60, dim=16, hidden_dim=24, n_layers=2, n_heads=2, pad_token_id=PAD)
     model, batch = DistilBertForMaskedLM(config), padded(marked=True)
     pipe = attach(model, {name: value[:2] for name, value in batch.items()}, chunks=4, devices=["cpu"] * 2)
-    assert pipe._executor.loss.weight.keywords == {"is_shifted": False, "ignored": (-100,)}
+    assert pipe._executor.settings.loss.weight.keywords == {"is_shifted": False, "ignored": (-100,)}
 
 
 def test_a_sample_of_packed_micro_batches() -> None:
     model, batch = llama(), padded(marked=True)
     packed = {name: MicroBatches(value.flatten()[None].chunk(3, 1)) for name, value in batch.items()}
     pipe = attach(model, packed, chunks=3, devices=["cpu"] * 2, balance=[2, 3])
-    assert pipe._executor.loss.weight.keywords == {"is_shifted": True, "ignored": (-100,)}
+    assert pipe._executor.settings.loss.weight.keywords == {"is_shifted": True, "ignored": (-100,)}

@@ -12,14 +12,14 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
 from pipework.assignment.assignment import assign
 from pipework.assignment.partition import split_layers
 from pipework.backend import LocalBackend
-from pipework.executor import Executor
+from pipework.executor import Executor, Settings
 from pipework.model.checkpoint import AS_SCHEDULED
 from pipework.planning.balance.sandbox import now, traceless
 from pipework.planning.profiling.step_times import times_scaled
@@ -62,15 +62,12 @@ class Trial:
         if not any(layer.training for layer in layers.modules()):
             layers.train()
         assignment = assign(layers, plan.schedule, plan.chunks, plan.balance, plan.devices)
-        self._executor = _TrialExecutor(
+        self._executor = Executor(
             assignment,
             LocalBackend(),
             split_layers(layers, assignment.partitioning),
             range(len(plan.balance)),
-            batch.tuples,
-            batch.loss,
-            chunks=plan.chunks,
-            checkpoint=AS_SCHEDULED,
+            Settings(batch.loss, batch.tuples, plan.chunks, AS_SCHEDULED, warns=False),  # the pipe of the plan will
         )
 
     def timed_step(self, recording: Recording) -> float:
@@ -188,10 +185,6 @@ class _Steps:
         costs = replace(self._recording.costs(), skip_transfer=self.plan.costs.skip_transfer)
         simulated = measure(self.plan.schedule, costs).makespan
         return times_scaled(costs, self.median / simulated) if simulated else costs
-
-
-class _TrialExecutor(Executor):
-    warns: ClassVar[bool] = False  # the pipe that is made of the plan will
 
 
 def _cpu_bytes(plan: Plan) -> float:

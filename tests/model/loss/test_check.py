@@ -351,7 +351,7 @@ def test_is_asked_about_a_function_once(monkeypatch: pytest.MonkeyPatch) -> None
     pipe, x = pipe_of(nn.MSELoss()), rows_of(16)
     for _ in range(3):
         pipe(x, target=x)
-    assert asked == [pipe._executor.loss.function]
+    assert asked == [pipe._executor.settings.loss.function]
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
