@@ -22,13 +22,11 @@ from pipework.attached_forward import (
 from pipework.integrations import adapter_for
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.layout import Layout
-from pipework.model.parts.check import check_parts
-from pipework.model.parts.check_loss import Weighed, check_loss
+from pipework.model.parts.check import Weighed, check_loss, check_parts
 from pipework.model.parts.cut import Cuttable, refuse_own_forward
-from pipework.model.parts.execution.part import Message
-from pipework.model.parts.execution.result import LossPlace
-from pipework.model.parts.originals import OwnParameters, take_over
-from pipework.model.parts.sample import arguments_of, as_given, single_rows
+from pipework.model.parts.following import OwnParameters, take_over
+from pipework.model.parts.part import Message
+from pipework.model.parts.sample import LossPlace, arguments_of, as_given, single_rows
 from pipework.pipe import Pipe, backend_for
 from pipework.planning.balance.by_time import balance_by_time
 from pipework.schedule.edges import recomputed

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pipework.model.marks import checked_pieces
-from pipework.model.parts.execution.part import Part
-from pipework.model.parts.execution.result import LossPlace
 from pipework.model.parts.following import Following
+from pipework.model.parts.part import Part
+from pipework.model.parts.sample import LossPlace
 from pipework.runtime.program import Program
 from pipework.values import nested
 

@@ -43,9 +43,7 @@ MAY_IMPORT = {
         "autograd", "autograd.weight_split", "runtime", "runtime.random", "runtime.skips", "values",
     },
     "model": {"autograd", "pipe_warning", "runtime", "runtime.random", "runtime.stage", "values"},
-    "model.parts": {"model", "model.parts.analysis", "model.parts.execution", "runtime.random", "values"},
-    "model.parts.analysis": {"model.parts.execution", "runtime.random", "values"},
-    "model.parts.execution": {"runtime.random", "values"},
+    "model.parts": {"model", "runtime.random", "values"},
     "model.loss": {"model", "runtime", "runtime.random", "runtime.stage", "values"},
     "planning": {
         "planning.cuts", "planning.profiles", "planning.search", "schedule", "schedule.analysis", "schedule.draw",
@@ -92,11 +90,11 @@ MAY_IMPORT = {
         "assignment", "backend", "distributed", "executor", "model", "model.loss", "pipe_warning", "planning.profiling",
         "runtime.random", "runtime.stage", "schedule", "skip", "summary", "timeline", "verify",
     },
-    "integrations": {"model.parts", "model.parts.analysis", "model.parts.execution", "saving"},
-    "attached_forward": {"model", "model.parts", "model.parts.execution", "runtime", "values"},
+    "integrations": {"model.parts", "saving"},
+    "attached_forward": {"model", "model.parts", "runtime", "values"},
     "attached": {
         "assignment", "attached_forward", "backend", "integrations", "model", "model.parts",
-        "model.parts.analysis", "model.parts.execution", "pipe", "pipe_warning", "planning.balance",
+        "pipe", "pipe_warning", "planning.balance",
         "planning.profiling", "schedule", "values",
     },
     "saving": {"__init__", "model", "values"},  # what it needs of a pipe are its partitions

@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pipework.model.parts.adapter import PlainAdapter
+from pipework.model.parts.adapter import Adapter
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers.modeling_utils import PreTrainedModel
-
-    from pipework.model.parts.adapter import Adapter
 
 
 def pretrained_in(model: nn.Module) -> PreTrainedModel | None:
@@ -29,7 +27,7 @@ def adapter_for(model: nn.Module) -> Adapter:
     """The adapter for a model."""
     core = pretrained_in(model)
     if core is None:
-        return PlainAdapter()
+        return Adapter()
     from pipework.integrations.transformers import TransformersAdapter  # imports transformers, which takes seconds
 
     return TransformersAdapter(core)

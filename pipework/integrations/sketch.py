@@ -17,7 +17,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
-from pipework.model.parts.execution.unit import Container, Unit
+from pipework.model.parts.skeleton import Container, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -20,6 +20,7 @@ except ImportError:  # versions in which models collect hidden states themselves
 
 from pipework import torch_private
 from pipework.integrations.label_counts import weight_of_labels
+from pipework.model.parts.adapter import Adapter, SideOutputs
 from pipework.signatures import signature_of
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _CACHES = ("past_key_values", "cache")  # until transformers 5.23, and since
 _ROUTERS = "output_router_logits"
 
 
-class TransformersAdapter:
+class TransformersAdapter(Adapter):
     """What is special about models of transformers.
 
     Args:
@@ -228,7 +229,7 @@ def _captures(hook: Any) -> bool:
     return output_capturing is not None and getattr(hook, "__module__", None) == output_capturing.__name__
 
 
-class CapturedOutputs:
+class CapturedOutputs(SideOutputs):
     """What transformers' hooks have collected in the present forward, such as router logits."""
 
     def mark(self) -> dict[str, int]:

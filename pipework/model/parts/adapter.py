@@ -1,41 +1,58 @@
-"""What the modules of one library need beyond PyTorch to be cut into parts."""
+"""What the modules of one library need beyond PyTorch to be cut into parts; these classes are for modules without."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
-
-from pipework.model.parts.execution.side_outputs import NoSideOutputs
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from torch import nn
 
-    from pipework.model.parts.execution.side_outputs import SideOutputs
+
+class SideOutputs:
+    """What units give beside what they return: lists to which hooks of units append while a forward runs."""
+
+    def mark(self) -> Any:
+        """Where the lists end now; false where nothing is collected."""
+
+    def since(self, mark: Any) -> dict[str, list[Any]]:
+        """What has been appended after a mark, by list."""
+        return {}
+
+    def add(self, items: dict[str, list[Any]]) -> None:
+        """Appends what a unit of another part has given."""
+
+    def remove(self, mark: Any) -> None:
+        """Takes away what has been appended after a mark."""
 
 
-class Adapter(Protocol):
-    """What is special about a kind of models."""
+class Adapter:
+    """What is special about a kind of models.
 
-    @property
-    def side_outputs(self) -> SideOutputs:
-        """Collects what units give beside what they return."""
+    Attributes:
+        side_outputs: collects what units give beside what they return.
+        masks: the names of arguments that say of each position whether it counts.
+    """
 
-    @property
-    def masks(self) -> tuple[str, ...]:
-        """The names of arguments that say of each position whether it counts."""
+    side_outputs: SideOutputs = SideOutputs()
+    masks: tuple[str, ...] = ()
 
     def blocks(self, model: nn.Module) -> Collection[type | str] | None:
         """The classes of units; None: the elements of lists."""
+        return None
 
     def shared(self, model: nn.Module) -> Iterable[object]:
         """Objects that all parts use together, such as a configuration; they are not copied."""
+        return ()
 
     def stand_in(self, stand_in: nn.Module, unit: nn.Module) -> nn.Module:
-        """Completes what stands in place of a unit of another part."""
+        """Completes what takes the place of a unit of another part."""
+        return stand_in
 
     def owns_hooks(self, module: nn.Module) -> bool:
         """Whether all hooks of a container are the library's, and right in every part that runs its forward."""
+        return False
 
     def prepare(self, model: nn.Module) -> None:
         """Called before the model is copied."""
@@ -45,6 +62,7 @@ class Adapter(Protocol):
 
     def inputs(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with which the forward is called."""
+        return arguments, keywords
 
     def weighs(self, target: str, weight: Callable[[Any], Any] | None) -> None:
         """Called with how the losses of micro-batches are weighed in their mean.
@@ -56,12 +74,15 @@ class Adapter(Protocol):
 
     def mini_batch(self, keywords: dict[str, Any]) -> dict[str, Any]:
         """The keyword arguments of a call, of which some may be about the whole mini-batch."""
+        return keywords
 
     def micro_batch(self, keywords: dict[str, Any]) -> dict[str, Any]:
         """The same for one micro-batch, in the last part, which computes the loss."""
+        return keywords
 
     def result(self, output: Any) -> Any:
         """What the last part returns of what the forward does."""
+        return output
 
     def form(self, usual: Any, keywords: Mapping[str, Any]) -> Any:
         """What a call in training returns, without tensors.
@@ -70,9 +91,11 @@ class Adapter(Protocol):
             usual: the same for the sample.
             keywords: the arguments of the call by name.
         """
+        return usual
 
     def is_generating(self, keywords: Mapping[str, Any]) -> bool:
         """Whether a call is one of many in which the model makes its own next input."""
+        return False
 
     def initialiser(self, model: nn.Module, name: str) -> Callable[[], object] | None:
         """What fills a module that was built on the meta device, after its `reset_parameters()`; None: nothing more.
@@ -81,6 +104,7 @@ class Adapter(Protocol):
             model: the copy of the model in a part.
             name: of the module in the model.
         """
+        return None
 
     def loss_weight(self, target: Any, result: Any, ask: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
         """From the target of a micro-batch to how much its loss counts; None: its rows.
@@ -90,71 +114,8 @@ class Adapter(Protocol):
             result: what the model returns for them, without values.
             ask: from another target of these rows to what the model returns in a dry run, with its graph.
         """
+        return None
 
     def comparable(self, keywords: dict[str, Any]) -> dict[str, Any]:
         """The keyword arguments without what makes a loss that is of each micro-batch, or of more, by nature."""
-
-
-class PlainAdapter:
-    """For modules that need nothing else."""
-
-    side_outputs: SideOutputs = NoSideOutputs()
-    masks: tuple[str, ...] = ()
-
-    def blocks(self, model: nn.Module) -> None:
-        """See `Adapter.blocks`."""
-
-    def shared(self, model: nn.Module) -> Iterable[object]:
-        """See `Adapter.shared`."""
-        return ()
-
-    def stand_in(self, stand_in: nn.Module, unit: nn.Module) -> nn.Module:
-        """See `Adapter.stand_in`."""
-        return stand_in
-
-    def owns_hooks(self, module: nn.Module) -> bool:
-        """See `Adapter.owns_hooks`."""
-        return False
-
-    def prepare(self, model: nn.Module) -> None:
-        """See `Adapter.prepare`."""
-
-    def attached(self, model: nn.Module) -> None:
-        """See `Adapter.attached`."""
-
-    def inputs(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See `Adapter.inputs`."""
-        return arguments, keywords
-
-    def weighs(self, target: str, weight: Callable[[Any], Any] | None) -> None:
-        """See `Adapter.weighs`."""
-
-    def mini_batch(self, keywords: dict[str, Any]) -> dict[str, Any]:
-        """See `Adapter.mini_batch`."""
-        return keywords
-
-    def micro_batch(self, keywords: dict[str, Any]) -> dict[str, Any]:
-        """See `Adapter.micro_batch`."""
-        return keywords
-
-    def result(self, output: Any) -> Any:
-        """See `Adapter.result`."""
-        return output
-
-    def form(self, usual: Any, keywords: Mapping[str, Any]) -> Any:
-        """See `Adapter.form`."""
-        return usual
-
-    def is_generating(self, keywords: Mapping[str, Any]) -> bool:
-        """See `Adapter.is_generating`."""
-        return False
-
-    def initialiser(self, model: nn.Module, name: str) -> None:
-        """See `Adapter.initialiser`."""
-
-    def loss_weight(self, target: Any, result: Any, ask: Callable[[Any], Any]) -> None:
-        """See `Adapter.loss_weight`."""
-
-    def comparable(self, keywords: dict[str, Any]) -> dict[str, Any]:
-        """See `Adapter.comparable`."""
         return keywords

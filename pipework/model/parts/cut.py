@@ -10,25 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from pipework import torch_private
-from pipework.model.parts.adapter import PlainAdapter
-from pipework.model.parts.analysis.dry_run import DryRun
-from pipework.model.parts.analysis.other_generators import generators_put_back
-from pipework.model.parts.analysis.refusal import CannotCut
-from pipework.model.parts.analysis.state import KeptState, other_tensors
-from pipework.model.parts.analysis.units import find_units
-from pipework.model.parts.execution import leaves
-from pipework.model.parts.execution import run as runs
-from pipework.model.parts.execution.part import Part
-from pipework.model.parts.execution.plan import END, PartPlan, Source, Trace, unit_of
-from pipework.model.parts.execution.skeleton import Skeleton
+from pipework.model.parts import leaves
+from pipework.model.parts import run as runs
+from pipework.model.parts.adapter import Adapter
+from pipework.model.parts.dry_run import DryRun
+from pipework.model.parts.part import Part
 from pipework.model.parts.sample import arguments_of, few_rows
+from pipework.model.parts.side_effects import KeptState, generators_put_back, other_tensors
+from pipework.model.parts.skeleton import Skeleton
+from pipework.model.parts.trace import END, CannotCut, PartSpan, Source, Trace, unit_of
+from pipework.model.parts.units import find_units
 from pipework.signatures import positional_names, signature_of
 from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
-
-    from pipework.model.parts.adapter import Adapter
 
 _logger = logging.getLogger("pipework")
 
@@ -63,7 +59,7 @@ class Cuttable:
         has_rows: bool = True,
     ) -> None:
         self.model = model
-        self.adapter = PlainAdapter() if adapter is None else adapter
+        self.adapter = Adapter() if adapter is None else adapter
         refuse_own_forward(model)
         self._refuse_other_arguments(sample)
         self.adapter.prepare(model)
@@ -104,10 +100,10 @@ class Cuttable:
         counts = [sum(len(group) for group in self.groups[:end]) for end in itertools.accumulate(sizes, initial=0)]
         parts = []
         for start, stop in itertools.pairwise(counts):
-            plan = PartPlan(self.trace, start, stop, stop == counts[-1])
-            stand_ins = self._skeleton.stand_ins()
-            around = self._skeleton.copy(self._local(plan), self._reader(plan), stand_ins)
-            parts.append(Part(around, plan, self.adapter, stand_ins))
+            span = PartSpan(self.trace, start, stop, stop == counts[-1])
+            absent_units = self._skeleton.absent_units()
+            copied = self._skeleton.copy(self._local(span), self._reader(span), absent_units)
+            parts.append(Part(copied, span, self.adapter, absent_units))
         layers = nn.Sequential(*parts)
         layers.training = self.model.training
         return layers
@@ -208,9 +204,9 @@ class Cuttable:
         kind = type(self.model).__name__
         tensors = leaves.tensors_in((arguments, keywords))
         device = tensors[0].device if tensors else torch.device("cpu")
-        stand_ins = self._skeleton.stand_ins()
-        model = self._skeleton.copy(self.units, lambda name: True, stand_ins, shares=False)
-        run = DryRun(kind, self.adapter.side_outputs, device, stand_ins, draw, computes_losses=computes_losses)
+        absent_units = self._skeleton.absent_units()
+        model = self._skeleton.copy(self.units, lambda name: True, absent_units, shares=False)
+        run = DryRun(kind, self.adapter.side_outputs, device, absent_units, draw, computes_losses=computes_losses)
         inputs = self.adapter.inputs(arguments, keywords)
         run.follow_inputs(positional_names(model), *inputs)
         for name, parameter in self._own_parameters().items():
@@ -241,21 +237,21 @@ class Cuttable:
                 groups.append([call])
         return groups
 
-    def _local(self, plan: PartPlan) -> set[str]:
+    def _local(self, span: PartSpan) -> set[str]:
         """The names of the units of a part: those it calls, and those whose tensors the forward reads itself."""
-        local = {unit_of(call) for call in plan.local}
+        local = {unit_of(call) for call in self.trace.order[span.start : span.stop]}
         local |= {unit_of(call) for call in self.trace.glue}
         of_units = (source for source in self.trace.uses if source.kind in ("parameter", "buffer"))
-        local |= {source.name for source in of_units if source.name in self.units and plan.reads(source)}
-        if plan.is_last:  # those that are never called must be somewhere
+        local |= {source.name for source in of_units if source.name in self.units and span.reads(source)}
+        if span.is_last:  # those that are never called must be somewhere
             used = {source.name for source in self.trace.uses if source.kind == "parameter"}
             local |= set(self.units) - {unit_of(call) for call in self.trace.order} - used
         return local
 
-    def _reader(self, plan: PartPlan) -> Any:
+    def _reader(self, span: PartSpan) -> Any:
         def reads(name: str) -> bool:
             source = Source("parameter", name, 0)
-            return plan.reads(source) or (plan.is_last and source not in self.trace.uses)
+            return span.reads(source) or (span.is_last and source not in self.trace.uses)
 
         return reads
 

@@ -1,4 +1,9 @@
-"""Keeps the parts of a model as the model is now: its flags, attributes and tensors may change between two calls."""
+"""A model and the parts that a pipe made of it, which change together.
+
+`take_over` gives the model the tensors of this process's parts, and `Following` keeps the parts as the model is now:
+flags, attributes and tensors may change between two calls. Units share their dictionaries of tensors with the model's
+own modules; the containers around them are copies in each part, so that what changes on one side is given to the other.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from pipework import torch_private
-from pipework.model.parts.execution.skeleton import own_attributes, refers_to_module
-from pipework.model.parts.execution.unit import Unit, note_forms, share
+from pipework.model.parts.skeleton import Unit, note_forms, own_attributes, refers_to_module, share
+from pipework.model.release import released_from
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import torch
+    from torch import Tensor
 
-    from pipework.model.parts.execution.part import Part
+    from pipework.model.parts.part import Part
 
 # The second one is where Accelerate keeps the first when it puts another in its place, as for mixed precision.
 _FORWARDS = frozenset({"forward", "_original_forward"})
@@ -216,3 +222,42 @@ def _follow_values(module: nn.Module, copy: nn.Module, attached: Mapping[str, in
         if versions.setdefault(name, attached.get(name, version)) != version:
             own.copy_(buffer)
             versions[name] = version
+
+
+def take_over(containers: Mapping[str, nn.Module], here: Iterable[nn.Module], elsewhere: Iterable[nn.Module]) -> None:
+    """Gives the model's containers the tensors that parts have now.
+
+    Args:
+        containers: of the model, by their names.
+        here: the copies of the model in the parts of this process; of a tensor that several have, the first one counts.
+        elsewhere: the same of the parts of other processes, whose tensors have no values.
+    """
+    done: set[tuple[str, str]] = set()
+    for copy in (*here, *elsewhere):
+        for name, container in containers.items():
+            own = copy.get_submodule(name)
+            for kind in ("_parameters", "_buffers"):
+                for each, tensor in getattr(own, kind).items():
+                    if tensor is not None and (name, each) not in done:
+                        done.add((name, each))
+                        getattr(container, kind)[each] = tensor
+
+
+class OwnParameters:
+    """Takes the place of a model's `named_parameters` where other processes have some of its parameters.
+
+    So an optimizer of `model.parameters()` has what this process trains.
+
+    Args:
+        model: whose units have been distributed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of this process."""
+        every = type(self._model).named_parameters(self._model, prefix, recurse, remove_duplicate)
+        return ((name, parameter) for name, parameter in every if released_from(parameter) is None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import NoChunk, Pipe, attach
-from pipework.model.parts.execution.result import LossPlace
+from pipework.model.parts.sample import LossPlace
 from pipework.torch_private import pytree
 
 

@@ -1,12 +1,12 @@
-"""The parts are compared with the model on the sample."""
-
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from pipework import attach
+from pipework import MicroBatches, NoChunk, attach
 from pipework.model.parts.check import check_parts
 from pipework.model.parts.cut import Cuttable
 from tests.model.parts.models import WIDTH
@@ -101,3 +101,131 @@ def test_adapters_stay_as_they_are(training: bool) -> None:
     attach(model, {"x": x, "labels": x}, chunks=2, devices=["cpu"] * 2)
     assert all(layer.merged is not training for layer in model.layers)
     assert all(torch.equal(layer.weight, weight) for layer, weight in zip(model.layers, before, strict=True))
+
+
+ROWS = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+OTHER = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(2))
+Loss = Callable[[Tensor, Any], Tensor]
+
+
+class LossNet(nn.Module):
+    """Its loss is any function of its output and the labels."""
+
+    def __init__(self, loss: Loss, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(3))
+        self.loss = [loss]
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, labels: Any = None) -> Any:
+        for block in self.blocks:
+            x = block(x).tanh()
+            x = x if mask is None else x + mask.sum() * 0.01
+        return {"loss": self.loss[0](x, labels), "x": x}
+
+
+def contrastive(x: Tensor, labels: Tensor) -> Tensor:
+    """Each row is to be closer to its own label than to those of other rows."""
+    return functional.cross_entropy(x @ labels.T, torch.arange(len(x)))
+
+
+def root(x: Tensor, labels: Tensor) -> Tensor:
+    return functional.mse_loss(x, labels).sqrt()
+
+
+def counted(x: Tensor, labels: Tensor) -> Tensor:
+    """A mean over what is no 0."""
+    return ((x - labels) ** 2).sum() / (labels != 0).sum()
+
+
+def summed(x: Tensor, labels: Tensor) -> Tensor:
+    return functional.mse_loss(x, labels, reduction="sum")
+
+
+def attached(model: nn.Module, sample: Any = None, **options: Any) -> Any:
+    options = {"chunks": 4, "devices": ["cpu", "cpu"], "balance": [1, 2], **options}
+    return attach(model, {"x": ROWS, "labels": OTHER} if sample is None else sample, **options)
+
+
+PADDED = OTHER.clone()
+PADDED[::2, 2:] = 0
+REFUSED: dict[str, tuple[Loss, dict[str, Any], str]] = {
+    "contrastive": (contrastive, {}, "a contrastive loss, negatives of the batch or the root of a mean.*'gpipe'"),
+    "root": (root, {}, "the root of a mean"),
+    "padded": (counted, {"sample": {"x": ROWS, "labels": PADDED}}, "such as tokens that count: give loss_weight="),
+    "sum": (summed, {}, "It is their sum: give attach loss_reduction='sum'"),
+    "sum, with a weight": (summed, {"loss_weight": torch.numel}, "It is their sum: give attach loss_reduction='sum'"),
+    "mean as a sum": (functional.mse_loss, {"loss_reduction": "sum"}, "mean over rows: leave loss_reduction='sum' out"),
+    "other weights": (
+        functional.mse_loss,
+        {"loss_weight": lambda labels: (labels > 0).sum()},
+        r"the mean by loss_weight of .*It is their mean over rows: loss_weight=len says so",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_loss_than_the_model_has_is_refused(name: str) -> None:
+    loss, options, message = REFUSED[name]
+    model = LossNet(loss)
+    with pytest.raises(ValueError, match=rf"the loss of LossNet for 2 rows of the sample is .*{message}"):
+        attached(model, **options)
+    assert "forward" not in vars(model)
+    attached(model, **options, check=False)
+
+
+RIGHT: dict[str, tuple[Loss, dict[str, Any]]] = {
+    "mean": (functional.mse_loss, {}),
+    "sum": (summed, {"loss_reduction": "sum"}),
+    "weights": (
+        counted,
+        {"sample": {"x": ROWS, "labels": PADDED}, "loss_weight": lambda labels: (labels != 0).sum()},
+    ),
+    "odd rows": (functional.mse_loss, {"sample": {"x": ROWS[:7], "labels": OTHER[:7]}}),
+    "a mask for all": (functional.mse_loss, {"sample": {"x": ROWS, "labels": OTHER, "mask": NoChunk(torch.eye(8))}}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_loss_of_the_model_itself(name: str) -> None:
+    loss, options = RIGHT[name]
+    model = LossNet(loss)
+    attached(model, **options)
+    batch = options.get("sample", {"x": ROWS, "labels": OTHER})
+    whole = {key: value.value if isinstance(value, NoChunk) else value for key, value in batch.items()}
+    expected = LossNet.forward(model, **whole)["loss"]
+    torch.testing.assert_close(model(**batch)["loss"], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_as_precise_as_the_numbers_are(dtype: torch.dtype) -> None:
+    sample = {"x": ROWS.to(dtype), "labels": OTHER.to(dtype)}
+    attached(LossNet(functional.mse_loss, dtype), sample)
+    with pytest.raises(ValueError, match="It is their sum"):
+        attached(LossNet(summed, dtype), sample)
+
+
+def test_rows_that_say_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"the sample has one row.*the loss of LossNet for a mini-batch is the mean"):
+        attached(LossNet(functional.mse_loss), {"x": ROWS[:1], "labels": OTHER[:1]})
+    with pytest.raises(ValueError, match=r"first 2 rows of the sample is inf.*give rows whose 'labels' count"):
+        attached(LossNet(counted), {"x": ROWS, "labels": torch.zeros_like(OTHER)}, loss_weight=torch.count_nonzero)
+
+
+def test_a_model_that_takes_no_single_row_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"LossNet does not run on one row of the sample \(.*\), so nothing shows.*check=False"
+    ):
+        attached(LossNet(lambda x, labels: (x.squeeze() @ labels.T)[:, 0].mean()))
+
+
+def test_of_given_micro_batches_only_the_parts_are_compared() -> None:
+    batch = {"x": MicroBatches([ROWS[:3], ROWS[3:]]), "labels": MicroBatches([OTHER[:3], OTHER[3:]])}
+    model = LossNet(contrastive)
+    attached(model, batch)
+    with torch.no_grad():
+        first, second = (
+            LossNet.forward(model, ROWS[part], labels=OTHER[part])["loss"] for part in (slice(3), slice(3, 8))
+        )
+        for result, expected in zip(model(**batch), (first, second), strict=True):
+            torch.testing.assert_close(result["loss"], expected)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework.model.parts.analysis.refusal import CannotCut
 from pipework.model.parts.cut import Cuttable
+from pipework.model.parts.trace import CannotCut
 from tests.model.parts.models import WIDTH, Block
 
 X = torch.randn(2, WIDTH)

@@ -145,7 +145,7 @@ def test_a_dtype_that_is_changed_later() -> None:
 
 def test_a_number_that_changes_in_each_step_does_not_make_each_step_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     again: list[Any] = []
-    monkeypatch.setattr("pipework.model.parts.execution.part.Part.watch_again", lambda part: again.append(part))
+    monkeypatch.setattr("pipework.model.parts.part.Part.watch_again", lambda part: again.append(part))
     model = with_pipe()
     for number in range(3):
         model.warmth = 0.1 * number  # assigned for the first time, it may choose a way

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from pipework.model.parts.cut import Cuttable
-from pipework.model.parts.execution.part import Part
 from pipework.model.parts.following import Following
+from pipework.model.parts.part import Part
 from tests.model.parts.models import WIDTH
 
 X = torch.randn(2, WIDTH)

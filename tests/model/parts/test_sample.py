@@ -1,12 +1,12 @@
-"""The arguments of a sample, and those for a few of its rows."""
-
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from pipework import MicroBatches, NoChunk
-from pipework.model.parts.sample import arguments_of, few_rows, single_rows
+from pipework.model.parts.sample import LossPlace, arguments_of, few_rows, single_rows
 from tests.programs import RunPython
 
 X = torch.randn(8, 9)
@@ -83,3 +83,36 @@ def test_a_sample_takes_the_memory_of_a_step_of_two_rows(run_python: RunPython) 
     on_meta, attached = map(float, done.stdout.split())
     assert on_meta < 0.8, done
     assert attached < 1.3, done
+
+
+class Named(NamedTuple):
+    logits: Any
+    loss: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    loss: Any
+    logits: Any
+
+
+LOSS = torch.tensor(2.0)
+
+
+@pytest.mark.parametrize(
+    "result", [LOSS, (LOSS, 1), {"loss": LOSS, 3: 1}, Named(1, LOSS), Frozen(LOSS, 1)], ids=lambda r: type(r).__name__
+)
+def test_the_loss_is_found_and_replaced(result: Any) -> None:
+    place = LossPlace.in_result(result)
+    assert place is not None
+    assert place.read(result) is LOSS
+    other = torch.tensor(3.0)
+    changed = place.put(other, result)
+    assert type(changed) is type(result)
+    assert place.read(changed) is other
+    assert place.read(result) is LOSS
+
+
+@pytest.mark.parametrize("result", [None, torch.ones(2), torch.tensor(1), (), {"logits": LOSS}, Frozen(None, LOSS)])
+def test_there_is_no_loss(result: Tensor | None) -> None:
+    assert LossPlace.in_result(result) is None

@@ -1,4 +1,4 @@
-"""The modules of a part: units that run here, stand-ins for those that run elsewhere, and the containers around them.
+"""The modules of a part: units that run here, absent units that run elsewhere, and the containers around them.
 
 A unit here is a twin of the model's own module: another object, of a subclass of its class, with the same `__dict__`.
 So parameters, buffers, hooks, flags and all that a forward keeps are the model's, and the model itself stays as it was,
@@ -7,17 +7,20 @@ and may be called without a pipe.
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
 from pipework import torch_private
-from pipework.model.parts.execution import run as runs
-from pipework.model.parts.execution.absent import Absent
+from pipework.model.parts import run as runs
+from pipework.model.parts.leaves import Absent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping
+
+    from pipework.model.parts.adapter import Adapter
 
 
 class Unit(nn.Module):
@@ -73,7 +76,7 @@ class Unit(nn.Module):
         return _named_unit, (_class_of(self), self.unit_name), _state_of(self)
 
 
-class StandIn(Unit):
+class AbsentUnit(Unit):
     """Stands where a unit of another part was. The forward around it may still read its attributes.
 
     Args:
@@ -91,7 +94,7 @@ class StandIn(Unit):
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """For `isinstance`: the class of the module."""
-        return type(self.__dict__["_elsewhere"]) if "_elsewhere" in self.__dict__ else StandIn
+        return type(self.__dict__["_elsewhere"]) if "_elsewhere" in self.__dict__ else AbsentUnit
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the module that is elsewhere; in a run, tensors have no values."""
@@ -131,13 +134,13 @@ class StandIn(Unit):
         """Its flag is that of the module."""
         return self
 
-    def replayed(self, output: Any, arguments: tuple[Any, ...], keywords: Any) -> Any:
+    def replay(self, output: Any, arguments: tuple[Any, ...], keywords: Any) -> Any:
         """What the unit gave in another part, after the hooks that its library has put here."""
         if not torch_private.may_have_forward_hooks(self):
             return output
         run = runs.current()
         assert run is not None
-        run.given = (output,)
+        run.replayed = (output,)
         return self.computed(*arguments, **keywords)
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
@@ -145,19 +148,19 @@ class StandIn(Unit):
         run = runs.current()
         if run is None:
             raise RuntimeError(f"{self.unit_name} runs in another part of the model")
-        given, run.given = run.given, None
-        return run.call(self, arguments, keywords) if given is None else given[0]
+        replayed, run.replayed = run.replayed, None
+        return run.call(self, arguments, keywords) if replayed is None else replayed[0]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentUnit:
         """For a copy of the module, if it is copied together with it."""
         module = self.__dict__["_elsewhere"]
-        copied = StandIn(self.unit_name, memo.get(id(module), module))
+        copied = AbsentUnit(self.unit_name, memo.get(id(module), module))
         copied.__dict__.update({name: hooks for name, hooks in vars(self).items() if name.endswith("_hooks")})
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A stand-in is of no subclass of the module's class."""
-        return StandIn, (self.unit_name, self.__dict__["_elsewhere"])
+        """An absent unit is of no subclass of the module's class."""
+        return AbsentUnit, (self.unit_name, self.__dict__["_elsewhere"])
 
 
 class Container(nn.Module):
@@ -211,17 +214,17 @@ def share(twin: nn.Module, module: nn.Module) -> None:
     object.__setattr__(twin, "__dict__", vars(module))
 
 
-def become_container(copy: nn.Module, module: nn.Module) -> None:
+def become_container(copied: nn.Module, module: nn.Module) -> None:
     """Turns the copy of a module of the model into the container of a part."""
-    note_forms(copy, module)
-    kind: Any = type(copy)
-    copy.__class__ = _subclass(Container, kind)
+    note_forms(copied, module)
+    kind: Any = type(copied)
+    copied.__class__ = _subclass(Container, kind)
 
 
-def note_forms(copy: nn.Module, module: nn.Module) -> None:
+def note_forms(copied: nn.Module, module: nn.Module) -> None:
     """Notes the forms of all parameters of a module, of which its copy in a part has some."""
-    copy.__dict__["forms"] = tuple([Absent.of(parameter) for parameter in module.parameters()])
-    elsewhere = copy.__dict__.get("elsewhere", {})
+    copied.__dict__["forms"] = tuple([Absent.of(parameter) for parameter in module.parameters()])
+    elsewhere = copied.__dict__.get("elsewhere", {})
     for name in elsewhere:
         parameter = module._parameters.get(name)
         if parameter is not None:
@@ -259,3 +262,104 @@ def _state_of(module: nn.Module) -> Any:
 
 def _class_of(module: nn.Module) -> type[nn.Module]:
     return type(module).__bases__[1]
+
+
+class Skeleton:
+    """Makes the copies of one model.
+
+    Args:
+        model: any module.
+        units: of the model, by name.
+        adapter: knows what else is not to be copied.
+
+    Attributes:
+        containers: the modules around the units, by their names in the model.
+    """
+
+    def __init__(self, model: nn.Module, units: Mapping[str, nn.Module], adapter: Adapter) -> None:
+        self._model = model
+        self.units = units
+        self._adapter = adapter
+        self._inside = [module for unit in units.values() for module in unit.modules()]
+        inside = {id(module) for module in self._inside}
+        self.containers = {name: module for name, module in model.named_modules() if id(module) not in inside}
+
+    def absent_units(self) -> dict[str, AbsentUnit]:
+        """For each unit, what stands in place of it in another part."""
+        made: dict[str, Any] = {
+            name: self._adapter.stand_in(AbsentUnit(name, unit), unit) for name, unit in self.units.items()
+        }
+        return made
+
+    def copy(
+        self,
+        local: Collection[str],
+        reads: Callable[[str], bool],
+        absent_units: Mapping[str, AbsentUnit],
+        *,
+        shares: bool = True,
+    ) -> nn.Module:
+        """The model around some of its units.
+
+        Args:
+            local: names of units that are to be there; absent units are in place of the others.
+            reads: whether a parameter of a container is to be there, by its name.
+            absent_units: by the name of a unit.
+            shares: whether it has the same buffers and values of attributes as the model, and no copies of them.
+        """
+        memo: dict[int, object] = {id(each): each for each in self._adapter.shared(self._model)}
+        for module in self._inside:  # a container may refer to a module in a unit
+            memo[id(module)] = module
+        for name, unit in self.units.items():
+            memo[id(unit)] = twin_of(name, unit) if name in local else absent_units[name]
+        for module in self._model.modules():
+            memo.update({id(parameter): parameter for parameter in module._parameters.values()})
+        for module in self.containers.values() if shares else ():
+            memo.update({id(buffer): buffer for buffer in module._buffers.values()})
+            memo.update({id(value): value for value in own_attributes(module).values() if not refers_to_module(value)})
+        hooks = [value for name, value in vars(self._model).items() if name.endswith("_hooks")]
+        memo.update({id(each): type(each)() for each in hooks})  # a part calls the forward alone
+        whole = copy.deepcopy(self._model, memo)
+        for name, module in self.containers.items():
+            own = memo[id(module)]
+            assert isinstance(own, nn.Module)
+            become_container(own, module)
+            prefix = f"{name}." if name else ""
+            elsewhere = {
+                each: Absent.of(parameter)
+                for each, parameter in module._parameters.items()
+                if parameter is not None and not reads(f"{prefix}{each}")
+            }
+            for each in elsewhere:
+                del own._parameters[each]
+            own.__dict__["elsewhere"] = elsewhere
+        return whole
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module without those that every module has, such as its children."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def refers_to_module(value: Any, seen: set[int] | None = None) -> bool:
+    """Whether an attribute refers to a module, so that each part needs its own.
+
+    Example:
+        >>> refers_to_module({"layers": [nn.ReLU()]}), refers_to_module({"sizes": [1, 2]})
+        (True, False)
+    """
+    seen = set() if seen is None else seen
+    if isinstance(value, nn.Module):
+        return True
+    if id(value) in seen or isinstance(value, type):
+        return False
+    seen.add(id(value))
+    inside: list[Any] = [*getattr(value, "__dict__", {}).values(), getattr(value, "__self__", None)]
+    if isinstance(value, dict):
+        inside += value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        inside += value
+    return any(refers_to_module(each, seen) for each in inside)

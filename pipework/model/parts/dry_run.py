@@ -14,24 +14,26 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipework import torch_private
-from pipework.model.parts.analysis.in_place import ChangesInPlace
-from pipework.model.parts.analysis.left_tensors import LeftTensors
-from pipework.model.parts.analysis.other_generators import generators_put_back
-from pipework.model.parts.analysis.refusal import CannotCut
-from pipework.model.parts.analysis.state import changed_numbers, put_back
-from pipework.model.parts.execution import run as runs
-from pipework.model.parts.execution.leaves import flatten, held_by, mapped, tensors_in, unflatten
-from pipework.model.parts.execution.plan import END, PartPlan, Source, Trace, call_name, positional_names
-from pipework.model.parts.execution.run import PartRun, memory_of
-from pipework.model.parts.execution.skeleton import own_attributes
+from pipework.model.parts import run as runs
+from pipework.model.parts.leaves import flatten, held_by, mapped, tensors_in, unflatten
+from pipework.model.parts.run import PartRun, memory_of
+from pipework.model.parts.side_effects import (
+    ChangesInPlace,
+    LeftTensors,
+    changed_numbers,
+    generators_put_back,
+    put_back,
+)
+from pipework.model.parts.skeleton import own_attributes
+from pipework.model.parts.trace import END, CannotCut, PartSpan, Source, Trace, call_name, positional_names
 from pipework.runtime.random.streams import DROPOUTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from pipework.model.parts.execution.absent import Absent
-    from pipework.model.parts.execution.side_outputs import SideOutputs
-    from pipework.model.parts.execution.unit import StandIn, Unit
+    from pipework.model.parts.adapter import SideOutputs
+    from pipework.model.parts.leaves import Absent
+    from pipework.model.parts.skeleton import AbsentUnit, Unit
 
 _RANDOM = Source("random", "", 0)
 _PLACEHOLDER = Source("placeholder", "", 0)
@@ -48,7 +50,7 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         model: its class, as messages call it.
         side_outputs: collects what units give beside what they return.
         device: where the sample is.
-        stand_ins: by the name of a unit, what gives what the unit gave.
+        absent_units: by the name of a unit, what gives what the unit gave.
         draw: in place of each random number that is drawn alone; such a one may decide which units are called.
         computes_losses: whether units that give a single number compute it, with zeros for their parameters.
 
@@ -61,14 +63,14 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         model: str,
         side_outputs: SideOutputs,
         device: torch.device,
-        stand_ins: Mapping[str, StandIn],
+        absent_units: Mapping[str, AbsentUnit],
         draw: float,
         *,
         computes_losses: bool,
     ) -> None:
         torch_private.DispatchMode.__init__(self)
         nothing = Trace(model, (), {}, frozenset(), frozenset(), frozenset())
-        PartRun.__init__(self, PartPlan(nothing, 0, 0, is_last=True), {}, {}, device, side_outputs, stand_ins)
+        PartRun.__init__(self, PartSpan(nothing, 0, 0, is_last=True), {}, {}, device, side_outputs, absent_units)
         self._model = model
         self._order: list[str] = []
         self._in_place = ChangesInPlace(model)
@@ -113,7 +115,7 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
             for number, leaf in enumerate(flatten(value)[0]):
                 if isinstance(leaf, Tensor):
                     self.follow(leaf, [Source("input", name, number)])
-                    self._in_place.given(memory_of(leaf), Source("input", name, number))
+                    self._in_place.note_origin(memory_of(leaf), Source("input", name, number))
                     self._inputs.append((Source("input", name, number), leaf, torch_private.version(leaf)))
 
     def own(self, name: str, tensor: Tensor) -> None:
@@ -178,7 +180,7 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         self._side_outputs.add(beside)
         if self._computes_losses and any(each.is_floating_point() and not each.dim() for each in tensors_in(output)):
             output = self._of_zeros(unit, arguments, keywords)
-        output = self._stand_ins[name].replayed(output, arguments, keywords)
+        output = self._absent_units[name].replay(output, arguments, keywords)
         self._returned += [(call, tensor, torch_private.version(tensor)) for tensor in tensors_in(output)]
         return output
 
@@ -193,8 +195,7 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
     ) -> Any:
         """Runs an operator, and follows what it computes."""
         kwargs = dict(kwargs or {})
-        if self._left:
-            self._left.refuse_reading(tensors_in((args, kwargs)))
+        self._left.refuse_reading(tensors_in((args, kwargs)))
         written = [self._owned[key] for key in map(memory_of, _written(func, args, kwargs)) if key in self._owned]
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if self._pauses:
@@ -326,7 +327,7 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
                         # No leaf, since the forward may change it in place; and not as large a leaf behind it.
                         zeros += torch.zeros((), dtype=leaf.dtype, device=device, requires_grad=True)
                     self.follow(zeros, [Source("call", call, number)])
-                    self._in_place.given(memory_of(zeros), Source("call", call, number))
+                    self._in_place.note_origin(memory_of(zeros), Source("call", call, number))
                     leaves[number] = zeros
         return unflatten(leaves, form)
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pipework.model.parts.execution import run as runs
-from pipework.model.parts.execution.absence_watch import AbsenceWatch
-from pipework.model.parts.execution.absent import Absent
-from pipework.model.parts.execution.leaves import flatten, tensors_in, unflatten
-from pipework.model.parts.execution.plan import Source, positional_names
-from pipework.model.parts.execution.run import LeaveForward, PartRun
-from pipework.model.parts.execution.unit import Unit
+from pipework.model.parts import run as runs
+from pipework.model.parts.leaves import Absent, flatten, tensors_in, unflatten
+from pipework.model.parts.run import AbsenceWatch, LeaveForward, PartRun
+from pipework.model.parts.skeleton import Unit
+from pipework.model.parts.trace import Source, positional_names
 from pipework.runtime.random.streams import mix
 from pipework.spot_checks import is_checked
 
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pipework.model.parts.adapter import Adapter
-    from pipework.model.parts.execution.plan import PartPlan
-    from pipework.model.parts.execution.unit import StandIn
+    from pipework.model.parts.skeleton import AbsentUnit
+    from pipework.model.parts.trace import PartSpan
 
 _WATCHED_FIRST: Final = 16  # micro-batches, in which most ways through a forward are taken
 
@@ -36,8 +35,8 @@ class Message(NamedTuple):
         inputs: the positional and the keyword arguments of the model.
         values: by call, what units have given.
         beside: by call, what they gave beside it, if anything.
-        absent: by the form of a tensor, the positions of the calls that gave it, nothing else, and that no later part
-            reads. Most calls of a long model are here, where they cost little.
+        absent: by call, the form of a tensor that the call gave, nothing else, and that no later part reads. Most calls
+            of a long model are here, where they cost little.
     """
 
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
@@ -59,9 +58,9 @@ class Part(nn.Module):
 
     Args:
         model: a copy of the model's containers around the units of this part.
-        plan: what it does.
+        span: what it does.
         adapter: of the model's library.
-        stand_ins: by the name of a unit, what gives what the unit gave elsewhere.
+        absent_units: by the name of a unit, what gives what the unit gave elsewhere.
 
     Attributes:
         state_prefix: what names of tensors begin with that in a state dict are the model's own.
@@ -69,13 +68,14 @@ class Part(nn.Module):
 
     state_prefix: ClassVar[str] = "model."
 
-    def __init__(self, model: nn.Module, plan: PartPlan, adapter: Adapter, stand_ins: Mapping[str, StandIn]) -> None:
+    def __init__(
+        self, model: nn.Module, span: PartSpan, adapter: Adapter, absent_units: Mapping[str, AbsentUnit]
+    ) -> None:
         super().__init__()
         self.model = model
-        self.plan = plan
+        self.span = span
         self._adapter = adapter
-        self._stand_ins = dict(stand_ins)
-        self._first_parameter: tuple[nn.Module | None, str] = (None, "")  # looking for it takes as long as a small unit
+        self._absent_units = dict(absent_units)
         self.training = model.training
         self._runs: dict[tuple[bool, bool], int] = {}
 
@@ -85,32 +85,31 @@ class Part(nn.Module):
             message = arguments[0]
         else:
             message = Message.first(self._adapter.inputs(arguments, keywords))
-        order = self.plan.trace.order
         run = PartRun(
-            self.plan,
+            self.span,
             dict(message.values),
-            {order[int(each)]: form for form, calls in message.absent.items() for each in calls.split()},
+            message.absent,
             self._device(message),
             self._adapter.side_outputs,
-            self._stand_ins,
+            self._absent_units,
         )
         run.beside.update(message.beside)
-        given, named = run.inputs(*message.inputs)
-        if self.plan.is_last:
+        arguments, named = run.inputs(*message.inputs)
+        if self.span.is_last:
             named = self._adapter.micro_batch(named)
         if self._is_watched():
             run.watch = AbsenceWatch(run)
         with runs.using(run), run.watch or contextlib.nullcontext():
             run.begin()
             try:
-                output = self.model.forward(*given, **named)
+                output = self.model.forward(*arguments, **named)
             except LeaveForward:
                 run.refuse_changes()
                 return self._message(message, run)
-        if not self.plan.is_last:
+        if not self.span.is_last:
             raise RuntimeError(
-                f"the forward of {self.plan.trace.model} ended before its last part: for the sample it also called "
-                f"{', '.join(self.plan.trace.order[self.plan.stop :][:3])}; put what depends on the data into a unit"
+                f"the forward of {self.span.trace.model} ended before its last part: for the sample it also called "
+                f"{', '.join(self.span.trace.order[self.span.stop :][:3])}; put what depends on the data into a unit"
             )
         result = self._adapter.result(output)
         if run.watch is not None and run.lacks_any(tensors_in(result)):
@@ -169,7 +168,7 @@ class Part(nn.Module):
 
     def extra_repr(self) -> str:
         """The units of this part."""
-        return ", ".join(self.plan.trace.order[self.plan.start : self.plan.stop])
+        return ", ".join(self.span.trace.order[self.span.start : self.span.stop])
 
     def _message(self, before: Message, run: PartRun) -> Message:
         """What goes to the next part.
@@ -178,65 +177,34 @@ class Part(nn.Module):
             before: what came to this one.
             run: of this part, which has ended.
         """
-        values, beside, positions = run.values, run.beside, self.plan.trace.positions
-        absent: dict[str, list[str]] = {}
-        forms: dict[Any, str] = {}  # most calls give tensors of one form
-        for call in self.plan.thinned:
-            if call not in values:
-                continue
-            output = values[call]
-            if call in beside:
-                values[call], beside[call] = self._thinned("call", call, (output, beside[call]))
-            elif not isinstance(output, Tensor | Absent):
-                values[call] = self._thinned("call", call, output)
-            elif isinstance(output, Absent) or (call in self.plan.unread and output.is_floating_point()):
-                kind = output.dtype, output.shape
-                form = forms.get(kind)
-                if form is None:
-                    form = forms[kind] = str(output if isinstance(output, Absent) else Absent.of(output))
-                    absent.setdefault(form, [before.absent[form]] if form in before.absent else [])
-                absent[form].append(str(positions[call]))
-                del values[call]
-        return Message(
-            self._thinned_inputs(*before.inputs) if self.plan.thins_inputs else before.inputs,
-            values,
-            beside,
-            {**before.absent, **{form: " ".join(numbers) for form, numbers in absent.items()}},
-        )
-
-    def _thinned_inputs(
-        self, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        names = positional_names(self.plan.trace.parameters, len(arguments))
-        return (
+        arguments, keywords = before.inputs
+        names = positional_names(self.span.trace.parameters, len(arguments))
+        inputs = (
             tuple([self._thinned("input", *each) for each in zip(names, arguments, strict=True)]),
             {name: self._thinned("input", name, value) for name, value in keywords.items()},
         )
+        message = Message(inputs, {}, dict(run.beside), dict(before.absent))
+        for call, output in run.values.items():
+            if call in run.beside:
+                message.values[call], message.beside[call] = self._thinned("call", call, (output, run.beside[call]))
+                continue
+            value = self._thinned("call", call, output)
+            if isinstance(value, Absent):
+                message.absent[call] = str(value)
+            else:
+                message.values[call] = value
+        return message
 
     def _thinned(self, kind: str, name: str, tree: Any) -> Any:
         """A nested value without the tensors that no later part reads. Numbers of tokens and the like stay."""
-        if isinstance(tree, Tensor):  # the usual case
-            is_read = not tree.is_floating_point() or self.plan.is_sent(Source(kind, name, 0))
-            return tree if is_read else Absent.of(tree)
         leaves, form = flatten(tree)
         for number, leaf in enumerate(leaves):
             is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
-            if is_float and not self.plan.is_sent(Source(kind, name, number)):
+            if is_float and not self.span.is_sent(Source(kind, name, number)):
                 leaves[number] = Absent.of(leaf)
         return unflatten(leaves, form)
 
     def _device(self, message: Message) -> torch.device:
         """Where the part is."""
-        module, name = self._first_parameter
-        there = None if module is None else module._parameters.get(name)
-        if there is None:  # the first time, or it has been taken away
-            owners = (
-                (each, name)
-                for each in self.model.modules()
-                for name, own in each._parameters.items()
-                if own is not None
-            )
-            self._first_parameter = module, name = next(owners, (None, ""))
-            there = None if module is None else module._parameters[name]
-        tensors = tensors_in(message) if there is None else [there]
+        tensors = [*itertools.islice(self.model.parameters(), 1)] or tensors_in(message)
         return tensors[0].device if tensors else torch.device("cpu")

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from pipework.model.parts.analysis.units import find_units
+from pipework.model.parts.units import find_units
 
 
 class Block(nn.Module):

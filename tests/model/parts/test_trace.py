@@ -2,13 +2,13 @@
 
 import math
 
-from pipework.model.parts.execution.plan import (
+from pipework.model.parts.trace import (
     EARLIER,
     END,
     GLUE,
     HERE,
     LATER,
-    PartPlan,
+    PartSpan,
     Source,
     Trace,
     UnitCall,
@@ -32,7 +32,7 @@ TRACE = Trace(
     inputs=frozenset({X, Y}),
     parameters=("x", "y"),
 )
-FIRST, SECOND = PartPlan(TRACE, 0, 2, is_last=False), PartPlan(TRACE, 2, 4, is_last=True)
+FIRST, SECOND = PartSpan(TRACE, 0, 2, is_last=False), PartSpan(TRACE, 2, 4, is_last=True)
 
 
 def test_calls_of_a_unit_in_their_order() -> None:
@@ -46,21 +46,13 @@ def test_calls_of_a_unit_in_their_order() -> None:
 
 
 def test_what_later_parts_read() -> None:
-    assert FIRST.read_later == {A, B, AGAIN, Y, LAST, WEIGHT}
-    assert FIRST.thinned == ("a#0", "b#0")
-    assert PartPlan(TRACE, 2, 3, is_last=False).thinned == ("b#0", "a#1")  # the last part to read b, not a
     assert [FIRST.is_sent(each) for each in (X, Y, A)] == [False, True, True]
     assert FIRST.is_sent(Source("input", "mask", 0)), "the sample had none, so nothing is known of it"
 
 
-def test_which_parts_pass_inputs_on_as_they_are() -> None:
-    one, two, three = (PartPlan(TRACE, start, start + 1, is_last=False) for start in (0, 1, 2))
-    assert [plan.thins_inputs for plan in (one, two, three)] == [True, False, True]
-
-
 def test_what_a_part_reads() -> None:
-    assert [plan.reads(WEIGHT) for plan in (FIRST, SECOND)] == [False, True]
-    assert [plan.reads(LAST) for plan in (FIRST, SECOND)] == [False, True]
+    assert [span.reads(WEIGHT) for span in (FIRST, SECOND)] == [False, True]
+    assert [span.reads(LAST) for span in (FIRST, SECOND)] == [False, True]
     assert not SECOND.reads(Source("parameter", "unknown", 0))
 
 

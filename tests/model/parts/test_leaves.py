@@ -1,6 +1,3 @@
-"""Nested values that are taken apart and put together again."""
-
-import enum
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework.model.parts.execution.absent import Absent
-from pipework.model.parts.execution.leaves import collect_tensors, flatten, held_by, kept, mapped, tensors_in, unflatten
+from pipework.model.parts.leaves import Absent, flatten, held_by, mapped, tensors_in, unflatten
 
 ONE, TWO = torch.ones(1), torch.full((2,), 2.0)
 Pair = namedtuple("Pair", ["left", "right"])
@@ -28,10 +24,6 @@ class Opaque:
 
     def __repr__(self) -> str:
         return "Opaque"  # no address, since it names a test
-
-
-class Color(enum.Enum):
-    RED = 1
 
 
 @pytest.mark.parametrize(
@@ -65,34 +57,6 @@ def test_tensors_in_a_value() -> None:
     assert [each is ONE for each in tensors_in({"a": Box(ONE), "b": Opaque(TWO)})] == [True]
 
 
-@pytest.mark.parametrize(
-    ("value", "count", "hides"),
-    [
-        (ONE, 1, False),
-        ((1, 2.0, "text", None, torch.float32, torch.device("cpu"), slice(2), ONE.shape), 0, False),
-        ([ONE, {"a": (TWO, nn.Parameter(ONE))}], 3, False),
-        (Box(ONE), 1, False),
-        (Pair(ONE, Color.RED), 1, False),
-        (Opaque(ONE), 0, True),
-        ([ONE, Box([TWO, Opaque(ONE)])], 2, True),
-        (nn.Linear(1, 1), 0, True),
-    ],
-    ids=str,
-)
-def test_tensors_that_a_unit_is_given(value: Any, count: int, hides: bool) -> None:
-    found: list[Tensor] = []
-    assert collect_tensors([value], found) is hides
-    assert len(found) == count
-
-
-@pytest.mark.parametrize("tree", [ONE, None, (ONE, 3), [ONE], ([ONE], 3), {"a": (ONE, [2])}], ids=str)
-def test_a_value_that_is_kept(tree: Any) -> None:
-    again = kept(tree)
-    assert str(again) == str(tree)
-    assert [each is ONE for each in tensors_in(again)] == [True] * len(tensors_in(tree))
-    assert (again is tree) == (tree is ONE or tree is None or tree == (ONE, 3))
-
-
 def test_tensors_that_objects_hold() -> None:
     cyclic = Opaque({"a": {ONE}, "b": [TWO]})
     cyclic.inside["self"] = cyclic
@@ -114,3 +78,11 @@ def test_all_tensors_of_objects_in_objects_are_found_once() -> None:
     cache = Cache(40)
     found = held_by(({"cache": cache}, [cache], Entry()))
     assert len(found) == len({id(tensor) for tensor in found}) == 82
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_a_tensor_in_place_of_one_that_is_absent(dtype: torch.dtype) -> None:
+    tensor = Absent.of(torch.ones(3, 5, dtype=dtype)).tensor(torch.device("cpu"))
+    assert (tensor.shape, tensor.dtype) == ((3, 5), dtype)
+    assert tensor.untyped_storage().nbytes() == dtype.itemsize
+    assert tensor.isnan().all() == dtype.is_floating_point

@@ -3,25 +3,71 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from pipework import torch_private
-from pipework.model.parts.execution.absent import Absent
 from pipework.values.nested import DataclassNode, fields_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_PLAIN = (bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, nn.Module, Tensor, Absent)
-_WITHOUT_TENSORS = frozenset(
-    [type(None), bool, int, float, complex, str, bytes, slice, range, torch.dtype, torch.device, torch.Size]
-)
+_HAVE_NAN = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+@dataclass(frozen=True)
+class Absent:
+    """The form of a tensor that no later part reads: a message holds it in place of the values, as the glue runs on.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: its name, such as "float32".
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """The form of a tensor.
+
+        Example:
+            >>> Absent.of(torch.ones(2, 3))
+            Absent(shape=(2, 3), dtype='float32')
+        """
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+    @classmethod
+    def of_text(cls, text: str) -> Self:
+        """The form that `str` has written.
+
+        Example:
+            >>> Absent.of_text(str(Absent((2, 3), "float32")))
+            Absent(shape=(2, 3), dtype='float32')
+        """
+        dtype, *shape = text.split()
+        return cls(tuple(map(int, shape)), dtype)
+
+    def __str__(self) -> str:
+        """The form in short, since a message has many of them."""
+        return " ".join([self.dtype, *map(str, self.shape)])
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """A tensor of this form that takes the memory of one element.
+
+        It is NaN where there is one, so that a part that reads it although it should not does not go unnoticed.
+        """
+        dtype = getattr(torch, self.dtype)
+        return torch.full((), math.nan if dtype in _HAVE_NAN else 0, dtype=dtype, device=device).expand(self.shape)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, nn.Module, Absent)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
@@ -46,59 +92,13 @@ def unflatten(leaves: Iterable[Any], form: Any) -> Any:
 
 def mapped(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
     """The nested value with every leaf of a type replaced."""
-    if isinstance(tree, kind):  # the usual case
-        return function(tree)
     leaves, form = flatten(tree)
     return unflatten([function(leaf) if isinstance(leaf, kind) else leaf for leaf in leaves], form)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors of a nested value."""
-    if tree is None or isinstance(tree, Tensor):  # the usual cases
-        return [] if tree is None else [tree]
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value is certainly a leaf that holds no tensor."""
-    return type(value) in _WITHOUT_TENSORS
-
-
-def kept(tree: Any) -> Any:
-    """A nested value that stays what it is when its lists and dicts are changed; tensors are not copied."""
-    if isinstance(tree, Tensor) or is_plain(tree):
-        return tree
-    if type(tree) is tuple and all(isinstance(each, Tensor) or is_plain(each) for each in tree):  # the usual cases
-        return tree
-    return unflatten(*flatten(tree))
-
-
-def collect_tensors(values: Iterable[Any], found: list[Tensor]) -> bool:
-    """Appends the tensors of nested values to a list; returns whether other objects in them may hold more.
-
-    Example:
-        >>> found = []
-        >>> collect_tensors([torch.zeros(1), (3, {"a": torch.ones(1)})], found), collect_tensors([object()], found)
-        (False, True)
-        >>> found
-        [tensor([0.]), tensor([1.])]
-    """
-    hides = False
-    for value in values:
-        kind = type(value)
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif kind in _WITHOUT_TENSORS:
-            pass
-        elif kind is tuple or kind is list:
-            hides |= collect_tensors(value, found)
-        elif kind is dict:
-            hides |= collect_tensors(value.values(), found)
-        else:
-            leaves = flatten(value)[0]
-            found += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            hides |= not all(isinstance(leaf, Tensor | enum.Enum) or is_plain(leaf) for leaf in leaves)
-    return hides
 
 
 def held_by(tree: Any) -> list[Tensor]:
@@ -119,11 +119,10 @@ def held_by(tree: Any) -> list[Tensor]:
 
 def _collect(value: Any, found: list[Tensor], seen: dict[int, Any]) -> None:
     for leaf in flatten(value)[0]:
-        is_tensor = isinstance(leaf, Tensor)
-        if id(leaf) in seen or leaf is None or (isinstance(leaf, _PLAIN) and not is_tensor):
+        if id(leaf) in seen or leaf is None or isinstance(leaf, _PLAIN):
             continue
         seen[id(leaf)] = leaf  # kept, so that nothing else gets its id
-        if is_tensor:
+        if isinstance(leaf, Tensor):
             found.append(leaf)
         elif isinstance(leaf, Mapping):
             _collect(list(leaf.values()), found, seen)

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework.model.parts.analysis.refusal import CannotCut
 from pipework.model.parts.cut import Cuttable
-from pipework.model.parts.execution.plan import END, Source
+from pipework.model.parts.trace import END, CannotCut, Source
 from tests.model.parts.models import WIDTH
 
 

@@ -11,6 +11,10 @@ END = math.inf  # the position of the forward's end, behind all calls
 EARLIER, HERE, LATER, GLUE = "earlier", "here", "later", "glue"  # where a call computes; glue does so in every part
 
 
+class CannotCut(ValueError):
+    """A model cannot be cut into parts; the message says why."""
+
+
 def call_name(unit: str, count: int) -> str:
     """A call of a unit, as messages between parts write it.
 
@@ -107,21 +111,17 @@ class Trace:
         """What the forward does in this run or in another one; this one alone if they make other calls."""
         if other is None or (other.order, other.glue) != (self.order, self.glue):
             return self
-        nowhere: frozenset[float] = frozenset()
-        return replace(
-            self,
-            uses={
-                source: self.uses.get(source, nowhere) | other.uses.get(source, nowhere)
-                for source in {**self.uses, **other.uses}
-            },
-            changed=self.changed | other.changed,
-            changed_inputs=self.changed_inputs | other.changed_inputs,
-        )
+        uses = {
+            source: self.uses.get(source, frozenset()) | other.uses.get(source, frozenset())
+            for source in {**self.uses, **other.uses}
+        }
+        changed_inputs = self.changed_inputs | other.changed_inputs
+        return replace(self, uses=uses, changed=self.changed | other.changed, changed_inputs=changed_inputs)
 
 
 @dataclass(frozen=True)
-class PartPlan:
-    """What one part does.
+class PartSpan:
+    """What one part does: the calls from one position to another.
 
     Attributes:
         trace: of the whole model.
@@ -134,11 +134,6 @@ class PartPlan:
     start: int
     stop: int
     is_last: bool
-
-    @cached_property
-    def local(self) -> frozenset[str]:
-        """The calls of units that compute in this part."""
-        return frozenset(self.trace.order[self.start : self.stop])
 
     @cached_property
     def calls(self) -> dict[str, tuple[UnitCall, ...]]:
@@ -154,31 +149,8 @@ class PartPlan:
         return {unit: tuple([calls[count] for count in sorted(calls)]) for unit, calls in found.items()}
 
     @cached_property
-    def read_later(self) -> frozenset[Source]:
-        """The tensors that later parts read."""
+    def _read_later(self) -> frozenset[Source]:
         return frozenset(source for source, uses in self.trace.uses.items() if max(uses, default=-1) >= self.stop)
-
-    @cached_property
-    def thinned(self) -> tuple[str, ...]:
-        """The calls of which later parts read less than this one: its own, and those that it is the last to read."""
-        last = {source.name for source in self._read_last if source.kind == "call"}
-        return tuple([call for call in self.trace.order[: self.stop] if call in self.local or call in last])
-
-    @cached_property
-    def unread(self) -> frozenset[str]:
-        """The calls of which no later part reads the first tensor."""
-        return frozenset(call for call in self.thinned if not self.is_sent(Source("call", call, 0)))
-
-    @cached_property
-    def thins_inputs(self) -> bool:
-        """Whether later parts read less of the inputs than this one."""
-        return not self.start or any(source.kind == "input" for source in self._read_last)
-
-    @cached_property
-    def _read_last(self) -> frozenset[Source]:
-        """The tensors that this part reads, and no later one."""
-        uses = self.trace.uses.items()
-        return frozenset(source for source, positions in uses if self.start <= max(positions, default=-1) < self.stop)
 
     def reads(self, source: Source) -> bool:
         """Whether this part reads a tensor."""
@@ -187,7 +159,7 @@ class PartPlan:
 
     def is_sent(self, source: Source) -> bool:
         """Whether the next part gets a tensor; an input that the sample did not have may be for any part."""
-        return source in self.read_later or (source.kind == "input" and source not in self.trace.inputs)
+        return source in self._read_later or (source.kind == "input" and source not in self.trace.inputs)
 
     def _place(self, position: int) -> str:
         if position < self.start:

@@ -1,1 +1,0 @@
-"""One part at work: the model's own forward around its units."""

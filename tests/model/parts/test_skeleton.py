@@ -1,0 +1,130 @@
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipework.model.parts.adapter import Adapter
+from pipework.model.parts.skeleton import (
+    AbsentUnit,
+    Container,
+    Skeleton,
+    Unit,
+    own_attributes,
+    refers_to_module,
+    share,
+    twin_of,
+)
+from pipework.model.parts.units import find_units
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        self.scale, self.shift = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
+        self.register_buffer("mask", torch.ones(2))
+        self.settings = {"depth": 3}
+        self.alias = [self.blocks[1]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale + self.shift
+
+
+def copied(local: list[str], reads: list[str]) -> tuple[Net, Any]:
+    model = Net()
+    skeleton = Skeleton(model, find_units(model), Adapter())
+    return model, skeleton.copy(local, lambda name: name in reads, skeleton.absent_units())
+
+
+def test_units_here_are_twins_and_others_absent_units() -> None:
+    model, part = copied(["blocks.1"], [])
+    assert [isinstance(each, Unit) for each in part.blocks] == [True] * 3
+    assert [type(each) is AbsentUnit for each in part.blocks] == [True, False, True]
+    assert part.blocks[1].weight is model.blocks[1].weight
+    assert part.alias[0] is part.blocks[1], "what refers to a unit refers to its twin"
+    assert {id(each) for each in part.parameters()} == {id(each) for each in model.blocks[1].parameters()}
+
+
+def test_a_part_has_the_parameters_that_it_reads() -> None:
+    model, part = copied([], ["scale"])
+    assert isinstance(part, Container)
+    assert part.scale is model.scale
+    assert list(part._parameters) == ["scale"]
+    assert list(part.elsewhere) == ["shift"]
+    assert type(part).__name__ == "Net"
+
+
+def test_values_of_attributes_are_shared() -> None:
+    model, part = copied([], [])
+    assert part.settings is model.settings
+    assert part.mask is model.mask
+    assert part.alias is not model.alias
+
+
+def test_hooks_of_the_model_are_not_those_of_a_part() -> None:
+    model = Net()
+    model.register_forward_hook(print)
+    skeleton = Skeleton(model, find_units(model), Adapter())
+    assert not skeleton.copy([], lambda name: True, skeleton.absent_units())._forward_hooks
+    assert len(model._forward_hooks) == 1
+
+
+def test_attributes() -> None:
+    model = Net()
+    assert own_attributes(model) == {"settings": {"depth": 3}, "alias": model.alias}
+    assert refers_to_module(model.alias)
+    assert refers_to_module(model.forward)
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+    assert not refers_to_module([cyclic, "text", nn.Linear])
+
+
+def test_a_twin_has_all_that_its_module_has() -> None:
+    module = nn.Linear(2, 2)
+    twin = twin_of("layer", module)
+    assert isinstance(twin, nn.Linear)
+    assert type(twin).__name__ == "Linear"
+    twin.eval()
+    twin.extra = 3
+    assert (module.training, module.extra) == (False, 3)
+    module.weight = nn.Parameter(torch.ones(2, 2))
+    assert twin.weight is module.weight
+    assert torch.equal(twin(torch.ones(1, 2)), module(torch.ones(1, 2)))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda twin: pickle.loads(pickle.dumps(twin))])
+def test_a_copied_twin_is_one_that_may_share_again(copied) -> None:
+    twin = twin_of("layer", nn.Linear(2, 2))
+    other = copied(twin)
+    assert (other.unit_name, other.weight is twin.weight) == ("layer", False)
+    assert torch.equal(other.weight, twin.weight)
+    module = nn.Linear(2, 2)
+    share(other, module)
+    assert other.weight is module.weight
+
+
+def test_a_stand_in_answers_for_its_module_and_does_not_compute() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    module.kind = "wide"
+    stand_in = AbsentUnit("layer", module)
+    assert isinstance(stand_in, nn.Sequential)
+    assert (stand_in.kind, len(stand_in), bool(stand_in), stand_in[0]) == ("wide", 1, True, module[0])
+    assert not bool(AbsentUnit("empty", nn.Sequential()))
+    assert list(stand_in.parameters()) == []
+    stand_in.train(False)
+    assert module.training
+    with pytest.raises(RuntimeError, match="layer runs in another part"):
+        stand_in(torch.ones(1, 2))
+
+
+def test_a_copied_stand_in_refers_to_what_is_copied_with_it() -> None:
+    module = nn.Linear(2, 2)
+    alone = copy.deepcopy(AbsentUnit("layer", module))
+    assert alone.weight is module.weight
+    own, stand_in = copy.deepcopy((module, AbsentUnit("layer", module)))
+    assert stand_in.weight is own.weight
