@@ -19,7 +19,7 @@ from pipework.model import mini_batch
 from pipework.model.batchnorm import DeferredBatchNorm
 from pipework.model.layers import doubts_about_hooks
 from pipework.model.layout import Layout
-from pipework.model.loss.check import doubts_about_loss, may_be_other
+from pipework.model.loss.check import loss_warnings, may_be_other
 from pipework.model.loss.settings import checked_scale
 from pipework.model.marks import has_micro_batches, in_micro_batches
 from pipework.model.mini_batch import MiniBatch, required_gradients, requires_gradients
@@ -222,7 +222,7 @@ class Executor:
         inner, padding = None, None
         if inside:
             if targets is not None and self.settings.warns:
-                padding = self.settings.loss.doubt(targets, weighing)
+                padding = self.settings.loss.padding_warning(targets, weighing)
             inner = self.settings.loss.inner(
                 targets,
                 weighing,
@@ -295,7 +295,7 @@ class Executor:
                 doubts += self._undelivered.doubts()
                 self._undelivered.add(shared)
             outputs = [(tensors[1:], structure) for tensors, structure in results] if has_output else []
-            doubts += doubts_about_loss(self.settings.loss, inner, split.rows, padding)
+            doubts += loss_warnings(self.settings.loss, inner, split.rows, padding)
             self._looks -= looks & {"loss"}
             parts = [tensors[0] for tensors, _ in results]
             loss = total(parts)

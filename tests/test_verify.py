@@ -558,7 +558,7 @@ def state_of(pipe: Pipe, x: Tensor) -> list[Any]:
         },
         id(pipe._executor),
         copy.copy(vars(pipe._wrapped)),
-        [len(pipe._executor.settings.loss._looks)],
+        [len(pipe._executor.settings.loss._left)],
     ]
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.func import functional_call
 
 from pipework import torch_private
-from pipework.model.loss.inner_function import InnerFunction
+from pipework.model.loss.functions import InnerFunction
 from pipework.model.row_warnings import IGNORE
 from pipework.runtime.caller_context import Modes
 from pipework.runtime.random.unseen_draws import generators_left_alone
@@ -47,7 +47,7 @@ def may_be_other(function: Any) -> bool:
     return function is not None and getattr(function, "__module__", "") != nn.functional.__name__
 
 
-def doubts_about_loss(settings: LossSettings, loss: InnerLoss, rows: Sequence[int], padding: str | None) -> list[str]:
+def loss_warnings(settings: LossSettings, loss: InnerLoss, rows: Sequence[int], padding: str | None) -> list[str]:
     """One text if the loss of two micro-batches together is not what the pipe makes of the loss of each.
 
     Nothing is known if they cannot be joined, if the function fails on them, has a state, or draws random numbers.
@@ -62,13 +62,13 @@ def doubts_about_loss(settings: LossSettings, loss: InnerLoss, rows: Sequence[in
     if len(seen) == 2 and not Modes.capture():  # a mode of the caller's may count calls
         # The step has succeeded, whatever the function makes of outputs that no layer has returned.
         with contextlib.suppress(Exception), torch.no_grad(), generators_left_alone([seen[0].value.device], 0):
-            found = _doubt(settings, loss, seen, rows)
+            found = _warning(settings, loss, seen, rows)
             if found is not None and (padding is None or _SUM in found):
                 return [found]
     return [] if padding is None else [padding]
 
 
-def _doubt(settings: LossSettings, loss: InnerLoss, seen: Sequence[SeenLoss], rows: Sequence[int]) -> str | None:
+def _warning(settings: LossSettings, loss: InnerLoss, seen: Sequence[SeenLoss], rows: Sequence[int]) -> str | None:
     one, other = (each.value.item() for each in seen)
     outputs = _joined(seen[0].output, seen[1].output, [False] * len(seen[0].output[0]), rows)
     shared = [here == there for here, there in zip(seen[0].places, seen[1].places, strict=True)]
@@ -80,22 +80,16 @@ def _doubt(settings: LossSettings, loss: InnerLoss, seen: Sequence[SeenLoss], ro
     numbers = (whole, taken, one, other)
     least = _tolerance(seen[0]) * max(0.01, *map(abs, numbers))  # a loss near 0 is a difference of larger numbers
     close = functools.partial(math.isclose, rel_tol=0.0, abs_tol=least)
-    if close(whole, taken) or not all(map(math.isfinite, numbers)):
-        return None
     alone = [nested.unflatten(*value) for value in (seen[0].output, seen[0].target)]
-    if not close(_called(loss.function, *alone), one):  # it draws random numbers, or has a state
-        return None
-    own = settings.weight is not None
-    kind = "sum over rows" if settings.reduction == "sum" else "mean by loss_weight" if own else "mean over rows"
+    if close(whole, taken) or not all(map(math.isfinite, numbers)) or not close(_called(loss.function, *alone), one):
+        return None  # as expected, or it draws random numbers, or has a state
+    weighed = "sum" if settings.reduction == "sum" else "mean over rows" if settings.weight is None else "weighted mean"
+    advice = "If it is a mean over rows, leave loss_reduction= and loss_weight= out; over something else, give Pipe "
+    advice += "loss_weight="
     if close(whole, of_sum) and not close(one, 0.0) and not close(other, 0.0):
-        advice = _SUM + (" in place of loss_weight" if own else "")
-    elif close(whole, (rows[0] * one + rows[1] * other) / (rows[0] + rows[1])):
-        advice = f"It seems to be a mean over rows: leave {'loss_weight' if own else 'loss_reduction'} out"
-    else:
-        other_weight = "another loss_weight=" if own else "loss_weight="
-        advice = f"If it is a mean over something else, such as tokens, give Pipe {other_weight}"
+        advice = f"{_SUM} and no loss_weight="
     return (
-        f"{loss.source} is no {kind}: for the first two micro-batches together ({rows[0] + rows[1]} rows) it gives "
+        f"{loss.source} is no {weighed}: for the first two micro-batches together ({rows[0] + rows[1]} rows) it gives "
         f"{whole:.6g}, and its values for each, {one:.6g} and {other:.6g}, make {taken:.6g} in the pipe. So loss and "
         f"gradients are not those of the whole mini-batch. {advice}; any other function of the whole batch belongs "
         "outside of the pipe: schedule='gpipe', and the loss of pipe(x). pipe.verify(x, target=y) compares everything. "

@@ -6,13 +6,12 @@ import inspect
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, SupportsFloat, cast
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 from torch import nn
 
-from pipework.model.loss.counted_targets import CountedTargets, ignored_by, unequal_padding
-from pipework.model.loss.inner_function import InnerFunction
+from pipework.model.loss.functions import CountedTargets, InnerFunction, ignored_by, unequal_padding
 from pipework.runtime.device import is_accelerator
 from pipework.runtime.stage.loss import InnerLoss, mean_weights
 from pipework.values import nested
@@ -48,8 +47,8 @@ class LossSettings:
     reduction: str = "mean"
     weight: Callable[[Any], Any] | None = None
     grad_scaler: torch.amp.GradScaler | None = None
-    # One for each mini-batch in which to look for padding: looking takes some microseconds for each micro-batch.
-    _looks: list[None] = field(default_factory=lambda: [None] * 16, repr=False, compare=False)
+    # One for each mini-batch in which padding is looked for.
+    _left: list[None] = field(default_factory=lambda: [None] * 16, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, value in (("loss_fn", self.function), ("loss_weight", self.weight)):
@@ -75,26 +74,16 @@ class LossSettings:
     def _refuse_other_reduction(self) -> None:
         """Raises a ValueError if the function has another `reduction`: an attribute or argument of PyTorch's losses."""
         function, bound, _ = InnerFunction.of(self.function)
-        name = getattr(function, "__name__", None) or type(function).__name__
         own = bound.get("reduction", getattr(function, "reduction", None))
         if own is None and getattr(function, "__module__", "") == nn.functional.__name__:
             parameter = inspect.signature(function).parameters.get("reduction")
             own = None if parameter is None else parameter.default
-        if own == "none":
+        if own in ("none", "sum", "mean", "batchmean") and own.removeprefix("batch") != self.reduction:
+            name = getattr(function, "__name__", None) or type(function).__name__
             raise ValueError(
-                f"loss_fn ({name}) has reduction='none', which gives no single number: make it with reduction="
-                f"{self.reduction!r}"
-            )
-        if own == "sum" and self.reduction == "mean":
-            raise ValueError(
-                f"loss_fn ({name}) has reduction='sum', and loss_reduction is 'mean', so the pipe would take the mean "
-                "of its micro-batches' sums: give Pipe loss_reduction=\"sum\", or make loss_fn with reduction='mean'"
-            )
-        if own in {"mean", "batchmean"} and self.reduction == "sum":
-            raise ValueError(
-                f"loss_fn ({name}) has reduction={own!r}, and loss_reduction is 'sum', so the pipe would add up its "
-                "micro-batches' means, which is larger than the mean the more micro-batches there are: leave "
-                "loss_reduction out, or make loss_fn with reduction='sum'"
+                f"loss_fn ({name}) has reduction={own!r}, and loss_reduction is {self.reduction!r}, by which the pipe "
+                f"joins the losses of its micro-batches: make loss_fn with reduction={self.reduction!r}, or give Pipe "
+                "the loss_reduction that it has, 'mean' or 'sum'"
             )
 
     def missing_target(
@@ -122,18 +111,12 @@ class LossSettings:
                 f"give Pipe a loss_fn and call {call}(x, target=y); or choose schedule='gpipe'. {outputs}"
             )
         got = f"got {inputs} positional input{'' if inputs == 1 else 's'}"
-        if keywords:
-            got += f", keywords: {', '.join(keywords)}"
-        if reader is not None:
-            outputs += "; for a loss outside of the pipe choose schedule='gpipe'"
-            return ValueError(
-                f"schedule {schedule!r} computes the loss inside and got no target: {_not_there(reader)}. Call "
-                f"{call}(x, target=y) on every rank, with y at least there ({got} here). {outputs}"
-            )
-        given = "x" if inputs or not keywords else "**batch"
+        got += f", keywords: {', '.join(keywords)}" if keywords else ""
+        arguments = "x" if inputs or not keywords else "**batch"
+        where = "" if reader is None else f" on every rank; {_not_there(reader)}"
         return ValueError(
-            f"schedule {schedule!r} computes the loss inside and got no target: call {call}({given}, target=y) "
-            f"({got}). {outputs}"
+            f"schedule {schedule!r} computes the loss inside and got no target: call {call}({arguments}, target=y)"
+            f"{where} ({got}). {outputs}; for a loss outside of the pipe choose schedule='gpipe'"
         )
 
     def outside_of_one_rank(self, reader: int) -> ValueError:
@@ -194,14 +177,14 @@ class LossSettings:
             if counted is None and min(rows) < 0:
                 raise _no_rows(targets, rows)
             return list(rows) if counted is None else counted
-        amounts = []
-        for number, target in enumerate(targets):
-            amount = self.weight(nested.unflatten(*target))
+        amounts = [self.weight(nested.unflatten(*target)) for target in targets]
+        for number, amount in enumerate(amounts):
             if not (isinstance(amount, SupportsFloat) and getattr(amount, "ndim", 0) == 0):
                 got = f"a tensor of shape {tuple(amount.shape)}" if hasattr(amount, "shape") else type(amount).__name__
                 raise TypeError(f"loss_weight gave {got} for micro-batch {number}: wanted a number of at least 0")
-            amounts.append(amount)
-        numbers = _read(amounts)
+        if all(isinstance(amount, torch.Tensor) for amount in amounts):  # on an accelerator the host waits once
+            amounts = torch.stack(amounts).tolist()
+        numbers = list(map(float, amounts))
         for number, value in enumerate(numbers):
             if not value >= 0:
                 raise ValueError(f"loss_weight gave {value} for micro-batch {number}: wanted a number of at least 0")
@@ -217,23 +200,23 @@ class LossSettings:
         """Whether the function is one of those that leave out targets; see `CountedTargets`."""
         return CountedTargets.of(self.function) is not None
 
-    def doubt(self, targets: Sequence[Message], rows: Sequence[int]) -> str | None:
+    def padding_warning(self, targets: Sequence[Message], rows: Sequence[int]) -> str | None:
         """What to warn of: targets are padded, and the mean does not leave them out. Told once.
 
         Args:
             targets: of the micro-batches.
             rows: of the micro-batches.
         """
-        if not self._looks or self.reduction != "mean" or self.weight is not None or self._is_of_pytorch:
+        if not self._left or self.reduction != "mean" or self.weight is not None or self._is_of_pytorch:
             return None
         if len({len(tensors) for tensors, _ in targets}) != 1:
             return None
-        del self._looks[-1:]  # another thread may have taken the last one meanwhile
+        del self._left[-1:]  # another thread may have taken the last one meanwhile
         ignored = ignored_by(self.function)
         columns = zip(*(tensors for tensors, _ in targets), strict=True)
         if not any(unequal_padding(column, rows, ignored) for column in columns):
             return None
-        self._looks.clear()
+        self._left.clear()
         return (
             f"targets have the value {ignored}, which losses leave out of their mean, and micro-batches have unequal "
             "numbers of them, but loss_fn is a function of its own, so the pipe weighs micro-batches by rows. Give "
@@ -272,23 +255,14 @@ def _scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> float | Ten
     return scaler.scale(torch.ones((), device=device)) if is_accelerator(device) else scaler.get_scale()
 
 
-def _read(amounts: Sequence[SupportsFloat]) -> list[float]:
-    """The numbers. Of those on an accelerator, the host waits once for all."""
-    if all(isinstance(amount, torch.Tensor) for amount in amounts):
-        with torch.no_grad():
-            together: list[float] = torch.stack(cast("list[Tensor]", amounts)).tolist()
-        return list(map(float, together))
-    return list(map(float, amounts))
-
-
 def _no_rows(targets: Sequence[Message], rows: Sequence[int]) -> ValueError:
     """The error of a mean over micro-batches that rows do not weigh."""
-    shapes = [tuple(tensor.shape) for tensor in targets[min(range(len(rows)), key=rows.__getitem__)][0]]
-    shown = "no tensor" if not shapes else f"the shape {shapes[0]}" if len(shapes) == 1 else f"the shapes {shapes}"
+    shapes = [tuple(tensor.shape) for tensor in targets[rows.index(min(rows))][0]]
     return ValueError(
         "rows do not say how much each micro-batch weighs in the mean: inputs and target of a micro-batch have "
-        f"different numbers of them, or targets differ in other dimensions, too (a target has {shown}). Give Pipe the "
-        "weight, such as loss_weight=torch.numel for a mean over all numbers of the targets, or loss_reduction='sum'"
+        f"different numbers of them, or targets differ in other dimensions, too (a target has the shapes {shapes}). "
+        "Give Pipe the weight, such as loss_weight=torch.numel for a mean over all numbers of the targets, or "
+        "loss_reduction='sum'"
     )
 
 

@@ -64,7 +64,7 @@ def test_functions_of_the_whole_batch(name: str, schedule: str, grad: bool) -> N
 
 def test_a_sum() -> None:
     x = rows_of(16)
-    with pytest.warns(PipeWarning, match=r'loss_fn \(total\) is no mean .* a sum: give Pipe loss_reduction="sum";'):
+    with pytest.warns(PipeWarning, match=r'loss_fn \(total\) is no mean .* a sum: give Pipe loss_reduction="sum" and'):
         pipe_of(total)(x, target=x)
     pipe_of(total, loss_reduction="sum")(x, target=x)
 
@@ -75,7 +75,7 @@ def test_a_mean_that_is_added_up() -> None:
 
     x = rows_of(16)
     with pytest.warns(
-        PipeWarning, match="is no sum over rows: .* seems to be a mean over rows: leave loss_reduction out"
+        PipeWarning, match="is no sum: .* If it is a mean over rows, leave loss_reduction= and loss_weight= out"
     ):
         pipe_of(mean, loss_reduction="sum")(x, target=x)
     pipe_of(mean)(x, target=x)
@@ -171,7 +171,7 @@ def test_padding_and_a_weight() -> None:
     x, y = rows_of(16), torch.arange(16) % 4
     y[:3] = -1
     pipe_of(masked, loss_weight=lambda target: (target >= 0).sum())(x, target=y).backward()
-    with pytest.warns(PipeWarning, match="is no mean over rows: .* If it is a mean over something else"):
+    with pytest.warns(PipeWarning, match="is no mean over rows: .* over something else, give Pipe"):
         pipe_of(masked)(x, target=y)
     y[:3] = -100
     with pytest.warns(PipeWarning, match="targets have the value -100") as seen:
@@ -211,35 +211,23 @@ def sum_of_counted(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target, reduction="sum")
 
 
+def by_rows(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target, reduction="sum") / len(target)
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "options", "advice"),
     [
         (
             sum_of_counted,
             {},
-            r'\(sum_of_counted\) is no mean over rows: .* seems to be a sum: give Pipe loss_r.*="sum";',
+            r'\(sum_of_counted\) is no mean over rows: .* a sum: give Pipe loss_r.*="sum"',
         ),
-        (
-            sum_of_counted,
-            {"loss_weight": counted},
-            r'is no mean by loss_weight: .* loss_r.*="sum" in place of loss_weight',
-        ),
-        (
-            masked,
-            {"loss_weight": len},
-            "is no mean by loss_weight: .* something else, such as tokens, give Pipe another",
-        ),
+        (sum_of_counted, {"loss_weight": counted}, r'is no weighted mean: .* loss_r.*="sum" and no loss_weight='),
+        (masked, {"loss_weight": len}, "is no weighted mean: .* over something else, give Pipe loss_weight="),
         (total, {"loss_weight": lambda target: target.ne(0).sum()}, "seems to be a sum"),
-        (
-            lambda output, target: functional.cross_entropy(output, target, reduction="sum") / len(target),
-            {"loss_weight": counted},
-            "seems to be a mean over rows: leave loss_weight out",
-        ),
-        (
-            lambda output, target: functional.cross_entropy(output, target, reduction="sum") / len(target),
-            {"loss_reduction": "sum"},
-            "is no sum over rows: .* a mean over rows: leave loss_reduction out",
-        ),
+        (by_rows, {"loss_weight": counted}, "is no weighted mean: .*a mean over rows, leave .* loss_weight= out"),
+        (by_rows, {"loss_reduction": "sum"}, "is no sum: .* a mean over rows, leave loss_reduction="),
     ],
 )
 def test_sum_and_mean_are_told_apart_also_with_a_weight(

@@ -48,15 +48,23 @@ class WithParameters(nn.Module):
     [
         ({"loss_fn": "mse"}, TypeError, "loss_fn is 'mse': wanted a function"),
         ({"loss_fn": nn.CrossEntropyLoss}, TypeError, r"loss_fn is the class CrossEntropyLoss: write CrossEntropyLoss"),
-        ({"loss_fn": nn.MSELoss(reduction="sum")}, ValueError, r"MSELoss.* reduction='sum'.*loss_reduction=\"sum\""),
-        ({"loss_fn": nn.MSELoss(reduction="none")}, ValueError, "reduction='none'.*make it with reduction='mean'"),
+        (
+            {"loss_fn": nn.MSELoss(reduction="sum")},
+            ValueError,
+            r"MSELoss.* reduction='sum', and loss_reduction is 'mean'",
+        ),
+        ({"loss_fn": nn.MSELoss(reduction="none")}, ValueError, "reduction='none'.*make loss_fn with reduction='mean'"),
         (
             {"loss_fn": nn.MSELoss(reduction="none"), "loss_reduction": "sum"},
             ValueError,
-            "reduction='none'.*make it with reduction='sum'",
+            "reduction='none'.*make loss_fn with reduction='sum'",
         ),
         ({"loss_fn": F.cross_entropy, "loss_reduction": "sum"}, ValueError, r"\(cross_entropy\) has reduction='mean'"),
-        ({"loss_fn": nn.MSELoss(), "loss_reduction": "sum"}, ValueError, "leave loss_reduction out, or .*'sum'"),
+        (
+            {"loss_fn": nn.MSELoss(), "loss_reduction": "sum"},
+            ValueError,
+            "='mean', and loss_reduction is 'sum'",
+        ),
         (
             {"loss_fn": partial(F.nll_loss, ignore_index=0), "loss_reduction": "sum"},
             ValueError,
@@ -435,7 +443,7 @@ def test_a_mean_of_nothing_is_not_a_number(way: Any, loss_fn: Any, hidden: bool)
 
 
 @inside
-@pytest.mark.filterwarnings("ignore:loss_fn .distance. is no mean by loss_weight")  # which is meant
+@pytest.mark.filterwarnings("ignore:loss_fn .distance. is no weighted mean")  # which is meant
 def test_weights_are_asked_for_in_order_before_anything_runs(way: Any) -> None:
     happened: list[Any] = []
 
@@ -522,9 +530,9 @@ def test_two_threads_may_look_for_padding_at_once() -> None:
             return True
 
     settings = LossSettings(own, "mean", None, None)
-    object.__setattr__(settings, "_looks", Taken([None]))
+    object.__setattr__(settings, "_left", Taken([None]))
     targets = [((padded()[rows],), None) for rows in (slice(4), slice(4, 8))]
-    assert settings.doubt(targets, [4, 4]) is not None
+    assert settings.padding_warning(targets, [4, 4]) is not None
 
 
 def test_targets_with_other_numbers_of_tensors() -> None:

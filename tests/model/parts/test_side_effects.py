@@ -124,7 +124,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("reads", REFUSED)
 def test_refused(reads: str) -> None:
-    with pytest.raises(CannotCut, match="act.0#0 changes in place what Net's forward reads again, or has computed"):
+    with pytest.raises(CannotCut, match=r"act.0#0 changes in place what Net's forward reads again, or has computed"):
         to_sequential(Net(reads), torch.ones(2, WIDTH))
 
 

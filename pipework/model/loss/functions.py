@@ -1,4 +1,4 @@
-"""The weights of micro-batches in the mean of a loss that leaves out some targets, or weighs classes.
+"""What is known of a loss function: what is inside of partials and compiled wrappers, and which targets it counts.
 
 `cross_entropy` divides by the weights of the targets that count, not by rows: over a mini-batch whose micro-batches
 have unequal numbers of padded targets, a mean by rows is another one.
@@ -6,16 +6,18 @@ have unequal numbers of padded targets, a mean by rows is another one.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from pipework.model.loss.inner_function import InnerFunction
+from pipework import torch_private
 from pipework.runtime.device import is_accelerator
+from pipework.signatures import signature_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +26,75 @@ IGNORED: Final = -100  # PyTorch's default, which tokenizers and data collators 
 _FUNCTIONS: Final = (functional.cross_entropy, functional.nll_loss)
 _MODULES: Final = (nn.CrossEntropyLoss, nn.NLLLoss)
 _FORWARDS: Final = tuple([module.forward for module in _MODULES])
+
+
+class InnerFunction(NamedTuple):
+    """A function without what is around it.
+
+    Attributes:
+        function: the innermost one, or the module.
+        keywords: that partials bind; an outer one's replace those of an inner one.
+        binds_positions: whether partials bind positional arguments, too, so that others are passed to the function.
+
+    Example:
+        >>> inner = InnerFunction.of(functools.partial(functional.cross_entropy, ignore_index=0))
+        >>> inner.function is functional.cross_entropy, inner.keywords, inner.binds_positions
+        (True, {'ignore_index': 0}, False)
+    """
+
+    function: Any
+    keywords: dict[str, Any]
+    binds_positions: bool
+
+    @classmethod
+    def of(cls, function: Any) -> Self:
+        """Of a function, a module or None."""
+        keywords: dict[str, Any] = {}
+        binds_positions = False
+        while True:
+            if isinstance(function, functools.partial):
+                keywords = {**function.keywords, **keywords}
+                binds_positions = binds_positions or bool(function.args)
+                inside = function.func
+            else:
+                inside = torch_private.uncompiled(function)
+            if inside is function:
+                return cls(function, keywords, binds_positions)
+            function = inside
+
+
+def function_identity(function: Any) -> list[Any] | None:
+    """The name of a function and its plain settings, as JSON values, which are the same in all processes.
+
+    Of PyTorch's own functions and modules all plain settings count. Of others only floats that are arguments do: an
+    integer or a text may be the number of a process or its device, another attribute may be a time; these differ
+    rightly.
+
+    Args:
+        function: a function, a `functools.partial`, or an object that can be called; None gives None.
+
+    Example:
+        >>> function_identity(nn.CrossEntropyLoss(label_smoothing=0.1))[1]["label_smoothing"]
+        0.1
+        >>> function_identity(lambda output, target: (output - target).abs().sum())
+        ['<lambda>', {}]
+    """
+    if function is None:
+        return None
+    inner, bound, _ = InnerFunction.of(function)
+    named = inner if isinstance(getattr(inner, "__qualname__", None), str) else type(inner)
+    is_of_torch = str(named.__module__).partition(".")[0] == "torch"
+    settings = dict(bound) if named is inner else {**getattr(inner, "__dict__", {}), **bound}
+    if named is not inner and not is_of_torch:
+        arguments = signature_of(named.__init__).parameters
+        settings = {name: value for name, value in settings.items() if name in arguments or name in bound}
+    kinds = (bool, int, float, str) if is_of_torch else (float,)
+    plain = {
+        name: value
+        for name, value in settings.items()
+        if type(value) in kinds and name != "training" and not name.startswith("_")
+    }
+    return [named.__qualname__, plain]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
-"""A loss that leaves out padded targets, or weighs classes: the pipe's is that of the whole mini-batch."""
-
 import copy
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +8,98 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn import functional as F
 
 from pipework import Pipe
-from pipework.model.loss.counted_targets import CountedTargets, ignored_by, unequal_padding
+from pipework.model.loss.functions import CountedTargets, function_identity, ignored_by, unequal_padding
 from pipework.model.loss.settings import LossSettings
+
+
+class Focal(nn.Module):
+    def __init__(self, gamma: float, rank: int = 0) -> None:
+        super().__init__()
+        self.gamma = gamma
+        self.rank = rank
+        self.began = time.perf_counter()
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).abs().pow(self.gamma).mean()
+
+
+class Called:
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).mean() * self.weight
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    return torch.compile(function, backend="eager")
+
+
+def plain(output: Tensor, target: Tensor, scale: float = 1.0) -> Tensor:
+    return (output - target).mean() * scale
+
+
+def closing_over(rank: int) -> Callable[..., Tensor]:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if rank == 0:
+            print(output.shape)
+        return F.mse_loss(output, target)
+
+    return loss
+
+
+def decorated(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def wrapper(*arguments: Any) -> Tensor:
+        return function(*arguments)
+
+    return wrapper
+
+
+ALIKE: dict[str, Callable[[int], Any]] = {
+    "nothing": lambda rank: None,
+    "a function of PyTorch": lambda rank: F.cross_entropy,
+    "a module of PyTorch": lambda rank: nn.CrossEntropyLoss(torch.ones(3), label_smoothing=0.1).train(rank == 0),
+    "a lambda": lambda rank: lambda output, target: (output - target).abs().mean(),
+    "a closure": closing_over,
+    "a partial": lambda rank: functools.partial(F.cross_entropy, ignore_index=3, weight=torch.ones(3)),
+    "a partial of one's own": lambda rank: functools.partial(plain, scale=2.0, device=f"cuda:{rank}", rank=rank),
+    "a module of one's own": lambda rank: Focal(2.0, rank),
+    "an object": lambda rank: Called(2.0),
+    "a method": lambda rank: Called(2.0).__call__,
+    "compiled": lambda rank: compiled(plain),
+    "compiled on one rank": lambda rank: compiled(plain) if rank else plain,
+    "a module, compiled on one rank": lambda rank: compiled(nn.MSELoss()) if rank else nn.MSELoss(),
+    "decorated": lambda rank: decorated(plain),
+    "decorated and compiled": lambda rank: compiled(decorated(plain)) if rank else decorated(plain),
+    "scripted": lambda rank: torch.jit.script(nn.MSELoss()),
+}
+OTHERS: list[tuple[Any, Any]] = [
+    (None, F.mse_loss),
+    (F.mse_loss, F.l1_loss),
+    (nn.MSELoss(), nn.L1Loss()),
+    (nn.MSELoss(), nn.MSELoss(reduction="sum")),
+    (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(ignore_index=0)),
+    (functools.partial(F.cross_entropy, label_smoothing=0.1), functools.partial(F.cross_entropy, label_smoothing=0.2)),
+    (functools.partial(plain, scale=1.0), functools.partial(plain, scale=2.0)),
+    (Focal(1.0), Focal(2.0)),
+    (Called(1.0), Called(2.0)),
+]
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+def test_the_same_function_is_told_alike(kind: str) -> None:
+    assert function_identity(ALIKE[kind](0)) == function_identity(ALIKE[kind](1))
+
+
+@pytest.mark.parametrize("number", range(len(OTHERS)))
+def test_other_functions_are_told_apart(number: int) -> None:
+    one, other = OTHERS[number]
+    assert function_identity(one) != function_identity(other)
+
 
 WEIGHT = torch.tensor([1.0, 2.0, 0.5, 4.0, 0.0], dtype=torch.float64)
 
