@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from pipework.assignment.checks import checked_balance, not_sequential, too_few_devices
+from pipework.assignment.balance import checked_balance, not_sequential, too_few_devices
 from pipework.assignment.devices import Machine, checked_devices, default_devices
 from pipework.assignment.partition import Partitioning, choose_partitioning, is_placed, log_choice
 from pipework.model.checkpoint import AS_SCHEDULED, checkpointed_micro_batches

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipework.assignment.checks import not_a_list
+from pipework.assignment.balance import not_a_list
 from pipework.model.sequential import Device
 
 

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from pipework.assignment.by_parameters import estimated_costs
-from pipework.assignment.checks import check_initialised, checked_balance, not_sequential, too_few_devices
+from pipework.assignment.balance import (
+    check_initialised,
+    checked_balance,
+    estimated_costs,
+    not_sequential,
+    too_few_devices,
+)
 from pipework.assignment.devices import Machine, checked_devices, default_devices, usable_device
 from pipework.assignment.minimax import minimax_partition
 from pipework.model.materialize import materialize_partitions, move

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipework.assignment.by_parameters import estimated_costs
+    from pipework.assignment.balance import estimated_costs
     from pipework.assignment.minimax import minimax_partition
     from pipework.planning.profiles.layer_costs import LinkSpeed
     from pipework.planning.profiles.profile import Profile
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> object:
         "Profile": "pipework.planning.profiles.profile",
         "Rates": "pipework.planning.profiling.estimate",
         "LinkSpeed": "pipework.planning.profiles.layer_costs",
-        "estimated_costs": "pipework.assignment.by_parameters",
+        "estimated_costs": "pipework.assignment.balance",
         "minimax_partition": "pipework.assignment.minimax",
     }
     if name not in homes:

@@ -1,12 +1,13 @@
 import itertools
 import math
+import random
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.assignment.minimax import minimax_partition
+from pipework.assignment.minimax import minimax_on_devices, minimax_partition
 
 
 def loads(costs, counts):
@@ -81,3 +82,46 @@ def test_one_giant_among_hundreds_is_quick():
 def test_refuses_what_makes_no_sense(costs, partitions, message):
     with pytest.raises(ValueError, match=message):
         minimax_partition(costs, partitions)
+
+
+def loads_of(costs, counts):
+    ends = list(itertools.accumulate(counts, initial=0))
+    return [sum(row[begin:end]) for row, (begin, end) in zip(costs, itertools.pairwise(ends), strict=True)]
+
+
+def best_by_trying_all(costs):
+    partitions, layers = len(costs), len(costs[0])
+    cuts = itertools.combinations(range(1, layers), partitions - 1)
+    splits = ([b - a for a, b in itertools.pairwise((0, *cut, layers))] for cut in cuts)
+    return min(sorted(loads_of(costs, split), reverse=True) for split in splits)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_split_is_better(seed):
+    draw = random.Random(seed)
+    layers = draw.randint(1, 8)
+    partitions = draw.randint(1, layers)
+    costs = [[draw.choice([0, 1, 2, 3, 10, 0.1]) for _ in range(layers)] for _ in range(partitions)]
+    counts = minimax_on_devices(costs)
+    assert sum(counts) == layers
+    assert min(counts) >= 1
+    assert sorted(loads_of(costs, counts), reverse=True) == pytest.approx(best_by_trying_all(costs))
+
+
+def test_a_slow_device_in_the_middle_gets_the_small_layer_even_if_the_first_could_have_taken_it():
+    fast, slow = [4, 1, 8, 4], [40, 10, 80, 40]
+    assert minimax_on_devices([fast, slow, fast]) == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ([], "at least 1, got 0"),
+        ([[1], [1]], "cannot make 2 partitions of 1 layers"),
+        ([[1, -1], [1, 1]], "got -1 for layer 1"),
+        ([[1, 1], [1, float("nan")]], "got nan for layer 1"),
+    ],
+)
+def test_bad_costs_are_named(costs, message):
+    with pytest.raises(ValueError, match=message):
+        minimax_on_devices(costs)

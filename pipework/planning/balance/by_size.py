@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipework.assignment.checks import check_partitions
+from pipework.assignment.balance import check_partitions
 from pipework.assignment.minimax import minimax_partition
 from pipework.model.sequential import TupleRule, tuple_rule
 from pipework.planning.balance.sandbox import copies, cut, entered, measuring_device, tensors_of, traceless

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipework.assignment.checks import check_partitions, not_a_list, too_few_devices
-from pipework.assignment.minimax import minimax_partition
-from pipework.assignment.mixed import minimax_on_devices
+from pipework.assignment.balance import check_partitions, not_a_list, too_few_devices
+from pipework.assignment.minimax import minimax_on_devices, minimax_partition
 from pipework.model.sequential import tuple_rule
 from pipework.planning.balance.sandbox import (
     copies,

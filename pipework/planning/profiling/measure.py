@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipework.assignment.checks import check_initialised, not_sequential
+from pipework.assignment.balance import check_initialised, not_sequential
 from pipework.assignment.devices import Machine, checked_devices, default_devices
 from pipework.model.sequential import named_layers
 from pipework.planning.balance.by_time import device_kind

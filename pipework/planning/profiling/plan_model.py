@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipework.assignment.checks import not_sequential
+from pipework.assignment.balance import not_sequential
 from pipework.assignment.devices import Machine, checked_devices, default_devices
 from pipework.planning.balance.by_time import device_kind
 from pipework.planning.plan import Plan
