@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from pipework.model.sequential import PipeSequential, WithDevice
     from pipework.pipe import Pipe
     from pipework.pipe_warning import PipeWarning
-    from pipework.planning.balance.by_size import balance_by_size
-    from pipework.planning.balance.by_time import balance_by_time
+    from pipework.planning.balance import balance_by_size, balance_by_time
+    from pipework.planning.measuring.plan_model import plan
     from pipework.planning.plan import Plan
-    from pipework.planning.profiling.plan_model import plan
     from pipework.runtime.random.shards import draw_per_rank
     from pipework.saving import Checkpoint, load_checkpoint, save_checkpoint
     from pipework.skip import Namespace, pop, skippable, stash, verify_skippables
@@ -79,10 +78,9 @@ def __getattr__(name: str) -> object:
         "pipework.model.sequential": ("PipeSequential", "WithDevice"),
         "pipework.pipe": ("Pipe",),
         "pipework.pipe_warning": ("PipeWarning",),
-        "pipework.planning.balance.by_size": ("balance_by_size",),
-        "pipework.planning.balance.by_time": ("balance_by_time",),
+        "pipework.planning.balance": ("balance_by_size", "balance_by_time"),
         "pipework.planning.plan": ("Plan",),
-        "pipework.planning.profiling.plan_model": ("plan",),
+        "pipework.planning.measuring.plan_model": ("plan",),
         "pipework.assignment.partition": ("partition_model",),
         "pipework.runtime.random.shards": ("draw_per_rank",),
         "pipework.saving": ("Checkpoint", "load_checkpoint", "save_checkpoint"),

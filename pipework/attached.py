@@ -28,7 +28,7 @@ from pipework.model.parts.following import OwnParameters, take_over
 from pipework.model.parts.part import Message
 from pipework.model.parts.sample import LossPlace, arguments_of, as_given, single_rows
 from pipework.pipe import Pipe, backend_for
-from pipework.planning.balance.by_time import balance_by_time
+from pipework.planning.balance import balance_by_time
 from pipework.schedule.edges import recomputed
 from pipework.signatures import positional_names, signature_of
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pipework.model.loss.settings import LossSettings
     from pipework.model.marks import OwnSplit
     from pipework.model.sequential import TupleRule
-    from pipework.planning.prediction.predict import Prediction
+    from pipework.planning.measuring.predict import Prediction
     from pipework.runtime.engine import Engine
     from pipework.runtime.stage.loss import InnerLoss
     from pipework.runtime.transport import Message
@@ -381,7 +381,7 @@ class Executor:
         progress: Callable[[str], None] | None,
     ) -> Prediction:
         """See `Pipe.predict`."""
-        from pipework.planning.prediction.predict import predict_call  # a step needs nothing of planning
+        from pipework.planning.measuring.predict import predict_step  # a step needs nothing of planning
 
         inputs, keyword_inputs, target = self._cut_by_caller(inputs, keyword_inputs, target)
         split = self._split(inputs, keyword_inputs)
@@ -396,7 +396,7 @@ class Executor:
         if target is not None:
             targets, weighing = split.targets(target, self._devices[-1], layout=self._known_layout)
             loss = self.settings.loss.inner(targets, weighing, self._devices[-1], grad=True, keeps_output=False)
-        return predict_call(
+        return predict_step(
             list(self._partitions.values()),
             self._devices,
             self._program(count, self.settings.checkpoint, inside=target is not None).schedule,

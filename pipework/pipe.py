@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from pipework.backend import Backend, ProcessGroupView
     from pipework.distributed.mesh import Mesh
     from pipework.model.marks import OwnSplit
+    from pipework.planning.measuring.predict import Prediction
     from pipework.planning.plan import Plan
-    from pipework.planning.prediction.predict import Prediction
     from pipework.schedule import Schedule, ScheduleSpec
     from pipework.verify import Verification
 

@@ -53,18 +53,14 @@ MAY_IMPORT = {
     "planning.search": {
         "planning", "planning.cuts", "planning.profiles", "schedule", "schedule.analysis", "schedule.draw",
     },
-    "planning.balance": {"assignment", "autograd", "model", "values"},
     "assignment": {
         "model", "planning", "planning.profiles", "runtime", "runtime.random", "schedule", "schedule.draw",
     },
-    "planning.prediction": {
-        "autograd", "autograd.weight_split", "model", "planning.balance", "runtime", "runtime.random", "runtime.skips",
-        "runtime.stage", "schedule", "schedule.analysis", "schedule.draw", "summary", "values",
-    },
-    "planning.profiling": {
-        "__init__", "assignment", "backend", "distributed", "executor", "model", "model.loss", "planning",
-        "planning.balance", "planning.prediction", "planning.profiles", "planning.search", "runtime", "runtime.stage",
-        "saving", "schedule", "schedule.draw", "skip", "timeline", "values",
+    "planning.balance": {"assignment", "model", "planning.measuring"},
+    "planning.measuring": {
+        "__init__", "assignment", "autograd", "autograd.weight_split", "distributed", "model", "model.loss", "planning",
+        "planning.profiles", "planning.search", "runtime", "runtime.skips", "runtime.stage", "saving", "schedule",
+        "schedule.draw", "skip", "summary", "values",
     },
     "skip": {"model", "runtime.skips"},
     "summary": {"schedule", "schedule.draw", "values"},
@@ -83,25 +79,24 @@ MAY_IMPORT = {
     "device_check": {"__init__", "runtime", "testing"},
     "backend": {"runtime"},
     "executor": {
-        "autograd", "backend", "model", "model.loss", "pipe_warning", "planning.prediction", "runtime",
+        "autograd", "backend", "model", "model.loss", "pipe_warning", "planning.measuring", "runtime",
         "runtime.random", "runtime.skips", "runtime.stage", "schedule", "skip", "values",
     },
     "pipe": {
-        "assignment", "backend", "distributed", "executor", "model", "model.loss", "pipe_warning", "planning.profiling",
+        "assignment", "backend", "distributed", "executor", "model", "model.loss", "pipe_warning",
         "runtime.random", "runtime.stage", "schedule", "skip", "summary", "timeline", "verify",
     },
     "integrations": {"model.parts", "saving"},
     "attached_forward": {"model", "model.parts", "runtime", "values"},
     "attached": {
         "assignment", "attached_forward", "backend", "integrations", "model", "model.parts",
-        "pipe", "pipe_warning", "planning.balance",
-        "planning.profiling", "schedule", "values",
+        "pipe", "pipe_warning", "planning.balance", "schedule", "values",
     },
     "saving": {"__init__", "model", "values"},  # what it needs of a pipe are its partitions
     "pipe_warning": set(),
     "__init__": {
         "assignment", "attached", "distributed", "distributed.health", "integrations", "model", "pipe",
-        "pipe_warning", "planning", "planning.balance", "planning.profiles", "planning.profiling", "saving", "skip",
+        "pipe_warning", "planning", "planning.balance", "planning.measuring", "planning.profiles", "saving", "skip",
     },
 }  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))

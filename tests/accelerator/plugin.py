@@ -16,7 +16,7 @@ from tests.accelerator import simulated
 
 SHOWN = 2  # reports of one test
 # Tests of how fast a real device is.
-SPEED = {"tests/planning/balance/test_by_time.py::test_a_cpu_beside_an_accelerator_gets_fewer_layers"}
+SPEED = {"tests/planning/test_balance.py::test_a_cpu_beside_an_accelerator_gets_fewer_layers"}
 
 
 # Tests whose bodies run here, too, with everything on simulated devices.

@@ -139,7 +139,7 @@ class Timed(nn.Module):
 def test_the_seconds_of_a_large_head_count(head: float, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten blocks take a second each: how many of them are in the second stage, beside the head."""
     clock, model = Clock(), Deep(0)
-    monkeypatch.setattr("pipework.planning.balance.by_time.now", clock.now)
+    monkeypatch.setattr("pipework.planning.measuring.stage_copy.now", clock.now)
     monkeypatch.setattr("pipework.attached.balance_by_time", functools.partial(balance_by_time, timeout=0.0))
     model.blocks = nn.ModuleList(Timed(clock, 1.0) for _ in range(10))
     model.head = Timed(clock, head)

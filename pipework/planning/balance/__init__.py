@@ -1,1 +1,0 @@
-"""Automatic balance: the number of consecutive layers of each partition, by their measured time or memory."""

@@ -1,0 +1,95 @@
+"""Measures how fast values go from one kind of device to another."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from itertools import combinations
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipework.planning.measuring.stage_copy import now
+from pipework.planning.profiles.layer_costs import LinkSpeed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_SMALL, _LARGE = 4096, 64 * 2**20
+_TIMES = 7
+_NO_COPY = 1e15  # bytes per second
+
+
+def device_kind(place: torch.device) -> str:
+    """The kind of a device, on which a layer's time depends: the model of an accelerator, or its type."""
+    if place.type in ("cpu", "meta"):
+        return place.type
+    model = getattr(torch.get_device_module(place), "get_device_name", None)
+    return str(model(place)) if model else place.type
+
+
+def measure_links(places: Sequence[torch.device], report: Callable[[str], None]) -> dict[tuple[str, str], LinkSpeed]:
+    """The links between kinds of device, in both directions alike.
+
+    Two devices of a kind stand for all of that kind. With a single one, that several workers share, nothing is copied.
+    What a copy to another device of its kind would take is unknown then.
+
+    Args:
+        places: the device of each worker.
+        report: called with a line for each link.
+
+    Example:
+        >>> [ends for ends in measure_links([torch.device("cpu")] * 2, lambda line: None)]
+        [('cpu', 'cpu')]
+    """
+    found: dict[tuple[str, str], LinkSpeed] = {}
+    pairs = [*combinations(places, 2), *((place, place) for place in places if place.type == "cpu")]
+    # Two different devices before one that stands there twice.
+    for sender, receiver in sorted(pairs, key=lambda pair: pair[0] == pair[1]):
+        ends = device_kind(sender), device_kind(receiver)
+        if ends in found or ends[::-1] in found:
+            continue
+        speed = _hand_over() if sender == receiver or sender.type == receiver.type == "cpu" else _copy(sender, receiver)
+        found[ends] = speed
+        size = f"{speed.bytes_per_second:.2g} bytes a second" if speed.bytes_per_second < _NO_COPY else "nothing copied"
+        report(f"{ends[0]} to {ends[1]}: {speed.latency:.2g} s and {size}")
+    return found
+
+
+def _hand_over() -> LinkSpeed:
+    """Between two threads nothing is copied; the receiver has to wake up."""
+    there: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    back: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def answer() -> None:
+        while there.get():
+            back.put(True)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    times = []
+    for _ in range(20 * _TIMES):
+        start = time.perf_counter()
+        there.put(True)
+        back.get()
+        times.append((time.perf_counter() - start) / 2)
+    there.put(False)
+    thread.join()
+    return LinkSpeed(median(times), _NO_COPY)
+
+
+def _copy(sender: torch.device, receiver: torch.device) -> LinkSpeed:
+    """Two sizes, from which latency and speed follow."""
+    seconds = []
+    for size in (_SMALL, _LARGE):
+        source = torch.zeros(size, dtype=torch.uint8, device=sender)
+        times = []
+        for _ in range(_TIMES):
+            now(sender)
+            start = now(receiver)
+            source.to(receiver, copy=True)
+            times.append(now(receiver) - start)
+        seconds.append(median(times))
+    return LinkSpeed(seconds[0], (_LARGE - _SMALL) / max(seconds[1] - seconds[0], 1e-9))

@@ -1,0 +1,171 @@
+"""A plan for workers that are processes: each measures its own device and link, the first plans, and all get the plan.
+
+A rank cannot be given another place in its mesh, so the order of the devices stays as it is. Ranks with the same device
+are one kind of device, unless one of them is slower than the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import pipework
+from pipework.planning import plan_file
+from pipework.planning.plan import Plan
+from pipework.planning.plan_profile import best_plans
+from pipework.planning.profiles import profile_file
+from pipework.planning.profiles.layer_costs import LinkSpeed
+from pipework.planning.profiles.profile import Profile
+from pipework.planning.request import make_request
+from pipework.saving.collective import run_on_all_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from pipework.distributed.mesh import Mesh
+    from pipework.planning.profiles.layer_costs import DeviceKind
+    from pipework.planning.search.budget import SearchBudget
+
+_SMALL, _LARGE = 2**10, 2**22  # numbers of 4 bytes
+_TIMES = 7
+_ALIKE = 1.2  # how much longer the layers may take on a device that counts as one of the same kind
+
+
+def plan_on_ranks(
+    mesh: Mesh | DeviceMesh,
+    measure: Callable[[torch.device, int], Profile],
+    memory: float | str | Mapping[str, float | str] | None,
+    options: Mapping[str, Any],
+    budget: SearchBudget,
+    report: Callable[[str], None],
+) -> Plan:
+    """The plan that all ranks get; all of them call this.
+
+    Args:
+        mesh: see `Pipe`.
+        measure: profiles the layers on a device, for so many workers.
+        memory: see `plan`; a device is called "rank 0", or by its kind.
+        options: of `make_request`.
+        budget: of the search.
+        report: called with a line of text for each step.
+
+    Raises:
+        RuntimeError: another rank failed.
+        ValueError: no plan fits.
+    """
+    from pipework.distributed.mesh import mesh_of  # needs torch.distributed, which a build may lack
+
+    device, workers = mesh_of(mesh).device, len(mesh_of(mesh).ranks)
+    pipe = pipework.Pipe(
+        nn.Sequential(*(nn.Identity() for _ in range(workers))), chunks=2, balance=[1] * workers, mesh=mesh
+    )
+    group = pipe.ranks
+    links = _measured_links(pipe)
+    measured = run_on_all_ranks(
+        group, "measure the layers", lambda: measure(device, workers), profile_file.text_of
+    ).shared
+    found = [profile_file.parse(text, f"of rank {n}", Profile) for n, text in enumerate(measured)]
+    whole = profile_of_ranks(found, group.everyone, workers, links)
+    if isinstance(memory, Mapping):
+        memory = memory_of_ranks(memory, found[:workers], group.everyone)
+
+    def planned() -> str:
+        if group.rank:
+            return ""
+        devices = [f"rank {rank}" for rank in group.everyone[:workers]]
+        request = replace(make_request(whole, devices, memory, **options), keeps_order=True)
+        return plan_file.text_of(best_plans(request, budget.part(1.0), report)[0])
+
+    text = run_on_all_ranks(group, "make a plan", planned, str).shared[0]
+    return plan_file.parse(text, "of rank 0", Plan)
+
+
+def memory_of_ranks(
+    memory: Mapping[str, float | str], profiles: Sequence[Profile], ranks: Sequence[int]
+) -> dict[str, float | str]:
+    """Limits by rank instead of by kind of device, since ranks with the same device may become kinds of their own.
+
+    Args:
+        memory: limits by rank, by kind of device, or by kind as the profile of all ranks calls it.
+        profiles: of each rank.
+        ranks: their numbers.
+    """
+    kinds = [next(iter(profile.kinds)) for profile in profiles]
+    by_kind = {f"rank {rank}": memory[kind] for rank, kind in zip(ranks, kinds, strict=False) if kind in memory}
+    return {**by_kind, **{name: size for name, size in memory.items() if name not in kinds}}
+
+
+def profile_of_ranks(
+    profiles: Sequence[Profile], ranks: Sequence[int], workers: int, links: Sequence[LinkSpeed]
+) -> Profile:
+    """One profile of what all ranks have measured.
+
+    Workers with the same device are one kind, with the times of the one in the middle; a worker that is slower than the
+    fastest of them is a kind of its own.
+
+    Args:
+        profiles: of each rank, replica by replica.
+        ranks: their numbers.
+        workers: of one replica.
+        links: from each worker to the next.
+    """
+    slowest = [max(profiles[worker::workers], key=_seconds) for worker in range(workers)]
+    names: list[str] = []
+    for worker, profile in enumerate(slowest):
+        (name,) = profile.kinds
+        fastest = min(_seconds(each) for each in slowest if name in each.kinds)
+        alike = _seconds(profile) <= _ALIKE * fastest
+        names.append(name if alike else f"{name} of rank {ranks[worker]}")
+    kinds: dict[str, DeviceKind] = {}
+    for name in dict.fromkeys(names):
+        same = sorted((each for each, own in zip(slowest, names, strict=True) if own == name), key=_seconds)
+        (kinds[name],) = same[len(same) // 2].kinds.values()
+    speeds: dict[tuple[str, str], LinkSpeed] = {}
+    for pair in [*pairwise(names), *((a, b) for a in kinds for b in kinds)]:
+        both = [link for link, ends in zip(links, pairwise(names), strict=True) if {*ends} == {*pair}]
+        if links and pair[::-1] not in speeds:  # workers that are no neighbours have the slowest link
+            speeds[pair] = _worst(both or links)
+    return replace(
+        profiles[0],
+        kinds=kinds,
+        devices={f"rank {rank}": name for rank, name in zip(ranks, names, strict=False)},
+        links=speeds,
+    )
+
+
+def _worst(links: Sequence[LinkSpeed]) -> LinkSpeed:
+    return LinkSpeed(max(link.latency for link in links), min(link.bytes_per_second for link in links))
+
+
+def _seconds(profile: Profile) -> float:
+    (kind,) = profile.kinds.values()
+    return sum(sum(layer) for row in kind.seconds for layer in row)
+
+
+def _measured_links(pipe: pipework.Pipe) -> list[LinkSpeed]:
+    """The link from each worker to the next: the time from the end of one stage's forward to the begin of the next."""
+    pipe.eval()
+    small, large = (_waits(pipe, size) for size in (_SMALL, _LARGE))
+    return [
+        LinkSpeed(low, 4 * (_LARGE - _SMALL) / max(high - low, 1e-9)) for low, high in zip(small, large, strict=True)
+    ]
+
+
+def _waits(pipe: pipework.Pipe, size: int) -> list[float]:
+    x = torch.zeros(1, size)
+    rounds = []
+    for number in range(_TIMES + 1):
+        with torch.no_grad(), pipe.record() as recording:
+            pipe(x)
+        if number:  # the first message of a form is described
+            spans = sorted((each.action.stage, each.start, each.end) for each in recording.timeline().intervals)
+            rounds.append([later[1] - earlier[2] for earlier, later in pairwise(spans)])
+    return [max(0.0, median(column)) for column in zip(*rounds, strict=True)]

@@ -1,0 +1,217 @@
+"""Predicts the cost of a step before the first one: measures copies of each stage, then simulates the schedule."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipework.planning.measuring.device_peaks import device_peaks
+from pipework.planning.measuring.sample_batch import largest_sample
+from pipework.planning.measuring.sharing import Sharing, sharing
+from pipework.planning.measuring.stage_copy import measure_stages
+from pipework.planning.measuring.storage_meter import optimizer_bytes
+from pipework.schedule import Costs, simulate
+from pipework.schedule.draw.units import aligned
+from pipework.summary import readable_bytes
+from pipework.values.tensor_form import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+
+    from pipework.model.mini_batch import MiniBatch
+    from pipework.model.sequential import TupleRule
+    from pipework.planning.measuring.stage_copy import ActionBytes
+    from pipework.runtime.stage.loss import InnerLoss
+    from pipework.runtime.transport import Message
+    from pipework.schedule import Schedule, Simulation
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """The most that a stage holds, in bytes.
+
+    Attributes:
+        weights: its parameters.
+        gradients: one for each parameter that is trained. If `.grad` is not None before a step, there are twice as many
+            until `backward()` has added them.
+        buffers: its modules' buffers.
+        activations: of all micro-batches in flight.
+        optimizer: its state, if it was given.
+    """
+
+    weights: int
+    gradients: int
+    buffers: int
+    activations: int
+    optimizer: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return self.weights + self.gradients + self.buffers + self.activations + self.optimizer
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What `pipe.predict` returns; `print` it for a table.
+
+    Attributes:
+        devices: of each stage.
+        stages: the most that each stage holds. The stages of one worker need not reach their maxima at the same moment.
+        costs: of the actions, in seconds and bytes.
+        simulation: of the schedule with these costs.
+        device_bytes: the most that each device holds at one moment of a step: the parts of `stages`, the mini-batch,
+            messages, temporary tensors, and what the optimizer's step needs.
+        measured_on_cpu: the stages that could not be measured on their device, which had no memory left for it. Their
+            bytes are right, their times are those of the CPU.
+        actions: what the actions of each stage need.
+        outputs: bytes of each micro-batch's output, if the loss is outside of the pipe.
+    """
+
+    devices: tuple[torch.device, ...]
+    stages: tuple[StageBytes, ...]
+    costs: Costs
+    simulation: Simulation
+    device_bytes: Mapping[torch.device, int] = field(default_factory=dict)
+    measured_on_cpu: tuple[int, ...] = ()
+    actions: tuple[ActionBytes, ...] = field(default=(), repr=False)
+    outputs: tuple[int, ...] = field(default=(), repr=False)
+
+    @property
+    def seconds(self) -> float:
+        """The time of a step, without optimizer, and without a loss outside of the pipe."""
+        return self.simulation.makespan
+
+    @property
+    def worker_bytes(self) -> tuple[int, ...]:
+        """The most that each worker holds."""
+        fixed = [0] * self.simulation.schedule.workers
+        for stage, worker in zip(self.stages, self.simulation.schedule.placement, strict=True):
+            fixed[worker] += stage.total - stage.activations
+        return tuple(round(size + peak) for size, peak in zip(fixed, self.simulation.peak_memory, strict=True))
+
+    def sharing(self, replicas: int) -> Sharing:
+        """What each rank holds if there are replicas, each worker is a process, and replicas share.
+
+        Args:
+            replicas: how many there are, as in ``pipework.init(dp=...)``.
+
+        Raises:
+            ValueError: it is no positive integer.
+
+        Example:
+            >>> from pipework import Pipe
+            >>> module = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+            >>> pipe = Pipe(module, chunks=4, balance=[2, 1], devices=["cpu", "cpu"])
+            >>> prediction = pipe.predict(torch.randn(16, 32), optimizer=2, timeout=0)
+            >>> [(each.choice, each.between_steps) for each in prediction.sharing(replicas=2).ranks]
+            [('replicas', 12672), ('ZeRO-1', 8448), ('fully_shard', 6336)]
+        """
+        return sharing(self, replicas)
+
+    def __str__(self) -> str:
+        names = ["weights", "gradients", "buffers", "activations", "optimizer", "total"]
+        if not any(stage.optimizer for stage in self.stages):
+            names.remove("optimizer")
+        rows: list[tuple[str, ...]] = [("stage", "device", *names)]
+        for number, (stage, device) in enumerate(zip(self.stages, self.devices, strict=True)):
+            rows.append((str(number), str(device), *(readable_bytes(getattr(stage, name)) for name in names)))
+        at_once = ", ".join(f"{readable_bytes(size)} on {device}" for device, size in self.device_bytes.items())
+        lines = [
+            f"predicted: {self.simulation.schedule.title}",
+            *aligned(rows, left={1}),
+            f"step {self.seconds:.3g} s, bubble {self.simulation.timeline.bubble:.1%}, "
+            f"largest worker {readable_bytes(max(self.worker_bytes))}",
+            f"at most {at_once} at once",
+        ]
+        if self.measured_on_cpu:
+            which = ", ".join(map(str, self.measured_on_cpu))
+            lines.append(
+                f"measured on the CPU, because the device ran out of memory: stage {which}; its times are the CPU's"
+            )
+        return "\n".join(lines)
+
+
+def predict_step(
+    partitions: Sequence[nn.Sequential],
+    devices: Sequence[torch.device],
+    schedule: Schedule,
+    split: MiniBatch,
+    targets: Sequence[Message] | None,
+    loss: InnerLoss | None,
+    tuples: TupleRule,
+    *,
+    optimizer: torch.optim.Optimizer | float | None,
+    timeout: float,
+    progress: Callable[[str], None] | None = None,
+    known: Mapping[str, Any] | None = None,
+) -> Prediction:
+    """Measures every stage on one micro-batch, then simulates the schedule.
+
+    Args:
+        partitions: the layers of each stage. They are copied, one stage at a time, and stay as they are.
+        devices: of each stage.
+        schedule: of the whole step.
+        split: the mini-batch in micro-batches, of which the largest is measured.
+        targets: of each micro-batch; None: the loss is outside.
+        loss: see `Sample`, like `tuples`.
+        tuples: see there.
+        optimizer: see `optimizer_bytes`.
+        timeout: seconds to measure each stage; at least one pass is timed.
+        progress: called with a line of text for each stage; None: the line is logged to "pipework" (INFO).
+        known: costs that are known already, by their names in `Costs`. With those of forwards no time is measured.
+    """
+    known = known or {}
+    split_stages = schedule.split_stages
+    measured, elsewhere = measure_stages(
+        partitions,
+        devices,
+        largest_sample(split, targets, loss, tuples),
+        None if "forward" in known else timeout,
+        progress or logging.getLogger("pipework").info,
+        cpu_workers=len({w for w, device in zip(schedule.placement, devices, strict=True) if device.type == "cpu"}),
+        split=split_stages,
+    )
+    seconds, sizes = [one.seconds for one in measured], tuple([one.bytes for one in measured])
+    costs = Costs(
+        forward=[one.forward for one in seconds],
+        backward=[one.input_gradient + one.weight_gradient for one in seconds],
+        input_gradient=[one.input_gradient for one in seconds] if split_stages else None,
+        weight_gradient=[one.weight_gradient for one in seconds] if split_stages else None,
+        activation=[one.activation for one in sizes],
+        checkpoint_activation=[one.checkpoint for one in sizes],
+        waiting=[one.waiting + one.input_waits for one in sizes] if split_stages else None,
+        message=[one.message for one in sizes[:-1]],
+    )
+    simulation = simulate(schedule, replace(costs, **known), loss_outside=loss is None)
+    outputs = () if loss is not None else (sizes[-1].message,) * schedule.micro_batches
+    stages = [
+        _stage_bytes(partition, round(peak))
+        for partition, peak in zip(partitions, simulation.stage_peak_memory, strict=True)
+    ]
+    peaks = {}
+    for device, peak in device_peaks(simulation.timeline, sizes, devices, outputs).items():
+        own = [number for number, other in enumerate(devices) if other == device]
+        states, step = optimizer_bytes(optimizer, [partitions[number].parameters() for number in own], device)
+        for number, state in zip(own, states, strict=True):
+            stages[number] = replace(stages[number], optimizer=state)
+        fixed = sum(stages[n].weights + stages[n].buffers + stages[n].optimizer for n in own)
+        peaks[device] = fixed + max(peak.total, sum(stages[n].gradients for n in own) + step)
+    peaks[devices[0]] += sum(map(bytes_of, split.tensors))
+    peaks[devices[-1]] += sum(bytes_of(tensor) for tensors, _ in targets or () for tensor in tensors)
+    return Prediction(tuple(devices), tuple(stages), simulation.costs, simulation, peaks, elsewhere, sizes, outputs)
+
+
+def _stage_bytes(partition: nn.Sequential, activations: int) -> StageBytes:
+    parameters = list(partition.parameters())
+    return StageBytes(
+        weights=sum(parameter.nbytes for parameter in parameters),
+        gradients=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+        buffers=sum(buffer.nbytes for buffer in partition.buffers()),
+        activations=activations,
+    )

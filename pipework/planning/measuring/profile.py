@@ -1,0 +1,300 @@
+"""Measures the layers of a model, each alone, for several sizes of a micro-batch and kinds of device."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from math import inf
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pipework.assignment.balance import check_initialised, not_sequential
+from pipework.assignment.devices import Machine, checked_devices, default_devices
+from pipework.assignment.from_plan import layer_infos
+from pipework.model.sequential import named_layers
+from pipework.planning.measuring.links import device_kind, measure_links
+from pipework.planning.measuring.rates import Rates, checked_rates, meta_copy, rated_clock
+from pipework.planning.measuring.sample_batch import SampleBatch
+from pipework.planning.measuring.stage_copy import measure_stages
+from pipework.planning.profiles.layer_costs import DeviceKind, LayerBytes, LayerSeconds, SkipBytes
+from pipework.planning.profiles.profile import Profile
+from pipework.planning.request import micro_batch_counts
+from pipework.runtime.device import is_accelerator
+from pipework.runtime.out_of_memory import is_out_of_memory
+from pipework.schedule.argument_checks import checked_tuple, positive_integers
+from pipework.skip.layout import skip_edges
+from pipework.values import nested
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pipework.model.sequential import Device
+    from pipework.planning.measuring.stage_copy import Measured
+
+_ROUNDS = 3  # a burst of other work on the machine touches one of them
+_SIZES = 4  # of micro-batches, if the caller names none
+
+
+def profile(
+    module: nn.Sequential,
+    sample: Tensor | tuple[Any, ...],
+    *,
+    target: Any = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    devices: Sequence[Device] | None = None,
+    rows: Sequence[int] | None = None,
+    rates: Mapping[str, Rates] | Rates | None = None,
+    workers: int = 8,
+    keywords: Mapping[str, Any] | None = None,
+    timeout: float = 0.2,
+    progress: Callable[[str], None] | None = None,
+) -> Profile:
+    """Measure the seconds and bytes of each layer, for :func:`pipework.plan`.
+
+    Copies of the layers run forward and backward, each alone, as a stage of a pipe runs them. Parameters, buffers,
+    gradients and random states stay as they are.
+
+    Args:
+        module: the layers.
+        sample: the inputs of a mini-batch; a tuple is spread into positional arguments.
+        target: of the loss; None: the loss is not measured.
+        loss_fn: as for `Pipe`.
+        devices: those of the pipe, one for each worker; each kind of device among them is measured, the CPU with the
+            threads that each of its workers gets. None: all accelerators, else CPU workers.
+        rows: the sizes of micro-batches to measure; others lie on lines between them. None: up to four, from one
+            micro-batch for each worker to 32.
+        rates: for devices that are not here: by a name of each kind, how fast it is; `Rates` alone are those of one
+            kind, which is called "device". Times are then computed from the operations and bytes of the layers, which
+            may be on the meta device, and marked as estimated; links are to be added with `dataclasses.replace`.
+        workers: with `rates`, about how many devices there will be, from which the sizes of micro-batches follow.
+        keywords: keyword arguments of the first layer.
+        timeout: seconds to measure each layer, for each size and kind of device.
+        progress: called with a line of text for each step; None: lines are logged to "pipework" (INFO).
+
+    Raises:
+        TypeError: `module` is no `nn.Sequential`, or there is no tensor in the sample.
+        ValueError: one of target and loss function is missing, the sample cannot be split, a number of rows is out of
+            range, or the module has no layer.
+
+    Example:
+        >>> layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        >>> found = profile(layers, torch.zeros(8, 4), devices=["cpu", "cpu"], rows=[2, 4], timeout=0)
+        >>> found.rows, [layer.type for layer in found.layers]
+        ((2, 4), ['Linear', 'ReLU', 'Linear'])
+    """
+    if not isinstance(module, nn.Sequential):
+        raise not_sequential(module)
+    check_initialised(module)
+    report = checked_report(progress)
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < inf:
+        raise ValueError(f"timeout is {timeout!r}: wanted a finite number of seconds, at least 0")
+    positive_integers(workers=workers)
+    batch = SampleBatch.of(module, sample, keywords, target, loss_fn)
+    if rates is not None:
+        if devices is not None:
+            raise ValueError("give either devices=, which are measured, or rates= of devices that are not here")
+        return _estimated(module, batch, micro_batch_sizes(batch.rows, workers, rows), checked_rates(rates), report)
+    machine = Machine.here()
+    places = default_devices(len(module), False, machine) if devices is None else checked_devices(devices, machine)
+    if not places:
+        raise ValueError("devices is empty: give one for each worker")
+    _refuse_meta(module, batch)
+    sizes = micro_batch_sizes(batch.rows, len(places), rows)
+    kinds: dict[str, DeviceKind] = {}
+    measured: list[list[Measured]] = []  # on the first kind, from which bytes are taken
+    for kind, place in {device_kind(place): place for place in reversed(places)}.items():
+        measuring = _Measuring(batch, place, sum(each.type == place.type == "cpu" for each in places), timeout)
+        tables = []
+        for size in sizes:
+            report(f"{kind}: {len(module)} layers, micro-batches of {size} rows")
+            try:
+                tables.append(measuring.rounds(alone(module), size))
+            except ValueError as error:  # such as a batch norm over one row
+                if tables or size == sizes[-1]:
+                    raise
+                report(f"left out, because a layer refuses micro-batches of {size} rows: {error}")
+        sizes = sizes[-len(tables) :]
+        measured = measured or [found for found, _ in tables]
+        memory = torch.accelerator.get_memory_info(place)[1] if is_accelerator(place) else None
+        joined = measuring.joined(module, sizes[0], tables[0][1])
+        kinds[kind] = DeviceKind(tuple(seconds for _, seconds in tables), joined, memory)
+    found = _profile_of(module, batch, sizes, measured, kinds)
+    return replace(
+        found, devices={str(place): device_kind(place) for place in places}, links=measure_links(places, report)
+    )
+
+
+class _Measuring:
+    """Measurements on one kind of device; on the CPU, so many workers share its cores."""
+
+    def __init__(self, batch: SampleBatch, place: torch.device, workers: int, timeout: float) -> None:
+        self._batch, self._place, self._workers, self._timeout = batch, place, workers, timeout
+
+    def rounds(self, stages: list[nn.Sequential], rows: int) -> tuple[list[Measured], tuple[LayerSeconds, ...]]:
+        """The stages in the first round, and the medians of the seconds of all rounds."""
+        rounds = []
+        for _ in range(_ROUNDS):
+            found, elsewhere = measure_stages(
+                stages,
+                [self._place] * len(stages),
+                self._batch.sample(rows),
+                self._timeout / _ROUNDS,
+                cpu_workers=self._workers,
+                split=range(len(stages)),
+            )
+            if elsewhere:
+                raise MemoryError(
+                    f"layer {elsewhere[0]} alone does not fit on {self._place} with a micro-batch of {rows} rows: "
+                    "measure smaller ones with rows=[...]"
+                )
+            rounds.append(found)
+        seconds = [zip(*(one.seconds for one in stage), strict=True) for stage in zip(*rounds, strict=True)]
+        return rounds[0], tuple(LayerSeconds(*map(median, columns)) for columns in seconds)
+
+    def joined(self, module: nn.Sequential, rows: int, layers: Sequence[LayerSeconds]) -> Any:
+        """What two layers save if they are on one stage: all layers alone take longer than all in one stage."""
+        if len(layers) == 1:
+            return 0.0, 0.0, 0.0
+        try:
+            _, (together,) = self.rounds(grouped(module, [len(layers)]), rows)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return 0.0, 0.0, 0.0  # then layers are large, and what their stages take is small beside them
+        sums = map(sum, zip(*layers, strict=True))
+        return tuple(max(0.0, every - one) / (len(layers) - 1) for every, one in zip(sums, together, strict=True))
+
+
+def _estimated(
+    module: nn.Sequential,
+    batch: SampleBatch,
+    rows: tuple[int, ...],
+    rates: Mapping[str, Rates],
+    report: Callable[[str], None],
+) -> Profile:
+    """The profile of a module on devices that are not here: copies of its layers run on the meta device."""
+    meta = torch.device("meta")
+    twin = meta_copy(module)
+    assert isinstance(twin, nn.Sequential)
+    loss = batch.loss_fn
+    twins = replace(batch, loss_fn=meta_copy(loss) if isinstance(loss, nn.Module) else loss)
+    kinds: dict[str, DeviceKind] = {}
+    tables: list[list[Measured]] = []
+    for kind, speed in rates.items():
+        report(f"{kind}: {len(module)} layers, micro-batches of {', '.join(map(str, rows))} rows, estimated")
+        tables = []
+        for size in rows:
+            with meta:  # also what layers make without saying where
+                found, _ = measure_stages(
+                    alone(twin),
+                    [meta] * len(module),
+                    twins.sample(size, meta),
+                    0.0,
+                    split=range(len(module)),
+                    clock=functools.partial(rated_clock, speed),
+                )
+            tables.append(found)
+        seconds = tuple(tuple(one.seconds for one in table) for table in tables)
+        kinds[kind] = DeviceKind(seconds, memory=speed.memory, estimated=True)
+    return _profile_of(module, batch, rows, tables, kinds)
+
+
+def _profile_of(
+    module: nn.Sequential,
+    batch: SampleBatch,
+    rows: tuple[int, ...],
+    tables: Sequence[Sequence[Measured]],
+    kinds: Mapping[str, DeviceKind],
+) -> Profile:
+    """The profile of a module, without names of devices and without links; tables have each layer for each size."""
+    skips = [
+        SkipBytes(
+            edge.source, target, tuple(table[edge.source].bytes.stashed.get(edge.key, (0, 0))[0] for table in tables)
+        )
+        for edge in skip_edges(alone(module))
+        for target in edge.destinations
+    ]
+    return Profile(
+        batch=batch.rows,
+        rows=rows,
+        layers=tuple(layer_infos(module)),
+        bytes=tuple(tuple(map(_layer_bytes, table)) for table in tables),
+        kinds=kinds,
+        skips=tuple(skips),
+        loss_inside=batch.target is not None,
+    )
+
+
+def _layer_bytes(measured: Measured) -> LayerBytes:
+    found = measured.bytes
+    needs = (
+        found.forward.most - found.kept_with_output,
+        *(each.most + found.returned for each in found.backward),
+        *(each.most for each in found.weight),
+    )
+    return LayerBytes(
+        input=found.given,
+        kept=found.kept,
+        output_kept=found.kept_with_output - found.kept,
+        output=found.message,
+        waiting=found.waiting + found.given * (found.input_waits > 0),
+        temporary=max(0, *needs),
+        saves_input=int(found.saves_input),
+    )
+
+
+def grouped(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
+    """A module for each stage, with so many layers, which keep their names.
+
+    Example:
+        >>> [list(stage._modules) for stage in grouped(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU()), [1, 2])]
+        [['0'], ['1', '2']]
+    """
+    layers, ends = named_layers(module), accumulate(balance, initial=0)
+    return [nn.Sequential(OrderedDict(layers[begin:end])) for begin, end in pairwise(ends)]
+
+
+def alone(module: nn.Sequential) -> list[nn.Sequential]:
+    """Each layer as a stage of its own."""
+    return grouped(module, [1] * len(module))
+
+
+def checked_report(progress: Any) -> Callable[[str], None]:
+    """What is called with lines of text; None: the logger "pipework" (INFO)."""
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress is {progress!r}: wanted a function that takes a line of text, such as print")
+    found: Callable[[str], None] = progress or logging.getLogger("pipework").info
+    return found
+
+
+def micro_batch_sizes(batch: int, workers: int, rows: Sequence[int] | None) -> tuple[int, ...]:
+    """The sizes of micro-batches to measure."""
+    if rows is None:
+        all_sizes = sorted({-(-batch // count) for count in micro_batch_counts(batch, workers)})
+        few = min(_SIZES, len(all_sizes))
+        return tuple(sorted({all_sizes[round(i * (len(all_sizes) - 1) / max(1, few - 1))] for i in range(few)}))
+    for size in checked_tuple("rows", rows, "[8, 32]"):
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= batch:
+            raise ValueError(f"rows has {size!r}: wanted sizes of micro-batches from 1 to {batch}, the sample's rows")
+    if not rows:
+        raise ValueError("rows is empty: give sizes of micro-batches to measure, or None")
+    return tuple(sorted(set(rows)))
+
+
+def _refuse_meta(module: nn.Sequential, batch: SampleBatch) -> None:
+    """Raises a ValueError if there is nothing to compute with."""
+    given = nested.flatten((batch.inputs, batch.keywords, batch.target))[0]
+    held = [*module.parameters(), *module.buffers()]
+    for what, tensors in (("the sample", given), ("the model", held)):
+        if any(each.is_meta for each in tensors):
+            raise ValueError(
+                f"{what} is on the meta device, which computes nothing: give rates=Rates(...) to estimate times, or "
+                "real tensors to measure them"
+            )

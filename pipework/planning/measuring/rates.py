@@ -1,0 +1,139 @@
+"""Times of layers on devices that are not here, from the operations and bytes of copies on the meta device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipework import torch_private
+from pipework.torch_private import memory_key
+from pipework.values import nested
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a kind of device is.
+
+    Attributes:
+        operations: floating-point operations a second that large matrix products reach, in the dtype of the model.
+        bytes_per_second: of its memory.
+        memory: its bytes; None: unknown.
+        launch: seconds that an operator takes at least.
+
+    Raises:
+        TypeError: one of them is no number.
+        ValueError: a number is not above 0.
+
+    Example:
+        >>> Rates(operations=400e12, bytes_per_second=3e12, memory=80 * 2**30).launch
+        5e-06
+    """
+
+    operations: float
+    bytes_per_second: float
+    memory: int | None = None
+    launch: float = 5e-6
+
+    def __post_init__(self) -> None:
+        for name in ("operations", "bytes_per_second", "memory", "launch"):
+            value = getattr(self, name)
+            if value is None and name == "memory":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"Rates: {name} is {value!r}: wanted a number")
+            if not 0 < value < float("inf"):
+                raise ValueError(f"Rates: {name} is {value!r}: wanted a finite number above 0")
+
+
+def checked_rates(rates: Any) -> Mapping[str, Rates]:
+    """Rates by the names of kinds of device; `Rates` alone are those of "device"."""
+    found = {"device": rates} if isinstance(rates, Rates) else rates
+    if not isinstance(found, Mapping) or not all(isinstance(each, Rates) for each in found.values()):
+        raise TypeError(f"rates is {rates!r}: wanted Rates by the name of each kind, such as {{'gpu': Rates(...)}}")
+    if unnamed := [name for name in found if not isinstance(name, str)]:
+        raise TypeError(f"rates has the name {unnamed[0]!r}: wanted a text, such as 'gpu'")
+    if not found:
+        raise ValueError("rates is empty: give each kind of device a name and Rates")
+    return found
+
+
+@contextmanager
+def rated_clock(rates: Rates) -> Iterator[Callable[[], float]]:
+    """A clock that goes on by what the operators that run inside would take on a device.
+
+    Each operator either computes or moves bytes as fast as the device can, and none is faster than its launch. Views
+    take no time.
+
+    Example:
+        >>> with torch.device("meta"), rated_clock(Rates(operations=1000, bytes_per_second=10)) as read:
+        ...     x = torch.empty(4, 8)
+        ...     begin = read()
+        ...     y = x @ x.t()
+        >>> read() - begin  # 320 bytes
+        32.0
+    """
+    operations = FlopCounterMode(display=False)
+    with operations, _Operators(rates, operations) as found:
+        yield lambda: found.seconds
+
+
+class _Operators(torch_private.DispatchMode):  # type: ignore[misc]
+    """Adds up what operators would take; `operations` counts floating-point operations, below this mode."""
+
+    def __init__(self, rates: Rates, operations: FlopCounterMode) -> None:
+        super().__init__()
+        self._rates, self._operations = rates, operations
+        self.seconds = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs the operator."""
+        before = self._operations.get_total_flops()
+        result = func(*args, **(kwargs or {}))
+        given, made = (nested.flatten(each)[0] for each in ((args, kwargs or {}), result))
+        is_view = {*map(memory_key, made)} <= {*map(memory_key, given)}
+        if not is_view or torch_private.changes_arguments(func):
+            operations = self._operations.get_total_flops() - before
+            size = sum(each.nbytes for each in (*given, *made))
+            rates = self._rates
+            self.seconds += max(operations / rates.operations, size / rates.bytes_per_second, rates.launch)
+        return result
+
+
+def meta_copy(module: nn.Module) -> nn.Module:
+    """A deep copy whose tensors have no memory; layers that share a parameter share its copy.
+
+    Example:
+        >>> meta_copy(nn.Linear(2, 2)).weight
+        Parameter containing:
+        tensor(..., device='meta', size=(2, 2), requires_grad=True)
+    """
+    memo: dict[int, Any] = {id(each): nn.Parameter(_twin(each), each.requires_grad) for each in module.parameters()}
+    memo |= {id(buffer): _twin(buffer) for buffer in module.buffers()}
+    with _Twins():
+        return copy.deepcopy(module, memo)
+
+
+class _Twins(TorchFunctionMode):
+    """Copies no tensor's memory: a tensor may also be an attribute that is neither parameter nor buffer."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Gives a tensor on the meta device for a copy of any other."""
+        if func in (Tensor.__deepcopy__, Tensor.clone):
+            return _twin(args[0])  # the mode is off in here
+        return func(*args, **(kwargs or {}))
+
+
+def _twin(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor.detach(), device="meta")

@@ -1,0 +1,130 @@
+"""The mini-batch of a measurement, in micro-batches of any size, cut as a pipe cuts it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pipework.model import mini_batch
+from pipework.model.loss.settings import LossSettings
+from pipework.model.sequential import TupleRule, tuple_rule
+from pipework.planning.measuring.stage_copy import Sample
+from pipework.runtime.stage.loss import InnerLoss
+from pipework.values import nested
+from pipework.values.tensor_form import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipework.model.mini_batch import MiniBatch
+    from pipework.runtime.transport import Message
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """A mini-batch and its loss.
+
+    Attributes:
+        inputs: positional arguments of the first layer.
+        keywords: its keyword arguments.
+        target: of the loss; None: the loss is not measured.
+        loss_fn: computes it; None: the last layer does.
+        tuples: the rule for tuples between layers.
+    """
+
+    inputs: tuple[Any, ...]
+    keywords: dict[str, Any]
+    target: Any
+    loss_fn: Any
+    tuples: TupleRule
+
+    @classmethod
+    def of(
+        cls, module: nn.Sequential, sample: Any, keywords: Mapping[str, Any] | None, target: Any, loss_fn: Any
+    ) -> SampleBatch:
+        """What the caller gave for a module; a tuple is spread into positional arguments.
+
+        Raises:
+            TypeError: there is no tensor in the sample or target, or another argument has a wrong type.
+            ValueError: the module has no layer, one of target and loss function is missing, or the sample cannot be
+                split, or has no rows.
+        """
+        if not len(module):
+            raise ValueError("the module has no layers, so there is nothing to measure")
+        if target is None and loss_fn is not None:
+            raise ValueError("got loss_fn= and no target=: give both, target=y, loss_fn=f, or none of them")
+        last = list(module)[-1]
+        if target is not None and loss_fn is None and TupleRule.BY_SIGNATURE.keeps_whole(last):
+            raise ValueError(
+                f"got target= and no loss_fn=, and the last layer ({type(last).__name__}) does not take a target: give "
+                "loss_fn=f, which computes the loss from output and target, or a last layer that takes the target "
+                "after its input and returns the loss"
+            )
+        if keywords is not None and not isinstance(keywords, Mapping):
+            raise TypeError(
+                f"keywords is {keywords!r}: wanted a mapping from names to values, such as {{'mask': mask}}"
+            )
+        if target is not None and not nested.flatten(target)[0]:
+            raise TypeError(f"target is {target!r}: wanted a tensor, or several")
+        inputs = sample if isinstance(sample, tuple) else (sample,)
+        LossSettings(loss_fn)  # raises an error for what is no loss function
+        # Calls of a copy change nothing in a loss function that is a module.
+        loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+        found = cls(inputs, dict(keywords or {}), target, loss_fn, tuple_rule(module))
+        if not found.rows:
+            raise ValueError("the sample has no rows: give the inputs of a mini-batch")
+        return found
+
+    @property
+    def rows(self) -> int:
+        """Of the mini-batch."""
+        return sum(mini_batch.split(self.inputs, self.keywords, 1).rows)
+
+    def micro_batches(
+        self, rows: int, device: torch.device | None = None
+    ) -> tuple[MiniBatch, Sequence[Message] | None, InnerLoss | None]:
+        """The mini-batch in micro-batches of so many rows; the last one has what is left.
+
+        Args:
+            rows: of a micro-batch.
+            device: of the targets; None: the CPU.
+        """
+        whole = mini_batch.split(self.inputs, self.keywords, 1)
+        full, left = divmod(sum(whole.rows), rows)
+        sizes = [rows] * full + [left] * (left > 0)
+        ((_, structure),) = whole.micro_batches
+        split = mini_batch.MiniBatch.of(
+            whole.tensors, tuple([each and sizes for each in whole.pieces.sizes]), structure, dims=whole.pieces.dims
+        )
+        if self.target is None:
+            return split, None, None
+        targets, _ = split.targets(self.target, device or torch.device("cpu"))
+        # Weights of micro-batches depend on what targets hold, and the time of a product does not.
+        return split, targets, InnerLoss(self.loss_fn, (1.0,) * len(sizes), micro_batches=len(sizes))
+
+    def sample(self, rows: int, device: torch.device | None = None) -> Sample:
+        """The largest micro-batch of so many rows; see `micro_batches`."""
+        return largest_sample(*self.micro_batches(rows, device), self.tuples)
+
+
+def largest_sample(
+    split: MiniBatch, targets: Sequence[Message] | None, loss: InnerLoss | None, tuples: TupleRule
+) -> Sample:
+    """The micro-batch with the most bytes.
+
+    Args:
+        split: the mini-batch.
+        targets: of each micro-batch; None: the loss is outside.
+        loss: see `Sample`, like `tuples`.
+        tuples: see there.
+    """
+    sizes = [sum(map(bytes_of, tensors)) for tensors, _ in split.micro_batches]
+    largest = sizes.index(max(sizes))
+    arguments, keywords = mini_batch.arguments_of(split.micro_batches[largest])
+    target = None if targets is None else nested.unflatten(*targets[largest])
+    return Sample(arguments, keywords, loss, target, tuples)

@@ -1,0 +1,520 @@
+"""Copies of stages run one micro-batch as the stages will, and show how long that takes and what it holds.
+
+Everything that is measured before a step is measured here: the layers of a profile and of a balance (each a stage of
+its own), and the stages of a prediction and of a plan. Nothing of the user's modules and random states changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import time
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from pipework import torch_private
+from pipework.autograd import boundary
+from pipework.autograd.aliases import Aliases
+from pipework.autograd.weight_split.store import WeightGradientStore
+from pipework.model.sequential import TupleRule
+from pipework.planning.measuring.storage_meter import StorageMeter
+from pipework.planning.profiles.layer_costs import LayerSeconds
+from pipework.runtime.device import is_accelerator
+from pipework.runtime.out_of_memory import is_out_of_memory
+from pipework.runtime.skips import skip_tracker
+from pipework.runtime.stage.recomputation import MutableBuffers
+from pipework.schedule.draw.units import memory_text
+from pipework.torch_private import memory_key
+from pipework.values import nested
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+
+    from pipework.runtime.stage.loss import InnerLoss
+
+    Clock = Callable[[], AbstractContextManager[Callable[[], float]]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One micro-batch, its target and its loss.
+
+    Attributes:
+        arguments: positional arguments of the first layer.
+        keywords: keyword arguments of the first layer.
+        loss: the loss that the last stage computes; None: the loss is outside of the pipe.
+        target: for the loss.
+        tuples: the rule for tuples between layers.
+    """
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any] = field(default_factory=dict)
+    loss: InnerLoss | None = None
+    target: Any = None
+    tuples: TupleRule = TupleRule.BY_SIGNATURE
+
+
+class Need(NamedTuple):
+    """What an action needs above what is there when it begins, in bytes: at most, and on average."""
+
+    most: int
+    mean: int
+
+
+@dataclass(frozen=True)
+class ActionBytes:
+    """What the actions of one micro-batch need on the stage's device, in bytes, with all that operators allocate.
+
+    A pair has what the first backward needs, which makes the parameters' gradients, and what all later ones need.
+
+    Attributes:
+        given: the input, without what is popped.
+        message: the output, which goes to the next stage.
+        forward: F or R.
+        kept: what the graph holds after a forward, beside the input and the output.
+        kept_with_output: the same, with the output.
+        backward: B or I; the gradient of the output is there before.
+        returned: the gradient of the input.
+        waiting: what is kept between I and W, beside the input.
+        input_waits: how much of the input is kept between I and W.
+        weight: W.
+        gradients: of the parameters.
+        target: how much of the target the graph needs.
+        clones: of buffers, which a checkpointed forward keeps.
+        saves_input: whether the graph needs the input.
+        stashed: by skip, its tensor, and how much of that no graph of this stage holds.
+        popped: by skip, its tensor, and the gradient of that, which goes back to the stage that stashed it.
+    """
+
+    given: int
+    forward: Need
+    kept: int
+    kept_with_output: int
+    backward: tuple[Need, Need]
+    returned: int
+    waiting: int
+    weight: tuple[Need, Need]
+    gradients: int
+    message: int = 0
+    input_waits: int = 0
+    target: int = 0
+    clones: int = 0
+    saves_input: bool = True
+    stashed: Mapping[Hashable, tuple[int, int]] = field(default_factory=dict)
+    popped: Mapping[Hashable, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def checkpoint(self) -> int:
+        """What a checkpointed micro-batch holds: all that came from elsewhere, and clones of buffers."""
+        return self.given + self.clones + sum(size for size, _ in self.popped.values())
+
+    @property
+    def activation(self) -> int:
+        """What a micro-batch holds between its forward and its backward."""
+        return self.checkpoint - self.clones + self.kept + self.target
+
+
+class Measured(NamedTuple):
+    """One micro-batch on one stage; all of a backward that is not split counts as its first half."""
+
+    seconds: LayerSeconds
+    bytes: ActionBytes
+
+
+def measure_stages(
+    partitions: Sequence[nn.Sequential],
+    devices: Sequence[torch.device],
+    sample: Sample,
+    seconds: float | None,
+    report: Callable[[str], None] | None = None,
+    *,
+    cpu_workers: int = 1,
+    split: Collection[int] = (),
+    clock: Clock | None = None,
+) -> tuple[list[Measured], tuple[int, ...]]:
+    """Runs copies of the stages, one after the other.
+
+    Args:
+        partitions: the layers of each stage; copies of a model in evaluation mode train.
+        devices: of each stage.
+        sample: a micro-batch.
+        seconds: to measure each stage; None: bytes only.
+        report: called with a line for each stage.
+        cpu_workers: how many workers share the cores.
+        split: the stages whose backward is split.
+        clock: in place of that of the device; entered for each pass that is timed.
+
+    Returns:
+        What was measured, and which stages ran on the CPU instead of their device, because it had no memory left.
+    """
+    tracker = Tracker()
+    value: Any = (sample.arguments, sample.keywords)
+    trains = not any(part.training for partition in partitions for layer in partition for part in layer.modules())
+    measured: list[Measured] = []
+    elsewhere: list[int] = []
+    for number, (partition, device) in enumerate(zip(partitions, devices, strict=True)):
+        options = {
+            "sample": sample, "is_first": number == 0, "is_last": number == len(partitions) - 1, "trains": trains,
+            "splits": number in split, "clock": clock,
+        }  # fmt: skip
+        measure = functools.partial(_measure, partition, tracker, value, seconds, cpu_workers, options)
+        try:
+            one, value = measure(device)
+        except RuntimeError as error:
+            if not (is_accelerator(device) and is_out_of_memory(error)):
+                raise
+            elsewhere.append(number)
+        if number in elsewhere:  # not while the error keeps what was measured alive
+            one, value = measure(torch.device("cpu"))
+        measured.append(one)
+        if report is not None:
+            forward, first, second = (f"{each:.3g} s" for each in one.seconds)
+            backward = f"input gradient {first}, weight gradient {second}" if number in split else f"backward {first}"
+            held = memory_text(one.bytes.activation, "bytes")
+            report(
+                f"stage {number + 1} of {len(partitions)}: forward {forward}, {backward}, "
+                f"activations of a micro-batch {held}"
+            )
+    return measured, tuple(elsewhere)
+
+
+def _measure(
+    partition: nn.Sequential,
+    tracker: Tracker,
+    value: Any,
+    seconds: float | None,
+    cpu_workers: int,
+    options: Mapping[str, Any],
+    device: torch.device,
+) -> tuple[Measured, Any]:
+    with traceless(device), threads_of_a_worker(cpu_workers if device.type == "cpu" else 1):
+        return StageCopy(partition, device, tracker, **options).measure(value, seconds)
+
+
+class StageCopy:
+    """A copy of a stage; it runs a micro-batch as the stage will."""
+
+    def __init__(
+        self,
+        partition: nn.Sequential,
+        device: torch.device,
+        tracker: Tracker,
+        *,
+        sample: Sample,
+        is_first: bool,
+        is_last: bool,
+        trains: bool,
+        splits: bool,
+        clock: Clock | None,
+    ) -> None:
+        self._layers = [layer.to(device) for layer in copy.deepcopy(partition)]
+        for layer in self._layers:
+            layer.zero_grad(set_to_none=True)
+            if trains:
+                layer.train()
+        self._device = device
+        self._tracker = tracker
+        tracker.device = device
+        self._sample = sample
+        self._loss = sample.loss if is_last else None
+        self._is_first = is_first
+        self._target: Any = None
+        self._clock = clock or (lambda: nullcontext(functools.partial(now, device)))
+        self._weight_store = WeightGradientStore({}) if splits else None
+        self._aliases = Aliases(self._layers if splits else (), self._weight_store)
+        if not self._aliases.any_deferrable:
+            self._weight_store = None
+
+    def measure(self, value: Any, seconds: float | None) -> tuple[Measured, Any]:
+        """Runs the stage repeatedly; returns the measurement, and the input of the next stage.
+
+        Args:
+            value: the input.
+            seconds: for measuring times; None: they are not measured, and those of all actions are 1 or 0.
+        """
+        # As a worker's, a backward runs on the thread that calls it.
+        with self._aliases.standing_in(), torch.autograd.set_multithreading_enabled(False):
+            # The first pass allocates, and shows which weight gradients can be delayed.
+            buffers = MutableBuffers(self._layers)
+            before = buffers.snapshot()
+            output, _ = self._timed_pass(value)
+            clones = sum(tensor.nbytes for tensor in buffers.learn(before).tensors)
+            found = replace(
+                self._bytes(value), message=sum(tensor.nbytes for tensor in tensors_of(output)), clones=clones
+            )
+            times = [(1.0, 1.0, float(self._weight_store is not None))]
+            if seconds is not None:
+                end = time.perf_counter() + seconds
+                times = [self._timed_pass(value)[1]]
+                while time.perf_counter() < end:
+                    times.append(self._timed_pass(value)[1])
+        self._tracker.next_stage()
+        medians = LayerSeconds(*(median(column) for column in zip(*times, strict=True)))
+        return Measured(medians, found), cut(output, self._device)
+
+    def _timed_pass(self, value: Any) -> tuple[Any, tuple[float, float, float]]:
+        """The output, and the seconds of a forward, of its backward (or the first half), and of the second half."""
+        given = self._fresh(value)
+        with self._clock() as read:
+            times = [read()]
+            output = self._forward(given)
+            times.append(read())
+            ends = self._ends(output)
+            self._first_half(lambda: _run_backward(ends, [torch.ones_like(tensor) for tensor in ends]))
+            times.append(read())
+            self._second_half()
+            times.append(read() if self._weight_store is not None else times[-1])
+        for layer in self._layers:
+            layer.zero_grad(set_to_none=False)
+        self._tracker.next_pass()
+        forward, first, second = (later - earlier for earlier, later in pairwise(times))
+        return output, (forward, first, second)
+
+    def _bytes(self, value: Any) -> ActionBytes:
+        """What each action needs, in two passes: the first makes the parameters' gradients, the second adds to them."""
+        for layer in self._layers:
+            layer.zero_grad(set_to_none=True)
+        tensors = [tensor for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers())]
+        meter = StorageMeter(self._device, tensors)
+        first, later = self._counted_pass(value, meter), self._counted_pass(value, meter)
+        return replace(
+            later,
+            forward=first.forward,
+            backward=(first.backward[0], later.backward[0]),
+            weight=(first.weight[0], later.weight[0]),
+            gradients=meter.live,
+        )
+
+    def _counted_pass(self, value: Any, meter: StorageMeter) -> ActionBytes:
+        before = meter.live
+        saved: set[int | None] = set()
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.add(memory_key(tensor))
+            return tensor.detach()  # an output that held its own graph would never be freed
+
+        with meter:
+            given = self._fresh(value)
+            start = meter.begin()
+            inputs = tensors_of(given)
+            of_inputs = {memory_key(each): each.nbytes for each in inputs}
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                output = self._forward(given)
+            target = sum(each.nbytes for each in tensors_of(self._target) if memory_key(each) in saved)
+            popped = dict(self._tracker.popped)
+            start += sum(tensor.nbytes for tensor in popped.values())  # which arrive before, like the input
+            forward, kept_with_output = _need(meter, start), meter.live - start
+            ends = self._ends(output)
+            there = meter.live
+            seeds = [torch.ones_like(tensor) for tensor in ends]
+            roots = [get_gradient_edge(tensor) for tensor in ends]
+            of_seeds = meter.live - there
+            del output, ends
+            there, stashed = meter.live, {}
+            for key, size in self._tracker.let_go():
+                stashed[key] = size, there - meter.live
+                there = meter.live
+            kept = there - of_seeds - start
+            kept_with_output -= sum(alone for _, alone in stashed.values())
+            there = meter.begin()
+            self._first_half(functools.partial(_run_backward, roots, seeds))
+            backward = _need(meter, there)
+            returned = sum(map(_gradient_bytes, inputs))
+            returned_skips = {key: (tensor.nbytes, _gradient_bytes(tensor)) for key, tensor in popped.items()}
+            stored = () if self._weight_store is None else self._weight_store.kept(0)
+            input_waits = sum(of_inputs.get(key, 0) for key in set(map(memory_key, stored)))
+            del given, inputs, popped, seeds, roots, stored
+            self._target = None
+            waiting = meter.live - before - input_waits
+            there = meter.begin()
+            self._second_half()
+            weight = _need(meter, there)
+        return ActionBytes(
+            given=sum(of_inputs.values()),
+            forward=forward,
+            kept=kept,
+            kept_with_output=kept_with_output,
+            backward=(backward, backward),
+            returned=returned,
+            waiting=waiting,
+            input_waits=input_waits,
+            weight=(weight, weight),
+            gradients=0,
+            target=target,
+            saves_input=not saved.isdisjoint(of_inputs),
+            stashed=stashed,
+            popped=returned_skips,
+        )
+
+    def _forward(self, given: Any) -> Any:
+        if self._weight_store is not None:
+            self._weight_store.begin(0)
+        with skip_tracker.using(self._tracker):
+            output = self._run_layers(entered(given))
+        if self._weight_store is not None:
+            self._weight_store.end()
+        return output
+
+    def _run_layers(self, value: Any) -> Any:
+        loss = self._loss
+        for number, layer in enumerate(self._layers):
+            takes_target = loss is not None and loss.function is None and number == len(self._layers) - 1
+            target = (self._target,) if takes_target else ()
+            if self._is_first and number == 0:
+                arguments, keywords = value
+                value = layer(*arguments, *target, **keywords)
+            else:
+                value = layer(*self._sample.tuples.arguments(value, layer, len(target)), *target)
+        if loss is None:
+            return value
+        return loss.part(value if loss.function is None else loss.function(value, self._target), 0)
+
+    def _first_half(self, backward: Callable[[], None]) -> None:
+        if self._weight_store is None:
+            backward()
+        else:
+            self._weight_store.differentiate(0, backward)
+
+    def _second_half(self) -> None:
+        if self._weight_store is not None:
+            self._weight_store.add_weight_gradients(0, again=False)
+
+    def _fresh(self, value: Any) -> Any:
+        """Copies of the stage's input for one pass, which may overwrite them."""
+        self._target = None if self._loss is None else cut(self._sample.target, self._device)
+        return cut(value, self._device)
+
+    def _ends(self, output: Any) -> list[Tensor]:
+        """Where a backward begins."""
+        return [tensor for tensor in (*tensors_of(output), *self._tracker.stashed) if tensor.requires_grad]
+
+
+class Tracker:
+    """Keeps stashed tensors: for later stages detached from their graph, within a stage as they are.
+
+    Attributes:
+        popped: in this pass, by key.
+        device: of the stage that runs.
+    """
+
+    def __init__(self) -> None:
+        self._from_before: dict[Hashable, Tensor | None] = {}
+        self._last: dict[Hashable, Tensor | None] = {}
+        self._of_this_pass: dict[Hashable, Tensor | None] = {}
+        self.popped: dict[Hashable, Tensor] = {}
+        self.device = torch.device("cpu")
+
+    @property
+    def stashed(self) -> list[Tensor]:
+        """The tensors stashed in this pass."""
+        return [tensor for tensor in self._of_this_pass.values() if tensor is not None]
+
+    def save(self, key: Hashable, tensor: Tensor | None, poppers: int) -> None:
+        """See `SkipTracker.save`."""
+        self._of_this_pass[key] = tensor
+
+    def load(self, key: Hashable) -> Tensor | None:
+        """See `SkipTracker.load`."""
+        if key in self._of_this_pass:
+            return self._of_this_pass[key]
+        tensor = self._from_before[key]
+        if tensor is None:
+            return None
+        self.popped[key] = leaf = cut(tensor, self.device)
+        return entered(leaf)  # type: ignore[no-any-return]
+
+    def next_pass(self) -> None:
+        """Prepares for another pass of the same stage."""
+        self._last, self._of_this_pass, self.popped = self._of_this_pass, {}, {}
+
+    def let_go(self) -> Iterator[tuple[Hashable, int]]:
+        """Ends a pass whose tensors are not kept: drops one stashed tensor after the other, gives its key and size."""
+        self.popped = {}
+        while self._of_this_pass:
+            key, tensor = self._of_this_pass.popitem()
+            size = 0 if tensor is None else tensor.nbytes
+            del tensor
+            yield key, size
+
+    def next_stage(self) -> None:
+        """Prepares for the next stage."""
+        for key, tensor in self._last.items():
+            self._from_before[key] = None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
+        self._last = {}
+
+
+def _gradient_bytes(tensor: Tensor) -> int:
+    return 0 if tensor.grad is None else tensor.grad.nbytes
+
+
+def _need(meter: StorageMeter, before: int) -> Need:
+    return Need(max(0, meter.peak - before), max(0, meter.mean - before))
+
+
+def _run_backward(roots: Sequence[Any], seeds: Sequence[Tensor]) -> None:
+    if roots:
+        torch_private.run_backward(tuple(roots), tuple(seeds), False)
+
+
+# ---- a run that leaves no trace --------------------------------------------------------------------------------------
+
+
+def cut(value: Any, device: torch.device) -> Any:
+    """The same value with copies of its tensors as leaves: detached from their graph, with memory of their own."""
+    tensors, structure = nested.flatten(value)
+    leaves = tuple([tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad) for tensor in tensors])
+    return nested.unflatten(leaves, structure)
+
+
+def entered(value: Any) -> Any:
+    """The value as input of a layer: not leaves, since the layer may begin with an in-place operation."""
+    tensors, structure = nested.flatten(value)
+    return nested.unflatten(tuple(map(boundary.enter, tensors)), structure)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors in a nested value, each once."""
+    return list(nested.flatten(value)[0])
+
+
+def now(device: torch.device) -> float:
+    """The time in seconds, after the device has finished all queued work."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+@contextmanager
+def traceless(device: torch.device) -> Iterator[None]:
+    """Enables gradients, and restores Python's random state and those of the CPU and of the device afterwards."""
+    of_python = random.getstate()
+    generators = torch.get_device_module(device) if is_accelerator(device) else None
+    which = () if device.type == "mps" else (device,)  # there is one MPS device, and it takes no argument
+    of_device = None if generators is None else generators.get_rng_state(*which)
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(of_python)
+        if generators is not None:
+            generators.set_rng_state(of_device, *which)
+
+
+@contextmanager
+def threads_of_a_worker(workers: int) -> Iterator[None]:
+    """Uses the number of intra-op threads that each of so many CPU workers has."""
+    threads = torch.get_num_threads()
+    if workers > 1:
+        torch.set_num_threads(max(1, threads // workers))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

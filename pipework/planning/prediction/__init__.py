@@ -1,1 +1,0 @@
-"""What a step will cost: its time, and the bytes on each device."""

@@ -1,1 +1,0 @@
-"""Makes profiles: measures or estimates the layers of a model, for `pipework.planning`."""

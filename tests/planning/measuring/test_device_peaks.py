@@ -1,0 +1,68 @@
+"""Peaks of devices worked out by hand; test_predict.py compares them with what devices count."""
+
+import pytest
+import torch
+
+from pipework.planning.measuring.device_peaks import Held, device_peaks
+from pipework.planning.measuring.stage_copy import ActionBytes, Need
+from pipework.schedule import build, simulate, with_recompute
+
+A, B = torch.device("cuda", 0), torch.device("cuda", 1)
+# Each action makes what it leaves at once: a graph of 10, an output of 3, gradients of 5 for the parameters.
+STAGE = ActionBytes(
+    given=3,
+    forward=Need(13, 13),
+    kept=10,
+    kept_with_output=13,
+    backward=(Need(8, 8), Need(4, 4)),
+    returned=3,
+    waiting=6,
+    weight=(Need(5, 5), Need(5, 5)),
+    gradients=5,
+    clones=1,
+)
+
+
+def peaks(name: str, chunks: int, devices: list[torch.device], recomputed: int = 0) -> dict[torch.device, int]:
+    schedule = with_recompute(build(name, workers=len(devices), chunks=chunks), recomputed)
+    found = device_peaks(simulate(schedule).timeline, [STAGE] * len(devices), devices)
+    return {device: peak.total for device, peak in found.items()}
+
+
+def test_one_stage_holds_all_graphs_of_gpipe() -> None:
+    assert peaks("gpipe", 4, [A]) == {A: 4 * 10 + 8}  # at the first backward
+    assert peaks("gpipe", 1, [A]) == {A: 10 + 8}
+
+
+def test_a_message_lies_on_the_device_of_the_receiver() -> None:
+    found = peaks("gpipe", 4, [A, B])
+    assert found[A] == 4 * 10 + 3 + 8  # the gradient of the output has come
+    assert found[B] == 4 * (10 + 3) + 8  # all inputs have come
+
+
+def test_1f1b_holds_no_more_for_more_chunks() -> None:
+    assert peaks("1f1b", 8, [A, B]) == peaks("1f1b", 64, [A, B])
+
+
+def test_on_one_device_an_output_is_the_next_stages_input() -> None:
+    both, apart = peaks("gpipe", 4, [A, A])[A], peaks("gpipe", 4, [A, B])
+    assert both <= apart[A] + apart[B]
+
+
+def test_a_recomputed_micro_batch_keeps_its_input_only() -> None:
+    # The inputs of all, the clones of all but one, and the graph; the copy of the first input is gone by then.
+    assert peaks("gpipe", 4, [A, B], recomputed=4)[B] == 4 * 3 + 4 * 1 - 1 + 10 + 8
+    assert peaks("gpipe", 4, [A], recomputed=4)[A] == 3 * 1 + 10 + 8
+
+
+@pytest.mark.parametrize("chunks", [1, 8])
+def test_a_loss_outside_joins_the_outputs_and_gets_a_gradient(chunks: int) -> None:
+    timeline = simulate(build("gpipe", workers=1, chunks=chunks), loss_outside=True).timeline
+    assert device_peaks(timeline, [STAGE], [A], [3] * chunks)[A].total == chunks * (10 + 2 * 3) + 8
+
+
+def test_what_is_held_beside_counts_during_its_action() -> None:
+    simulation = simulate(build("gpipe", workers=1, chunks=2))
+    held = {action: Held(100 * (str(action) == "0B1"), -2) for action in simulation.schedule.orders[0]}
+    peak = device_peaks(simulation.timeline, [STAGE], [A], (), held)[A]
+    assert peak == (100 - 2 + 10 + 5 + 4, (100, 5 - 2))  # the second backward: a graph and gradients are there

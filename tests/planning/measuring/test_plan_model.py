@@ -1,0 +1,223 @@
+import re
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipework import Pipe, Plan, plan, pop, skippable, stash
+from pipework.planning import profile
+from pipework.planning.measuring.stage_copy import measure_stages
+from pipework.planning.memory_size import memory_bytes
+from pipework.planning.search.candidate import WorkerBytes
+from pipework.schedule.draw.units import time_text
+from pipework.testing import draw_key, reference_step
+from tests.planning.measuring.test_profile import X, Y, layers
+
+OPTIONS: dict[str, Any] = {
+    "target": Y, "loss_fn": F.mse_loss, "devices": ["cpu", "cpu"], "timeout": 0, "iterations": 30, "chunks": 4,
+}  # fmt: skip
+
+
+def test_a_planned_pipe_trains_bit_by_bit_like_the_model() -> None:
+    module, plain = layers(), layers()
+    found = plan(module, X, **OPTIONS)
+    pipe = Pipe(module, plan=found, loss_fn=F.mse_loss)
+    torch.manual_seed(3)
+    loss = pipe(X, target=Y)
+    loss.backward()
+    torch.manual_seed(3)
+    expected = reference_step(plain, X, Y, F.mse_loss, found.chunks, draw_key())
+    assert torch.equal(loss, expected.loss)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
+
+
+def test_what_a_plan_says_was_measured_for_its_stages() -> None:
+    lines: list[str] = []
+    module = layers()
+    found = plan(module, X, **OPTIONS, progress=lines.append)
+    assert any("micro-batches of" in line for line in lines)
+    assert any(line.endswith(" steps") and "median of" in line for line in lines)
+    # Schedules with a name were not measured so: the plan's own time by the profile is there to compare them with.
+    assert found.profile_seconds is not None
+    assert f"; by the profile, this plan takes {time_text(found.profile_seconds, 's')}" in str(found)
+    predicted = Pipe(module, plan=found, loss_fn=F.mse_loss).predict(X, target=Y, timeout=0, optimizer=2.0)
+    fixed = [0.0] * found.schedule.workers
+    for stage, worker in zip(predicted.stages, found.schedule.placement, strict=True):
+        fixed[worker] += stage.total - stage.activations
+    assert [worker.fixed for worker in found.workers] == fixed
+    assert [worker.activations for worker in found.workers] == list(predicted.simulation.peak_memory)
+
+
+def test_the_plan_is_the_fastest_that_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Plan] = []
+
+    def last_first(plans: list[Plan], *_: Any) -> list[tuple[Plan, None]]:
+        tried.extend(plans)
+        return [(each, None) for each in reversed(plans)]
+
+    monkeypatch.setattr("pipework.planning.measuring.plan_that_fits._WITHIN", float("inf"))
+    monkeypatch.setattr("pipework.planning.measuring.plan_that_fits.by_speed", last_first)
+    found = plan(layers(), X, **OPTIONS)
+    assert len(tried) == 6
+    assert found.schedule == tried[-1].schedule
+    assert found.profile_seconds == tried[-1].seconds == found.named[tried[-1].schedule.name]
+    assert tried[0].seconds <= min(each.seconds for each in tried[1:])
+    assert len({each.schedule.name for each in tried[1:]}) == 5
+
+
+def test_a_search_of_some_seconds_tries_several_schedules() -> None:
+    options = {name: value for name, value in OPTIONS.items() if name != "iterations"}
+    assert len(plan(layers(), X, **options, seconds=0.5).named) > 1
+
+
+def test_a_note_says_that_a_stage_was_measured_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_memory(*arguments: Any, **options: Any) -> Any:
+        return measure_stages(*arguments, **options)[0], (1,)
+
+    monkeypatch.setattr("pipework.planning.measuring.predict.measure_stages", without_memory)
+    note = "stage 1 was measured on the CPU, because its device ran out of memory: its times are the CPU's"
+    assert note not in plan(layers(), X, **OPTIONS).notes  # its times are those of steps
+    monkeypatch.setattr("pipework.planning.measuring.plan_that_fits._cpu_bytes_left", lambda: 0)
+    assert note in plan(layers(), X, **OPTIONS).notes
+
+
+def test_a_limit_is_met_by_what_was_measured() -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(6)))
+    x = torch.randn(256, 64)
+    options = {**OPTIONS, "target": x, "chunks": 8}
+    free = plan(module, x, **options, schedules=["gpipe"])
+    limit = 0.8 * sum(worker.total for worker in free.workers)
+    tight = plan(module, x, **options, memory=limit)
+    assert all(worker.fits for worker in tight.workers)
+    assert sum(worker.total for worker in tight.workers) <= limit
+    with pytest.raises(ValueError, match=r"no plan fits|the largest limit|devices together may hold"):
+        plan(module, x, **options, memory=limit / 4)
+
+
+def test_a_plan_whose_stages_need_more_than_their_layers_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan(layers(), X, **OPTIONS)
+    limit = 1.05 * max(each.total for each in made.workers)
+    limited = replace(made, workers=tuple(replace(each, limit=limit) for each in made.workers))
+    limits: list[float] = []
+
+    def planned(request: Any, *_: Any, **__: Any) -> list[Plan]:
+        limits.append(request.limits[0])
+        return [limited]
+
+    def a_tenth_more(plan: Plan, *_: Any) -> Plan:
+        return replace(plan, workers=tuple(WorkerBytes(1.1 * each.total, 0, 0, limit) for each in plan.workers))
+
+    monkeypatch.setattr("pipework.planning.measuring.plan_that_fits.best_plans", planned)
+    monkeypatch.setattr("pipework.planning.measuring.plan_that_fits.measured_plan", a_tenth_more)
+    totals = [each.total for each in made.workers]
+    worst = totals.index(max(totals))  # measured times may have cut the layers in either way
+    text = rf"worker {worst} \(cpu\) needs .*, measured as a whole, .* it fits with a limit of"
+    with pytest.raises(ValueError, match=text):
+        plan(layers(), X, **OPTIONS, memory=2 * limit)  # two workers share the CPU's
+    assert limits == pytest.approx([limit, limit / 1.1, limit / 1.1])
+
+
+def test_a_limit_between_what_layers_and_stages_need_is_answered_with_what_stages_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = plan(layers(), X, **OPTIONS)
+    limit = 1.01 * max(each.total for each in made.workers)
+    limited = replace(made, workers=tuple(replace(each, limit=limit) for each in made.workers))
+    plans = iter([limited])
+
+    def planned(*_: Any, **__: Any) -> list[Plan]:
+        found = next(plans, None)
+        if found is None:
+            raise ValueError("no plan fits: limits that the user has not given")
+        return [found]
+
+    def twice(plan: Plan, *_: Any) -> Plan:
+        return replace(plan, workers=tuple(WorkerBytes(2 * each.total, 0, 0, limit) for each in plan.workers))
+
+    monkeypatch.setattr("pipework.planning.measuring.plan_that_fits.best_plans", planned)
+    monkeypatch.setattr("pipework.planning.measuring.plan_that_fits.measured_plan", twice)
+    with pytest.raises(ValueError, match="measured as a whole") as refused:
+        plan(layers(), X, **OPTIONS, memory=2 * limit)
+    found = re.search("fits with a limit of ([^,]*), of which the 2 workers on cpu", str(refused.value))
+    assert found
+    assert memory_bytes(found[1]) == pytest.approx(2 * 2 * limit / 1.01, rel=0.01)
+
+
+@skippable(stash=["ahead"])
+class Stash(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        time.sleep(0.01)  # so that several devices are faster than one
+        yield stash("ahead", x)
+        return super().forward(x)
+
+
+@skippable(pop=["ahead"])
+class Pop(nn.Module):
+    def forward(self, x: Any) -> Any:
+        time.sleep(0.01)
+        ahead = yield pop("ahead")
+        return x + ahead
+
+
+@pytest.mark.parametrize("bytes_left", [float("inf"), 0])
+def test_a_skip_connection_over_stages(monkeypatch: pytest.MonkeyPatch, bytes_left: float) -> None:
+    monkeypatch.setattr("pipework.planning.measuring.plan_that_fits._cpu_bytes_left", lambda: bytes_left)
+    module = nn.Sequential(Stash(*X.shape[-1:] * 2), nn.Tanh(), nn.ReLU(), Pop())
+    options = OPTIONS | {"target": X, "schedules": ["interleaved-1f1b"]}
+    found = plan(module, X, **options)
+    assert (found.balance, found.schedule.skips) == ((1, 1, 1, 1), ((0, 3),))
+    assert found.profile_seconds is not None
+    Pipe(module, plan=found, loss_fn=F.mse_loss)(X, target=X).backward()
+
+
+def test_a_sample_is_needed() -> None:
+    with pytest.raises(TypeError, match="plan got no sample: give the inputs of a mini-batch"):
+        plan(layers())
+    with pytest.raises(TypeError, match="Sequential"):
+        plan(nn.Linear(2, 2), X)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", [plan, profile])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"target": Y}, r"got target= and no loss_fn=, and the last layer \(Linear\) does not take a target"),
+        ({"loss_fn": F.mse_loss}, "got loss_fn= and no target=: give both"),
+    ],
+)
+def test_target_and_loss_function_go_together(call: Any, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(
+            layers(),
+            X,
+            devices=["cpu", "cpu"],
+            timeout=0,
+            **given,
+            **({"schedules": ["gpipe"]} if call is plan else {}),
+        )
+
+
+def test_a_last_layer_may_compute_the_loss() -> None:
+    class Loss(nn.Module):
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(x, target)
+
+    module = layers().append(Loss())
+    found = plan(module, X, **{**OPTIONS, "loss_fn": None})
+    Pipe(module, plan=found)(X, target=Y).backward()
+
+
+def test_without_a_target_the_loss_is_outside() -> None:
+    options = {**OPTIONS, "target": None, "loss_fn": None}
+    with pytest.raises(ValueError, match=r"plan got no target: .* for a loss outside, schedules=\['gpipe'\]"):
+        plan(layers(), X, **options, schedules=["gpipe", "1f1b"])
+    module = layers()
+    Pipe(module, plan=plan(module, X, **options, schedules=["gpipe"]))(X).sum().backward()
+
+
+def test_a_plan_for_a_larger_batch_is_not_measured_as_a_whole() -> None:
+    assert plan(layers(), X, **OPTIONS, batch=64).batch == 64

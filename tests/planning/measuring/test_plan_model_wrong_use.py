@@ -1,0 +1,146 @@
+"""Wrong uses of `profile` and `plan`: an error says what was got and what is wanted, before anything is measured."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipework import plan
+from pipework.planning import Rates, profile
+from tests.planning.made_profiles import made
+
+X, Y = torch.zeros(16, 8), torch.zeros(16, 8)
+PROFILE = made([1.0] * 8)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        pytest.fail("the layers are measured although an argument is wrong")
+
+    monkeypatch.setattr("pipework.planning.measuring.profile.measure_stages", refuse)
+
+
+OF_A_MODEL: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"sample": None}, TypeError, "plan got no sample|inputs do not have any tensors"),
+    ({"sample": 1.0}, TypeError, "inputs do not have any tensors: got float"),
+    ({"sample": torch.tensor(1.0)}, ValueError, "'input 0' is 0-dimensional"),
+    ({"sample": X[:0], "target": Y[:0]}, ValueError, "the sample has no rows"),
+    ({"sample": X.to("meta")}, ValueError, r"the sample is on the meta device, .* give rates=Rates\(...\)"),
+    ({"module": model().to("meta")}, ValueError, "the model is on the meta device"),
+    ({"module": nn.Sequential(nn.LazyLinear(4), nn.ReLU())}, ValueError, "parameter '0.weight' is lazy"),
+    ({"module": nn.Sequential()}, ValueError, "the module has no layers"),
+    ({"module": nn.Sequential}, TypeError, "must be nn.Sequential to be partitioned, got the class"),
+    ({"target": "y"}, TypeError, "target is 'y': wanted a tensor"),
+    ({"loss_fn": "mse"}, TypeError, "loss_fn is 'mse': wanted a function"),
+    ({"devices": 2}, TypeError, "devices must be a list"),
+    ({"devices": []}, ValueError, "devices is empty"),
+    ({"devices": ["gpu"]}, ValueError, "devices.0. is 'gpu', which PyTorch does not know"),
+    ({"keywords": [1]}, TypeError, "keywords is .1.: wanted a mapping from names"),
+    ({"timeout": -1}, ValueError, "timeout is -1: wanted a finite number of seconds"),
+    ({"timeout": float("nan")}, ValueError, "timeout is nan"),
+    ({"timeout": "1"}, ValueError, "timeout is '1'"),
+    ({"progress": True}, TypeError, "progress is True: wanted a function"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), OF_A_MODEL)
+@pytest.mark.parametrize("call", [plan, profile])
+def test_of_a_model(call: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = {"module": model(), "sample": X, "target": Y, "loss_fn": F.mse_loss, "devices": ["cpu", "cpu"], **options}
+    with pytest.raises(error, match=message):
+        call(given.pop("module"), given.pop("sample"), **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rows": 4}, TypeError, "rows is 4, an int: wanted a sequence"),
+        ({"rows": "4"}, TypeError, "rows is '4', a str: wanted a sequence"),
+        ({"rows": [4.0]}, ValueError, "rows has 4.0"),
+        ({"rates": Rates(1.0, 1.0), "workers": 0, "devices": None}, ValueError, "workers is 0"),
+        ({"rates": Rates(1.0, 1.0), "workers": 2.0, "devices": None}, TypeError, "workers is 2.0, a float"),
+    ],
+)
+def test_of_a_profile(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        profile(model(), X, **{"devices": ["cpu"], **options})
+
+
+OF_A_SEARCH: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"memory": float("nan")}, ValueError, "memory is nan: wanted a finite amount above 0"),
+    ({"memory": -1}, ValueError, "memory is -1"),
+    ({"memory": "24 Gigs"}, ValueError, "memory is '24 Gigs': wanted a number and a unit"),
+    ({"memory": [1000, 1000]}, TypeError, "memory is .1000, 1000.: wanted a number of bytes"),
+    ({"memory": {"tpu": 5}}, ValueError, "memory names 'tpu', which is none of the devices"),
+    ({"batch": 1.5}, TypeError, "batch is 1.5, a float"),
+    ({"batch": -1}, ValueError, "batch is -1"),
+    ({"chunks": "4"}, TypeError, "chunks is '4', a str"),
+    ({"chunks": 4.0}, TypeError, "chunks is 4.0, a float"),
+    ({"chunks": 999}, ValueError, "chunks is 999, and a mini-batch has"),
+    ({"optimizer": "adam"}, TypeError, "optimizer is 'adam': wanted how many numbers"),
+    ({"optimizer": torch.optim.SGD(model().parameters())}, TypeError, "optimizer is of type SGD: wanted"),
+    ({"optimizer": float("nan")}, ValueError, "optimizer is nan"),
+    ({"schedules": 3}, TypeError, "schedules is 3, an int: wanted a sequence"),
+    ({"schedules": [3]}, TypeError, "schedules has 3: wanted names"),
+    ({"schedules": "1f1b"}, TypeError, r"schedules is '1f1b', one text: wanted a list, such as \['1f1b'\]"),
+    ({"schedules": ["1f2b"]}, ValueError, "no schedule is called '1f2b': did you mean '1f1b'"),
+    ({"seconds": float("nan")}, ValueError, "seconds is nan"),
+    ({"seconds": "3"}, ValueError, "seconds is '3'"),
+    ({"seconds": None}, ValueError, "seconds is None: wanted a number above 0 .*, or iterations= in its place"),
+    ({"iterations": 2.5}, TypeError, "iterations is 2.5, a float"),
+    ({"iterations": -3}, ValueError, "iterations is -3"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), OF_A_SEARCH)
+@pytest.mark.parametrize("model_is_there", [True, False])
+def test_of_a_search(options: dict[str, Any], error: type[Exception], message: str, model_is_there: bool) -> None:
+    arguments: list[Any] = [PROFILE]
+    given: dict[str, Any] = {"devices": ["device"] * 2, **options}
+    if model_is_there:
+        arguments, given = [model(), X], {**given, "target": Y, "loss_fn": F.mse_loss, "devices": ["cpu", "cpu"]}
+    with pytest.raises(error, match=message):
+        plan(*arguments, **given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (["profile.json"], {}, TypeError, r"model is 'profile.json': wanted .* Profile.load\('profile.json'\)"),
+        ([Path("a.json")], {}, TypeError, r"Profile.load\('a.json'\)"),
+        ([PROFILE], {}, ValueError, "devices is missing: .* kinds: 'device'"),
+        ([PROFILE], {"devices": 2}, TypeError, "devices is 2, an int: wanted a sequence"),
+        ([PROFILE], {"devices": "device"}, TypeError, "devices is 'device', one text: wanted a list"),
+        ([PROFILE], {"devices": [None]}, ValueError, "no times for device 'None': it knows 'device'"),
+        ([PROFILE], {"devices": ["device"] * 9}, ValueError, "there are 9 devices and 8 layers"),
+        ([model(), X], {"devices": ["cpu"] * 4, "target": Y}, ValueError, "there are 4 devices and 3 layers"),
+        ([PROFILE, X], {"devices": ["device"]}, ValueError, "plan got a profile and sample="),
+        ([PROFILE], {"devices": ["device"], "target": Y}, ValueError, "plan got a profile and target="),
+    ],
+)
+def test_of_models_and_devices(
+    arguments: list[Any], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    loss = {"loss_fn": F.mse_loss} if "target" in options else {}
+    with pytest.raises(error, match=message):
+        plan(*arguments, **options, **loss)
+
+
+def test_too_few_layers_for_a_schedule() -> None:
+    with pytest.raises(ValueError, match=r"schedules 'zb-v' have several .* 3 layers for 2 devices do not allow"):
+        plan(made([1.0] * 3), devices=["device"] * 2, schedules=["zb-v"], iterations=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"), [("1F1B", "1f1b"), ("fill-drain", "gpipe"), ("ScheduleZBVZeroBubble", "zb-v")]
+)
+def test_other_names_of_schedules(name: str, known: str) -> None:
+    assert plan(PROFILE, devices=["device"] * 2, schedules=[name], iterations=5).schedule.name == known

@@ -1,0 +1,210 @@
+"""Steps of a plan on copies."""
+
+import threading
+from collections import Counter
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipework import Plan, plan
+from pipework.planning import Rates
+from pipework.planning import profile as measured_profile
+from pipework.planning.measuring import plan_that_fits
+from pipework.planning.measuring.plan_that_fits import by_speed
+from pipework.planning.measuring.sample_batch import SampleBatch
+from pipework.schedule import Costs, simulate, with_recompute
+
+
+class Noting(nn.Module):
+    """Notes the threads that it runs on, also in copies."""
+
+    threads: ClassVar[set[int]] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.threads.add(threading.get_ident())
+        return F.dropout(x, 0.5)
+
+
+class Loss(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return F.mse_loss(output, target)
+
+
+def layers_of() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(3), Noting(), nn.Linear(4, 4))
+
+
+def planned(module: nn.Sequential, x: torch.Tensor):
+    rates = {"rated": Rates(1e9, 1e9)}
+    estimated = measured_profile(module, x, target=x, loss_fn=F.mse_loss, rates=rates, workers=2)
+    found = plan(estimated, devices=["rated"] * 2, schedules=["1f1b"], chunks=4, iterations=20)
+    return replace(found, devices=("cpu", "cpu"), balance=(2, 2))
+
+
+def costs_of(found: Plan, module: nn.Sequential, batch: SampleBatch) -> Costs | None:
+    return by_speed([found], module, batch, 0, print)[0][1]
+
+
+def batch_of(module: nn.Sequential, x: torch.Tensor, target: torch.Tensor | None, loss=None) -> SampleBatch:
+    return SampleBatch.of(module, x, None, target, loss)
+
+
+def test_a_trial_leaves_everything_as_it_is() -> None:
+    module, x, loss = layers_of(), torch.randn(8, 3, 4), Loss()
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    found = planned(module, x)
+    random = torch.get_rng_state()
+    Noting.threads.clear()
+    costs = costs_of(found, module, batch_of(module, x, x, loss))
+    assert costs is not None
+    assert all(each > 0 for each in (*costs.forward, *costs.backward))
+    assert all(torch.equal(state[name], value) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert torch.equal(random, torch.get_rng_state())
+    assert loss.calls == 0
+    assert threading.get_ident() not in Noting.threads  # workers ran, as in the pipe
+
+
+def test_the_simulated_step_takes_as_long_as_the_measured_ones() -> None:
+    module, x, lines = layers_of(), torch.randn(8, 3, 4), list[str]()
+    found = planned(module, x)
+    ((_, costs),) = by_speed([found], module, batch_of(module, x, x, F.mse_loss), 0, lines.append)
+    assert costs is not None
+    assert f": {simulate(found.schedule, costs).makespan:.3g} s, median of 8 steps" in lines[-1]
+
+
+class Halving(nn.Linear):
+    """Changes its parameter in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
+def test_layers_may_change_their_parameters() -> None:
+    module, x = nn.Sequential(nn.Linear(4, 4), Halving(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(8, 3, 4)
+    before = module[1].weight.detach().clone()
+    assert costs_of(planned(module, x), module, batch_of(module, x, x, F.mse_loss)) is not None
+    assert torch.equal(module[1].weight, before)
+
+
+def test_the_system_may_have_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, lines = layers_of(), torch.randn(8, 3, 4), list[str]()
+    found = planned(module, x)
+    monkeypatch.setattr(
+        "pipework.planning.measuring.plan_that_fits._cpu_bytes_left",
+        lambda: sum(each.total for each in found.workers) - 1,
+    )
+    assert by_speed([found], module, batch_of(module, x, x, F.mse_loss), 0, lines.append) == [(found, None)]
+    assert "no memory for steps of the plan" in lines[0]
+
+
+def test_what_a_plan_recomputes_is_measured() -> None:
+    module, x = layers_of(), torch.randn(8, 3, 4)
+    found = planned(module, x)
+    found = replace(found, schedule=with_recompute(found.schedule, 4))
+    costs = costs_of(found, module, batch_of(module, x, x, F.mse_loss))
+    assert costs is not None
+    assert costs.recompute is not None
+    assert min(costs.recompute) > 0
+    assert tuple(costs.recompute) != tuple(costs.forward)  # which is what is assumed without a measurement
+
+
+def test_layers_in_evaluation_mode_are_trained() -> None:
+    module, x = layers_of().eval(), torch.randn(8, 3, 4)
+    costs = costs_of(planned(module, x), module, batch_of(module, x, x, F.mse_loss))
+    assert costs is not None
+    assert min(costs.backward) > 0
+    assert not any(layer.training for layer in module.modules())
+
+
+def test_without_a_target_there_is_no_trial() -> None:
+    module, x = layers_of(), torch.randn(8, 3, 4)
+    assert costs_of(planned(module, x), module, batch_of(module, x, None)) is None
+
+
+class Failing(nn.Module):
+    """Fails on the workers' threads, as if all that is left of the memory were enough for one stage."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            raise self.error
+        return x
+
+
+def test_too_little_memory_for_a_trial(recwarn: pytest.WarningsRecorder) -> None:
+    x, lines = torch.randn(8, 3, 4), list[str]()
+    error = torch.OutOfMemoryError("no memory")
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Failing(error), nn.Linear(4, 4))
+    found = plan(
+        module, x, target=x, loss_fn=F.mse_loss, devices=["cpu", "cpu"], iterations=4, timeout=0, progress=lines.append
+    )
+    assert sum("one by one" in line for line in lines) == 1
+    assert sum(line.startswith("stage 1 of") for line in lines) == 1
+    assert found.seconds > 0
+    assert not recwarn.list
+
+
+def test_other_errors_are_raised() -> None:
+    x = torch.randn(8, 3, 4)
+    module = nn.Sequential(nn.Linear(4, 4), Failing(RuntimeError("something else")), nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="something else"):
+        plan(module, x, target=x, loss_fn=F.mse_loss, devices=["cpu", "cpu"], iterations=4, timeout=0)
+
+
+def test_a_plan_that_runs_out_of_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, lines = layers_of(), torch.randn(8, 3, 4), list[str]()
+    first = planned(module, x)
+    second = replace(first, balance=(1, 3))
+    turns: Counter[tuple[int, ...]] = Counter()
+
+    real = plan_that_fits.run_steps
+
+    def small(plan: Plan, *rest: Any) -> Any:
+        turns[plan.balance] += 1
+        if plan is first and turns[plan.balance] == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return real(plan, *rest)
+
+    monkeypatch.setattr(plan_that_fits, "run_steps", small)
+    ((found, costs),) = by_speed([first, second], module, batch_of(module, x, x, F.mse_loss), 0, lines.append)
+    assert found is second
+    assert costs is not None
+    assert turns == {(2, 2): 2, (1, 3): 4}
+    assert len([line for line in lines if "median of" in line]) == 1
+
+
+def test_slow_plans_have_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, lines = layers_of(), torch.randn(8, 3, 4), list[str]()
+    fast = planned(module, x)
+    slow = replace(fast, balance=(1, 3))
+
+    real = plan_that_fits.run_steps
+
+    def waiting(plan: Plan, *rest: Any) -> Any:
+        _, costs = real(plan, *rest)
+        return [0.1 if plan is slow else 0.01] * 2, costs
+
+    monkeypatch.setattr(plan_that_fits, "run_steps", waiting)
+    found = by_speed([slow, fast], module, batch_of(module, x, x, F.mse_loss), 0, lines.append)
+    assert [plan for plan, _ in found] == [fast, slow]
+    assert lines[1:] == [
+        "1f1b, 4 micro-batches: 0.1 s, median of 4 steps",
+        "1f1b, 4 micro-batches: 0.01 s, median of 8 steps",
+    ]

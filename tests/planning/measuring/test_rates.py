@@ -1,0 +1,87 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipework import plan
+from pipework.planning import profile
+from pipework.planning.measuring.rates import Rates, rated_clock
+from tests.planning.measuring.test_profile import QUICK, layers
+
+RATES = {"fast": Rates(1e12, 1e11, memory=2**30), "slow": Rates(1e10, 1e9, launch=1e-4)}
+
+
+def test_times_follow_from_operations_and_bytes() -> None:
+    width, rows = 256, 64
+    module = nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU())
+    rates = {"computes": Rates(1e9, 1e30, launch=1e-30), "moves": Rates(1e30, 1e6, launch=1e-30)}
+    found = profile(module, torch.zeros(rows, width, requires_grad=True), rates=rates, rows=[rows])
+    linear, relu = found.kinds["computes"].seconds[0]
+    assert linear == pytest.approx([2 * rows * width * width / 1e9] * 3)
+    assert relu.forward < 1e-12
+    linear, relu = found.kinds["moves"].seconds[0]
+    assert relu.forward == pytest.approx(2 * 4 * rows * width / 1e6)
+    assert linear.forward == pytest.approx(4 * (2 * rows * width + width * width) / 1e6)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_bytes_are_those_of_a_measurement(device: str) -> None:
+    x, y = torch.zeros(16, 8), torch.zeros(16, 4)
+    given: dict[str, Any] = {"loss_fn": F.mse_loss, "rows": [2, 8]}
+    estimated = profile(layers().to(device), x.to(device), target=y.to(device), rates=RATES, **given)
+    measured = profile(layers(), x, target=y, **QUICK, **given)
+    for one, other in zip(estimated.bytes, measured.bytes, strict=True):
+        assert [each._replace(temporary=0) for each in one] == [each._replace(temporary=0) for each in other]
+    assert all(kind.estimated for kind in estimated.kinds.values())
+    assert estimated.kinds["fast"].memory == 2**30
+    assert not any(kind.estimated for kind in measured.kinds.values())
+
+
+def test_each_operator_is_as_fast_as_it_can_be_and_views_take_no_time() -> None:
+    rates = Rates(operations=1000.0, bytes_per_second=100.0, launch=2.0)
+    with torch.device("meta"), rated_clock(rates) as now:
+        x = torch.empty(4, 8)
+        begin = now()
+        x.view(8, 4).t()[2:]
+        assert now() == begin
+        x.add_(1)
+        assert now() - begin == pytest.approx(2.56)  # 256 bytes
+        begin = now()
+        torch.empty(())
+        assert now() - begin == 2.0  # the launch
+        begin = now()
+        x @ x.t()
+        assert now() - begin == pytest.approx(3.2)  # 320 bytes: 256 operations would take less
+
+
+@pytest.mark.parametrize("name", ["operations", "bytes_per_second", "memory", "launch"])
+def test_rates_are_positive(name: str) -> None:
+    with pytest.raises(ValueError, match=f"Rates: {name} is 0: wanted a finite number above 0"):
+        Rates(**{"operations": 1.0, "bytes_per_second": 1.0, name: 0})
+
+
+def test_rates_without_a_name_are_those_of_the_only_kind() -> None:
+    x = torch.zeros(16, 8)
+    found, named = (profile(layers(), x, rates=rates, rows=[4]) for rates in (RATES["fast"], {"device": RATES["fast"]}))
+    assert found == named
+    assert plan(found, devices=["device"] * 2, iterations=5).devices == ("device", "device")
+
+
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [
+        ([RATES["fast"]], r"rates is \[Rates.*: wanted Rates by the name of each kind, such as"),
+        ({"gpu": 1e12}, r"rates is \{'gpu': .*: wanted Rates by the name"),
+        ({0: RATES["fast"]}, "rates has the name 0: wanted a text, such as 'gpu'"),
+    ],
+)
+def test_other_rates_are_refused(rates: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        profile(layers(), torch.zeros(16, 8), rates=rates)
+
+
+def test_rates_are_numbers() -> None:
+    with pytest.raises(TypeError, match="Rates: memory is '80GiB': wanted a number"):
+        Rates(1e12, 1e12, memory="80GiB")  # type: ignore[arg-type]

@@ -1,0 +1,154 @@
+"""What operators make and free; test_predict.py compares it with an accelerator's own count."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipework.planning.measuring import storage_meter
+from pipework.planning.measuring.storage_meter import StorageMeter, optimizer_bytes
+
+CPU = torch.device("cpu")
+KIB = 1024
+
+
+def test_what_operators_make_and_free_is_counted_at_every_moment() -> None:
+    meter = StorageMeter(CPU)
+    with meter:
+        x = torch.zeros(256)
+        y = x + 1
+        assert (meter.live, meter.peak) == (2 * KIB, 2 * KIB)
+        del x
+        assert (meter.live, meter.peak) == (KIB, 2 * KIB)
+        assert meter.begin() == KIB == meter.peak
+        y.mul_(2)
+        view = y.view(16, 16).t()
+        assert meter.peak == KIB
+        del y
+        assert meter.live == KIB
+        del view
+    assert meter.live == 0
+    assert 0 < meter.mean <= KIB
+
+
+def test_what_was_there_before_is_not_counted_nor_are_its_views() -> None:
+    weight, constant = torch.ones(16, 16), torch.ones(256)
+    meter = StorageMeter(CPU, [weight])
+    with meter:
+        assert weight.t().is_contiguous() is False
+        assert constant[:10].sum() == 10
+    assert meter.live == 0
+    assert meter.peak < 16
+
+
+def test_what_an_operator_frees_before_it_ends_counts_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = iter([0, 10 * KIB, 12 * KIB, 12 * KIB])  # before and after each operator
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda _: {"allocated_bytes.all.freed": next(freed)})
+    monkeypatch.setattr(storage_meter, "is_accelerator", lambda _: True)
+    meter = StorageMeter(CPU)
+    with meter:
+        x = torch.zeros(256)
+        assert (meter.live, meter.peak) == (KIB, 11 * KIB)
+        meter.begin()
+        assert (x + 1).shape == (256,)
+    assert meter.peak == 2 * KIB
+
+
+def test_a_forward_and_its_backward() -> None:
+    layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False))
+    x = torch.randn(16, 64)  # 4 KiB, as all activations; a weight has 16 KiB
+    meter = StorageMeter(CPU, [x, *layers.parameters()])
+    with meter:
+        loss = layers(x).sum()
+        assert meter.live == 4 * KIB + 4  # what tanh saves, and the loss
+        functional.relu(loss).backward()
+        del loss
+    assert meter.live == 32 * KIB
+    layers.zero_grad()
+    assert meter.live == 0
+
+
+def test_other_devices_and_tensors_without_storage_do_not_count() -> None:
+    meter = StorageMeter(torch.device("meta"))
+    with meter:
+        kept = torch.empty(8, device="meta"), torch.ones(8), torch.eye(4).to_sparse()
+    assert meter.live == 32
+    del kept
+    assert meter.live == 0
+
+
+def test_neither_the_meter_nor_what_it_has_seen_stays_alive() -> None:
+    layer = nn.Linear(4, 4)
+    meter = StorageMeter(CPU, layer.parameters())
+    with meter:
+        layer(torch.ones(1, 4)).sum().backward()
+    gone = weakref.ref(layer.weight)
+    del layer, meter
+    gc.collect()
+    assert gone() is None
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16), nn.LayerNorm(16).requires_grad_(False))
+
+
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.SGD, {}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.Adam, {}),
+    (torch.optim.AdamW, {"amsgrad": True}),
+    (torch.optim.RMSprop, {"centered": True}),
+    (torch.optim.Adagrad, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_the_state_is_that_of_a_real_step(kind: Any, options: dict[str, Any]) -> None:
+    module = layers()
+    optimizer = kind([{"params": module[0].parameters(), "lr": 0.5}, {"params": module[1].parameters()}], **options)
+    stages = [[*module[0].parameters()], [*module[1].parameters(), *module[2].parameters()]]
+    predicted = optimizer_bytes(optimizer, stages, CPU)
+    if kind is not torch.optim.Adagrad:  # which makes its state when it is made
+        assert not optimizer.state
+    module(torch.randn(4, 16)).sum().backward()
+    optimizer.step()
+    real = [
+        sum(
+            tensor.nbytes
+            for parameter in stage
+            for name, tensor in optimizer.state[parameter].items()
+            if isinstance(tensor, torch.Tensor) and name != "step"
+        )
+        for stage in stages
+    ]
+    assert list(predicted.states) == real
+    assert optimizer_bytes(optimizer, stages, CPU) == predicted
+
+
+def test_a_number_and_none() -> None:
+    module = layers()
+    stages = [module[0].parameters(), module[2].parameters()]
+    assert optimizer_bytes(None, [[*stage] for stage in stages], CPU) == ((0, 0), 0)
+    assert optimizer_bytes(1.5, [module[0].parameters(), module[2].parameters()], CPU) == ((1.5 * 4 * 17 * 32, 0), 0)
+
+
+def test_parameters_that_the_optimizer_has_not_count_nothing() -> None:
+    module = layers()
+    optimizer = torch.optim.Adam(module[0].parameters())
+    assert optimizer_bytes(optimizer, [module[1].parameters()], CPU) == ((0,), 0)
+
+
+def test_an_optimizer_that_cannot_be_tried_is_refused_with_what_to_do() -> None:
+    class Own(torch.optim.SGD):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__(module.parameters())
+
+    module = layers()
+    with pytest.raises(TypeError, match="optimizer=Adafactor"):  # reads numbers of its state
+        optimizer_bytes(torch.optim.Adafactor(module.parameters()), [module.parameters()], CPU)
+    with pytest.raises(TypeError, match=r"optimizer=Own: it could not be tried .* give a number instead"):
+        optimizer_bytes(Own(module), [module.parameters()], CPU)

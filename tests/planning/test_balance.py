@@ -1,0 +1,286 @@
+"""Balances that are measured."""
+
+import pytest
+import torch
+from torch import nn
+
+from pipework import balance_by_size, balance_by_time
+from pipework.planning.measuring.stage_copy import Measured
+from pipework.planning.profiles.layer_costs import LayerSeconds
+
+
+class Clock:
+    """Stands for the real one, which a busy machine disturbs."""
+
+    def __init__(self):
+        self.milliseconds = 0.0
+
+    def now(self, device):
+        return self.milliseconds / 1000
+
+
+class Slow(nn.Module):
+    """Takes some milliseconds of a clock, in forward or in backward."""
+
+    def __init__(self, clock, forward=0.0, backward=0.0):
+        super().__init__()
+        self.clock = clock
+        self.milliseconds = forward, backward
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def __deepcopy__(self, memo):
+        return Slow(self.clock, *self.milliseconds)
+
+    def forward(self, x):
+        return Sleep.apply(x * self.weight, self.clock, *self.milliseconds)
+
+
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, clock, forward, backward):
+        clock.milliseconds += forward
+        ctx.clock, ctx.backward_milliseconds = clock, backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.clock.milliseconds += ctx.backward_milliseconds
+        return grad, None, None, None
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_balances_both_directions(direction, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("pipework.planning.measuring.stage_copy.now", clock.now)
+    module = nn.Sequential(*(Slow(clock, **{direction: times}) for times in [1, 2, 3, 4, 5, 6]))
+    assert balance_by_time(2, module, torch.rand(2, 2), timeout=0, device="cpu") == [4, 2]
+
+
+@pytest.mark.parametrize("options", [{"device": "cpu"}, {"devices": ["cpu", "meta"]}])
+def test_leaves_no_trace(delicate, untouched, options):
+    x = torch.rand(6, 4, requires_grad=True)
+    with untouched(delicate), torch.no_grad():
+        balance_by_time(2, delicate, x, timeout=0, **options)
+    delicate[0].weight.grad = torch.ones(4, 4)
+    with untouched(delicate), torch.no_grad():
+        balance_by_size(2, delicate, x, device="cpu")
+    assert x.grad is None
+
+
+def test_layers_run_in_training_mode_but_a_frozen_part_stays_frozen():
+    seen = []
+
+    class Note(nn.Module):
+        def forward(self, x):
+            seen.append(self.training)
+            return x
+
+    module = nn.Sequential(Note(), Note())
+    module[1].eval()
+    balance_by_time(1, module, torch.rand(1), timeout=0, device="cpu")
+    assert (seen[0], seen[-1]) == (True, False)
+    seen.clear()
+    balance_by_time(1, module.eval(), torch.rand(1), timeout=0, device="cpu")
+    assert (seen[0], seen[-1]) == (True, True)
+    assert not module.training
+
+
+def test_integers_frozen_layers_and_detached_outputs_are_fine():
+    class Detach(nn.Module):
+        def forward(self, x):
+            return x.detach()
+
+    module = nn.Sequential(nn.Embedding(3, 2), Detach(), nn.ReLU(), nn.Linear(2, 2).requires_grad_(False))
+    assert sum(balance_by_time(3, module, torch.tensor([0, 2]), timeout=0, device="cpu")) == 4
+
+
+@pytest.mark.gpu
+def test_runs_on_an_accelerator_and_leaves_the_module_where_it_is(delicate, untouched):
+    x = torch.rand(6, 4)
+    state = torch.get_device_module().get_rng_state()
+    with untouched(delicate):
+        assert sum(balance_by_time(2, delicate, x, timeout=0)) == 5
+    assert torch.equal(torch.get_device_module().get_rng_state(), state)
+
+
+def test_layers_that_overwrite_their_input_are_fine_and_the_sample_stays_as_it_is():
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
+    for requires_grad in (False, True):
+        sample = torch.tensor([[-1.0, 1.0]], requires_grad=requires_grad)
+        assert sum(balance_by_time(2, module, sample, timeout=0)) == 4
+        assert sample.tolist() == [[-1, 1]]
+
+
+def test_refuses_a_module_with_gradients():
+    module = nn.Sequential(nn.Linear(1, 1))
+    module(torch.rand(1, 1)).sum().backward()
+    with pytest.raises(ValueError, match=r"some parameter already has gradient: '0\.weight'; call zero_grad"):
+        balance_by_time(1, module, torch.rand(1, 1))
+
+
+@pytest.mark.parametrize(("partitions", "message"), [(0, "at least 1, got 0"), (2, "cannot make 2 partitions of 1")])
+def test_refuses_a_wrong_number_of_partitions(partitions, message):
+    with pytest.raises(ValueError, match=message):
+        balance_by_time(partitions, nn.Sequential(nn.ReLU()), torch.rand(1))
+
+
+def test_on_mixed_devices_each_layer_counts_with_its_time_on_the_device_that_runs_it(monkeypatch):
+    # The meta device stands for a second kind that is always there.
+    def measured(stages, places, *_, **__):
+        seconds = {"cpu": 2.0, "meta": 8.0}[places[0].type]
+        return [Measured(LayerSeconds(seconds, 0.0, 0.0), None)] * len(stages), ()
+
+    monkeypatch.setattr("pipework.planning.balance.measure_stages", measured)
+    module = nn.Sequential(*(nn.ReLU() for _ in range(5)))
+    assert balance_by_time(2, module, torch.rand(2), timeout=0, devices=["cpu", "meta"]) == [4, 1]
+    assert balance_by_time(2, module, torch.rand(2), timeout=0, devices=["meta", "cpu"]) == [1, 4]
+
+
+def test_layers_really_run_on_each_device():
+    seen = []
+
+    class Note(nn.Module):
+        def forward(self, x):
+            seen.append(x.device.type)
+            return x + 1
+
+    balance_by_time(2, nn.Sequential(Note(), Note()), torch.rand(2), timeout=0, devices=["cpu", "meta"])
+    assert set(seen) == {"cpu", "meta"}
+
+
+@pytest.mark.gpu
+def test_a_cpu_beside_an_accelerator_gets_fewer_layers():
+    module = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12)))
+    counts = balance_by_time(2, module, torch.rand(512, 2048), devices=["cpu", torch.accelerator.current_accelerator()])
+    assert counts[0] < counts[1]
+
+
+def test_cpu_workers_are_timed_with_their_share_of_the_threads():
+    seen = []
+
+    class Note(nn.Module):
+        def forward(self, x):
+            seen.append(torch.get_num_threads())
+            return x
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        balance_by_time(2, nn.Sequential(Note(), Note()), torch.rand(1), timeout=0, devices=["cpu"] * 4)
+        assert set(seen) == {2}
+        seen.clear()
+        balance_by_time(2, nn.Sequential(Note(), Note()), torch.rand(1), timeout=0, device="cpu")
+        assert set(seen) == {4}
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"device": "cpu", "devices": ["cpu", "cpu"]}, ValueError, "either device=.* or devices="),
+        ({"devices": ["cpu"]}, IndexError, r"too few devices .*devices: 1, partitions: 2"),
+        ({"devices": "cpu"}, TypeError, r"must be a list .*\['cpu'\]\?"),
+    ],
+)
+def test_devices_that_do_not_fit_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        balance_by_time(2, nn.Sequential(nn.ReLU(), nn.ReLU()), torch.rand(1), **arguments)
+
+
+# ---- by size ---------------------------------------------------------------------------------------------------------
+
+
+def sizes(module, input, monkeypatch, **options):
+    """The sizes that balance_by_size finds, in bytes."""
+    found = []
+    monkeypatch.setattr("pipework.planning.balance.minimax_partition", lambda sizes, partitions: found.extend(sizes))
+    balance_by_size(1, module, input, **options)
+    return found
+
+
+class Expand(nn.Module):
+    """Saves `times` as many bytes for backward as its input has."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def forward(self, x):
+        for _ in range(self.times):
+            x = x.sin()
+        return x
+
+
+class Two(nn.Module):
+    def forward(self, a, b):
+        return a + b, a * b
+
+
+class Whole(nn.Module):
+    def forward(self, pair):
+        a, b = pair
+        return a - b
+
+
+@pytest.mark.parametrize(("device", "block"), [("cpu", 1), ("meta", 1), pytest.param(0, 512, marks=pytest.mark.gpu)])
+def test_counts_parameters_and_activations(device, block, monkeypatch):
+    module = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 2, bias=False))
+    # bytes: weights 128 and 64, twice; the batch of 3 saves the input (48) and makes 96, 96 (saved once), 24
+    made = [max(block, size) for size in (96, 96, 24)]
+    expected = [256 + 48 + made[0], made[1], 128 + made[2]]
+    assert sizes(module, torch.zeros(3, 4), monkeypatch, device=device) == expected
+
+
+def test_param_scale_and_chunks(monkeypatch):
+    module = nn.Sequential(nn.Linear(4, 8, bias=False))
+    assert sizes(module, torch.zeros(9, 4), monkeypatch, chunks=4, param_scale=3, device="cpu") == [
+        384 + 3 * 16 + 3 * 32
+    ]
+    assert sizes(module, torch.zeros(2, 4), monkeypatch, chunks=8, param_scale=0, device="cpu") == [16 + 32]
+
+
+def test_memory_that_is_only_viewed_counts_once(monkeypatch):
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Flatten(), nn.Identity())
+    assert sizes(module, torch.zeros(2, 4), monkeypatch, param_scale=0, device="cpu") == [32 + 32, 0, 0]
+
+
+def test_balances_what_is_saved():
+    module = nn.Sequential(*(Expand(times) for times in [1, 2, 3, 4, 5, 6]))
+    x = torch.rand(8, 10, requires_grad=True)
+    assert balance_by_size(2, module, x, device="cpu") == [4, 2]
+
+
+def test_tuples_are_spread_unless_one_argument_is_taken(monkeypatch):
+    module = nn.Sequential(Two(), Two(), Whole())
+    pair = (torch.ones(4, 2), torch.ones(4, 2))
+    assert len(sizes(module, pair, monkeypatch, chunks=2, device="cpu")) == 3
+
+
+def test_layers_that_overwrite_their_input_add_nothing_and_the_input_stays_as_it_is(monkeypatch):
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(inplace=True), nn.ReLU(inplace=True))
+    input = torch.tensor([[-1.0, 1.0]])
+    assert sizes(module, input, monkeypatch, param_scale=0, device="cpu") == [8 + 8, 0, 0]
+    sizes(module[1:], input, monkeypatch, device="cpu")
+    assert input.tolist() == [[-1, 1]]
+
+
+def test_lazy_layers_have_to_run_first(monkeypatch):
+    for balance in (balance_by_size, balance_by_time):
+        with pytest.raises(ValueError, match=r"'0.weight' is lazy and has no shape yet"):
+            balance(1, nn.Sequential(nn.LazyLinear(8)), torch.zeros(3, 4), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("partitions", "options", "message"),
+    [
+        (0, {}, "at least 1, got 0"),
+        (3, {}, "cannot make 3 partitions of 2 layers"),
+        (1, {"chunks": 0}, "chunks must be at least 1, got 0"),
+        (1, {"param_scale": -1.0}, "must not be negative, got -1.0"),
+    ],
+)
+def test_a_size_of_nonsense_is_refused(partitions, options, message):
+    with pytest.raises(ValueError, match=message):
+        balance_by_size(partitions, nn.Sequential(nn.ReLU(), nn.ReLU()), torch.zeros(1), **options)
