@@ -291,7 +291,7 @@ class PlainModel:
     def _streams_of_units(self, model: nn.Module) -> Iterator[None]:
         """Inside, each unit of the model draws from its own stream, and so does what the forward does between them."""
         first: Any = self._pipe[0]
-        calls, start = first.plan.calls, streams_inside()
+        calls, start = first.span.calls, streams_inside()
         assert start is not None, "inside of `drawing`"
         counts, running, handles = Counter[str](), list[Any](), list[Any]()
 

@@ -278,7 +278,7 @@ class Runs:
         """What has hooks while the first difference is looked for."""
         if self.attached is None or not self.pipe._backend.is_whole:
             return {name: layer for part in self.pipe.partitions for name, layer in named_layers(part)}
-        calls: Any = self.pipe[0].plan.calls  # type: ignore[union-attr]
+        calls: Any = self.pipe[0].span.calls  # type: ignore[union-attr]
         return {name: self.attached.model.get_submodule(name) for name in calls}
 
 
