@@ -20,7 +20,8 @@ from collections.abc import Generator
 import torch
 from torch import Tensor, nn
 
-from pipework import Namespace, Pipe, pop, skippable, stash, verify_skippables
+from pipework import Pipe, pop, skippable, stash
+from pipework.skip import Namespace, verify_skippables
 from pipework.testing import draw_key, reference_backward
 
 parser = argparse.ArgumentParser(description="Skip connections in a pipeline.")

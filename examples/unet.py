@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipework import Namespace, Pipe, balance_by_time, pop, skippable, stash
+from pipework import Pipe, balance_by_time, pop, skippable, stash
+from pipework.skip import Namespace
 
 CLASSES = ["background", "disk", "square"]
 HELD_OUT = 256  # pictures for the test, which are not trained on

@@ -263,7 +263,8 @@ _OTHER_NUMBERS: Final = (
 )
 _COUNTED_TWICE: Final = (
     "a layer keeps a state, {}, in an attribute, which a recomputation changes once more (`self.tokens += t` counts "
-    "twice): register it as a buffer, which pipework puts back, or leave it alone while pipework.is_recomputing()"
+    "twice): register it as a buffer, which pipework puts back, or leave it alone while "
+    "pipework.model.checkpoint.is_recomputing()"
 )
 _STATE: Final = (
     "a layer keeps a state from one micro-batch to the next, draws numbers outside of PyTorch, or reads what depends "

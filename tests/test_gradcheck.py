@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-from pipework import Namespace, NoChunk, Pipe, PipeSequential, pop, skippable, stash
+from pipework import NoChunk, Pipe, PipeSequential, pop, skippable, stash
+from pipework.skip import Namespace
 
 CHECKPOINT_MODES = ("never", "except_last", "always")
 # Finite differences compute losses of which none goes backward.

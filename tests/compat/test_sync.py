@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework import DeferredBatchNorm, PipeWarning
+from pipework import PipeWarning
 from pipework.compat.sync import NoChunk, Pipe, PipeSequential, WithDevice, is_checkpointing, is_recomputing
+from pipework.model.batchnorm import DeferredBatchNorm
 
 pytestmark = pytest.mark.usefixtures("rpc")
 

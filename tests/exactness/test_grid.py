@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework import DeferredBatchNorm, Namespace, NoChunk, PipeSequential, pop, skippable, stash
+from pipework import NoChunk, PipeSequential, pop, skippable, stash
+from pipework.model.batchnorm import DeferredBatchNorm
 from pipework.schedule import SCHEDULES
+from pipework.skip import Namespace
 from tests.ranks import held, own_mesh
 
 WAYS = ("outside", *(name for name in SCHEDULES if name not in ("fill-drain", "forward-only")))

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from pipework import DeferredBatchNorm, NoChunk, Pipe, PipeSequential, pop, skippable, stash
+from pipework import NoChunk, Pipe, PipeSequential, pop, skippable, stash
+from pipework.model.batchnorm import DeferredBatchNorm
 from tests.conftest import WAYS
 from tests.ranks import held
 

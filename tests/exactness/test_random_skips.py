@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework import pop, skippable, stash, verify_skippables
+from pipework import pop, skippable, stash
+from pipework.skip import verify_skippables
 from pipework.testing import draw_key
 from tests.conftest import USUAL, WAYS, bitwise, named_gradients
 from tests.ranks import held

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from benchmarks.receive_order import theirs
-from pipework import Namespace, Pipe
+from pipework import Pipe
 from pipework.schedule import SCHEDULES, Schedule, build, from_csv, to_csv
+from pipework.skip import Namespace
 from pipework.skip.layout import skip_edges
 from tests.conftest import WAYS, Way, distance
 from tests.exactness.test_skips import CHECKPOINT_MODES, WIDTH, Down, Up

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipework import Namespace, Pipe, pop, skippable, stash, verify_skippables
+from pipework import Pipe, pop, skippable, stash
+from pipework.skip import Namespace, verify_skippables
 from tests.ranks import held
 
 WIDTH = 6

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pipework import Chunk, DeferredBatchNorm, MicroBatches, NoChunk, PipeSequential
+from pipework import Chunk, MicroBatches, NoChunk, PipeSequential
+from pipework.model.batchnorm import DeferredBatchNorm
 from tests.conftest import WAYS
 from tests.ranks import held
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipework import Pipe, is_recomputing
+from pipework import Pipe
+from pipework.model.checkpoint import is_recomputing
 from pipework.schedule import Action
 
 STAGES = 4

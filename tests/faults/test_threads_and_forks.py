@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipework import DeferredBatchNorm, Pipe, is_recomputing
+from pipework import Pipe
+from pipework.model.batchnorm import DeferredBatchNorm
+from pipework.model.checkpoint import is_recomputing
 from tests.programs import RunPython
 
 Result = tuple[torch.Tensor, ...]
@@ -185,7 +187,9 @@ FORKS = """
 import multiprocessing, os, signal, sys, threading
 import torch
 from torch import nn
-from pipework import DeferredBatchNorm, Pipe, is_recomputing
+from pipework import Pipe
+from pipework.model.batchnorm import DeferredBatchNorm
+from pipework.model.checkpoint import is_recomputing
 
 class Forks(nn.Module):
     armed = False

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework import Pipe, is_recomputing
+from pipework import Pipe
+from pipework.model.checkpoint import is_recomputing
 from tests.conftest import WAYS
 from tests.ranks import held
 

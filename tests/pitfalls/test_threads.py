@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework import Pipe, is_recomputing
+from pipework import Pipe
+from pipework.model.checkpoint import is_recomputing
 
 CHECKPOINT_MODES = ("never", "except_last", "always")
 

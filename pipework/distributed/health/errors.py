@@ -79,7 +79,7 @@ def exit_code(error: BaseException) -> int:
     """The exit code for a process that ends with an exception, so that a launcher's log shows which process failed.
 
     `init` has every uncaught exception end the process with this code. A program that catches exceptions itself can end
-    with ``sys.exit(pipework.exit_code(error))``.
+    with ``sys.exit(exit_code(error))``.
 
     Args:
         error: the exception that ends the process.

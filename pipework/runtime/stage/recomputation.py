@@ -254,7 +254,7 @@ class RecomputeCheck:
                 "layer (or loss_fn, in the last stage) draws random numbers that cannot be drawn again (Python's "
                 "random, numpy, a torch.Generator of its own), or changes a state in its forward, such as a counter; "
                 "or the input was overwritten through .data or numpy. Draw with torch.rand without generator=, change "
-                "state only if not pipework.is_recomputing(), or use checkpoint='never'"
+                "state only if not pipework.model.checkpoint.is_recomputing(), or use checkpoint='never'"
             )
 
     def clear(self) -> None:

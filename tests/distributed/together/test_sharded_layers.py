@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from pipework import Mesh, Pipe, PipelineError, draw_per_rank, pop, skippable, stash
+from pipework import Mesh, Pipe, PipelineError, pop, skippable, stash
+from pipework.runtime.random.shards import draw_per_rank
 from pipework.testing import reference_step
 
 Run = Callable[..., list[Any]]

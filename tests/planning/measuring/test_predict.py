@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipework import Namespace, Pipe, PipeSequential, balance_by_size, balance_by_time, pop, skippable, stash
+from pipework import Pipe, PipeSequential, balance_by_size, balance_by_time, pop, skippable, stash
 from pipework.schedule import SCHEDULES
+from pipework.skip import Namespace
 from tests.conftest import WAYS
 
 
