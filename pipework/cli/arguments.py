@@ -1,89 +1,49 @@
-"""Arguments that several commands share: counts, costs, memory, files of schedules."""
+"""What commands share: the table of their options, costs and schedules as arguments, and what a command returns."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
 from pipework.schedule import Channel, Costs, Schedule, from_csv, from_json
 from pipework.schedule.argument_checks import unknown_name
-from pipework.schedule.costs import read_costs
 
-DEFAULT_COSTS: Final = "forward=1,backward=2,activation=1"
+if TYPE_CHECKING:
+    # The subparsers' class has no public name at run time.
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_COSTS_HELP: Final = (
-    "times and memory of a worker's whole share of the model, such as forward=1,input_gradient=1.1,transfer=0.05 "
-    "(or F, B, I, W, R, c for the transfer, A for activations), or a .json file with these names, as Costs.save writes "
-    "it, in which a list has a number for each worker's whole share, or for each stage (default "
-    f"{DEFAULT_COSTS})"
-)
-
+# Short names of costs.
 _SHORT: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "F": "forward",
-        "B": "backward",
-        "I": "input_gradient",
-        "W": "weight_gradient",
-        "R": "recompute",
-        "c": "transfer",
-        "A": "activation",
+        "F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient", "R": "recompute",
+        "c": "transfer", "A": "activation",
     }
-)
+)  # fmt: skip
 
-_READERS: Final[Mapping[str, Callable[[str], Schedule]]] = MappingProxyType({".csv": from_csv, ".json": from_json})
-
-FILES: Final = ", ".join(_READERS)
+FILES: Final = ".csv, .json"
 
 
-def add_channel(parser: argparse.ArgumentParser, *, default: Channel | None) -> None:
-    """Add the option for the transport of transfers.
+class Report(NamedTuple):
+    """The result of a command.
 
-    Args:
-        parser: of a command.
-        default: None: no transfers are added to the actions.
+    Attributes:
+        lines: what to print.
+        status: 0, or 1 if a check did not pass.
     """
-    usual, adds = (" (default)", "") if default else ("", "add transfers to the actions, for ")
-    parser.add_argument(
-        "--channel",
-        choices=get_args(Channel),
-        default=default,
-        help=f"{adds}one of these transports: a channel for each message{usual}, an ordered channel for each pair of "
-        "workers, or one ordered channel for each worker",
-    )
 
-
-def add_costs(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the costs of actions."""
-    parser.add_argument("--costs", type=costs, default=Costs(), metavar="COSTS", help=_COSTS_HELP)
-
-
-def count(text: str) -> int:
-    """Read a count, for argparse."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a count: wanted an integer of at least 1")
-    return value
-
-
-def counts(text: str) -> list[int]:
-    """Read counts, separated by commas, for argparse."""
-    return [count(each) for each in text.split(",")]
+    lines: list[str]
+    status: int = 0
 
 
 def costs(text: str) -> Costs:
     """Read costs, from pairs or from a file, for argparse."""
     try:
-        return Costs(**_named(read_costs(Path(text)).items())) if text.endswith(".json") else written_costs(text)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot read {text}: {error.strerror}; wanted a file of JSON") from None
-    except (ValueError, TypeError) as error:
+        return Costs.load(text) if text.endswith(".json") else written_costs(text)
+    except (OSError, ValueError, TypeError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
@@ -97,71 +57,72 @@ def written_costs(text: str) -> Costs:
         >>> written_costs("F=2, transfer=0.5").transfer
         0.5
     """
-    return Costs(**_named(map(_pair, text.split(","))))
-
-
-def limit(text: str) -> float:
-    """Read an amount of memory, for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory: wanted a number of at least 0")
-    return value
-
-
-def is_file(name: str) -> bool:
-    """Whether an argument is the name of a file instead of a schedule."""
-    return Path(name).suffix.lower() in _READERS
+    known = [field.name for field in fields(Costs)]
+    values: dict[str, Any] = {}
+    for pair in text.split(","):
+        name, _, value = (each.strip() for each in pair.partition("="))
+        whole = _SHORT.get(name, name)
+        if whole not in known:
+            raise ValueError(unknown_name("cost", name, [*_SHORT, *known]))
+        if whole in values:
+            raise ValueError(f"{whole} is given twice: give it once")
+        try:
+            values[whole] = float(value)
+        except ValueError:
+            raise ValueError(f"{pair!r} is not a cost: wanted name=number, such as forward=1") from None
+    return Costs(**values)
 
 
 def read_schedule(file: Path) -> Schedule:
     """Read a schedule from a file, in the format of its suffix.
 
     Raises:
-        ValueError: the file cannot be read or holds no schedule, or its suffix is unknown.
+        ValueError: the file holds no schedule, or its suffix is unknown.
+        OSError: the file cannot be read.
     """
-    reader = _READERS.get(file.suffix.lower())
-    if reader is None:
+    if file.suffix.lower() not in FILES.split(", "):
         raise ValueError(f"{str(file)!r} is not a file of a schedule: the name must end in one of {FILES}")
-    text = _text_of(file, "a schedule")
     try:
-        schedule = reader(text)
+        text = file.read_text(encoding="utf-8-sig")  # spreadsheets begin files with a byte-order mark
+        return from_csv(text, name=file.stem) if file.suffix.lower() == ".csv" else from_json(text)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    # CSV has no name.
-    return replace(schedule, name=file.stem) if schedule.name == "csv" else schedule
 
 
-def _text_of(file: Path, wanted: str) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")  # spreadsheets begin files with a byte-order mark
-    except UnicodeDecodeError:
-        raise ValueError(f"{file} is not text: wanted {wanted} in UTF-8") from None
-    except OSError as error:
-        raise ValueError(f"cannot read {file}: {error.strerror}; give the path of a file that holds {wanted}") from None
+OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "--workers": {"type": int, "metavar": "N", "help": "number of workers"},
+        "--chunks": {"type": int, "metavar": "N", "help": "number of micro-batches"},
+        "--stages-per-worker": {"type": int, "metavar": "N", "help": "for schedules that support several (default 2)"},
+        "--memory": {
+            "type": float, "metavar": "M", "help": "the most memory that a worker may hold, in the unit of the "
+            "activations: by default, in micro-batches of a worker's whole share",
+        },
+        "--costs": {
+            "type": costs, "default": Costs(), "metavar": "COSTS", "help": "times and memory of a worker's whole share "
+            "of the model, such as forward=1,input_gradient=1.1,transfer=0.05 (or F, B, I, W, R, c for the transfer, A "
+            "for activations), or a .json file of Costs.save, in which a list has a number for each worker's whole "
+            "share, or for each stage (default forward=1,backward=2,activation=1)",
+        },
+        "--channel": {
+            "choices": get_args(Channel), "default": "unbounded", "help": "the transport of transfers: a channel for "
+            "each message, an ordered channel for each pair of workers, or one ordered channel for each worker",
+        },
+    }
+)  # fmt: skip
+"""The options that several commands have."""
 
 
-def _named(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Arguments of `Costs`, by their long names."""
-    known = {field.name for field in fields(Costs)}
-    values: dict[str, Any] = {}
-    for name, value in pairs:
-        whole = _SHORT.get(name, name)
-        if whole not in known:
-            raise ValueError(unknown_name("cost", name, [*_SHORT, *sorted(known)]))
-        if whole in values:
-            raise ValueError(f"{whole} is given twice: give it once")
-        values[whole] = value
-    return values
+def add_options(parser: argparse.ArgumentParser, *names: str, **changes: Any) -> None:
+    """Add options of the table to a command, with some of their settings changed."""
+    for name in names:
+        parser.add_argument(name, **{**OPTIONS[name], **changes})
 
 
-def _pair(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    try:
-        if not equals:
-            raise ValueError
-        return name.strip(), float(value)
-    except ValueError:
-        raise ValueError(f"{text!r} is not a cost: wanted name=number, such as forward=1") from None
+def add_command(
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], Report], text: str, more: str = ""
+) -> argparse.ArgumentParser:
+    """Add a command; `more` follows the text in its own help, such as an example."""
+    parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}".strip())
+    parser.set_defaults(run=run)
+    return parser

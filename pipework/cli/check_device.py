@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from pipework.cli import env
-from pipework.cli.report import Report
+from pipework.cli.arguments import Report
 from pipework.schedule.draw.units import aligned, counted
 
 if TYPE_CHECKING:
     import torch
 
-    from pipework.cli.draw import Commands
+    from pipework.cli.arguments import Commands
     from pipework.device_check import CheckedPlace, Findings
 
 _SHOWN: Final = 3  # failures of one device or link

@@ -1,31 +1,18 @@
-"""The entry point: parses arguments and runs the command, each of which has its own file."""
+"""The entry point: parses arguments and runs the command."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType, ModuleType
-from typing import Final, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
-from pipework.cli import check, check_device, compare, convert, draw, env, plan
-from pipework.cli.report import Report
-from pipework.schedule.argument_checks import unknown_name
+import pipework
+from pipework.cli import check_device, env, models, schedules
+from pipework.cli.arguments import Report
 
-_COMMANDS: Final[Mapping[str, ModuleType]] = MappingProxyType(
-    {
-        "draw": draw,
-        "compare": compare,
-        "plan": plan,
-        "check": check,
-        "convert": convert,
-        "check-device": check_device,
-        "env": env,
-    }
-)
-
-_READER_ENDED: Final = 141  # as shells have it: 128 and the number of SIGPIPE
+_READER_ENDED = 141  # as shells have it: 128 and the number of SIGPIPE
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,49 +39,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         bubble 50.0%, makespan 4, peak memory 1 (in micro-batches of activations of a stage)
         0
     """
+    parser: argparse.ArgumentParser = _Parser(
+        prog="python -m pipework", description="Pipeline-parallel training for PyTorch."
+    )
+    parser.add_argument("--version", action="version", version=f"pipework {pipework.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for module in (schedules, models, check_device, env):
+        module.add_to(commands)
     try:
-        status = _run(argv)
+        try:
+            arguments = parser.parse_args(argv)
+            report = Report([parser.format_help()]) if arguments.command is None else arguments.run(arguments)
+            print("\n".join(report.lines))
+            status = int(report.status)
+        except SystemExit as stop:  # --help, --version or a mistake; the message is printed already
+            status = int(stop.code or 0)
         sys.stdout.flush()
+        return status
     except BrokenPipeError:
         # Python writes what is left once more when it exits, and would report the error then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _READER_ENDED
-    return status
-
-
-def _run(argv: Sequence[str] | None) -> int:
-    parser = _parser()
-    words = sys.argv[1:] if argv is None else argv
-    command = next((word for word in words if not word.startswith("-")), None)
-    try:
-        if command is not None and command not in _COMMANDS:
-            parser.error(unknown_name("command", command, _COMMANDS))
-        arguments, unknown = parser.parse_known_args(argv)
-        if unknown:
-            parser.prog += f" {command}" if command else ""  # whose help has its options
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    except SystemExit as stop:  # --help, --version or a mistake; the message is printed already
-        return int(stop.code or 0)
-    if arguments.command is None:
-        parser.print_help()
-        return 0
-    try:
-        report: Report = arguments.run(arguments)
-    except BrokenPipeError:
-        raise
     except (ValueError, OSError, ImportError) as error:
         print(f"{parser.prog} {arguments.command}: error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(report.lines))
-    return report.status
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = _Parser(
-        prog="python -m pipework", description="Pipeline-parallel training for PyTorch."
-    )
-    parser.add_argument("--version", action="version", version=f"pipework {env.version()}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in _COMMANDS.values():
-        command.add_to(commands)
-    return parser

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import inf
 from typing import Literal, NamedTuple, get_args
@@ -92,17 +92,13 @@ def _check_priorities(placement: Sequence[int], priorities: Sequence[Sequence[Ac
     if not workers or len(priorities) != workers:
         raise ValueError(f"there are priorities for {len(priorities)} workers, but the placement has {workers}")
     for worker, own in enumerate(priorities):
-        other = next((action for action in own if action[0] not in ("F", "B", "I")), None)
-        if other is not None:
-            raise ValueError(f"the priorities of worker {worker} contain {other}: wanted F, and B or I, alone")
-        found = {(action.stage, action.kind == "F") for action in own}
         stages = [stage for stage, home in enumerate(placement) if home == worker]
-        wanted = {(stage, forward) for stage in stages for forward in (True, False)}
-        if found != wanted:
-            stage, forward = min(found ^ wanted)
-            lacks, holds = ("lack a", "holds") if (stage, forward) in wanted else ("contain a", "does not hold")
-            which = f"{'forward' if forward else 'backward'} of stage {stage}"
-            raise ValueError(f"the priorities of worker {worker} {lacks} {which}, which it {holds}")
+        found = {(action[1], {"F": "F", "B": "B or I", "I": "B or I"}.get(action[0])) for action in own}
+        if found != {(stage, kind) for stage in stages for kind in ("F", "B or I")}:
+            raise ValueError(
+                f"the priorities of worker {worker} are for other actions than its own: wanted F, and B or I, of the "
+                f"stages {stages}"
+            )
 
 
 class _Worker:
@@ -122,8 +118,14 @@ class _Worker:
         stages = sorted({action.stage for action in priorities})
         reserves = range(len(stages) - 1, -1, -1) if overtaking == "all" else [0] * len(stages)
         self.room = {stage: limit - reserve - 1 for stage, reserve in zip(stages, reserves, strict=True)}
-        # Priorities, by their ranks, of which only the first can be next.
-        self.lanes = _lanes(priorities, overtaking)
+        # The ranks of priorities that keep their order among themselves; only the first of each lane can be next.
+        lanes: dict[tuple[bool, int], array[int]] = {}
+        for rank, (kind, stage, _, _) in enumerate(priorities):
+            forward = kind == "F"
+            # Forwards that wait for their turn wait for each other, too.
+            apart = overtaking == "all" or (overtaking == "backwards" and not forward)
+            lanes.setdefault((forward, stage) if apart else (overtaking == "backwards", -1), array("q")).append(rank)
+        self.lanes = [iter(ranks) for ranks in lanes.values()]
         self.heads = sorted((next(ranks), lane) for lane, ranks in enumerate(self.lanes))
 
     def weight_half(self) -> Action | None:
@@ -132,20 +134,6 @@ class _Worker:
             return None
         _, stage, micro_batch, _ = self.split.popleft()
         return make_action(("W", stage, micro_batch, NONE))
-
-
-def _lanes(priorities: Sequence[Action], overtaking: Overtaking) -> list[Iterator[int]]:
-    """The ranks of priorities that keep their order among themselves."""
-    if overtaking == "none":
-        return [iter(range(len(priorities)))]
-    lanes: dict[tuple[bool, int], array[int]] = {}
-    for rank, (kind, stage, _, _) in enumerate(priorities):
-        # Forwards that wait for their turn wait for each other, too.
-        lane = (True, -1) if kind == "F" and overtaking == "backwards" else (kind == "F", stage)
-        if lane not in lanes:
-            lanes[lane] = array("q")
-        lanes[lane].append(rank)
-    return [iter(ranks) for ranks in lanes.values()]
 
 
 class _Execution:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
@@ -34,9 +34,6 @@ class ScheduleSpec:
         several: whether the caller may choose the number of stages per worker.
         placement: a function from the numbers of workers and of stages per worker to the worker of each stage.
         timed: whether the orders depend on costs.
-
-    Raises:
-        TypeError: `generator` cannot be called.
     """
 
     generator: Callable[..., Schedule]
@@ -44,15 +41,6 @@ class ScheduleSpec:
     several: bool = False
     placement: Callable[[int, int], tuple[int, ...]] = loop_placement
     timed: bool = False
-
-    def __post_init__(self) -> None:
-        if not callable(self.generator):
-            raise TypeError(
-                f"generator of a ScheduleSpec is {self.generator!r}: wanted a function that returns a Schedule"
-            )
-
-    def __repr__(self) -> str:
-        return f"ScheduleSpec({getattr(self.generator, '__name__', self.generator)})"
 
 
 SCHEDULES: Final[Mapping[str, ScheduleSpec]] = MappingProxyType(
@@ -136,11 +124,10 @@ def build(
         'gpipe'
         >>> build("zb-v", workers=2, chunks=4, stages_per_worker=3)
         Traceback (most recent call last):
-        ValueError: schedule 'zb-v' has two stages per worker, got stages_per_worker=3: choose one of \
+        ValueError: schedule 'zb-v' has stages_per_worker=2, got 3: choose one of \
 'interleaved-1f1b', 'looped-bfs', 'hanayo', 'interleaved-zb', 'forward-only'
     """
-    spec, count = _spec_and_stages(name, workers, chunks, stages_per_worker, schedules)
-    return _generated(spec, workers, chunks, count, checked(costs))
+    return _built(name, workers, chunks, stages_per_worker, schedules, lambda placement: checked(costs))[0]
 
 
 def build_for_shares(
@@ -166,49 +153,35 @@ def build_for_shares(
         >>> costs.forward, simulate(schedule, costs).makespan
         (0.5, 25.5)
     """
-    spec, count = _spec_and_stages(name, workers, chunks, stages_per_worker, schedules)
-    whole = checked(costs)
-    made_for = whole.placed(spec.placement(workers, count)) if spec.timed else Costs()
-    schedule = _generated(spec, workers, chunks, count, made_for)
-    share = whole.placed(schedule.placement)
-    _check_stages(share, schedule)
-    return schedule, share
+    return _built(name, workers, chunks, stages_per_worker, schedules, checked(costs).placed)
 
 
-def _spec_and_stages(
+def _built(
     name: str | ScheduleSpec,
     workers: int,
     chunks: int,
     stages_per_worker: int | None,
     schedules: Mapping[str, ScheduleSpec],
-) -> tuple[ScheduleSpec, int]:
-    """The spec, and the number of stages per worker."""
+    costs_of: Callable[[Sequence[int]], Costs],
+) -> tuple[Schedule, Costs]:
+    """The schedule, and the costs of its stages, which depend on its placement."""
     spec = schedule_spec(name, schedules)
     count = spec.stages_per_worker if stages_per_worker is None else stages_per_worker
     positive_integers(workers=workers, chunks=chunks, stages_per_worker=count)
     if not spec.several and count != spec.stages_per_worker:
         several = ", ".join(repr(other) for other, its in schedules.items() if its.several)
-        wanted = {1: "one stage", 2: "two stages"}.get(spec.stages_per_worker, f"{spec.stages_per_worker} stages")
         raise ValueError(
-            f"schedule {name!r} has {wanted} per worker, got stages_per_worker={count}: choose one of {several}"
+            f"schedule {name!r} has stages_per_worker={spec.stages_per_worker}, got {count}: choose one of {several}"
         )
-    return spec, count
-
-
-def _generated(spec: ScheduleSpec, workers: int, chunks: int, count: int, costs: Costs) -> Schedule:
     sizes = (workers, chunks, count) if spec.several else (workers, chunks)
     # Skips are added to the finished schedule; orders do not depend on them.
-    costs = replace(costs, skip_transfer=0.0)
-    schedule = spec.generator(*sizes, costs=costs) if spec.timed else spec.generator(*sizes)
+    timed = {"costs": replace(costs_of(spec.placement(workers, count)), skip_transfer=0.0)} if spec.timed else {}
+    schedule = spec.generator(*sizes, **timed)
     if not isinstance(schedule, Schedule):
         raise TypeError(f"the generator {spec.generator!r} of a spec made {schedule!r}: wanted a Schedule")
-    _check_stages(costs, schedule)
-    return schedule
-
-
-def _check_stages(costs: Costs, schedule: Schedule) -> None:
-    """Refuse sequences of costs for another number of stages."""
-    replace(costs, skip_transfer=0.0).spread(schedule.stages)
+    costs = costs_of(schedule.placement)
+    replace(costs, skip_transfer=0.0).spread(schedule.stages)  # refuses sequences for another number of stages
+    return schedule, costs
 
 
 def _plain(name: str) -> str:

@@ -35,11 +35,6 @@ def test_a_mistake_is_one_line_and_status_two(capsys, words):
     assert "error:" in err
 
 
-def test_a_misspelt_command(capsys):
-    assert main(["drwa", "gpipe"]) == 2
-    assert "no command is called 'drwa': did you mean 'draw'? Choose one of 'draw', " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words", [["draw", "gpipe", "--workers", "2", "--chunks", "2"], ["--help"], []])
 def test_a_reader_that_has_ended_is_no_error(monkeypatch, capsys, words):
     reading, writing = os.pipe()

@@ -99,11 +99,11 @@ REFUSED = {
     ),
     "a backward that is missing": (
         lambda: list_schedule((0, 1), [[F0, B0], [F1]], 1),
-        "the priorities of worker 1 lack a backward of stage 1, which it holds",
+        "the priorities of worker 1 are for other actions than its own: wanted F, and B or I, of the stages [1]",
     ),
     "a forward on the wrong worker": (
         lambda: list_schedule((0, 1), [[F0, B0, F1], [F1, B1]], 1),
-        "the priorities of worker 0 contain a forward of stage 1, which it does not hold",
+        "the priorities of worker 0 are for other actions than its own: wanted F, and B or I, of the stages [0]",
     ),
     "no memory": (lambda: list_schedule((0,), [[F0, B0]], 0), "limit is 0: wanted an integer of at least 1"),
     "an unknown overtaking": (

@@ -76,7 +76,7 @@ def test_a_whole_share_divided_among_stages():
     assert Costs(input_gradient=3).divided(2).spread(1).duration["B"] == (2,)
     assert Costs([1, 2], weight_gradient=[1, 2]).divided(2).spread(2).duration["W"] == (1, 2)
     assert Costs([1, 2]).divided(2).forward == (1, 2)
-    with pytest.raises(ValueError, match="parts is 0: wanted an integer of at least 1"):
+    with pytest.raises(ValueError, match=r"parts\[0\] is 0: wanted an integer of at least 1"):
         Costs().divided(0)
 
 
@@ -86,12 +86,10 @@ def test_a_whole_share_divided_among_different_numbers_of_stages():
                           weights=[0, 0, 0], transfer=5, activation=[3.5, 7, 3.5],
                           checkpoint_activation=[0, 0, 0])  # fmt: skip
     assert Costs(1, [1, 2, 3]).divided([1, 1, 1]) == Costs(1, [1, 2, 3])
-    with pytest.raises(ValueError, match="parts of stage 1 is 0"):
+    with pytest.raises(ValueError, match=r"parts\[1\] is 0"):
         Costs().divided([1, 0])
-    with pytest.raises(TypeError, match=r"parts is 2\.0"):
+    with pytest.raises(TypeError, match=r"parts\[0\] is 2\.0"):
         Costs().divided(2.0)
-    with pytest.raises(ValueError, match="parts is empty"):
-        Costs().divided([])
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 2), (3, 1), (3, 2), (2, 4)])
@@ -124,8 +122,8 @@ def test_numbers_for_each_stage_stay():
 
 
 def test_a_sequence_has_a_number():
-    with pytest.raises(ValueError, match=r"Costs: forward is \[\]: wanted a number for all stages, or one for each"):
-        Costs(forward=[])
+    with pytest.raises(ValueError, match=r"Costs: forward has 0 numbers: wanted 1, one for each stage"):
+        Costs(forward=[]).spread(1)
     assert Costs(forward=[1], transfer=[], message=[], skip_transfer=[]).spread(1).transfer == ()
 
 
@@ -142,10 +140,10 @@ def test_saved_costs_are_loaded_as_they_were(tmp_path):
 @pytest.mark.parametrize(
     ("content", "error", "message"),
     [
-        (b"\xff\xfe\xff", ValueError, "costs.json is not text: wanted JSON in UTF-8"),
-        (b"forward=1", ValueError, "costs.json is not JSON: "),
-        (b"[1]", ValueError, "costs.json holds a list: wanted an object"),
-        (b'{"forwards": 1}', ValueError, "costs.json: no cost is called 'forwards': choose one of forward, backward"),
+        (b"\xff\xfe\xff", ValueError, "costs.json is not JSON in UTF-8"),
+        (b"forward=1", ValueError, "costs.json is not JSON in UTF-8: "),
+        (b"[1]", ValueError, "costs.json: wanted an object with some of the names"),
+        (b'{"forwards": 1}', ValueError, "costs.json: wanted an object with some of the names"),
         (b'{"forward": -1}', ValueError, "Costs: forward is -1"),
         (b'{"forward": "1"}', TypeError, "Costs: forward is '1'"),
     ],

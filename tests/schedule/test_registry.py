@@ -53,7 +53,7 @@ def test_a_name_that_is_nearly_known(name, near):
 def test_stages_per_worker():
     assert build("interleaved-1f1b", workers=3, chunks=5, stages_per_worker=4).stages == 12
     assert build("1f1b", workers=3, chunks=5, stages_per_worker=1).stages == 3
-    with pytest.raises(ValueError, match=r"one stage per worker, got stages_per_worker=2: choose one of 'interleaved"):
+    with pytest.raises(ValueError, match=r"'1f1b' has stages_per_worker=1, got 2: choose one of 'interleaved"):
         build("1f1b", workers=3, chunks=5, stages_per_worker=2)
     with pytest.raises(ValueError, match="stages_per_worker is 0"):
         build("looped-bfs", workers=3, chunks=5, stages_per_worker=0)
@@ -61,7 +61,7 @@ def test_stages_per_worker():
 
 def test_one_has_exactly_two_stages_per_worker():
     assert build("zb-v", workers=3, chunks=5, stages_per_worker=2).placement == (0, 1, 2, 2, 1, 0)
-    with pytest.raises(ValueError, match=r"'zb-v' has two stages per worker, got stages_per_worker=1: choose one of"):
+    with pytest.raises(ValueError, match=r"'zb-v' has stages_per_worker=2, got 1: choose one of"):
         build("zb-v", workers=3, chunks=5, stages_per_worker=1)
 
 
@@ -110,8 +110,6 @@ def test_what_is_no_costs(name):
 
 
 def test_recipes_that_make_no_schedule():
-    with pytest.raises(TypeError, match="generator of a ScheduleSpec is 3: wanted a function that returns a Schedule"):
-        ScheduleSpec(3)
     with pytest.raises(TypeError, match=r"of a spec made \(2, 3\): wanted a Schedule"):
         build("mine", workers=2, chunks=3, schedules={"mine": ScheduleSpec(lambda *sizes: sizes)})
 
@@ -141,4 +139,3 @@ def test_a_larger_registry_has_ones_own():
 
 def test_a_spec_needs_no_name():
     assert build(ScheduleSpec(fill_drain), workers=2, chunks=3) == fill_drain(2, 3)
-    assert repr(ScheduleSpec(fill_drain)) == "ScheduleSpec(fill_drain)"

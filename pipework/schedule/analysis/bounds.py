@@ -260,19 +260,12 @@ def _whole_multiple(limit: float, sizes: set[float]) -> float:
 def _repeats(recomputed: bool | Sequence[int], stages: int, micro_batches: int, *, inference: bool) -> tuple[int, ...]:
     """The number of micro-batches that each stage recomputes."""
     repeats = (micro_batches * recomputed,) * stages if isinstance(recomputed, bool) else tuple(recomputed)
-    if len(repeats) != stages:
+    most = 0 if inference else micro_batches
+    if len(repeats) != stages or not all(type(repeat) is int and 0 <= repeat <= most for repeat in repeats):
         raise ValueError(
-            f"recomputed has {len(repeats)} number{'s' if len(repeats) != 1 else ''}: wanted {stages}, "
-            "one for each stage, or True for all micro-batches"
+            f"recomputed is {recomputed!r}: wanted True, or for each of {stages} stages how many micro-batches "
+            f"it recomputes, an integer from 0 to {most}"
         )
-    for stage, repeat in enumerate(repeats):
-        if type(repeat) is not int or not 0 <= repeat <= micro_batches:
-            raise ValueError(
-                f"recomputed of stage {stage} is {repeat!r}: wanted the number of micro-batches that are "
-                f"recomputed there, an integer from 0 to {micro_batches}"
-            )
-    if inference and any(repeats):
-        raise ValueError("recomputed is set together with inference, which has no backwards: leave one of them out")
     return repeats
 
 

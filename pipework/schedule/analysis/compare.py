@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from pipework.schedule.analysis.channels import Channel, check_channel
-from pipework.schedule.analysis.memory import each_limit
+from pipework.schedule.analysis.memory import SLACK, each_limit
 from pipework.schedule.analysis.simulate import Simulation, simulate
 from pipework.schedule.analysis.validate import ValidationOptions
 from pipework.schedule.argument_checks import positive_integers
@@ -40,9 +40,8 @@ class Comparison:
         memory_limit: the most memory that a worker may hold, or a number for each worker; None: no limit.
         channel: the transport of transfers.
         fitting: name to simulation of the schedules that fit, the fastest first.
-        others: name to reason of the schedules that need too much memory, or cannot be executed.
-        of_other_stages: name to reason of the schedules that do not have as many stages as the costs, or do not support
-            the number of stages per worker that was asked for.
+        others: name to reason of the schedules that need too much memory, cannot be executed, do not have as many
+            stages as the costs, or do not support the number of stages per worker that was asked for.
     """
 
     workers: int
@@ -52,22 +51,19 @@ class Comparison:
     channel: Channel
     fitting: Mapping[str, Simulation]
     others: Mapping[str, str]
-    of_other_stages: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def __repr__(self) -> str:
-        left_out = len(self.others) + len(self.of_other_stages)
         best = next((f", {name!r} the fastest" for name in self.fitting), "")
         return (
             f"Comparison(workers={self.workers}, chunks={self.chunks}: {len(self.fitting)} schedules fit{best}; "
-            f"{left_out} do not)"
+            f"{len(self.others)} do not)"
         )
 
     def __str__(self) -> str:
         lines = [*aligned([_HEAD, *map(_cells, self.rows())], left={0}), "", *_LEGEND] if self.fitting else []
         lines = lines or ["no schedule fits"]
-        for head, reasons in (("do not fit:", self.others), ("for other numbers of stages:", self.of_other_stages)):
-            if reasons:
-                lines += ["", head, *aligned(list(reasons.items()), left={0, 1})]
+        if self.others:
+            lines += ["", "do not fit:", *aligned(list(self.others.items()), left={0, 1})]
         return "\n".join(line.rstrip() for line in lines)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -124,7 +120,7 @@ def compare(
         >>> list(found.fitting)
         ['v-half', 'v-min']
         >>> found.others["gpipe"]
-        'a worker holds 8, more than the limit of 3'
+        'worker 0 holds 8, more than its limit of 3'
         >>> found
         Comparison(workers=4, chunks=8: 2 schedules fit, 'v-half' the fastest; 11 do not)
     """
@@ -136,7 +132,7 @@ def compare(
     costs = checked_without_skips(costs)
     fitting: dict[str, Simulation] = {}
     others: dict[str, str] = {}
-    of_other_stages: dict[str, str] = {}
+    built = False
     for name, spec in schedules.items():
         if name in _LEFT_OUT:
             continue
@@ -145,51 +141,29 @@ def compare(
             schedule, share = build_for_shares(
                 name, workers=workers, chunks=chunks, stages_per_worker=count, costs=costs, schedules=schedules
             )
-        except ValueError as error:
-            of_other_stages[name] = str(error)
-            continue
-        try:
+            built = True
             found = simulate(schedule, share, channel=channel)
         except ValueError as error:
             others[name] = str(error)
             continue
-        excess = _excess(found.peak_memory, limits, each=isinstance(memory_limit, Sequence))
-        if excess:
-            others[name] = excess
+        over = [
+            f"worker {worker} holds {peak:.6g}, more than its limit of {limit:.6g}"
+            for worker, (peak, limit) in enumerate(zip(found.peak_memory, limits, strict=True))
+            if peak > limit * SLACK
+        ]
+        if over:
+            others[name] = over[0]
         else:
             fitting[name] = replace(found, options=ValidationOptions(channel=channel, memory_limit=memory_limit))
-    if of_other_stages and not fitting and not others:
-        name, reason = next(iter(of_other_stages.items()))
+    if others and not built:
+        name, reason = next(iter(others.items()))
         raise ValueError(
             f"no schedule has as many stages: {reason} (for {name!r}); give sequences of costs one number for each of "
             f"the {workers} workers, or one for each stage of a schedule"
         )
     best = sorted(fitting, key=lambda name: (fitting[name].makespan, max(fitting[name].peak_memory)))
-    return Comparison(
-        workers,
-        chunks,
-        costs,
-        memory_limit,
-        channel,
-        MappingProxyType({name: fitting[name] for name in best}),
-        MappingProxyType(others),
-        MappingProxyType(of_other_stages),
-    )
-
-
-def _excess(peaks: Iterable[float], limits: Iterable[float], *, each: bool) -> str:
-    """A reason if a worker exceeds its limit, otherwise an empty text."""
-    # Sums of fractions are a little off.
-    over = [
-        (peak, limit, worker)
-        for worker, (peak, limit) in enumerate(zip(peaks, limits, strict=True))
-        if peak > limit * (1 + 1e-9)
-    ]
-    if not over:
-        return ""
-    most, limit, worker = over[0] if each else max(over)
-    who, whose = (f"worker {worker}", "its") if each else ("a worker", "the")
-    return f"{who} holds {most:.6g}, more than {whose} limit of {limit:.6g}"
+    ranked = MappingProxyType({name: fitting[name] for name in best})
+    return Comparison(workers, chunks, costs, memory_limit, channel, ranked, MappingProxyType(others))
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

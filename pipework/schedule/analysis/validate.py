@@ -8,9 +8,8 @@ from typing import Any
 
 from pipework.schedule.action import Action
 from pipework.schedule.analysis.channels import Channel, check_channel
-from pipework.schedule.analysis.events import Deadlock, Run, run
+from pipework.schedule.analysis.events import LOSS, Deadlock, Run, run
 from pipework.schedule.analysis.memory import SLACK, amounts, each_limit
-from pipework.schedule.analysis.products import LOSS
 from pipework.schedule.analysis.rules import Violation, ascending, broken
 from pipework.schedule.costs import Costs, StageCosts, checked
 from pipework.schedule.edges import counterpart

@@ -322,12 +322,18 @@ def test_the_best_of_all_schedules_does_not_beat_them(seeds):
             "limit to 1, or place fewer stages on the worker",
         ),
         ({"placement": (0, 0), "memory_limit": 1}, "one micro-batch holds 2 there"),
-        ({"recomputed": [1]}, "recomputed has 1 number: wanted 2, one for each stage, or True for all micro-batches"),
+        (
+            {"recomputed": [1]},
+            "recomputed is [1]: wanted True, or for each of 2 stages how many",
+        ),
         (
             {"recomputed": [1, 3]},
-            "recomputed of stage 1 is 3: wanted the number of micro-batches that are recomputed there",
+            "recomputed is [1, 3]: wanted True, or for each of 2 stages",
         ),
-        ({"recomputed": True, "inference": True}, "recomputed is set together with inference"),
+        (
+            {"recomputed": True, "inference": True},
+            "an integer from 0 to 0",
+        ),
     ],
 )
 def test_what_is_refused(arguments, message):

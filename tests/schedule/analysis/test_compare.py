@@ -18,9 +18,8 @@ def test_is_what_one_would_simulate_oneself():
 
 def test_the_reason_of_those_that_do_not_fit():
     found = compare(workers=4, chunks=8, memory_limit=3, costs=Costs(forward=[1] * 8))
-    assert found.others["interleaved-zb"] == "a worker holds 4, more than the limit of 3"
-    assert "forward has 8 numbers: wanted 4" in found.of_other_stages["gpipe"]
-    assert not set(found.others) & set(found.of_other_stages)
+    assert found.others["interleaved-zb"] == "worker 0 holds 4, more than its limit of 3"
+    assert "forward has 8 numbers: wanted 4" in found.others["gpipe"]
 
 
 def test_numbers_of_workers_fit_schedules_of_any_number_of_stages():
@@ -28,7 +27,6 @@ def test_numbers_of_workers_fit_schedules_of_any_number_of_stages():
     found = compare(**sizes, costs=Costs([1.0] * 4, [2.0] * 4, transfer=[0.0] * 3, activation=[1.0] * 4))
     plain = compare(**sizes)
     assert not found.others
-    assert not found.of_other_stages
     assert {name: each.makespan for name, each in found.fitting.items()} == {
         name: each.makespan for name, each in plain.fitting.items()
     }
@@ -57,7 +55,7 @@ def test_it_prints_as_a_table():
     assert repr(found) == "Comparison(workers=4, chunks=8: 2 schedules fit, 'v-half' the fastest; 11 do not)"
     lines = str(found).splitlines()
     assert lines[0].split()[0] == "schedule"
-    assert lines.index("do not fit:") < lines.index("for other numbers of stages:")
+    assert "do not fit:" in lines
     with pytest.raises(TypeError):
         found.fitting["mine"] = found.fitting["v-half"]
 

@@ -1,6 +1,5 @@
 from pipework.schedule import Action, Costs, fill_drain, with_communication
-from pipework.schedule.analysis.events import Deadlock, run
-from pipework.schedule.analysis.products import LOSS
+from pipework.schedule.analysis.events import LOSS, Deadlock, run
 from tests.schedule.orders_text import from_orders_text
 
 UNIT = Costs().spread(stages=2)

@@ -1,7 +1,7 @@
 from math import isnan
 
 from pipework.schedule import Action, Costs, fill_drain, with_communication, with_recompute, with_skips, zb_h1
-from pipework.schedule.analysis.products import LOSS, Table
+from pipework.schedule.analysis.events import LOSS, Table
 
 
 def needed(schedule, kind, stage, costs=None, *, loss_outside=False):
