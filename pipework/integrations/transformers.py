@@ -1,30 +1,34 @@
-"""Models of transformers, also in the wrappers of PEFT, in parts."""
+"""Models of transformers, also in the wrappers of PEFT, in parts.
+
+Which labels such a model counts, its loss is asked, with labels that are made for the question. In a dry run all logits
+are zeros, so each label that a mean counts adds a gradient of the same size. More labels of the first row count than of
+the others, and its share of the gradient says which do. With `v` for a label, `p` for padding and `.` for what is
+ignored:
+
+    first row    v v v p p .     of two rows its share is 5/7, and 3/5 if `p` is ignored, too;
+    second row   v v . . . .     4/5 and 2/3 if the label at the first position is compared with nothing;
+                                 1/2 if all rows count alike, or all labels do
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
-
-try:
-    from transformers.utils import output_capturing
-except ImportError:  # versions in which models collect hidden states themselves
-    output_capturing = None  # type: ignore[assignment]
+from transformers.utils import output_capturing
 
 from pipework import torch_private
-from pipework.integrations.label_counts import weight_of_labels
 from pipework.model.parts.adapter import Adapter, SideOutputs
 from pipework.signatures import signature_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 _CHECKPOINT = "attach(..., checkpoint='always'), 'except_last' or 'never'"
 _ENABLING = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
@@ -33,6 +37,8 @@ _KEPT = ("loss", "logits")  # of what a model returns
 _ITEMS = "num_items_in_batch"
 _CACHES = ("past_key_values", "cache")  # until transformers 5.23, and since
 _ROUTERS = "output_router_logits"
+_USUAL: Final = -100  # in labels, where a model counts nothing
+_CLOSE: Final = 1e-3  # the shares above differ by more
 
 
 class TransformersAdapter(Adapter):
@@ -83,23 +89,16 @@ class TransformersAdapter(Adapter):
                 f"this {type(self._model).__name__} recomputes its layers itself, which is the task of the pipe: call "
                 f"gradient_checkpointing_disable(), and choose {_CHECKPOINT}"
             )
-        install = getattr(output_capturing, "maybe_install_capturing_hooks", None)
-        if install is None or not hasattr(output_capturing, "_active_collector"):
-            raise ValueError(
-                f"transformers {transformers.__version__} has no output_capturing.maybe_install_capturing_hooks or "
-                "_active_collector, by which its models collect hidden states and router logits: use a version of the "
-                "range in pipework[hf]"
-            )
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
-                install(module)
+                output_capturing.maybe_install_capturing_hooks(module)
 
     def attached(self, model: nn.Module) -> None:
         """From now on, gradient checkpointing is refused where the model is asked for it."""
         for each in {id(model): model, id(self._model): self._model}.values():
             for name in _ENABLING:
                 if hasattr(each, name):
-                    each.__dict__[name] = _RefusedCheckpointing(type(self._model).__name__, name)
+                    each.__dict__[name] = functools.partial(_refuse_checkpointing, type(self._model).__name__, name)
 
     def inputs(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Without a cache, which would be a state of every part.
@@ -194,24 +193,11 @@ class TransformersAdapter(Adapter):
         return {**others, _ROUTERS: False} if routes else others
 
 
-class _RefusedCheckpointing:
-    """In place of `gradient_checkpointing_enable` of a model to which a pipe is attached.
-
-    Args:
-        model: its class, as messages call it.
-        name: of the method.
-    """
-
-    def __init__(self, model: str, name: str) -> None:
-        self._model = model
-        self._name = name
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> None:
-        """Raises a RuntimeError."""
-        raise RuntimeError(
-            f"a pipe is attached to this {self._model}, and recomputes its stages: choose {_CHECKPOINT} in place of "
-            f"{self._name}()"
-        )
+def _refuse_checkpointing(model: str, name: str, *arguments: Any, **keywords: Any) -> None:
+    """In place of `gradient_checkpointing_enable` of a model to which a pipe is attached."""
+    raise RuntimeError(
+        f"a pipe is attached to this {model}, and recomputes its stages: choose {_CHECKPOINT} in place of {name}()"
+    )
 
 
 def _takes_use_cache(forward: Callable[..., Any]) -> bool:
@@ -226,7 +212,7 @@ def _takes_use_cache(forward: Callable[..., Any]) -> bool:
 
 def _captures(hook: Any) -> bool:
     """Whether a hook is one by which transformers collects hidden states."""
-    return output_capturing is not None and getattr(hook, "__module__", None) == output_capturing.__name__
+    return getattr(hook, "__module__", None) == output_capturing.__name__
 
 
 class CapturedOutputs(SideOutputs):
@@ -254,3 +240,109 @@ class CapturedOutputs(SideOutputs):
     def _lists(self) -> Iterable[tuple[str, list[Any]]]:
         collected = output_capturing._active_collector.get() or {}  # type: ignore[no-untyped-call]
         return [(name, items) for name, items in collected.items() if isinstance(items, list)]
+
+
+def weight_of_labels(
+    model: str, labels: Tensor, logits: Tensor | None, ask: Callable[[Tensor], Any], config: PreTrainedConfig
+) -> Callable[[Tensor], Tensor] | None:
+    """From the labels of a micro-batch to how many of them its loss is a mean over; None: all rows count alike.
+
+    Args:
+        model: its class, as messages call it.
+        labels: of a few rows, integers.
+        logits: of the model for them, without values.
+        ask: from other labels of these rows to what the model returns in a dry run, with its graph.
+        config: of the model.
+
+    Raises:
+        ValueError: it cannot be told.
+    """
+    if labels.dim() < 2:
+        return functools.partial(counted_labels, is_shifted=False, ignored=(_USUAL,))
+    of_config = [value for name, value in vars(config).items() if "ignore_index" in name and isinstance(value, int)]
+    pad = getattr(config.get_text_config(), "pad_token_id", None)
+    if logits is None or not isinstance(pad, int) or not 0 <= pad < logits.shape[-1]:
+        pad = None
+    is_alike, failure = False, None
+    for number in dict.fromkeys([*of_config, _USUAL]):
+        asked = _question(labels if len(labels) > 1 else torch.cat([labels, labels]), number, pad)
+        try:
+            share = _share_of_first_row(asked, ask, len(labels))
+        except Exception as error:
+            failure = error
+            continue
+        for is_shifted in (False, True):
+            for ignored in [(number,)] if pad is None else [(number,), (number, pad)]:
+                weight = functools.partial(counted_labels, is_shifted=is_shifted, ignored=ignored)
+                if abs(float(weight(asked[:1]) / weight(asked)) - share) < _CLOSE:
+                    return weight
+        is_alike |= abs(1 / len(asked) - share) < _CLOSE
+    if is_alike:
+        return None
+    raise ValueError(
+        f"it cannot be told which of the labels, of shape {tuple(labels.shape)}, the loss of this {model} is a mean "
+        "over, and the pipe weighs micro-batches by them: give attach loss_weight=, a function from the labels of a "
+        "micro-batch to how many of them count, such as lambda labels: (labels[:, 1:] != -100).sum()"
+    ) from failure
+
+
+def counted_labels(labels: Tensor, *, is_shifted: bool, ignored: Sequence[int]) -> Tensor:
+    """How many labels count.
+
+    Args:
+        labels: of a micro-batch.
+        is_shifted: whether position i is compared with label i + 1, so that the first label does not count.
+        ignored: the labels that do not count.
+
+    Example:
+        >>> counted_labels(torch.tensor([[1, 2, -100]]), is_shifted=True, ignored=[-100])
+        tensor(1)
+    """
+    compared = labels[:, 1:] if is_shifted else labels
+    return torch.stack([compared != each for each in ignored]).all(0).sum()
+
+
+def _question(labels: Tensor, ignored: int, pad: int | None) -> Tensor:
+    """The labels of the drawing above; as much of them as a row has room for."""
+    known = labels[(labels >= 0) & (labels != (-1 if pad is None else pad))]
+    label = int(known[0]) if len(known) else int(pad == 0)
+    asked = torch.full_like(labels, ignored).flatten(1)
+    most = min(3, asked.shape[1])
+    asked[:, : most - 1] = label
+    asked[0, :most] = label
+    if pad is not None and asked.shape[1] >= 5:
+        asked[0, 3:5] = pad
+    return asked.view_as(labels)
+
+
+def _share_of_first_row(asked: Tensor, ask: Callable[[Tensor], Any], rows: int) -> float:
+    """The share of the labels of the first row in those that count.
+
+    Args:
+        asked: labels.
+        ask: see above.
+        rows: that it takes; if it is one, each row is asked alone, and a label's gradient is one by those that count.
+
+    Raises:
+        Exception: it cannot be told: there are no logits of so many rows, or the labels are none of this model.
+    """
+    if rows == 1:
+        first, second = (float(_gradient(row, ask).abs().max()) for row in (asked[:1], asked[1:]))
+        return second / (first + second)
+    gradient = _gradient(asked, ask).reshape(rows, -1)
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    sizes = torch.linalg.vector_norm(gradient, 1, dim=1, dtype=wide)
+    return float(sizes[0] / sizes.sum())
+
+
+def _gradient(asked: Tensor, ask: Callable[[Tensor], Any]) -> Tensor:
+    """The gradient of the logits, or of what they are a part of."""
+    result = ask(asked)
+    loss, edge = result.loss, torch.autograd.graph.get_gradient_edge(result.logits)
+    del result  # its logits are as large as the gradient
+    (gradient,) = torch.autograd.grad(loss, [edge], allow_unused=True)
+    while gradient is None:  # the loss is of more than these logits
+        node, number = edge.node.next_functions[0]
+        edge = torch.autograd.graph.GradientEdge(node, number)
+        (gradient,) = torch.autograd.grad(loss, [edge], allow_unused=True)
+    return gradient

@@ -7,7 +7,6 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -341,13 +340,6 @@ def test_the_four_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not torch.equal(parameter, old.to(parameter.device))
 
 
-def test_no_process_group_is_needed() -> None:
-    names = run(article("import torch", STEP_2, STEP_3, STEP_4))
-    names = run(article(MOVE_DATA), **names)
-    assert names["pipe_model"](names["inputs"]).device == names["targets"].device
-    assert (names["pipe_model"].chunks, names["pipe_model"].balance) == (4, [1, 1])
-
-
 def test_error_1_a_wrong_target_is_named_with_its_micro_batch(stages: dict[str, Any]) -> None:
     pipe = run(article(f"pipe = {SPLIT}"), **stages)["pipe"]
     named = pipework.Pipe(
@@ -361,58 +353,3 @@ def test_error_1_a_wrong_target_is_named_with_its_micro_batch(stages: dict[str, 
         "pipework: in loss_fn (CrossEntropyLoss)",
         "pipework: stage 1, micro-batch 1, action F",
     ]
-
-
-@pytest.mark.gpu
-def test_error_1_inputs_and_targets_are_moved_for_you(stages: dict[str, Any]) -> None:
-    model = nn.Sequential(stages["Stage1"](), stages["Stage2"]())
-    place = torch.accelerator.device_count() - 1
-    pipe = pipework.Pipe(model, 4, balance=[1, 1], devices=[0, place], loss_fn=nn.CrossEntropyLoss())
-    inputs, targets = torch.randn(32, 512), torch.randint(0, 10, (32,))
-    assert pipe(inputs).device == pipe.output_device
-    pipe(inputs, target=targets).backward()
-
-
-def test_error_2_modules_are_moved_for_you(stages: dict[str, Any]) -> None:
-    one, other = run(article(f"modules = {MOVE_MODULES}"), **stages)["modules"]
-    pipe = pipework.Pipe(nn.Sequential(one, other), balance=[1, 1], devices=["cpu", "meta"])
-    assert [parameter.device.type for parameter in pipe.parameters()] == ["cpu", "cpu", "meta", "meta"]
-
-
-def test_error_2_a_module_on_two_devices_is_refused(stages: dict[str, Any]) -> None:
-    layer = nn.ModuleList([stages["Stage1"](), stages["Stage2"]()])
-    places = [SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda:0")]
-    layer.parameters = lambda: iter(places)  # type: ignore[method-assign,assignment,return-value,misc]
-    with pytest.raises(ValueError, match="should have all parameters on a single device"):
-        pipework.Pipe(nn.Sequential(layer, nn.ReLU()))
-
-
-@pytest.mark.parametrize("wrap", [list, tuple, nn.ModuleList])
-def test_error_3_says_what_to_write(stages: dict[str, Any], wrap: Callable[[list[nn.Module]], Any]) -> None:
-    modules = wrap(stages["modules"])
-    told = rf"^module must be nn\.Sequential to be partitioned, got {type(modules).__name__}: write nn\.Sequential\(\*"
-    with pytest.raises(TypeError, match=told):
-        pipework.Pipe(modules, balance=[1, 1], devices=["cpu", "cpu"])
-    pipework.Pipe(nn.Sequential(*modules), balance=[1, 1], devices=["cpu", "cpu"])
-
-
-def test_error_4_what_more_chunks_gain_is_told_before_training(stages: dict[str, Any]) -> None:
-    bubbles = {}
-    for chunks in (1, 2, 4, 8, 16):
-        pipe = pipework.Pipe(stages["model"], chunks, "never", balance=[1, 1], devices=["cpu", "cpu"])
-        bubbles[chunks] = f"{1 / (chunks + 1):.1%}"  # (p - 1) / (m + p - 1), with 2 stages
-        assert f"bubble {bubbles[chunks]} if all partitions take equally long" in str(pipe)
-    assert bubbles[8] == "11.1%"  # four times the number of stages, as the article has it
-
-
-def test_error_4_a_stall_can_be_looked_at(stages: dict[str, Any]) -> None:
-    pipe = pipework.Pipe(stages["model"], 4, balance=[1, 1], devices=["cpu", "cpu"])
-    with pipe.record() as recording:
-        pipe(torch.randn(32, 512)).sum().backward()
-    assert 0 < recording.bubble() < 1
-
-
-def test_to_does_not_move_the_model(stages: dict[str, Any]) -> None:
-    pipe = run(article(f"pipe = {SPLIT}"), **stages)["pipe"]
-    with pytest.raises(TypeError, match=r"denied to move .* pass devices= to Pipe; inputs are moved for you"):
-        pipe.to("cpu")

@@ -123,14 +123,6 @@ def test_a_traceback_leads_to_the_line_of_the_script(run: RunPython, tmp_path: P
     assert error == "ZeroDivisionError: division by zero"
 
 
-def test_a_syntax_error_is_one_of_the_script(run: RunPython, tmp_path: Path) -> None:
-    script = write(tmp_path / "script.py", "x = 1\nprint(x\n")
-    ended = run(script)
-    assert ended.returncode == 1
-    assert f'  File "{script}", line 2' in ended.stderr
-    assert ended.stderr.splitlines()[-1] == "SyntaxError: '(' was never closed"
-
-
 @pytest.mark.parametrize("arguments", [[], ["missing.py"], ["."]])
 def test_without_a_script_there_is_a_usage(run: RunPython, arguments: list[str]) -> None:
     ended = run(*arguments)

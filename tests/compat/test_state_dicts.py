@@ -201,14 +201,6 @@ def test_names_of_sync_become_those_of_the_model(balance: list[int]) -> None:
         same(target, module.state_dict())
 
 
-def test_names_of_sync_become_those_of_named_layers() -> None:
-    module = model("named", 1)
-    old = from_sync(module.state_dict(), flat(module), [3, 3])
-    target = native("named", 2)
-    target.load_state_dict(convert_state_dict(old, target))
-    same(target, module.state_dict())
-
-
 LAYERS = st.sampled_from(
     [
         linear,
@@ -246,17 +238,6 @@ class InPartitions(nn.Module):
         super().__init__()
         rest = iter(layers)
         self.partitions = nn.ModuleList(nn.Sequential(*itertools.islice(rest, count)) for count in balance)
-
-
-@pytest.mark.parametrize("has_parameters", list(itertools.product([True, False], repeat=4)), ids=str)
-def test_from_any_partitions_into_any_others(has_parameters: tuple[bool, ...]) -> None:
-    """Indices begin anew in each partition, so that the same names may be those of other layers."""
-    layers = [nn.PReLU(init=float(place)) if has else nn.Tanh() for place, has in enumerate(has_parameters)]
-    wanted = [layer.weight.item() for layer in layers if isinstance(layer, nn.PReLU)]
-    for old, new in itertools.product(balances(4), balances(4)):
-        given = InPartitions(layers, old).state_dict()
-        for target in (InPartitions(layers, new), nn.Sequential(*layers)):
-            assert [value.item() for value in convert_state_dict(given, target).values()] == wanted, (old, new)
 
 
 @pytest.mark.usefixtures("rpc")
@@ -307,17 +288,6 @@ def test_indices_may_stand_in_any_order(balance: list[int]) -> None:
     same(target, module.state_dict())
 
 
-def test_partitions_of_one_named_layer_each_may_stand_in_any_order() -> None:
-    module = nn.Sequential(OrderedDict((name, linear()) for name in "lkjihgfedcba"))
-    old = {
-        f"partitions.{j}.{name}": value
-        for (name, value), j in zip(module.state_dict().items(), numbers(), strict=False)
-    }
-    target = nn.Sequential(*(linear() for _ in range(12)))
-    target.load_state_dict(convert_state_dict({name: old[name] for name in sorted(old)}, target))
-    same(target, module.state_dict())
-
-
 def numbers() -> list[int]:
     return [number for number in range(12) for _ in ("weight", "bias")]
 
@@ -365,20 +335,8 @@ def test_what_does_not_fit_is_named(given: nn.Sequential, message: str) -> None:
             convert_state_dict(names, target)
 
 
-def test_tensors_of_another_shape_are_refused_when_they_are_loaded() -> None:
-    target = nn.Sequential(linear())
-    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
-        target.load_state_dict(convert_state_dict(nn.Sequential(nn.Linear(5, 4)).state_dict(), target))
-
-
 @pytest.mark.parametrize("given", [{"model": {"0.weight": torch.ones(1)}, "epoch": 3}, {"state": {}}])
 def test_what_is_no_state_dict_of_a_model_is_said_to_be_none(given: dict[str, Any]) -> None:
     told = ", ".join(map(repr, given))
     with pytest.raises(ValueError, match=f"no state dict of a model; it has the keys {told}: give the entry"):
         convert_state_dict(given, nn.Sequential(nn.Linear(1, 1)))
-
-
-def test_nothing_is_copied() -> None:
-    old = {"partitions.0.0.weight": torch.zeros(4, 4), "partitions.0.0.bias": torch.zeros(4)}
-    converted = convert_state_dict(old, nn.Sequential(linear()))
-    assert [converted["0.weight"] is old["partitions.0.0.weight"], type(converted)] == [True, OrderedDict]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import PipeWarning
-from pipework.compat.sync import NoChunk, Pipe, PipeSequential, WithDevice, is_checkpointing, is_recomputing
+from pipework.compat.sync import NoChunk, Pipe, WithDevice, is_checkpointing
 from pipework.model.batchnorm import DeferredBatchNorm
 
 pytestmark = pytest.mark.usefixtures("rpc")
@@ -34,38 +34,7 @@ class Say(nn.Module):
         return self.function(*inputs)
 
 
-class Text:
-    """Not a string, but it can be made one."""
-
-    def __str__(self) -> str:
-        return "always"
-
-
 # Constructor
-
-
-@pytest.mark.parametrize("chunks", [0, -1, 0.9])
-def test_chunks_must_be_positive(chunks: object) -> None:
-    with pytest.raises(ValueError, match=r"^number of chunks must be positive integer$"):
-        Pipe(layers(), chunks)
-
-
-@pytest.mark.parametrize("checkpoint", ["INVALID", "", None])
-def test_checkpoint_must_be_one_of_three(checkpoint: object) -> None:
-    with pytest.raises(ValueError, match=r"^checkpoint is not one of 'always', 'except_last', or 'never'$"):
-        Pipe(layers(), checkpoint=checkpoint)
-
-
-@pytest.mark.parametrize("module", [nn.Linear(1, 1), [nn.Linear(1, 1)], None])
-def test_module_must_be_sequential(module: object) -> None:
-    with pytest.raises(TypeError, match=r"^module must be nn\.Sequential to be partitioned$"):
-        Pipe(module)
-
-
-def test_a_layer_twice_is_refused() -> None:
-    twice = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"^module with duplicate children is not supported$"):
-        Pipe(nn.Sequential(twice, nn.ReLU(), twice))
 
 
 @pytest.mark.parametrize("wrap", [nn.ModuleList, lambda parts: nn.Sequential(*parts)], ids=["layer", "sequence"])
@@ -91,34 +60,12 @@ def test_what_is_wrong_is_told_in_the_old_order() -> None:
         Pipe(nn.Sequential(twice, twice, nn.ModuleList([twice, nn.Linear(2, 2, device="meta")])))
 
 
-def test_arguments_are_converted() -> None:
-    pipe = Pipe(layers(), 42.0, Text())
-    assert (pipe.chunks, type(pipe.chunks)) == (42, int)
-    assert (pipe.checkpoint, type(pipe.checkpoint)) == ("always", str)
-
-
-def test_defaults() -> None:
-    pipe = Pipe(layers())
-    assert (pipe.chunks, pipe.checkpoint) == (1, "except_last")
-
-
 def test_no_chunk_is_for_tensors() -> None:
     with pytest.raises(TypeError, match=r"^NoChunk only supported for tensors"):
         NoChunk("mask")
 
 
 # Container
-
-
-def test_len_index_and_iteration() -> None:
-    a, b, c = nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)
-    pipe = Pipe(nn.Sequential(nn.Sequential(a, b), c))
-    assert len(pipe) == 3
-    assert list(pipe) == [a, b, c]
-    assert [pipe[index] for index in (0, 1, 2, -1, -2, -3)] == [a, b, c, c, b, a]
-    for index in (3, -4):
-        with pytest.raises(IndexError):
-            pipe[index]
 
 
 def test_partitions_and_devices() -> None:
@@ -153,33 +100,6 @@ def test_moving_is_refused(move: Callable[[Pipe], object]) -> None:
     message = r"^denied to move parameters and buffers, because Pipe should manage device placement$"
     with pytest.raises(TypeError, match=message):
         move(Pipe(layers()))
-
-
-def test_changing_the_dtype_is_allowed() -> None:
-    changes = (nn.Module.double, lambda pipe: pipe.to(torch.float64), lambda pipe: pipe.to(dtype=torch.float64))
-    for change in changes:
-        pipe = Pipe(layers(), chunks=2)
-        pipe(torch.randn(4, 2))
-        assert change(pipe) is pipe
-        output = pipe(torch.randn(4, 2, dtype=torch.float64)).local_value()
-        assert output.dtype == torch.float64
-
-
-def test_training_and_evaluation() -> None:
-    dropping = nn.Dropout(0.5)
-    pipe = Pipe(nn.Sequential(nn.Identity(), dropping), chunks=2)
-    x = torch.ones(100, 2)
-    assert pipe.training
-    assert pipe(x).local_value().eq(0).any()
-    assert pipe.eval() is pipe
-    assert not dropping.training
-    assert torch.equal(pipe(x).local_value(), x)
-    pipe.partitions[1].train()
-    assert pipe(x).local_value().eq(0).any()
-
-
-def test_a_module_in_evaluation_mode_stays_so() -> None:
-    assert not Pipe(layers().eval()).training
 
 
 def through_a_file(pipe: Pipe) -> Pipe:
@@ -279,12 +199,6 @@ def test_tensors_within_other_values_are_not_cut() -> None:
     output.sum().backward()
     assert x.grad.tolist() == [13.0] * 4  # 3 * 3, and 1 for each row
     assert inner.grad.tolist() == [24.0] * 3  # (3 + 3) for each row
-
-
-def test_several_inputs_are_cut_alike() -> None:
-    pipe = Pipe(nn.Sequential(Say(lambda x, y: x * 10 + y)), chunks=3)
-    x, y = torch.arange(6.0), torch.arange(6.0)
-    assert pipe(x, y).local_value().tolist() == [0.0, 11.0, 22.0, 33.0, 44.0, 55.0]
 
 
 def test_tensors_of_different_lengths_may_give_equally_many_pieces() -> None:
@@ -413,25 +327,6 @@ def test_chunks_and_checkpoint_may_change_between_mini_batches() -> None:
     assert (pipe.chunks, pipe.checkpoint) == (1, "always")
 
 
-def test_nonsense_is_refused_later_too() -> None:
-    pipe = Pipe(layers(), 2)
-    with pytest.raises(ValueError, match="number of chunks must be positive integer"):
-        pipe.chunks = 0
-    with pytest.raises(ValueError, match="checkpoint is not one of"):
-        pipe.checkpoint = "INVALID"
-    assert (pipe.chunks, pipe.checkpoint) == (2, "except_last")
-
-
-def test_a_layer_knows_whether_it_is_computed_again() -> None:
-    seen: list[tuple[bool, bool]] = []
-    look = Say(lambda x: seen.append((is_checkpointing(), is_recomputing())) or x)  # type: ignore[func-returns-value]
-    pipe = Pipe(nn.Sequential(nn.Sequential(nn.Linear(2, 2), look)), 2)
-    output = pipe(torch.randn(4, 2)).local_value()
-    assert seen == [(True, False), (False, False)]
-    output.sum().backward()
-    assert seen[2:] == [(False, True)]
-
-
 # Deferred batch norm
 
 
@@ -463,13 +358,6 @@ def test_a_batch_norm_put_into_a_partition_is_deferred_too() -> None:
 # Wrappers
 
 
-def test_with_device_knows_its_device() -> None:
-    layer = nn.ReLU()
-    wrapped = WithDevice(layer, "cpu")
-    assert (wrapped.module, wrapped.device) == (layer, torch.device("cpu"))
-    assert wrapped(torch.tensor(-1.0)) == 0.0
-
-
 def test_with_device_leaves_no_trace_in_names() -> None:
     module = nn.Sequential(
         WithDevice(nn.Linear(2, 2), "cpu"), WithDevice(nn.Sequential(nn.ReLU(), nn.RMSNorm(2)), "cpu")
@@ -486,10 +374,6 @@ def test_with_device_leaves_no_trace_in_names() -> None:
 def test_with_device_of_a_device_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="'cuda:99'"):
         Pipe(nn.Sequential(nn.Linear(2, 2), WithDevice(nn.ReLU(), "cuda:99")))
-
-
-def test_pipe_sequential_runs_by_itself() -> None:
-    assert PipeSequential(Say(lambda x: (x, x)), Say(lambda x, y: x + y))(torch.tensor(3)) == 6
 
 
 def test_hooks_of_a_partition_are_not_called_and_a_warning_says_so() -> None:

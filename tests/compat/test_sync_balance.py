@@ -33,17 +33,3 @@ def test_by_size() -> None:
 def test_several_inputs_come_as_a_list(balance: Any, kind: Any) -> None:
     sample = kind([torch.rand(2), torch.rand(2)])
     assert balance(1, nn.Sequential(Sleep(0), Sleep(0)), sample, device="cpu") == [2]
-
-
-def test_gradients_are_in_the_way() -> None:
-    layer = nn.Linear(1, 1)
-    layer.weight.grad = torch.ones(1, 1)
-    with pytest.raises(ValueError, match="some parameter already has gradient"):
-        balance_by_time(1, nn.Sequential(layer), torch.rand(1, 1), timeout=0, device="cpu")
-
-
-@pytest.mark.parametrize("partitions", [0, 3])
-@pytest.mark.parametrize("balance", [balance_by_time, balance_by_size])
-def test_as_many_partitions_as_there_can_be(balance: Any, partitions: int) -> None:
-    with pytest.raises(ValueError, match="partitions"):
-        balance(partitions, nn.Sequential(Sleep(0), Sleep(0)), torch.rand(1), device="cpu")

@@ -147,23 +147,3 @@ def test_what_lies_on_the_cpu_stays_there_on_a_machine_with_accelerators(monkeyp
     pipe = Pipe(nn.Sequential(*(Linear() for _ in range(6))))
     assert pipe(torch.randn(4, 2)).local_value().device == CPU
     assert {parameter.device for parameter in pipe.parameters()} == {CPU}
-
-
-@pytest.mark.usefixtures("rpc")
-def test_a_state_dict_goes_round() -> None:
-    first, second = (Pipe(nn.Sequential(nn.Sequential(Linear(), nn.ReLU()), Linear())) for _ in range(2))
-    second.load_state_dict(first.state_dict())
-    x = torch.randn(4, 2)
-    assert torch.equal(first(x).local_value(), second(x).local_value())
-
-
-@pytest.mark.usefixtures("rpc")
-def test_a_parameter_of_two_layers_on_one_device_is_trained_once() -> None:
-    a, b = Linear(), Linear()
-    b.weight = a.weight
-    pipe, x = Pipe(nn.Sequential(a, b), chunks=2), torch.randn(4, 2)
-    assert len(list(pipe.parameters())) == 3
-    pipe(x).local_value().sum().backward()
-    gradient, a.weight.grad = a.weight.grad, None
-    b(a(x)).sum().backward()
-    torch.testing.assert_close(gradient, a.weight.grad)

@@ -2,9 +2,7 @@
 
 import copy
 import pickle
-import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -34,36 +32,7 @@ class Say(nn.Module):
         return self.function(argument)
 
 
-class Text:
-    """Not a string, but it can be made one."""
-
-    def __str__(self) -> str:
-        return "always"
-
-
 # Constructor
-
-
-def test_without_a_balance_one_is_recommended(adapter: Any) -> None:
-    with pytest.raises(ValueError, match=r"^balance is required\n") as caught:
-        adapter.Pipe(None, chunks=0)
-    package = {"torchgpipe": "torchgpipe", "fairscale": "fairscale.nn.pipe"}[adapter.name]
-    assert f"from {package}.balance import balance_by_time" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("balance", "message"),
-    [
-        ([1, 1], "module and sum of balance have different length (module: 3, sum of balance: 2)"),
-        ([], "module and sum of balance have different length (module: 3, sum of balance: 0)"),
-        ([0, 3], "all balance numbers must be positive integer (balance: [0, 3])"),
-        ([-1, 4], "all balance numbers must be positive integer (balance: [-1, 4])"),
-    ],
-)
-def test_a_wrong_balance_is_told_with_a_way_to_a_right_one(adapter: Any, balance: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}\n") as caught:
-        adapter.Pipe(layers(), balance, devices=["cpu"])
-    assert "balance = balance_by_time(" in str(caught.value)
 
 
 @pytest.mark.parametrize("balance", [(1, 2), torch.tensor([1, 2]), [1.0, 2.0]], ids=repr)
@@ -73,70 +42,10 @@ def test_a_balance_is_any_row_of_whole_numbers(adapter: Any, balance: Any) -> No
     assert [type(count) for count in pipe.balance] == [int, int]
 
 
-@pytest.mark.parametrize("devices", [[], ["cpu"]])
-def test_too_few_devices(adapter: Any, devices: list[str]) -> None:
-    message = rf"^too few devices to hold given partitions \(devices: {len(devices)}, partitions: 2\)$"
-    with pytest.raises(IndexError, match=message):
-        adapter.Pipe(layers(), [1, 2], devices=devices)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are devices")
 def test_devices_are_all_cuda_devices_unless_told(adapter: Any) -> None:
     with pytest.raises(IndexError, match="devices: 0, partitions: 2"):
         adapter.Pipe(layers(), [1, 2])
-
-
-def test_further_devices_are_dropped(adapter: Any) -> None:
-    pipe = adapter.Pipe(layers(), iter((1, 2)), devices=iter(["cpu", torch.device("cpu"), "meta"]))
-    assert (pipe.balance, pipe.devices) == ([1, 2], [torch.device("cpu")] * 2)
-
-
-@pytest.mark.parametrize("chunks", [0, -1, 0.9])
-def test_chunks_must_be_positive(adapter: Any, chunks: object) -> None:
-    with pytest.raises(ValueError, match=r"^number of chunks must be positive integer$"):
-        adapter.pipe(layers(), [3], chunks)
-
-
-@pytest.mark.parametrize("checkpoint", ["INVALID", "", None])
-def test_checkpoint_must_be_one_of_three(adapter: Any, checkpoint: object) -> None:
-    with pytest.raises(ValueError, match=r"^checkpoint is not one of 'always', 'except_last', or 'never'$"):
-        adapter.pipe(layers(), [3], 1, checkpoint)
-
-
-@pytest.mark.parametrize("module", [nn.Linear(1, 1), [nn.Linear(1, 1)], None])
-def test_module_must_be_sequential(adapter: Any, module: object) -> None:
-    with pytest.raises(TypeError, match=r"^module must be nn\.Sequential to be partitioned$"):
-        adapter.pipe(module, [1])
-
-
-def test_a_layer_twice_is_refused(adapter: Any) -> None:
-    twice = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"^module with duplicate children is not supported$"):
-        adapter.pipe(nn.Sequential(twice, nn.ReLU(), twice), [1, 2])
-
-
-def test_what_is_wrong_is_told_in_the_old_order(adapter: Any) -> None:
-    with pytest.raises(ValueError, match="chunks"):
-        adapter.pipe(None, [0], 0, "INVALID")
-    with pytest.raises(ValueError, match="checkpoint"):
-        adapter.pipe(None, [0], 1, "INVALID")
-    with pytest.raises(TypeError, match=r"nn\.Sequential"):
-        adapter.pipe(None, [0])
-    with pytest.raises(ValueError, match="sum of balance"):
-        adapter.Pipe(layers(), [0], devices=[])
-    with pytest.raises(ValueError, match="positive"):
-        adapter.Pipe(layers(), [0, 3], devices=[])
-
-
-def test_arguments_are_converted(adapter: Any) -> None:
-    pipe = adapter.pipe(layers(), [1, 2], "4", Text())
-    assert [pipe.chunks, pipe.checkpoint] == [4, "always"]
-    assert [type(pipe.chunks), type(pipe.checkpoint)] == [int, str]
-
-
-def test_defaults(adapter: Any) -> None:
-    pipe = adapter.Pipe(layers(), [3], devices=["cpu"])
-    assert (pipe.chunks, pipe.checkpoint) == (1, "except_last")
 
 
 def test_a_pipe_that_cannot_be_made_leaves_the_module_as_it_was(adapter: Any) -> None:
@@ -149,62 +58,6 @@ def test_a_pipe_that_cannot_be_made_leaves_the_module_as_it_was(adapter: Any) ->
 # Container
 
 
-def test_parameters_are_called_by_partition_and_layer(adapter: Any) -> None:
-    module = nn.Sequential(OrderedDict(first=nn.Linear(2, 2), norm=nn.BatchNorm1d(2), chunks=nn.Linear(2, 1)))
-    pipe = adapter.pipe(module, [2, 1])
-    assert list(pipe.state_dict()) == [
-        "partitions.0.first.weight",
-        "partitions.0.first.bias",
-        "partitions.0.norm.weight",
-        "partitions.0.norm.bias",
-        "partitions.0.norm.running_mean",
-        "partitions.0.norm.running_var",
-        "partitions.0.norm.num_batches_tracked",
-        "partitions.1.chunks.weight",
-        "partitions.1.chunks.bias",
-    ]
-    assert [name for name, _ in pipe.named_children()] == ["partitions"]
-    assert all(left is right for left, right in zip(pipe.parameters(), module.parameters(), strict=True))
-
-
-def test_len_index_and_iteration(adapter: Any) -> None:
-    module = layers(4)
-    pipe = adapter.pipe(module, [1, 2, 1])
-    assert len(pipe) == 4
-    assert list(pipe) == list(module)
-    for index in (0, 1, 2, 3, -1, -2, -3, -4):
-        assert pipe[index] is module[index]
-    for index in (4, -5):
-        with pytest.raises(IndexError):
-            pipe[index]
-
-
-def test_partitions_are_sequences_in_a_list(adapter: Any) -> None:
-    pipe = adapter.pipe(layers(), [1, 2])
-    assert type(pipe.partitions) is nn.ModuleList
-    assert [type(partition) for partition in pipe.partitions] == [nn.Sequential] * 2
-    assert [len(partition) for partition in pipe.partitions] == pipe.balance
-
-
-def test_moving_is_refused(adapter: Any) -> None:
-    pipe = adapter.pipe(layers(), [1, 2])
-    message = f"^denied to move parameters and buffers, because {adapter.Pipe.__name__} should manage device placement$"
-    for move in (
-        lambda: pipe.cuda(),
-        lambda: pipe.cuda(0),
-        lambda: pipe.cpu(),
-        lambda: pipe.to("cpu"),
-        lambda: pipe.to(0),
-        lambda: pipe.to(torch.device("cuda")),
-        lambda: pipe.to(device="cpu", dtype=torch.float64),
-        lambda: pipe.to(torch.zeros(1)),
-        lambda: pipe.to(tensor=torch.zeros(1)),
-        lambda: pipe.to("cpu", torch.float64),
-    ):
-        with pytest.raises(TypeError, match=message):
-            move()
-
-
 def test_the_dtype_may_change(adapter: Any) -> None:
     pipe = adapter.pipe(layers(), [1, 2], 2)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)
@@ -213,14 +66,6 @@ def test_the_dtype_may_change(adapter: Any) -> None:
     before = pipe[0].weight.clone()
     optimizer.step()
     assert not torch.equal(pipe[0].weight, before)
-
-
-def test_training_flags(adapter: Any) -> None:
-    pipe = adapter.pipe(layers(), [1, 2])
-    assert pipe.eval() is pipe
-    assert not any(module.training for module in pipe.modules())
-    assert pipe.train() is pipe
-    assert all(module.training for module in pipe.modules())
 
 
 @pytest.mark.parametrize(
@@ -246,26 +91,7 @@ def test_copies_are_pipes_of_their_own(adapter: Any, duplicate: Callable[[Any], 
     assert original.chunks == 3
 
 
-def test_an_empty_pipe_returns_its_input(adapter: Any) -> None:
-    pipe = adapter.Pipe(nn.Sequential(), [], devices=["cpu"])
-    x = torch.zeros(2)
-    assert pipe(x) is x
-    assert (len(pipe), pipe.balance, pipe.devices, list(pipe)) == (0, [], [], [])
-    with pytest.raises(TypeError, match=r"^expected Tensor, but got int$"):
-        pipe(3)
-
-
 # Forward
-
-
-def test_a_tuple_reaches_a_layer_as_one_argument(adapter: Any) -> None:
-    seen = []
-    split = Say(lambda x: (x, 2 * x))
-    swap = Say(lambda pair: (seen.append(type(pair)), (pair[1], pair[0]))[1])
-    pipe = adapter.pipe(nn.Sequential(split, swap, Say(lambda pair: pair)), [1, 1, 1], 2)
-    doubled, x = pipe(torch.ones(4, 2))
-    assert seen == [tuple, tuple]
-    assert torch.equal(doubled, 2 * x)
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
@@ -278,42 +104,6 @@ def test_a_tuple_of_inputs(adapter: Any, checkpoint: str) -> None:
     gradients = torch.autograd.grad(pipe[1](a * b).sum(), (a, b))
     for tensor, gradient in zip(inputs, gradients, strict=True):
         torch.testing.assert_close(tensor.grad, gradient)
-
-
-@pytest.mark.parametrize(
-    ("value", "kind"),
-    [("a", "str"), (None, "NoneType"), ([torch.zeros(1)], "list"), ((torch.zeros(1), 1), "int"), (((), {}), "dict")],
-)
-def test_inputs_are_a_tensor_or_a_tuple_of_tensors(adapter: Any, value: object, kind: str) -> None:
-    with pytest.raises(TypeError, match=f"^expected Tensor, but got {kind}$"):
-        adapter.pipe(layers(), [3])(value)
-
-
-def test_one_input_by_position_or_by_name(adapter: Any) -> None:
-    pipe = adapter.pipe(layers(), [1, 2])
-    x = torch.ones(2, 2)
-    assert torch.equal(pipe(input=x), pipe(x))
-    with pytest.raises(TypeError):
-        pipe(x, x)
-    with pytest.raises(TypeError):
-        pipe()
-
-
-@pytest.mark.parametrize(
-    ("rows", "chunks", "sizes"),
-    [(9, 8, [2, 2, 2, 2, 1]), (9, 4, [3, 3, 3]), (10, 4, [3, 3, 3, 1]), (3, 8, [1, 1, 1]), (1, 4, [1]), (8, 1, [8])],
-)
-def test_mini_batches_are_split_as_torch_chunk_does(adapter: Any, rows: int, chunks: int, sizes: list[int]) -> None:
-    seen: list[int] = []
-    pipe = adapter.pipe(nn.Sequential(Say(lambda x: (seen.append(len(x)), x)[1])), [1], chunks)
-    assert torch.equal(pipe(torch.arange(rows)), torch.arange(rows))
-    assert seen == sizes
-
-
-def test_tensors_with_other_numbers_of_pieces_are_refused(adapter: Any) -> None:
-    pipe = adapter.pipe(nn.Sequential(Say(lambda pair: pair[0])), [1], 4)
-    with pytest.raises(RuntimeError, match=r"^Found different number of chunks produced for inputs: 3 and 4$"):
-        pipe((torch.zeros(9), torch.zeros(8)))
 
 
 def test_settings_can_be_changed_later(adapter: Any) -> None:
@@ -333,22 +123,6 @@ def test_settings_can_be_changed_later(adapter: Any) -> None:
     with pytest.raises(ValueError, match="checkpoint"):
         pipe.checkpoint = "sometimes"
     assert (pipe.chunks, pipe.checkpoint) == (2, "except_last")
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_layers_know_whether_they_are_recomputed(adapter: Any, checkpoint: str) -> None:
-    package = adapter.module()
-    seen: list[tuple[bool, bool]] = []
-    see = Say(lambda x: (seen.append((package.is_checkpointing(), package.is_recomputing())), x * 1)[1])
-    pipe = adapter.pipe(nn.Sequential(see), [1], 3, checkpoint)
-    pipe(torch.ones(3, 1, requires_grad=True)).sum().backward()
-    checkpointed = {"never": 0, "except_last": 2, "always": 3}[checkpoint]
-    assert seen.count((True, False)) == seen.count((False, True)) == checkpointed
-    assert seen.count((False, False)) == 3 - checkpointed
-    seen.clear()
-    pipe.eval()(torch.ones(3, 1, requires_grad=True)).sum().backward()
-    assert seen == [(False, False)] * 3
-    assert (package.is_checkpointing(), package.is_recomputing()) == (False, False)
 
 
 def test_a_single_micro_batch_is_the_callers_own(adapter: Any) -> None:

@@ -24,15 +24,6 @@ def test_one_file_of_any_number_of_stages(tmp_path, capsys, stages):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["model.safetensors", "step-00000012"]
 
 
-def test_all_names_of_a_shared_tensor_are_there(tmp_path):
-    module = model()
-    module[6].weight = module[6].bias = torch.nn.Parameter(torch.randn(8))
-    path = save_checkpoint(tmp_path, make_pipe(module=module), step=1)
-    convert(path, tmp_path / "x.safetensors")
-    read = load_file(tmp_path / "x.safetensors")
-    assert torch.equal(read["6.weight"], read["6.bias"])
-
-
 def test_mistakes(tmp_path, capsys):
     path = save_checkpoint(tmp_path / "run", make_pipe(), step=12)
     out = tmp_path / "x.safetensors"

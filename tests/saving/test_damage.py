@@ -1,6 +1,5 @@
 """Files that were damaged after they were written: every one is seen and named, and the checkpoint before is taken."""
 
-import itertools
 import json
 import logging
 import pickle
@@ -98,27 +97,6 @@ def test_truncated_and_deleted_files(saved, caplog, name, how):
         file.write_bytes({"empty": b"", "shorter": content[:-1], "longer": content + b" "}[how])
     also = ["COMPLETE"] if name == "manifest.json" and how not in ("gone", "directory") else []
     assert_falls_back(saved, caplog, name, *also)
-
-
-@pytest.mark.parametrize("pair", list(itertools.combinations(NAMES, 2)), ids="-".join)
-@pytest.mark.thorough
-def test_swapped_files(saved, caplog, pair):
-    first, second = (saved.paths[1] / name for name in pair)
-    if first.read_bytes() == second.read_bytes():
-        pytest.skip("they are equal")
-    contents = first.read_bytes(), second.read_bytes()
-    first.write_bytes(contents[1])
-    second.write_bytes(contents[0])
-    assert_falls_back(saved, caplog, *pair)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_files_of_another_step(saved, caplog, name):
-    older, newer = (path / name for path in saved.paths)
-    if older.read_bytes() == newer.read_bytes():
-        pytest.skip("they are equal")
-    shutil.copy(older, newer)
-    assert_falls_back(saved, caplog, name, "manifest.json")
 
 
 def test_all_of_another_step(saved, caplog):

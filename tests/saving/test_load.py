@@ -33,17 +33,6 @@ def test_the_newest_is_loaded_and_said(tmp_path, caplog):
     assert f"resuming from {found.path}" in caplog.text
 
 
-def test_one_that_is_named(tmp_path):
-    pipe = make_pipe()
-    paths = [save_checkpoint(tmp_path, pipe, step=step) for step in (1, 2)]
-    assert load_checkpoint(paths[0], pipe).step == 1
-    best = paths[0].rename(tmp_path / "best")
-    assert load_checkpoint(best, pipe).path == best
-    (paths[1] / "COMPLETE").unlink()
-    with pytest.raises(OSError, match=r"step-00000002 is not a complete checkpoint: COMPLETE is missing"):
-        load_checkpoint(paths[1], pipe)
-
-
 def test_one_without_its_mark_is_passed_over(tmp_path, caplog):
     """As a crash just before the mark leaves it: the first save of a run must not stop the next start."""
     pipe = make_pipe()

@@ -178,29 +178,6 @@ def test_each_reads_only_what_it_needs(monkeypatch, tmp_path):
     assert numbers == {"rank 0": {"00000"}, "rank 1": {"00002", "00003"}}, "stage 1 has no parameters"
 
 
-def test_replicas_write_once_and_all_load(monkeypatch, tmp_path):
-    ranks = Ranks(monkeypatch, {0, 1}, {2, 3}, replicas=2)
-    whole = {}
-    for rank in ranks:
-        stir(rank.pipe, rank.optimizer)
-        whole.update(rank.state() if rank.replica == 0 else {})
-    writers = []
-    monkeypatch.setattr(
-        save,
-        "write_tensors",
-        lambda path, tensors, write=save.write_tensors: (
-            writers.append((threading.current_thread().name, path.name)) or write(path, tensors)
-        ),
-    )
-    ranks.save(tmp_path)
-    assert {name for name, file in writers if not file.startswith("training")} == {"rank 0", "rank 1"}
-    assert {name for name, _ in writers} == {"rank 0", "rank 1", "rank 2"}, "each replica has random states"
-    assert len({file for _, file in writers}) == len(writers)
-    assert [each.step for each in ranks.load(tmp_path)] == [1] * 4
-    for rank in ranks:
-        assert_same(rank.state(), {name: whole[name] for name in rank.state()})
-
-
 @pytest.mark.parametrize("file", ["model-stage-00003.safetensors", "optimizer-stage-00000.json", "training.json"])
 def test_damage_that_one_sees_turns_all_back(monkeypatch, tmp_path, caplog, file):
     states = one_process(tmp_path, steps_done=(1, 2))
@@ -366,30 +343,3 @@ def test_what_one_alone_was_given(monkeypatch, tmp_path):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     assert load_checkpoint(tmp_path, pipe, optimizer, scheduler=scheduler).data_position == [5]
     assert scheduler.last_epoch == 7
-
-
-def test_each_gets_its_own_position_again(monkeypatch, tmp_path):
-    ranks = Ranks(monkeypatch, {0, 1}, {2, 3}, replicas=2)
-    positions = [{"row": 3}, {"row": 3}, {"row": 8}, {"row": torch.tensor(9)}]
-    (path, *_) = ranks.all(
-        lambda rank: save_checkpoint(tmp_path, rank.pipe, rank.optimizer, step=1, data_position=positions[rank.rank])
-    )
-    written = sorted(file.name for file in path.glob("training*.json"))
-    assert written == ["training-rank-00002.json", "training-rank-00003.json", "training.json"]
-    assert [each.data_position for each in ranks.load(tmp_path)] == positions
-    (path / "training-rank-00003.safetensors").write_bytes(b"")
-    assert all("training-rank-00003.safetensors: it has 0 bytes" in str(error) for error in ranks.load(tmp_path))
-
-
-def test_what_another_rank_cannot_save_is_refused(monkeypatch, tmp_path):
-    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
-    first, second = ranks.all(
-        lambda rank: save_checkpoint(tmp_path / "run", rank.pipe, step=1, data_position=object() if rank.rank else 1)
-    )
-    assert isinstance(second, TypeError)
-    assert "rank 1 could not prepare to save: TypeError: data_position is a builtins.object" in str(first)
-    assert not (tmp_path / "run").exists()
-
-
-def test_no_checkpoint_for_all(monkeypatch, tmp_path):
-    assert Ranks(monkeypatch, {0, 1}, {2, 3}).load(tmp_path) == [None, None]

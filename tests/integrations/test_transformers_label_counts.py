@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from pipework import MicroBatches, attach
-from pipework.integrations.label_counts import weight_of_labels
+from pipework.integrations.transformers import weight_of_labels
 
 CLASSES, PAD = 11, 2
 Loss = Callable[[Tensor, Tensor], Tensor]
