@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from pipework.distributed.mesh import Mesh
     from pipework.model.sequential import Device
-    from pipework.planning.request import PlanRequest
 
 _TIMEOUT = 0.2
 
@@ -103,11 +102,22 @@ def plan(
     measuring: dict[str, Any] = {
         "sample": sample, "target": target, "loss_fn": loss_fn, "keywords": keywords, "timeout": timeout,
     }  # fmt: skip
+    if mesh is not None and (isinstance(model, Profile) or devices is not None):
+        raise ValueError(
+            "mesh is for a model that each process measures on its own device: leave devices= out; a plan of a profile "
+            "is made once, saved, and loaded by all processes, pipework.Plan.load(path)"
+        )
     if isinstance(model, Profile):
-        request = _request_of_profile(model, devices, memory, mesh, options, measuring)
-        return best_plans(request, budget, report)[0]
-    _check(model, sample, devices, schedules, target, mesh)
-    assert isinstance(model, nn.Sequential)
+        if unused := [name for name, value in measuring.items() if value is not None]:
+            raise ValueError(f"plan got a profile and {unused[0]}=, which only the measurement of a model needs")
+        if devices is None:
+            kinds = ", ".join(map(repr, model.kinds))
+            raise ValueError(
+                f"devices is missing: with a profile, name one device or kind of device for each worker; kinds: {kinds}"
+            )
+        # Devices are texts here, which `make_request` checks.
+        return best_plans(make_request(model, devices, memory, **options), budget, report)[0]  # type: ignore[arg-type]
+    _check(model, sample, schedules, target)
     measuring |= {"timeout": _TIMEOUT if timeout is None else timeout, "progress": report}
     if mesh is not None:
 
@@ -129,45 +139,8 @@ def plan(
     return plan_that_fits(request, model, whole, budget, measuring["timeout"], report)
 
 
-def _request_of_profile(
-    model: Profile,
-    devices: Sequence[Device] | None,
-    memory: float | str | Mapping[str, float | str] | None,
-    mesh: Mesh | DeviceMesh | None,
-    options: Mapping[str, Any],
-    measuring: Mapping[str, Any],
-) -> PlanRequest:
-    """What is to be planned with a profile; refuses arguments that it would ignore."""
-    if mesh is not None:
-        raise _no_mesh()
-    if unused := [name for name, value in measuring.items() if value is not None]:
-        raise ValueError(f"plan got a profile and {unused[0]}=, which only the measurement of a model needs")
-    if devices is None:
-        kinds = ", ".join(map(repr, model.kinds))
-        raise ValueError(
-            f"devices is missing: with a profile, name one device or kind of device for each worker; kinds: {kinds}"
-        )
-    return make_request(model, devices, memory, **options)  # type: ignore[arg-type]  # which takes their texts
-
-
-def _no_mesh() -> ValueError:
-    return ValueError(
-        "mesh is for a model that each process measures on its own device: leave devices= out; a plan of a profile "
-        "is made once, saved, and loaded by all processes, pipework.Plan.load(path)"
-    )
-
-
-def _check(
-    model: object,
-    sample: object,
-    devices: object,
-    schedules: Sequence[str] | None,
-    target: object,
-    mesh: object,
-) -> None:
+def _check(model: object, sample: object, schedules: Sequence[str] | None, target: object) -> None:
     """Raises an error for what cannot be measured."""
-    if mesh is not None and devices is not None:
-        raise _no_mesh()
     if isinstance(model, str | Path):
         raise TypeError(f"model is {str(model)!r}: wanted layers or a profile, such as Profile.load({str(model)!r})")
     if sample is None:

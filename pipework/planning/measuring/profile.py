@@ -6,11 +6,12 @@ import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import inf
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from pipework.planning.measuring.stage_copy import Measured
 
 _ROUNDS = 3  # a burst of other work on the machine touches one of them
+_META = torch.device("meta")
 _SIZES = 4  # of micro-batches, if the caller names none
 
 
@@ -100,70 +102,77 @@ def profile(
     if rates is not None:
         if devices is not None:
             raise ValueError("give either devices=, which are measured, or rates= of devices that are not here")
-        return _estimated(module, batch, micro_batch_sizes(batch.rows, workers, rows), checked_rates(rates), report)
+        ways = {kind: _Way(_META, rates=speed, memory=speed.memory) for kind, speed in checked_rates(rates).items()}
+        sizes = micro_batch_sizes(batch.rows, workers, rows)
+        return _measured(meta_copy(module), batch.on_meta(), ways, sizes, report)
     machine = Machine.here()
     places = default_devices(len(module), False, machine) if devices is None else checked_devices(devices, machine)
     if not places:
         raise ValueError("devices is empty: give one for each worker")
     _refuse_meta(module, batch)
-    sizes = micro_batch_sizes(batch.rows, len(places), rows)
-    kinds: dict[str, DeviceKind] = {}
-    measured: list[list[Measured]] = []  # on the first kind, from which bytes are taken
-    for kind, place in {device_kind(place): place for place in reversed(places)}.items():
-        measuring = _Measuring(batch, place, sum(each.type == place.type == "cpu" for each in places), timeout)
-        tables = []
-        for size in sizes:
-            report(f"{kind}: {len(module)} layers, micro-batches of {size} rows")
-            try:
-                tables.append(measuring.rounds(alone(module), size))
-            except ValueError as error:  # such as a batch norm over one row
-                if tables or size == sizes[-1]:
-                    raise
-                report(f"left out, because a layer refuses micro-batches of {size} rows: {error}")
-        sizes = sizes[-len(tables) :]
-        measured = measured or [found for found, _ in tables]
-        memory = torch.accelerator.get_memory_info(place)[1] if is_accelerator(place) else None
-        joined = measuring.joined(module, sizes[0], tables[0][1])
-        kinds[kind] = DeviceKind(tuple(seconds for _, seconds in tables), joined, memory)
-    found = _profile_of(module, batch, sizes, measured, kinds)
+    ways = {
+        device_kind(place): _Way(
+            place,
+            cpu_workers=sum(each.type == place.type == "cpu" for each in places),
+            seconds=timeout / _ROUNDS,
+            memory=torch.accelerator.get_memory_info(place)[1] if is_accelerator(place) else None,
+        )
+        for place in reversed(places)
+    }
+    found = _measured(module, batch, ways, micro_batch_sizes(batch.rows, len(places), rows), report)
     return replace(
         found, devices={str(place): device_kind(place) for place in places}, links=measure_links(places, report)
     )
 
 
-class _Measuring:
-    """Measurements on one kind of device; on the CPU, so many workers share its cores."""
+class _Way(NamedTuple):
+    """How layers are measured for a kind of device.
 
-    def __init__(self, batch: SampleBatch, place: torch.device, workers: int, timeout: float) -> None:
-        self._batch, self._place, self._workers, self._timeout = batch, place, workers, timeout
+    Attributes:
+        place: where copies run.
+        cpu_workers: how many share the cores, on the CPU.
+        seconds: for each layer, in each round.
+        rates: of a device that is not here.
+        memory: of the device.
+    """
 
-    def rounds(self, stages: list[nn.Sequential], rows: int) -> tuple[list[Measured], tuple[LayerSeconds, ...]]:
+    place: torch.device
+    cpu_workers: int = 1
+    seconds: float = 0.0
+    rates: Rates | None = None
+    memory: int | None = None
+
+    def measured(
+        self, stages: list[nn.Sequential], batch: SampleBatch, rows: int
+    ) -> tuple[list[Measured], tuple[LayerSeconds, ...]]:
         """The stages in the first round, and the medians of the seconds of all rounds."""
         rounds = []
-        for _ in range(_ROUNDS):
-            found, elsewhere = measure_stages(
-                stages,
-                [self._place] * len(stages),
-                self._batch.sample(rows),
-                self._timeout / _ROUNDS,
-                cpu_workers=self._workers,
-                split=range(len(stages)),
-            )
+        for _ in range(1 if self.rates else _ROUNDS):
+            with self.place if self.rates else nullcontext():  # then layers make new tensors on the meta device, too
+                found, elsewhere = measure_stages(
+                    stages,
+                    [self.place] * len(stages),
+                    batch.sample(rows, _META if self.rates else None),
+                    self.seconds,
+                    cpu_workers=self.cpu_workers,
+                    split=range(len(stages)),
+                    clock=functools.partial(rated_clock, self.rates) if self.rates else None,
+                )
             if elsewhere:
                 raise MemoryError(
-                    f"layer {elsewhere[0]} alone does not fit on {self._place} with a micro-batch of {rows} rows: "
+                    f"layer {elsewhere[0]} alone does not fit on {self.place} with a micro-batch of {rows} rows: "
                     "measure smaller ones with rows=[...]"
                 )
             rounds.append(found)
         seconds = [zip(*(one.seconds for one in stage), strict=True) for stage in zip(*rounds, strict=True)]
         return rounds[0], tuple(LayerSeconds(*map(median, columns)) for columns in seconds)
 
-    def joined(self, module: nn.Sequential, rows: int, layers: Sequence[LayerSeconds]) -> Any:
+    def joined(self, module: nn.Sequential, batch: SampleBatch, rows: int, layers: Sequence[LayerSeconds]) -> Any:
         """What two layers save if they are on one stage: all layers alone take longer than all in one stage."""
-        if len(layers) == 1:
+        if len(layers) == 1 or self.rates:
             return 0.0, 0.0, 0.0
         try:
-            _, (together,) = self.rounds(grouped(module, [len(layers)]), rows)
+            _, (together,) = self.measured(grouped(module, [len(layers)]), batch, rows)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -172,60 +181,39 @@ class _Measuring:
         return tuple(max(0.0, every - one) / (len(layers) - 1) for every, one in zip(sums, together, strict=True))
 
 
-def _estimated(
+def _measured(
     module: nn.Sequential,
     batch: SampleBatch,
-    rows: tuple[int, ...],
-    rates: Mapping[str, Rates],
+    ways: Mapping[str, _Way],
+    sizes: tuple[int, ...],
     report: Callable[[str], None],
 ) -> Profile:
-    """The profile of a module on devices that are not here: copies of its layers run on the meta device."""
-    meta = torch.device("meta")
-    twin = meta_copy(module)
-    assert isinstance(twin, nn.Sequential)
-    loss = batch.loss_fn
-    twins = replace(batch, loss_fn=meta_copy(loss) if isinstance(loss, nn.Module) else loss)
+    """The profile, without names of devices and without links."""
     kinds: dict[str, DeviceKind] = {}
-    tables: list[list[Measured]] = []
-    for kind, speed in rates.items():
-        report(f"{kind}: {len(module)} layers, micro-batches of {', '.join(map(str, rows))} rows, estimated")
+    bytes_of: list[list[Measured]] = []  # of each layer for each size, on the first kind
+    for kind, way in ways.items():
         tables = []
-        for size in rows:
-            with meta:  # also what layers make without saying where
-                found, _ = measure_stages(
-                    alone(twin),
-                    [meta] * len(module),
-                    twins.sample(size, meta),
-                    0.0,
-                    split=range(len(module)),
-                    clock=functools.partial(rated_clock, speed),
-                )
-            tables.append(found)
-        seconds = tuple(tuple(one.seconds for one in table) for table in tables)
-        kinds[kind] = DeviceKind(seconds, memory=speed.memory, estimated=True)
-    return _profile_of(module, batch, rows, tables, kinds)
-
-
-def _profile_of(
-    module: nn.Sequential,
-    batch: SampleBatch,
-    rows: tuple[int, ...],
-    tables: Sequence[Sequence[Measured]],
-    kinds: Mapping[str, DeviceKind],
-) -> Profile:
-    """The profile of a module, without names of devices and without links; tables have each layer for each size."""
-    skips = [
-        SkipBytes(
-            edge.source, target, tuple(table[edge.source].bytes.stashed.get(edge.key, (0, 0))[0] for table in tables)
-        )
-        for edge in skip_edges(alone(module))
-        for target in edge.destinations
-    ]
+        for size in sizes:
+            report(f"{kind}: {len(module)} layers, micro-batches of {size} rows{', estimated' if way.rates else ''}")
+            try:
+                tables.append(way.measured(alone(module), batch, size))
+            except ValueError as error:  # such as a batch norm over one row
+                if tables or size == sizes[-1]:
+                    raise
+                report(f"left out, because a layer refuses micro-batches of {size} rows: {error}")
+        sizes = sizes[-len(tables) :]
+        bytes_of = bytes_of or [found for found, _ in tables]
+        joined = way.joined(module, batch, sizes[0], tables[0][1])
+        kinds[kind] = DeviceKind(tuple(seconds for _, seconds in tables), joined, way.memory, bool(way.rates))
+    skips = []
+    for edge in skip_edges(alone(module)):
+        skip_bytes = tuple(row[edge.source].bytes.stashed.get(edge.key, (0, 0))[0] for row in bytes_of)
+        skips += [SkipBytes(edge.source, target, skip_bytes) for target in edge.destinations]
     return Profile(
         batch=batch.rows,
-        rows=rows,
+        rows=sizes,
         layers=tuple(layer_infos(module)),
-        bytes=tuple(tuple(map(_layer_bytes, table)) for table in tables),
+        bytes=tuple(tuple(map(_layer_bytes, row)) for row in bytes_of),
         kinds=kinds,
         skips=tuple(skips),
         loss_inside=batch.target is not None,

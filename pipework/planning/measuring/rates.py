@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipework import torch_private
 from pipework.torch_private import memory_key
 from pipework.values import nested
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class _Operators(torch_private.DispatchMode):  # type: ignore[misc]
         return result
 
 
-def meta_copy(module: nn.Module) -> nn.Module:
+def meta_copy(module: Module) -> Module:
     """A deep copy whose tensors have no memory; layers that share a parameter share its copy.
 
     Example:

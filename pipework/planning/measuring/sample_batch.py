@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from pipework.model import mini_batch
 from pipework.model.loss.settings import LossSettings
 from pipework.model.sequential import TupleRule, tuple_rule
+from pipework.planning.measuring.rates import meta_copy
 from pipework.planning.measuring.stage_copy import Sample
 from pipework.runtime.stage.loss import InnerLoss
 from pipework.values import nested
@@ -84,6 +85,11 @@ class SampleBatch:
     def rows(self) -> int:
         """Of the mini-batch."""
         return sum(mini_batch.split(self.inputs, self.keywords, 1).rows)
+
+    def on_meta(self) -> SampleBatch:
+        """With a loss whose tensors have no memory; inputs and targets are copied to wherever layers run."""
+        is_module = isinstance(self.loss_fn, nn.Module)
+        return replace(self, loss_fn=meta_copy(self.loss_fn)) if is_module else self
 
     def micro_batches(
         self, rows: int, device: torch.device | None = None

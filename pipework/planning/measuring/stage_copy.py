@@ -161,19 +161,25 @@ def measure_stages(
     measured: list[Measured] = []
     elsewhere: list[int] = []
     for number, (partition, device) in enumerate(zip(partitions, devices, strict=True)):
-        options = {
-            "sample": sample, "is_first": number == 0, "is_last": number == len(partitions) - 1, "trains": trains,
-            "splits": number in split, "clock": clock,
-        }  # fmt: skip
-        measure = functools.partial(_measure, partition, tracker, value, seconds, cpu_workers, options)
-        try:
-            one, value = measure(device)
-        except RuntimeError as error:
-            if not (is_accelerator(device) and is_out_of_memory(error)):
-                raise
-            elsewhere.append(number)
-        if number in elsewhere:  # not while the error keeps what was measured alive
-            one, value = measure(torch.device("cpu"))
+        for place in (device, torch.device("cpu")):
+            try:
+                with traceless(place), threads_of_a_worker(cpu_workers if place.type == "cpu" else 1):
+                    one, value = StageCopy(
+                        partition,
+                        place,
+                        tracker,
+                        sample,
+                        is_first=number == 0,
+                        is_last=number == len(partitions) - 1,
+                        trains=trains,
+                        splits=number in split,
+                        clock=clock or functools.partial(_clock_of, place),
+                    ).measure(value, seconds)
+                break
+            except RuntimeError as error:
+                if not (is_accelerator(place) and is_out_of_memory(error)):
+                    raise
+                elsewhere.append(number)
         measured.append(one)
         if report is not None:
             forward, first, second = (f"{each:.3g} s" for each in one.seconds)
@@ -186,19 +192,6 @@ def measure_stages(
     return measured, tuple(elsewhere)
 
 
-def _measure(
-    partition: nn.Sequential,
-    tracker: Tracker,
-    value: Any,
-    seconds: float | None,
-    cpu_workers: int,
-    options: Mapping[str, Any],
-    device: torch.device,
-) -> tuple[Measured, Any]:
-    with traceless(device), threads_of_a_worker(cpu_workers if device.type == "cpu" else 1):
-        return StageCopy(partition, device, tracker, **options).measure(value, seconds)
-
-
 class StageCopy:
     """A copy of a stage; it runs a micro-batch as the stage will."""
 
@@ -207,13 +200,13 @@ class StageCopy:
         partition: nn.Sequential,
         device: torch.device,
         tracker: Tracker,
-        *,
         sample: Sample,
+        *,
         is_first: bool,
         is_last: bool,
         trains: bool,
         splits: bool,
-        clock: Clock | None,
+        clock: Clock,
     ) -> None:
         self._layers = [layer.to(device) for layer in copy.deepcopy(partition)]
         for layer in self._layers:
@@ -227,7 +220,7 @@ class StageCopy:
         self._loss = sample.loss if is_last else None
         self._is_first = is_first
         self._target: Any = None
-        self._clock = clock or (lambda: nullcontext(functools.partial(now, device)))
+        self._clock = clock
         self._weight_store = WeightGradientStore({}) if splits else None
         self._aliases = Aliases(self._layers if splits else (), self._weight_store)
         if not self._aliases.any_deferrable:
@@ -490,6 +483,10 @@ def now(device: torch.device) -> float:
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
     return time.perf_counter()
+
+
+def _clock_of(device: torch.device) -> AbstractContextManager[Callable[[], float]]:
+    return nullcontext(functools.partial(now, device))
 
 
 @contextmanager
