@@ -34,8 +34,7 @@ from pipework.runtime.stage.execution_views import refuse_shared_statistics
 from pipework.runtime.stage.loss import total
 from pipework.runtime.step import Step, StepOptions
 from pipework.signatures import positional_names
-from pipework.skip.layout import skip_edges
-from pipework.skip.verify import verify_skippables
+from pipework.skip.layout import skip_edges, verify_skippables
 from pipework.spot_checks import FIRST
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from pipework.pipe_warning import warn_caller
 from pipework.runtime.random.streams import draw_key
 from pipework.runtime.random.unseen_draws import generators_given_up
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
-from pipework.skip.verify import verify_skippables
+from pipework.skip.layout import verify_skippables
 from pipework.timeline import Recording
 from pipework.timeline.recording import checked_step
 from pipework.tracebacks import ShortTracebacks

@@ -16,7 +16,7 @@ from pipework.model.checkpoint import MODES
 from pipework.model.marks import flattened
 from pipework.model.sequential import named_layers
 from pipework.pipe import Pipe
-from pipework.skip import verify
+from pipework.skip import layout
 from pipework.torch_private import pytree
 from pipework.values import nested
 
@@ -249,7 +249,7 @@ def verify_skippables(module: nn.Module) -> None:
     Raises:
         TypeError: one or more pairs of stash and pop do not match. All of them are listed.
     """
-    verify.verify_skippables(module, exclusive=True)
+    layout.verify_skippables(module, exclusive=True)
 
 
 def balancing(balance: Callable[..., list[int]], kind: type[nn.Sequential]) -> Callable[..., list[int]]:

@@ -122,7 +122,7 @@ def add_submodules(package: str) -> None:
     Example:
         >>> import pipework.compat.sync.skip.namespace
         >>> pipework.compat.sync.skip.namespace.Namespace
-        <class 'pipework.skip.namespace.Namespace'>
+        <class 'pipework.skip.decorator.Namespace'>
     """
     module = sys.modules[package]
     vars(module).setdefault("__path__", [])  # what makes it a package

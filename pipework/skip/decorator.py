@@ -16,18 +16,72 @@ from __future__ import annotations
 
 import functools
 import sys
+import uuid
+from dataclasses import dataclass, field
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor, nn
 
 from pipework.runtime.skips import skip_tracker
-from pipework.skip.commands import pop, stash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 
-    from pipework.skip.namespace import Namespace, SkipKey
+
+@dataclass(frozen=True, order=True, slots=True)
+class Namespace:
+    """Distinguishes the skip connections of some layers from others of the same name.
+
+    Each new namespace differs from all others, also from those of other processes. Copies of a namespace equal it, so
+    the layers of a copied or unpickled model stay connected. Namespaces are hashable and ordered.
+
+    Example:
+        >>> import copy
+        >>> namespace = Namespace()
+        >>> namespace == Namespace(), namespace == copy.deepcopy(namespace)
+        (False, True)
+    """
+
+    identity: str = field(default_factory=lambda: uuid.uuid4().hex, init=False)
+
+
+SkipKey = tuple[Namespace | None, str]
+"""Identifies a skip connection: its namespace (None without `isolate`) and its name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class stash:
+    """The command to stash a tensor: `yield stash(name, tensor)`.
+
+    Args:
+        name: the name of the skip connection, declared in `@skippable(stash=[...])`.
+        tensor: the tensor for the layers that pop; None is passed on as None.
+
+    Example:
+        >>> def forward(self, x):
+        ...     yield stash("identity", x)
+        ...     return x.relu()
+    """
+
+    name: str
+    tensor: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class pop:
+    """The command to get the tensor that an earlier layer has stashed: `tensor = yield pop(name)`.
+
+    Args:
+        name: the name of the skip connection, declared in `@skippable(pop=[...])`.
+
+    Example:
+        >>> def forward(self, x):
+        ...     identity = yield pop("identity")
+        ...     return x + identity
+    """
+
+    name: str
 
 
 class Skippable(nn.Module):
@@ -100,17 +154,16 @@ class Skippable(nn.Module):
         """Sets how many layers of the model pop each skip connection; see `verify_skippables`."""
         self._poppers = {key[1]: counts[key] for key in self.stashed_keys()}
 
-    def forward(self, *inputs: Any, **keyword_inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs the decorated module and carries out the commands that it yields."""
-        result = self.module(*inputs, **keyword_inputs)
+        result = self.module(*inputs, **keywords)
         stashed: set[str] = set()
         popped: set[str] = set()
         if isinstance(result, GeneratorType):
             result = self._obey(result, stashed, popped)
-        if missing := [name for name in self.stashable_names if name not in stashed]:
-            raise RuntimeError(f"{_quoted(missing)} must be stashed but have not")
-        if missing := [name for name in self.poppable_names if name not in popped]:
-            raise RuntimeError(f"{_quoted(missing)} must be popped but have not")
+        for what, names, done in (("stashed", self.stashable_names, stashed), ("popped", self.poppable_names, popped)):
+            if missing := [name for name in names if name not in done]:
+                raise RuntimeError(f"{_quoted(missing)} must be {what} but have not")
         return result
 
     def _obey(self, commands: Generator[Any, Tensor | None, Any], stashed: set[str], popped: set[str]) -> Any:
@@ -129,10 +182,7 @@ class Skippable(nn.Module):
             return end.value
 
     def _stash(self, name: str, tensor: Tensor | None, stashed: set[str]) -> None:
-        if name not in self.stashable_names:
-            raise RuntimeError(f"'{name}' has not been declared as stashable")
-        if name in stashed:
-            raise RuntimeError(f"'{name}' has already been stashed by this layer")
+        _refuse_undeclared(name, "stash", self.stashable_names, stashed)
         if tensor is not None and not isinstance(tensor, Tensor):
             raise TypeError(f"'{name}' must be stashed as a tensor or None, not as {type(tensor).__name__}")
         poppers = 1 if self._poppers is None else self._poppers[name]
@@ -140,10 +190,7 @@ class Skippable(nn.Module):
         stashed.add(name)
 
     def _pop(self, name: str, popped: set[str]) -> Tensor | None:
-        if name not in self.poppable_names:
-            raise RuntimeError(f"'{name}' has not been declared as poppable")
-        if name in popped:
-            raise RuntimeError(f"'{name}' has already been popped by this layer")
+        _refuse_undeclared(name, "popp", self.poppable_names, popped)
         try:
             tensor = skip_tracker.current().load((self._namespaces.get(name), name))
         except KeyError:
@@ -196,8 +243,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
     def decorate(module_class: type[nn.Module]) -> type[Skippable]:
         @functools.wraps(module_class.forward)  # so that inspect.signature shows the signature of the user's forward
-        def forward(self: Skippable, *inputs: Any, **keyword_inputs: Any) -> Any:
-            return Skippable.forward(self, *inputs, **keyword_inputs)
+        def forward(self: Skippable, *inputs: Any, **keywords: Any) -> Any:
+            return Skippable.forward(self, *inputs, **keywords)
 
         decorated = type(
             module_class.__name__,
@@ -233,6 +280,13 @@ def _checked_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
     if isinstance(names, str):
         raise TypeError(f"{argument} must be a list of names, but it is the string '{names}': write [{names!r}]")
     return tuple(dict.fromkeys(names))
+
+
+def _refuse_undeclared(name: str, what: str, declared: Iterable[str], done: Iterable[str]) -> None:
+    if name not in declared:
+        raise RuntimeError(f"'{name}' has not been declared as {what}able")
+    if name in done:
+        raise RuntimeError(f"'{name}' has already been {what}ed by this layer")
 
 
 def _quoted(names: Iterable[str]) -> str:

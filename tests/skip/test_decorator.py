@@ -1,6 +1,8 @@
 import copy
+import dataclasses
 import inspect
 import io
+import itertools
 import pickle
 import threading
 
@@ -475,3 +477,50 @@ def test_without_parentheses():
         @skippable
         class Layer(nn.Module):
             pass
+
+
+def test_a_stash_has_a_name_and_the_tensor_itself() -> None:
+    tensor = torch.ones(2)
+    command = stash("a", tensor)
+    assert command.name == "a"
+    assert command.tensor is tensor
+
+
+@pytest.mark.parametrize("command", [stash("a", None), pop("a")])
+def test_they_cannot_be_changed(command: object) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        command.name = "b"
+
+
+def test_each_command_equals_itself_alone() -> None:
+    assert pop("a") != pop("a")  # comparing stashes would compare tensors element by element
+
+
+def test_each_is_unique() -> None:
+    namespaces = [Namespace() for _ in range(100)]
+    assert len(set(namespaces)) == 100
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda namespace: pickle.loads(pickle.dumps(namespace))]
+)
+def test_a_copy_equals_it(duplicate) -> None:
+    namespace = Namespace()
+    other = duplicate(namespace)
+    assert other == namespace
+    assert hash(other) == hash(namespace)
+    assert {namespace: "found"}[other] == "found"
+
+
+def test_they_have_an_order() -> None:
+    namespaces = [Namespace() for _ in range(10)]
+    ascending = sorted(namespaces)
+    assert all(left < right for left, right in itertools.pairwise(ascending))
+    first, second = namespaces[:2]
+    assert (first < second) != (second < first)
+    assert not first < copy.copy(first)
+
+
+def test_it_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        Namespace().identity = "another"

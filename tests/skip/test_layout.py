@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from pipework.model.sequential import WithDevice
-from pipework.skip import Namespace, skippable
+from pipework.skip import Namespace, pop, skippable, stash, verify_skippables
 from pipework.skip.layout import SkipEdge, named_skippables, skip_edges
 
 
@@ -71,3 +71,140 @@ def test_named_skippables_in_the_order_of_execution():
     model = nn.Sequential(stashing("a"), nn.Sequential(nn.ReLU(), twice), WithDevice(popping("a"), "cpu"), twice)
     assert [name for name, _ in named_skippables(model)] == ["0", "1.1", "2", "3"]
     assert [name for name, _ in named_skippables(twice, "last")] == ["last"]
+
+
+@skippable(stash=["1to3"])
+class Layer1(nn.Module):
+    def forward(self, x):
+        yield stash("1to3", x)
+        return x
+
+
+class Layer2(nn.Module):
+    def forward(self, x):
+        return x
+
+
+@skippable(pop=["1to3"])
+class Layer3(nn.Module):
+    def forward(self, x):
+        return x + (yield pop("1to3"))
+
+
+def verdict(*layers, exclusive=False):
+    """The bullets of the error."""
+    with pytest.raises(TypeError) as caught:
+        verify_skippables(nn.Sequential(*layers), exclusive=exclusive)
+    first, second, *bullets = str(caught.value).split("\n")
+    assert first == "one or more pairs of stash and pop do not match:"
+    assert second == ""
+    assert all(bullet.startswith("* ") for bullet in bullets)
+    return [bullet[2:] for bullet in bullets]
+
+
+# The pictures that come with the documentation of verify_skippables:
+# fmt: off
+def test_the_right_picture():
+    verify_skippables(nn.Sequential(Layer1(), Layer2(), Layer3()), exclusive=True)
+
+
+def test_stashed_for_nobody():
+    #             Layer1    Layer2
+    #               └──── ?
+    assert verdict(Layer1(), Layer2()) == ["no module declared '1to3' as poppable but stashed"]
+
+
+def test_popped_from_nowhere():
+    #             Layer2    Layer3
+    #                  ? ────┘
+    assert verdict(Layer2(), Layer3()) == ["'1' declared '1to3' as poppable but it was not stashed"]
+
+
+def test_popped_twice():
+    #             Layer1    Layer2    Layer3    Layer3
+    #               └───────────────────┘       ^^^^^^
+    layers = [Layer1(), Layer2(), Layer3(), Layer3()]
+    assert verdict(*layers, exclusive=True) == ["'3' redeclared '1to3' as poppable but not isolated by namespace"]
+    verify_skippables(nn.Sequential(*layers))
+
+
+def test_stashed_twice():
+    #             Layer1    Layer1    Layer2    Layer3
+    #             ^^^^^^      └───────────────────┘
+    redeclared = "'1' redeclared '1to3' as stashable but not isolated by namespace"
+    assert verdict(Layer1(), Layer1(), Layer2(), Layer3()) == [redeclared]
+# fmt: on
+
+
+def test_the_whole_text():
+    with pytest.raises(TypeError) as caught:
+        verify_skippables(nn.Sequential(popping("foo"), stashing("bar")))
+    assert str(caught.value) == (
+        "one or more pairs of stash and pop do not match:\n\n"
+        "* '0' declared 'foo' as poppable but it was not stashed\n"
+        "* no module declared 'bar' as poppable but stashed"
+    )
+
+
+def test_popped_before_it_is_stashed():
+    assert verdict(popping("foo"), stashing("foo")) == [
+        "'0' declared 'foo' as poppable but it was not stashed",
+        "no module declared 'foo' as poppable but stashed",
+    ]
+
+
+def test_both_in_one_layer():
+    both = skippable(stash=["foo"], pop=["foo"])(Layer2)()
+    assert verdict(both) == ["'0' declared 'foo' both as stashable and as poppable"]
+
+
+def test_both_of_one_name_in_two_namespaces_is_still_one_name_of_a_layer():
+    both = skippable(stash=["foo"], pop=["foo"])(Layer2)().isolate(Namespace())
+    assert verdict(both) == ["'0' declared 'foo' both as stashable and as poppable"]
+
+
+def test_namespaces_keep_equal_names_apart():
+    first, second = Namespace(), Namespace()
+    model = nn.Sequential(
+        stashing("foo").isolate(first),
+        stashing("foo").isolate(second),
+        popping("foo").isolate(second),
+        popping("foo").isolate(first),
+    )
+    verify_skippables(model, exclusive=True)
+    model[3].isolate(Namespace())
+    assert verdict(*model) == [
+        "'3' declared 'foo' as poppable but it was not stashed",
+        "no module declared 'foo' as poppable but stashed",
+    ]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nested_ones_are_found_and_named_by_dotted_names(depth):
+    inner = nn.Sequential(Layer2(), stashing("foo"))
+    outer = inner if depth == 1 else nn.ModuleDict({"block": inner})
+    path = "0.1" if depth == 1 else "0.block.1"
+    verify_skippables(nn.Sequential(outer, popping("foo")))
+    assert verdict(nn.Sequential(stashing("foo")), popping("foo"), outer) == [
+        f"'2{path[1:]}' redeclared 'foo' as stashable but not isolated by namespace"
+    ]
+
+
+def test_names_do_not_show_with_device():
+    assert verdict(WithDevice(popping("foo"), "cpu")) == ["'0' declared 'foo' as poppable but it was not stashed"]
+
+
+def test_a_layer_used_twice_pops_twice():
+    join = popping("foo")
+    fork = stashing("foo")
+    verify_skippables(nn.Sequential(fork, join, join))
+    assert verdict(fork, join, join, exclusive=True) == [
+        "'2' redeclared 'foo' as poppable but not isolated by namespace"
+    ]
+    assert verdict(fork, fork, join) == ["'1' redeclared 'foo' as stashable but not isolated by namespace"]
+
+
+def test_missing_children_and_models_without_skips():
+    model = nn.Sequential(nn.ReLU())
+    model.register_module("1", None)
+    verify_skippables(model)
