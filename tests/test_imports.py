@@ -46,21 +46,14 @@ MAY_IMPORT = {
     "model": {"autograd", "pipe_warning", "runtime", "runtime.random", "runtime.stage", "values"},
     "model.parts": {"model", "runtime.random", "values"},
     "model.loss": {"model", "runtime", "runtime.random", "runtime.stage", "values"},
-    "planning": {
-        "planning.cuts", "planning.profiles", "planning.search", "schedule", "schedule.analysis", "schedule.draw",
-    },
-    "planning.cuts": set(),
-    "planning.profiles": {"planning", "schedule"},
-    "planning.search": {
-        "planning", "planning.cuts", "planning.profiles", "schedule", "schedule.analysis", "schedule.draw",
-    },
+    "planning": {"schedule", "schedule.analysis", "schedule.draw"},
     "assignment": {
-        "model", "planning", "planning.profiles", "runtime", "runtime.random", "schedule", "schedule.draw",
+        "model", "planning", "runtime", "runtime.random", "schedule", "schedule.draw",
     },
     "planning.balance": {"assignment", "model", "planning.measuring"},
     "planning.measuring": {
         "__init__", "assignment", "autograd", "autograd.weight_split", "distributed", "model", "model.loss", "planning",
-        "planning.profiles", "planning.search", "runtime", "runtime.skips", "runtime.stage", "saving", "schedule",
+        "runtime", "runtime.skips", "runtime.stage", "saving", "schedule",
         "schedule.draw", "skip", "summary", "values",
     },
     "skip": {"model", "runtime.skips"},
@@ -97,7 +90,7 @@ MAY_IMPORT = {
     "pipe_warning": set(),
     "__init__": {
         "assignment", "attached", "distributed", "distributed.health", "integrations", "model", "pipe",
-        "pipe_warning", "planning", "planning.balance", "planning.measuring", "planning.profiles", "saving", "skip",
+        "pipe_warning", "planning", "planning.balance", "planning.measuring", "saving", "skip",
     },
 }  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipework.planning import Profile
-from pipework.planning.profiles.layer_costs import DeviceKind, LayerBytes, LayerInfo, LayerSeconds, LinkSpeed, SkipBytes
+from pipework.planning.layer_costs import DeviceKind, LayerBytes, LayerInfo, LayerSeconds, LinkSpeed, SkipBytes
 
 FOLDER = Path(__file__).parent / "profiles"
 RATE = 100e12  # operations a second

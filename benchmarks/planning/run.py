@@ -19,9 +19,9 @@ from benchmarks import harness
 from benchmarks.harness import Verdict
 from pipework.assignment.minimax import minimax_partition
 from pipework.planning import Profile
+from pipework.planning.candidate import Candidate, Choice, evaluate
 from pipework.planning.plan_profile import plan_profile
 from pipework.planning.request import PlanRequest, make_request
-from pipework.planning.search.candidate import Candidate, Choice, evaluate
 from pipework.schedule import SCHEDULES
 
 FOLDER = Path(__file__).parent / "profiles"

@@ -7,9 +7,9 @@ import resource
 import sys
 import time
 
+from pipework.planning.layer_costs import DeviceKind, LayerBytes, LayerInfo, LayerSeconds, LinkSpeed
 from pipework.planning.plan_profile import plan_profile
-from pipework.planning.profiles.layer_costs import DeviceKind, LayerBytes, LayerInfo, LayerSeconds, LinkSpeed
-from pipework.planning.profiles.profile import Profile
+from pipework.planning.profiles import Profile
 
 MIB, GIB = 2**20, 2**30
 

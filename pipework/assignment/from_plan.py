@@ -9,8 +9,8 @@ from torch import nn
 
 from pipework.assignment.balance import not_sequential
 from pipework.model.sequential import named_layers
+from pipework.planning.layer_costs import LayerInfo
 from pipework.planning.plan import Plan
-from pipework.planning.profiles.layer_costs import LayerInfo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

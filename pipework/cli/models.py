@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipework.cli.arguments import Report, add_command, add_options
 from pipework.planning.plan_profile import plan_profile
-from pipework.planning.profiles.profile import Profile
+from pipework.planning.profiles import Profile
 
 if TYPE_CHECKING:
     from pipework.cli.arguments import Commands

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pipework.assignment.balance import estimated_costs
     from pipework.assignment.minimax import minimax_partition
+    from pipework.planning.layer_costs import LinkSpeed
     from pipework.planning.measuring.profile import profile
     from pipework.planning.measuring.rates import Rates
-    from pipework.planning.profiles.layer_costs import LinkSpeed
-    from pipework.planning.profiles.profile import Profile
+    from pipework.planning.profiles import Profile
 
 __all__ = ["profile", "Profile", "Rates", "LinkSpeed", "estimated_costs", "minimax_partition"]
 
@@ -21,9 +21,9 @@ __all__ = ["profile", "Profile", "Rates", "LinkSpeed", "estimated_costs", "minim
 def __getattr__(name: str) -> object:
     homes = {
         "profile": "pipework.planning.measuring.profile",
-        "Profile": "pipework.planning.profiles.profile",
+        "Profile": "pipework.planning.profiles",
         "Rates": "pipework.planning.measuring.rates",
-        "LinkSpeed": "pipework.planning.profiles.layer_costs",
+        "LinkSpeed": "pipework.planning.layer_costs",
         "estimated_costs": "pipework.assignment.balance",
         "minimax_partition": "pipework.assignment.minimax",
     }

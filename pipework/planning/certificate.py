@@ -4,37 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipework.planning.plan import Certificate, WorkerBytes
 from pipework.schedule import lower_bounds
 
 if TYPE_CHECKING:
     from pipework.planning.request import PlanRequest
-    from pipework.planning.search.candidate import WorkerBytes
     from pipework.schedule import Simulation
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """Lower bounds of a step, in seconds, and what binds.
-
-    Attributes:
-        schedule_bound: no schedule of the plan's stages, micro-batches and recomputation is faster, within the limits.
-        any_bound: no plan is faster, whatever its cut, schedule and number of micro-batches among those asked for.
-        binding: what keeps the step from being shorter, in words.
-    """
-
-    schedule_bound: float
-    any_bound: float
-    binding: str
-
-
 def certify(
-    simulation: Simulation,
-    workers: Sequence[WorkerBytes],
-    balance: Sequence[int],
-    any_bound: float,
+    simulation: Simulation, workers: Sequence[WorkerBytes], balance: Sequence[int], any_bound: float
 ) -> Certificate:
     """Bound a step from below.
 
@@ -44,22 +25,23 @@ def certify(
         balance: the layers of each stage.
         any_bound: what no plan undercuts, see :func:`any_plan_bound`.
     """
-    schedule, costs = simulation.schedule, simulation.costs
+    schedule = simulation.schedule
     again = Counter(action.stage for order in schedule.orders for action in order if action.kind == "R")
     room = [each.limit - each.fixed - each.temporary for each in workers]
     within, free = (
         lower_bounds(
             schedule.placement,
             schedule.micro_batches,
-            costs,
+            simulation.costs,
             memory_limit=limit,
             recomputed=[again[stage] for stage in range(schedule.stages)],
         ).makespan
         for limit in ([max(each) for each in zip(room, simulation.peak_memory, strict=True)], None)
     )
-    binding = _binding(simulation, workers, balance, memory=within > free * (1 + 1e-9))
     step = simulation.makespan
-    return Certificate(_rounded(within, step), _rounded(any_bound, step), binding)
+    # Rounding may put a bound above what is reached.
+    own, every = (step if step < bound < step * (1 + 1e-9) else bound for bound in (within, any_bound))
+    return Certificate(own, every, _binding(simulation, workers, balance, memory=within > free * (1 + 1e-9)))
 
 
 def any_plan_bound(request: PlanRequest) -> float:
@@ -69,17 +51,11 @@ def any_plan_bound(request: PlanRequest) -> float:
 
     * the work of all layers, shared among all workers: on worker w it is done at most r_w times as fast as on the
       fastest kind of device for each layer, so it takes m (t_1 + ... + t_n) / (r_1 + ... + r_p);
-    * m times the longest layer, since a layer lies on one worker;
-    * the forward and the input gradient of one micro-batch through all layers.
+    * m times the longest layer, since a layer lies on one worker.
 
     If the rows cannot be shared evenly, some micro-batches have a row less than others, and take less.
     """
     return min(_bound_with(request, chunks) for chunks in request.chunks)
-
-
-def _rounded(bound: float, step: float) -> float:
-    """Rounding may put a bound above what is reached."""
-    return step if step < bound < step * (1 + 1e-9) else bound
 
 
 def _bound_with(request: PlanRequest, chunks: int) -> float:
@@ -99,13 +75,11 @@ def _bound_with(request: PlanRequest, chunks: int) -> float:
         max((best / own for best, own in zip(fastest, by_kind[kind], strict=True) if own), default=1.0)
         for kind in request.kinds
     ]
-    chains = [sums.layer_chain_seconds(kind) for kind in request.kinds for sums in (smaller, largest)]
-    chain: float = sum(map(min, zip(*chains, strict=True)))
-    return float(max(sum(fastest) / sum(speed), max(fastest), chain))
+    return float(max(sum(fastest) / sum(speed), max(fastest)))
 
 
 def _binding(simulation: Simulation, workers: Sequence[WorkerBytes], balance: Sequence[int], *, memory: bool) -> str:
-    """The largest of: idle time because of memory, a worker's work, transfers."""
+    """The largest of: transfers, idle time because of memory, a worker's work."""
     schedule, step = simulation.schedule, simulation.makespan
     if step <= 0:
         return "nothing takes time"
@@ -117,9 +91,10 @@ def _binding(simulation: Simulation, workers: Sequence[WorkerBytes], balance: Se
     used = [each.total / each.limit for each in workers]
     again = sum(action.kind == "R" for action in schedule.orders[busiest])
     if again and used[busiest] > 0:
+        forwards = schedule.micro_batches * len(schedule.stages_of(busiest))
         return (
             f"the memory of worker {busiest}, {used[busiest]:.0%} of which are used, although it recomputes "
-            f"{again} of its {sum(action.kind == 'F' for action in schedule.orders[busiest])} forwards"
+            f"{again} of its {forwards} forwards"
         )
     if memory or (max(used) > 0.95 and share < 0.9):
         return f"the memory of worker {used.index(max(used))}, of which {max(used):.0%} are used"

@@ -1,4 +1,4 @@
-"""Reads files of JSON that this package has written, with an error that names the file for all others."""
+"""Reads plans and profiles that were saved as JSON, and names the file in each error."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 Made = TypeVar("Made")
 
 
-def text_of_file(path: str | Path) -> str:
+def read_file(path: str | Path) -> str:
     """The text of a file.
 
     Raises:
-        ValueError: it holds something else than text.
-        OSError: it cannot be read.
+        ValueError: the file holds no text.
+        OSError: the file cannot be read.
     """
     try:
         return Path(path).read_text(encoding="utf-8-sig")
@@ -24,57 +24,72 @@ def text_of_file(path: str | Path) -> str:
         raise ValueError(f"{path} is not JSON: it holds no text") from None
 
 
-def read_json(
-    text: str, name: str, what: str, form: str, written_by: str, make: Callable[[dict[str, Any]], Made]
-) -> Made:
-    """What was written.
+def read_json(text: str, name: str, what: str, make: Callable[[dict[str, Any]], Made]) -> Made:
+    """Make an object of its fields in JSON, whose field "format" is ``pipework WHAT 1``.
 
     Args:
         text: of the file.
         name: of the file, for messages.
-        what: should be in it, such as "profile".
-        form: the text of its field "format".
-        written_by: the call that writes such files, for messages.
-        make: makes it of the fields.
+        what: the text should be: "plan" or "profile".
+        make: makes the object of the fields.
 
     Raises:
-        ValueError: the text is not JSON, or not what it should be.
+        ValueError: the text is not JSON, or has another format, or its fields are wrong.
 
     Example:
-        >>> read_json('{"format": "plan 1", "rows": [1]}', "p.json", "plan", "plan 1", "save()", lambda fields: fields)
+        >>> read_json('{"format": "pipework plan 1", "rows": [1]}', "p.json", "plan", lambda fields: fields)
         {'rows': [1]}
-        >>> read_json("[1]", "p.json", "plan", "plan 1", "save()", lambda fields: fields)
+        >>> read_json("[1]", "p.json", "plan", lambda fields: fields)
         Traceback (most recent call last):
-        ValueError: p.json is no plan: it is no object, wanted the format 'plan 1', as save() writes it
+        ValueError: p.json is no plan: wanted an object of format 'pipework plan 1', as its save(path) writes it
     """
+    form = f"pipework {what} 1"
     try:
         fields = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{name} is not JSON: {error}; wanted a {what}, as {written_by} writes it") from None
+        raise ValueError(f"{name} is not JSON: {error}; wanted a {what}, as its save(path) writes it") from None
     except RecursionError:
         raise ValueError(f"{name} is no {what}: it is nested too deeply") from None
-    found = f"its format is {fields.get('format')!r}" if isinstance(fields, dict) else "it is no object"
     if not isinstance(fields, dict) or fields.pop("format", None) != form:
-        raise ValueError(f"{name} is no {what}: {found}, wanted the format {form!r}, as {written_by} writes it")
+        raise ValueError(f"{name} is no {what}: wanted an object of format {form!r}, as its save(path) writes it")
     try:
         return make(fields)
     except KeyError as error:
-        raise ValueError(f"{name} is no whole {what}: it has no {error}") from None
+        raise ValueError(f"{name} is no {what}: it has no {error}") from None
     except (TypeError, AttributeError, IndexError, ValueError) as error:
         raise ValueError(f"{name} is no {what}: {error}") from None
+
+
+def write_json(what: str, fields: dict[str, Any], more: str = "") -> str:
+    """The text for `read_json`, a line for each field.
+
+    Args:
+        what: the text is: "plan" or "profile".
+        fields: what it has.
+        more: another field, as it is to be written.
+
+    Example:
+        >>> print(write_json("plan", {"rows": [1, 2]}))
+        {"format": "pipework plan 1",
+         "rows": [1, 2]}
+        <BLANKLINE>
+    """
+    lines = {"format": f"pipework {what} 1", **fields}
+    text = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in lines.items()]
+    return "{" + ",\n ".join([*text, *([more] if more else [])]) + "}\n"
 
 
 def check_numbers(what: str, numbers: Iterable[object]) -> None:
     """Refuse what is no finite number of at least 0.
 
     Raises:
-        ValueError: it is negative, infinite, NaN, or no number.
+        ValueError: a number is negative, infinite or NaN, or no number.
 
     Example:
         >>> check_numbers("seconds", [1, 0.5, "1"])
         Traceback (most recent call last):
-        ValueError: the seconds have '1': wanted numbers, and none that is negative, infinite or NaN
+        ValueError: the seconds have '1': wanted finite numbers of at least 0
     """
     for each in numbers:
         if isinstance(each, bool) or not isinstance(each, int | float) or not (isfinite(each) and each >= 0):
-            raise ValueError(f"the {what} have {each!r}: wanted numbers, and none that is negative, infinite or NaN")
+            raise ValueError(f"the {what} have {each!r}: wanted finite numbers of at least 0")

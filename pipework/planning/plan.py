@@ -2,26 +2,75 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from pipework.planning.certificate import Certificate
-from pipework.planning.json_file import check_numbers, text_of_file
-from pipework.planning.plan_file import parse, text_of
-from pipework.planning.profiles.layer_costs import LayerInfo
-from pipework.planning.search.candidate import WorkerBytes
-from pipework.schedule import Costs, Schedule, Simulation, Timeline, simulate, svg, to_csv, without_recompute
+from pipework.planning.json_file import check_numbers, read_file, read_json, write_json
+from pipework.planning.layer_costs import LayerInfo
+from pipework.schedule import (
+    Costs,
+    Schedule,
+    Simulation,
+    Timeline,
+    from_json,
+    simulate,
+    svg,
+    to_csv,
+    to_json,
+    without_recompute,
+)
+from pipework.schedule.analysis.memory import SLACK
 from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.draw.units import aligned, counted, memory_text, time_text
 from pipework.schedule.edges import recomputed
 
-if TYPE_CHECKING:
-    from pipework.planning.search.candidate import Candidate
+
+@dataclass(frozen=True)
+class Certificate:
+    """Lower bounds of a step, in seconds, and what binds.
+
+    Attributes:
+        schedule_bound: no schedule of the plan's stages, micro-batches and recomputation is faster, within the limits.
+        any_bound: no plan is faster, whatever its cut, schedule and number of micro-batches among those asked for.
+        binding: what keeps the step from being shorter, in words.
+    """
+
+    schedule_bound: float
+    any_bound: float
+    binding: str
+
+
+@dataclass(frozen=True)
+class WorkerBytes:
+    """The most bytes that a worker holds.
+
+    Attributes:
+        fixed: weights, gradients, buffers and the optimizer's state.
+        activations: of the micro-batches in flight.
+        temporary: what an action needs beside that, and messages.
+        limit: the most that it may hold; infinity: no limit.
+    """
+
+    fixed: float
+    activations: float
+    temporary: float
+    limit: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.fixed + self.activations + self.temporary
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is within the limit."""
+        return self.total <= self.limit * SLACK
 
 
 @dataclass(frozen=True)
@@ -76,41 +125,17 @@ class Plan:
         ):
             if found != wanted:
                 raise ValueError(f"the plan has {found} {what}, and its other parts are for {wanted}")
-        positive_integers(**{f"balance[{stage}]": each for stage, each in enumerate(self.balance)})
-        positive_integers(batch=self.batch)
+        positive_integers(batch=self.batch, **{f"balance[{stage}]": each for stage, each in enumerate(self.balance)})
         self.costs.spread(schedule.stages, len(schedule.skips))  # refuses those of other stages
-        bound, own = self.certificate, self.profile_seconds
-        check_numbers("times of the plan", (bound.schedule_bound, bound.any_bound, *dict(self.named).values()))
-        check_numbers("times of the plan", () if own is None else (own,))
-        check_numbers("bytes of its workers", (each for held in self.workers for each in astuple(held)[:3]))
-        for held in self.workers:
-            if not isinstance(held.limit, int | float) or not held.limit > 0:
-                raise ValueError(f"a worker of the plan has the limit {held.limit!r}: wanted bytes above 0")
+        bound = self.certificate
+        seconds = (bound.schedule_bound, bound.any_bound, self.profile_seconds or 0, *dict(self.named).values())
+        check_numbers("times of the plan", seconds)
         check_numbers("numbers of the optimizer", (self.optimizer,))
+        for held in self.workers:
+            limit = 0 if held.limit == inf else held.limit
+            check_numbers("bytes of its workers", (held.fixed, held.activations, held.temporary, limit))
         if not all(isinstance(each, str) for each in (*self.devices, *self.notes)):
             raise TypeError("devices and notes of the plan: wanted texts")
-
-    @classmethod
-    def of(
-        cls, candidate: Candidate, certificate: Certificate, named: Mapping[str, float], notes: Sequence[str] = ()
-    ) -> Plan:
-        """The plan of a candidate."""
-        request, choice = candidate.request, candidate.choice
-        return cls(
-            devices=tuple(request.devices[index] for index in choice.order),
-            balance=choice.balance,
-            chunks=choice.chunks,
-            batch=request.batch,
-            schedule=candidate.schedule,
-            costs=candidate.costs,
-            workers=candidate.workers,
-            layers=request.profile.layers,
-            certificate=certificate,
-            optimizer=request.optimizer,
-            named=dict(named),
-            estimated=any(request.profile.kinds[kind].estimated for kind in request.kinds),
-            notes=tuple(notes),
-        )
 
     @cached_property
     def simulation(self) -> Simulation:
@@ -147,7 +172,7 @@ class Plan:
             rows.append(
                 (
                     str(worker), self.devices[worker], layers,
-                    f"{time_text(self.simulation.busy[worker], 's')}",
+                    time_text(self.simulation.busy[worker], "s"),
                     "; ".join(dict.fromkeys(repeats)) if again else "-",
                     memory_text(held.fixed, "bytes"), memory_text(held.activations, "bytes"),
                     memory_text(held.temporary, "bytes"), memory_text(held.total, "bytes"),
@@ -155,32 +180,25 @@ class Plan:
                 )
             )  # fmt: skip
         bound = self.certificate
-        rate = "estimated" if self.estimated else "predicted"
-        before = self.profile_seconds
-        own = "" if before is None else f"; by the profile, this plan takes {time_text(before, 's')}"
-        return "\n".join(
-            [
-                f"plan: {counted(sum(self.balance), 'layer')} on {counted(len(self.devices), 'worker')}, "
-                f"{counted(self.chunks, 'micro-batch')} of {'up to ' if self.batch % self.chunks else ''}"
-                f"{counted(-(-self.batch // self.chunks), 'row')}, "
-                f"schedule {schedule.name!r}",
-                *(line.rstrip() for line in aligned(rows, left={1, 2})),
-                f"step {time_text(step, 's')} {rate}, bubble {self.simulation.bubble:.1%}; "
-                f"{_rate_text(self.batch / step)} rows a second"
-                if step
-                else "step 0 s",
-                f"lower bound {time_text(bound.schedule_bound, 's')} for these stages (gap {self.gap:.1%}), "
-                f"{time_text(bound.any_bound, 's')} for any plan",
-                f"what binds: {bound.binding}",
-                *([f"best schedules with a name, by the profile: {self._best_named}{own}"] if self.named else []),
-                *self.notes,
-            ]
-        )
-
-    @property
-    def _best_named(self) -> str:
-        best = sorted(self.named.items(), key=lambda item: item[1])[:3]
-        return ", ".join(f"{name} {time_text(seconds, 's')}" for name, seconds in best)
+        rows_text = f"{'up to ' if self.batch % self.chunks else ''}{counted(-(-self.batch // self.chunks), 'row')}"
+        lines = [
+            f"plan: {counted(len(self.layers), 'layer')} on {counted(len(self.devices), 'worker')}, "
+            f"{counted(self.chunks, 'micro-batch')} of {rows_text}, schedule {schedule.name!r}",
+            *(line.rstrip() for line in aligned(rows, left={1, 2})),
+            f"step {time_text(step, 's')} {'estimated' if self.estimated else 'predicted'}, "
+            f"bubble {self.simulation.bubble:.1%}; {_rate_text(self.batch / step) if step else 'any number of'} rows "
+            "a second",
+            f"lower bound {time_text(bound.schedule_bound, 's')} for these stages (gap {self.gap:.1%}), "
+            f"{time_text(bound.any_bound, 's')} for any plan",
+            f"what binds: {bound.binding}",
+        ]
+        if self.named:
+            best = sorted(self.named.items(), key=lambda item: item[1])[:3]
+            text = ", ".join(f"{name} {time_text(seconds, 's')}" for name, seconds in best)
+            if self.profile_seconds is not None:
+                text += f"; by the profile, this plan takes {time_text(self.profile_seconds, 's')}"
+            lines.append(f"best schedules with a name, by the profile: {text}")
+        return "\n".join([*lines, *self.notes])
 
     def _repr_svg_(self) -> str:
         return svg(self.timeline)
@@ -197,13 +215,14 @@ class Plan:
             OSError: the file cannot be written.
         """
         path = Path(path)
-        if path.suffix not in (".json", ".csv", ".svg"):
-            raise ValueError(f"{path}: a plan is saved as .json, .csv or .svg, not as {path.suffix!r}")
-        if path.suffix == ".csv":
-            text = to_csv(replace(without_recompute(self.schedule), skips=()))
-        else:
-            text = text_of(self) if path.suffix == ".json" else self._repr_svg_()
-        path.write_text(text, encoding="utf-8")
+        texts = {
+            ".json": self.to_json,
+            ".csv": lambda: to_csv(replace(without_recompute(self.schedule), skips=())),
+            ".svg": self._repr_svg_,
+        }
+        if path.suffix not in texts:
+            raise ValueError(f"{path}: a plan is saved as {', '.join(texts)}, not as {path.suffix!r}")
+        path.write_text(texts[path.suffix](), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -213,7 +232,28 @@ class Plan:
             ValueError: the file is no plan.
             OSError: it cannot be read.
         """
-        return parse(text_of_file(path), str(path), cls)
+        return cls.from_json(read_file(path), str(path))
+
+    def to_json(self) -> str:
+        """The text that :meth:`save` writes to a file of JSON."""
+        workers = [{**vars(held), "limit": None if held.limit == inf else held.limit} for held in self.workers]
+        fields = {
+            **{name: value for name, value in vars(self).items() if name in self.__dataclass_fields__},
+            "certificate": vars(self.certificate),
+            "workers": workers,
+            "costs": {name: value for name, value in asdict(self.costs).items() if value is not None},
+        }
+        del fields["schedule"]
+        return write_json("plan", fields, f'"schedule": {to_json(self.schedule)}')
+
+    @classmethod
+    def from_json(cls, text: str, name: str) -> Plan:
+        """The plan of a text that :meth:`to_json` returned; `name` says in messages where the text is from.
+
+        Raises:
+            ValueError: the text is no plan.
+        """
+        return read_json(text, name, "plan", lambda fields: cls(**_made(fields)))
 
     def check_model(self, layers: Sequence[LayerInfo]) -> None:
         """Refuse another model than the planned one.
@@ -229,8 +269,7 @@ class Plan:
         for planned, found in zip(self.layers, layers, strict=True):
             if planned != found:
                 raise ValueError(
-                    f"the plan is for another model: layer {planned.name} was {_described(planned)}, and is "
-                    f"{_described(found)} here; plan this model"
+                    f"the plan is for another model: it has {planned}, and here is {found}; plan this model"
                 )
 
 
@@ -242,11 +281,17 @@ def _rate_text(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def _described(layer: LayerInfo) -> str:
-    weights, buffers = (memory_text(size, "bytes") for size in (layer.weights, layer.buffers))
-    parts = [f"{layer.type} {layer.name!r} of {weights}"]
-    if layer.trained != layer.weights:
-        parts.append(f"{memory_text(layer.trained, 'bytes')} of them trained")
-    if layer.buffers:
-        parts.append(f"buffers of {buffers}")
-    return " with ".join(parts)
+def _made(fields: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a plan, of its fields in JSON."""
+    workers = ({**each, "limit": inf if each["limit"] is None else each["limit"]} for each in fields["workers"])
+    return {
+        **fields,
+        "devices": tuple(fields["devices"]),
+        "balance": tuple(fields["balance"]),
+        "notes": tuple(fields["notes"]),
+        "certificate": Certificate(**fields["certificate"]),
+        "workers": tuple(WorkerBytes(**each) for each in workers),
+        "costs": Costs(**fields["costs"]),
+        "layers": tuple(LayerInfo(*each) for each in fields["layers"]),
+        "schedule": from_json(json.dumps(fields["schedule"])),
+    }

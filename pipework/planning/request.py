@@ -1,22 +1,29 @@
-"""What a plan is asked for: layers, devices, limits, rows; checked before any search."""
+"""What is to be planned: a profile, devices, limits of memory and what may be chosen; and checks of all that."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
-from pipework.planning.memory_size import memory_bytes
-from pipework.planning.profiles.stages import StageSums
+from pipework.planning.stages import StageSums
 from pipework.schedule import SCHEDULES, forward_only, schedule_spec
 from pipework.schedule.argument_checks import checked_tuple, positive_integers
 
 if TYPE_CHECKING:
-    from pipework.planning.profiles.profile import Profile
+    from pipework.planning.profiles import Profile
 
 _MOST_COUNTS = 10  # of micro-batches
+_UNITS: Final = MappingProxyType(
+    {"": 1, "B": 1}
+    | {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
+    | {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
+)
 
 
 @dataclass(frozen=True)
@@ -90,27 +97,23 @@ def make_request(
         ValueError: there are no devices, more devices than layers, a device or limit is unknown, or a number is out of
             range.
     """
-    places = checked_devices(devices)
+    if isinstance(devices, str):
+        raise TypeError(f"devices is {devices!r}, one text: wanted a list, such as [{devices!r}]")
+    places = tuple(map(str, checked_tuple("devices", devices, "['cuda:0']")))
+    if not places:
+        raise ValueError("devices is empty: give one for each worker, such as ['cuda:0', 'cuda:1']")
     kinds = [profile.kind_of(place) for place in places]
     rows = profile.batch if batch is None else batch
     check_options(len(places), len(profile.layers), rows, chunks, optimizer, {*places, *kinds}, memory)
-    return PlanRequest(
-        profile,
-        places,
-        _limits(profile, places, memory),
-        rows,
-        _chunks(rows, len(places), chunks, profile.rows[0]),
-        float(optimizer),
-        checked_schedules(schedules),
-    )
-
-
-def checked_devices(devices: Any) -> tuple[str, ...]:
-    """The names of devices. Raises an error if it is no list of them, or an empty one."""
-    places = tuple(map(str, _listed("devices", devices, "cuda:0")))
-    if not places:
-        raise ValueError("devices is empty: give one for each worker, such as ['cuda:0', 'cuda:1']")
-    return places
+    if chunks is None:
+        counts = micro_batch_counts(rows, len(places))
+        # Layers may refuse micro-batches that are smaller than those of the profile, which are the smallest that ran.
+        least = profile.rows[0]
+        counts = tuple(count for count in counts if rows // count >= least) or (max(1, rows // least),)
+    else:
+        counts = _given_chunks(rows, chunks)
+    limits = _limits(profile, places, memory)
+    return PlanRequest(profile, places, limits, rows, counts, float(optimizer), checked_schedules(schedules))
 
 
 def checked_schedules(schedules: Any) -> tuple[str, ...] | None:
@@ -126,18 +129,15 @@ def checked_schedules(schedules: Any) -> tuple[str, ...] | None:
     """
     if schedules is None:
         return None
-    names = _listed("schedules", schedules, "1f1b")
-    if not names:
-        raise ValueError("schedules is empty: name those that may be chosen, or give None for all")
-    found = []
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"schedules has {name!r}: wanted names, such as '1f1b'")
-        spec = schedule_spec(name)
-        if spec.generator is forward_only:
-            raise ValueError(f"schedule {name!r} has no backwards: choose among those that train")
-        found.append(next(known for known, each in SCHEDULES.items() if each == spec))
-    return tuple(dict.fromkeys(found))
+    if isinstance(schedules, str):
+        raise TypeError(f"schedules is {schedules!r}, one text: wanted a list, such as [{schedules!r}]")
+    names = checked_tuple("schedules", schedules, "['1f1b']")
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise TypeError(f"schedules has {wrong[0]!r}: wanted names, such as '1f1b'")
+    specs = [schedule_spec(name) for name in names]
+    if not specs or any(spec.generator is forward_only for spec in specs):
+        raise ValueError("schedules is empty, or one of them has no backwards: name those that may train, or give None")
+    return tuple(dict.fromkeys(next(name for name, known in SCHEDULES.items() if known == spec) for spec in specs))
 
 
 def check_options(
@@ -186,12 +186,6 @@ def check_options(
             memory_bytes(size, "memory" if name is None else f"memory of {name}")
 
 
-def _listed(name: str, given: Any, example: str) -> tuple[Any, ...]:
-    if isinstance(given, str):
-        raise TypeError(f"{name} is {given!r}, one text: wanted a list, such as [{given or example!r}]")
-    return checked_tuple(name, given, f"[{example!r}]")
-
-
 def _limits(
     profile: Profile, devices: Sequence[str], memory: float | str | Mapping[str, float | str] | None
 ) -> tuple[float, ...]:
@@ -205,15 +199,6 @@ def _limits(
         sharing = count[device] if device in profile.devices else 1
         found.append(inf if size is None else memory_bytes(size, f"memory of {device}") / sharing)
     return tuple(found)
-
-
-def _chunks(rows: int, workers: int, chunks: int | Sequence[int] | None, least: int) -> tuple[int, ...]:
-    """The numbers of micro-batches to try."""
-    if chunks is not None:
-        return _given_chunks(rows, chunks)
-    counts = micro_batch_counts(rows, workers)
-    # Layers may refuse micro-batches that are smaller than those of the profile, which are the smallest that ran.
-    return tuple(count for count in counts if rows // count >= least) or (max(1, rows // least),)
 
 
 def _given_chunks(rows: int, chunks: Any) -> tuple[int, ...]:
@@ -239,8 +224,47 @@ def micro_batch_counts(rows: int, workers: int) -> tuple[int, ...]:
     found = [count for count in range(least, most + 1) if rows % count == 0]
     if len(found) < 3:  # such as a prime number of rows
         found = sorted({*found, *(1 << power for power in range(most.bit_length()) if least <= 1 << power <= most)})
-    return tuple(found if len(found) <= _MOST_COUNTS else _spread(found))
+    if len(found) > _MOST_COUNTS:
+        found = [found[round(i * (len(found) - 1) / (_MOST_COUNTS - 1))] for i in range(_MOST_COUNTS)]
+    return tuple(found)
 
 
-def _spread(numbers: Sequence[int]) -> list[int]:
-    return [numbers[round(i * (len(numbers) - 1) / (_MOST_COUNTS - 1))] for i in range(_MOST_COUNTS)]
+def memory_bytes(amount: float | str, what: str = "memory") -> float:
+    """An amount in bytes.
+
+    Args:
+        amount: a number of bytes, or a text such as "24GiB", "500 MB".
+        what: names it in messages.
+
+    Raises:
+        TypeError: it is neither a number nor a text.
+        ValueError: the text is not understood, or the number is not positive.
+
+    Example:
+        >>> memory_bytes("1.5KiB"), memory_bytes("2 GB"), memory_bytes(10)
+        (1536.0, 2000000000.0, 10.0)
+    """
+    if isinstance(amount, bool) or not isinstance(amount, int | float | str):
+        raise TypeError(f"{what} is {amount!r}: wanted a number of bytes, or a text such as '24GiB'")
+    size = amount
+    if isinstance(amount, str):
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)", amount.strip())
+        units = {name.lower(): factor for name, factor in _UNITS.items()}
+        if match is None or match[2].lower() not in units:
+            raise ValueError(f"{what} is {amount!r}: wanted a number and a unit, such as '24GiB', '500MB' or '1024'")
+        size = float(match[1]) * units[match[2].lower()]
+    if not 0 < float(size) < inf:
+        raise ValueError(f"{what} is {amount!r}: wanted a finite amount above 0")
+    return float(size)
+
+
+def memory_size(size: float) -> str:
+    """A text that :func:`memory_bytes` reads: at least as many bytes, in three digits or a few more.
+
+    Example:
+        >>> memory_size(1025), memory_size(20 * 2**20), memory_size(12)
+        ('1.01KiB', '20MiB', '12B')
+    """
+    names = [name for name in _UNITS if name == "B" or name.endswith("iB")]
+    unit = max((name for name in names if _UNITS[name] <= size), key=_UNITS.__getitem__, default="B")
+    return f"{math.ceil(100 * size / _UNITS[unit]) / 100:g}{unit}"

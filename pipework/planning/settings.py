@@ -6,26 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipework.planning.certificate import any_plan_bound, certify
-from pipework.planning.doubts import doubts
-from pipework.planning.plan import Plan
+from pipework.planning.candidate import Choice, evaluate, plan_of
+from pipework.planning.certificate import any_plan_bound
 from pipework.planning.request import make_request
-from pipework.planning.search.candidate import Candidate, Choice, kinds_of, with_the_skips
-from pipework.schedule import (
-    Schedule,
-    build,
-    measure,
-    schedule_spec,
-    simulate,
-    with_recompute,
-    without_recompute,
-)
+from pipework.schedule import Schedule, build, schedule_spec, with_recompute
 from pipework.schedule.argument_checks import checked_tuple, positive_integers
 from pipework.schedule.draw.units import counted, memory_text
 from pipework.schedule.edges import recomputed
 
 if TYPE_CHECKING:
-    from pipework.planning.profiles.profile import Profile
+    from pipework.planning.plan import Plan
+    from pipework.planning.profiles import Profile
 
 
 def plan_of_settings(
@@ -45,29 +36,22 @@ def plan_of_settings(
         TypeError: an argument has a wrong type.
         ValueError: an argument is out of range, or they do not go together.
     """
-    request = make_request(profile, devices, memory, batch=batch, optimizer=optimizer)
-    make_request(profile, devices, batch=batch, chunks=chunks)  # checks this number of micro-batches
     positive_integers(chunks=chunks)
+    request = make_request(profile, devices, memory, batch=batch, chunks=chunks, optimizer=optimizer)
     workers, layers = len(request.devices), len(profile.layers)
     cut = checked_tuple("balance", balance, "[3, 3]")
     positive_integers(**{f"balance[{stage}]": each for stage, each in enumerate(cut)})
     if sum(cut) != layers:
         raise ValueError(f"balance is {list(cut)}, which sums to {sum(cut)}, and the profile has {layers} layers")
-    order = tuple(range(workers))
-    made = with_the_skips(request, cut, replace(_schedule(schedule, workers, len(cut), chunks, checkpoint), skips=()))
-    choice = Choice(order, made.placement, chunks, cut, (0,) * len(cut), None, without_recompute(made))
-    costs = request.sums(chunks).costs(cut, kinds_of(request, order, made.placement))
-    candidate = Candidate(request, choice, costs, measure(made, costs))
-    certificate = certify(
-        simulate(made, costs), candidate.workers, cut, any_plan_bound(replace(request, chunks=(chunks,)))
-    )
+    made = replace(_schedule(schedule, workers, len(cut), chunks, checkpoint), skips=())
+    candidate = evaluate(request, Choice(tuple(range(workers)), made.placement, chunks, cut, (), made))
     notes = [
         f"this does not fit: worker {worker} needs {memory_text(held.total, 'bytes')} and may hold "
         f"{memory_text(held.limit, 'bytes')}"
         for worker, held in enumerate(candidate.workers)
         if not held.fits
     ]
-    return replace(Plan.of(candidate, certificate, {}, [*notes, *doubts(candidate)]), schedule=made)
+    return plan_of(candidate, any_plan_bound(request), notes=notes)
 
 
 def _schedule(schedule: str | Schedule, workers: int, stages: int, chunks: int, checkpoint: str) -> Schedule:
@@ -76,7 +60,12 @@ def _schedule(schedule: str | Schedule, workers: int, stages: int, chunks: int, 
     if checkpoint not in modes:
         raise ValueError(f"checkpoint is {checkpoint!r}: wanted one of {', '.join(map(repr, modes))}")
     if isinstance(schedule, Schedule):
-        _check(schedule, workers, stages, chunks)
+        found = schedule.workers, schedule.stages, schedule.micro_batches
+        if found != (workers, stages, chunks):
+            raise ValueError(
+                f"schedule {schedule.name!r} is for (workers, stages, micro-batches) = {found}, and devices=, balance= "
+                f"and chunks= are for {workers, stages, chunks}"
+            )
         return schedule if recomputed(schedule) else with_recompute(schedule, modes[checkpoint])
     spec = schedule_spec(schedule)
     wanted = workers * spec.stages_per_worker
@@ -88,17 +77,3 @@ def _schedule(schedule: str | Schedule, workers: int, stages: int, chunks: int, 
         )
     made = build(schedule, workers=workers, chunks=chunks, stages_per_worker=stages // workers)
     return with_recompute(made, modes[checkpoint])
-
-
-def _check(schedule: Schedule, workers: int, stages: int, chunks: int) -> None:
-    """Raises a ValueError if a schedule is for other numbers."""
-    for what, found, wanted in (
-        ("worker", schedule.workers, workers),
-        ("stage", schedule.stages, stages),
-        ("micro-batch", schedule.micro_batches, chunks),
-    ):
-        if found != wanted:
-            raise ValueError(
-                f"schedule {schedule.name!r} is for {counted(found, what)}, and devices=, balance= and chunks= are for "
-                f"{counted(wanted, what)}"
-            )

@@ -128,13 +128,9 @@ def test_seconds_are_a_number(capsys, profile):
 def test_a_file_that_is_no_profile(tmp_path, capsys, profile):
     for name, text, said in (
         ("text.json", "layers", "text.json is not JSON"),
-        (
-            "plan.json",
-            json.dumps({"format": "pipework plan 1"}),
-            "plan.json is no profile: its format is 'pipework plan 1'",
-        ),
-        ("list.json", "[]", "list.json is no profile: it is no object"),
-        ("half.json", json.dumps({"format": "pipework profile 1"}), "half.json is no whole profile: it has no 'batch'"),
+        ("plan.json", json.dumps({"format": "pipework plan 1"}), "plan.json is no profile: wanted an object of format"),
+        ("list.json", "[]", "list.json is no profile: wanted an object of format"),
+        ("half.json", json.dumps({"format": "pipework profile 1"}), "half.json is no profile: it has no 'batch'"),
     ):
         (tmp_path / name).write_text(text)
         assert run(str(tmp_path / name), "--workers", "2") == 2

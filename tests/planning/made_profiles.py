@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipework.planning.profiles.layer_costs import DeviceKind, LayerBytes, LayerInfo, LayerSeconds, LinkSpeed
-from pipework.planning.profiles.profile import Profile
+from pipework.planning.layer_costs import DeviceKind, LayerBytes, LayerInfo, LayerSeconds, LinkSpeed
+from pipework.planning.profiles import Profile
 
 
 def made(

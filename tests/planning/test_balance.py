@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from pipework import balance_by_size, balance_by_time
+from pipework.planning.layer_costs import LayerSeconds
 from pipework.planning.measuring.stage_copy import Measured
-from pipework.planning.profiles.layer_costs import LayerSeconds
 
 
 class Clock:

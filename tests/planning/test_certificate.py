@@ -5,7 +5,7 @@ import pytest
 from pipework.planning.certificate import any_plan_bound
 from pipework.planning.request import make_request
 from tests.planning.made_profiles import made
-from tests.planning.search.test_search import named, planned
+from tests.planning.test_search import named, planned
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2"])

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from pipework import Plan
-from pipework.planning.profiles.layer_costs import LayerInfo
+from pipework.planning.layer_costs import LayerInfo
 from pipework.schedule import from_csv, without_recompute
 from tests.planning.made_profiles import damaged, made
-from tests.planning.search.test_search import planned
+from tests.planning.test_search import planned
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_is_saved_in_several_formats(plan: Plan, tmp_path: Path, ending: str) ->
     elif ending == "csv":
         assert without_recompute(from_csv(path.read_text())).orders == without_recompute(plan.schedule).orders
     else:
-        assert path.read_bytes()[:4] == b"<svg"
+        assert path.read_text().startswith("<svg")
 
 
 def test_the_time_by_the_profile_is_kept(plan: Plan, tmp_path: Path) -> None:
@@ -49,13 +49,13 @@ def test_the_time_by_the_profile_is_kept(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_other_endings_are_refused(plan: Plan, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"saved as .json, .csv or .svg, not as '.txt'"):
+    with pytest.raises(ValueError, match=r"saved as .json, .csv, .svg, not as '.txt'"):
         plan.save(tmp_path / "plan.txt")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is not JSON"), ("[]", "is no plan"), ('{"format": "pipework plan 1"}', "is no whole plan: it has no '")],
+    [("{", "is not JSON"), ("[]", "is no plan"), ('{"format": "pipework plan 1"}', "is no plan: it has no '")],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "plan.json").write_text(text)
@@ -77,8 +77,8 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
         (["layers", 0], [1], "LayerInfo.* missing"),
         (["workers"], [], "0 workers, and"),
         (["workers", 0, "fixed"], -1, "bytes of its workers have -1"),
-        (["workers", 0, "limit"], -1, "a worker of the plan has the limit -1: wanted bytes above 0"),
-        (["workers", 0, "limit"], "24GiB", "a worker of the plan has the limit '24GiB'"),
+        (["workers", 0, "limit"], -1, "bytes of its workers have -1"),
+        (["workers", 0, "limit"], "24GiB", "bytes of its workers have '24GiB'"),
         (["certificate", "any_bound"], "x", "times of the plan have 'x'"),
         (["costs", "forward"], [1, 2, 3], "Costs: forward has 3 numbers: wanted 2"),
         (["costs", "forward"], [-1, 1], "forward of stage 0 is -1"),
@@ -110,11 +110,8 @@ def test_what_is_no_json_is_refused(plan: Plan, tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda layers: layers[1:], "the plan is for a model of 8 layers, and this one has 7"),
-        (
-            lambda layers: [layers[0]._replace(weights=3), *layers[1:]],
-            "for another model: layer 0 was Linear '0' of 100",
-        ),
-        (lambda layers: [*layers[:-1], LayerInfo("7", "ReLU", 100, 100, 0)], "layer 7 was Linear .* and is ReLU"),
+        (lambda layers: [layers[0]._replace(weights=3), *layers[1:]], "another model: .*weights=100.* here is .*=3"),
+        (lambda layers: [*layers[:-1], LayerInfo("7", "ReLU", 100, 100, 0)], "type='Linear'.* here is .*type='ReLU'"),
     ],
 )
 def test_another_model_is_refused(plan: Plan, change: Any, message: str) -> None:

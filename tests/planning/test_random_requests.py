@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipework.planning import plan_file
-from pipework.planning.plan import Plan
-from pipework.planning.plan_profile import plan_profile
-from pipework.planning.profiles.layer_costs import (
+from pipework.planning.layer_costs import (
     DeviceKind,
     LayerBytes,
     LayerInfo,
@@ -22,7 +19,9 @@ from pipework.planning.profiles.layer_costs import (
     LinkSpeed,
     SkipBytes,
 )
-from pipework.planning.profiles.profile import Profile
+from pipework.planning.plan import Plan
+from pipework.planning.plan_profile import plan_profile
+from pipework.planning.profiles import Profile
 from pipework.schedule import validate
 
 SCHEDULES = ["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "v-half", "v-min", "dualpipe-v", "hanayo"]
@@ -103,7 +102,7 @@ def check(plan: Plan, profile: Profile) -> None:
     assert plan.certificate.schedule_bound <= least
     assert plan.certificate.any_bound <= least
     assert all(plan.seconds <= seconds * (1 + 1e-9) for seconds in plan.named.values())
-    assert plan_file.parse(plan_file.text_of(plan), "plan.json", Plan) == plan
+    assert Plan.from_json(plan.to_json(), "plan.json") == plan
     assert str(plan)
     assert plan._repr_svg_()
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipework.planning.request import make_request, micro_batch_counts
+from pipework.planning.request import make_request, memory_bytes, memory_size, micro_batch_counts
 from tests.planning.made_profiles import made
 
 PROFILE = replace(made([1.0] * 8, batch=64, speeds={"large": 1.0, "small": 0.5}), devices={"one": "small"})
@@ -56,3 +56,28 @@ def test_counts_are_few_and_possible(rows: int, workers: int) -> None:
     assert 1 <= len(counts) <= 10
     assert list(counts) == sorted(set(counts))
     assert all(min(workers, rows) <= count <= min(rows, 32 * workers) for count in counts)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GiB", 24 * 2**30), ("24 gib", 24 * 2**30), ("1.5MB", 1.5e6), ("7", 7), (" 2B ", 2), (3, 3), (2.5, 2.5)],
+)
+def test_amounts_of_memory(text: Any, size: float) -> None:
+    assert memory_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "24 giraffes", "-1GiB", "1e3", "0GiB", 0, -5, float("inf"), float("nan")])
+def test_no_amount_of_memory(text: Any) -> None:
+    with pytest.raises(ValueError, match=r"memory of cuda:0 is .*wanted"):
+        memory_bytes(text, "memory of cuda:0")
+
+
+@pytest.mark.parametrize("value", [None, True, [1]])
+def test_memory_of_another_type(value: Any) -> None:
+    with pytest.raises(TypeError, match="wanted a number of bytes"):
+        memory_bytes(value)
+
+
+@pytest.mark.parametrize("size", [1, 1.5, 999, 1023.5, 1025, 3543.01, 2**20 - 1, 80 * 2**30 + 1, 7 * 2**40, 3 * 2**50])
+def test_an_amount_is_written_as_no_less(size: float) -> None:
+    assert size <= memory_bytes(memory_size(size)) <= 1.01 * size + 0.01

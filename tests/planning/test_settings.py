@@ -9,7 +9,7 @@ from pipework import Pipe, Plan
 from pipework.planning.request import make_request
 from pipework.schedule import build, spread_evenly, with_recompute_on_stages
 from tests.planning.made_profiles import made
-from tests.planning.search.test_search import UNEVEN, named, planned
+from tests.planning.test_search import UNEVEN, named, planned
 
 PROFILE = made(UNEVEN, kept=[40] * 8, transfer=0.01)
 TWO = ["device", "device"]
@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_noted(tmp_path: Path) -> None:
     [
         ({"devices": []}, ValueError, "devices is empty"),
         ({"devices": ["gpu"] * 2}, ValueError, "no times for device 'gpu'"),
-        ({"balance": 4}, TypeError, "balance is 4, an int: wanted a sequence"),
+        ({"balance": 4}, TypeError, "balance is 4"),
         ({"balance": [4.0, 4]}, TypeError, r"balance\[0\] is 4.0, a float"),
         ({"balance": [8, 0]}, ValueError, r"balance\[1\] is 0"),
         ({"balance": [4, 5]}, ValueError, r"balance is \[4, 5\], which sums to 9, and the profile has 8 layers"),
@@ -80,8 +80,16 @@ def test_what_does_not_fit_is_noted(tmp_path: Path) -> None:
         ({"checkpoint": "some"}, ValueError, "checkpoint is 'some': wanted one of 'always', 'except_last', 'never'"),
         ({"schedule": "1f2b"}, ValueError, "no schedule is called '1f2b'"),
         ({"schedule": "forward-only"}, ValueError, "'forward-only' has no backwards"),
-        ({"schedule": build("1f1b", workers=3, chunks=8)}, ValueError, "is for 3 workers, and devices=, balance= and"),
-        ({"schedule": build("1f1b", workers=2, chunks=4)}, ValueError, "is for 4 micro-batches, and devices="),
+        (
+            {"schedule": build("1f1b", workers=3, chunks=8)},
+            ValueError,
+            r"is for .* = \(3, 3, 8\), and devices=",
+        ),
+        (
+            {"schedule": build("1f1b", workers=2, chunks=4)},
+            ValueError,
+            r"is for .* = \(2, 2, 4\), and devices=",
+        ),
         ({"memory": "24 Gb of it"}, ValueError, "memory is '24 Gb of it'"),
     ],
 )

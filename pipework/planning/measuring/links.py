@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pipework.planning.layer_costs import LinkSpeed
 from pipework.planning.measuring.stage_copy import now
-from pipework.planning.profiles.layer_costs import LinkSpeed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,12 +16,10 @@ import torch
 from torch import nn
 
 import pipework
-from pipework.planning import plan_file
+from pipework.planning.layer_costs import LinkSpeed
 from pipework.planning.plan import Plan
 from pipework.planning.plan_profile import best_plans
-from pipework.planning.profiles import profile_file
-from pipework.planning.profiles.layer_costs import LinkSpeed
-from pipework.planning.profiles.profile import Profile
+from pipework.planning.profiles import Profile
 from pipework.planning.request import make_request
 from pipework.saving.collective import run_on_all_ranks
 
@@ -31,8 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from pipework.distributed.mesh import Mesh
-    from pipework.planning.profiles.layer_costs import DeviceKind
-    from pipework.planning.search.budget import SearchBudget
+    from pipework.planning.layer_costs import DeviceKind
+    from pipework.planning.search import SearchBudget
 
 _SMALL, _LARGE = 2**10, 2**22  # numbers of 4 bytes
 _TIMES = 7
@@ -69,10 +67,8 @@ def plan_on_ranks(
     )
     group = pipe.ranks
     links = _measured_links(pipe)
-    measured = run_on_all_ranks(
-        group, "measure the layers", lambda: measure(device, workers), profile_file.text_of
-    ).shared
-    found = [profile_file.parse(text, f"of rank {n}", Profile) for n, text in enumerate(measured)]
+    measured = run_on_all_ranks(group, "measure the layers", lambda: measure(device, workers), Profile.to_json).shared
+    found = [Profile.from_json(text, f"of rank {n}") for n, text in enumerate(measured)]
     whole = profile_of_ranks(found, group.everyone, workers, links)
     if isinstance(memory, Mapping):
         memory = memory_of_ranks(memory, found[:workers], group.everyone)
@@ -82,10 +78,10 @@ def plan_on_ranks(
             return ""
         devices = [f"rank {rank}" for rank in group.everyone[:workers]]
         request = replace(make_request(whole, devices, memory, **options), keeps_order=True)
-        return plan_file.text_of(best_plans(request, budget.part(1.0), report)[0])
+        return best_plans(request, budget.part(1.0), report)[0].to_json()
 
     text = run_on_all_ranks(group, "make a plan", planned, str).shared[0]
-    return plan_file.parse(text, "of rank 0", Plan)
+    return Plan.from_json(text, "of rank 0")
 
 
 def memory_of_ranks(

@@ -17,9 +17,9 @@ from pipework.planning.measuring.profile import checked_report, micro_batch_size
 from pipework.planning.measuring.sample_batch import SampleBatch
 from pipework.planning.plan import Plan
 from pipework.planning.plan_profile import best_plans
-from pipework.planning.profiles.profile import Profile
+from pipework.planning.profiles import Profile
 from pipework.planning.request import check_options, checked_schedules, make_request
-from pipework.planning.search.budget import checked_budget
+from pipework.planning.search import checked_budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

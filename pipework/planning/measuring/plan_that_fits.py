@@ -24,9 +24,8 @@ from pipework.planning.certificate import certify
 from pipework.planning.measuring.predict import predict_step
 from pipework.planning.measuring.profile import grouped
 from pipework.planning.measuring.stage_copy import now, traceless
-from pipework.planning.plan_profile import best_plans
-from pipework.planning.search.candidate import WorkerBytes
-from pipework.planning.search.limits import limits_that_fit
+from pipework.planning.plan import WorkerBytes
+from pipework.planning.plan_profile import best_plans, limits_that_fit
 from pipework.runtime.out_of_memory import is_out_of_memory
 from pipework.schedule import measure
 from pipework.schedule.draw.units import counted, memory_text
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from pipework.planning.measuring.sample_batch import SampleBatch
     from pipework.planning.plan import Plan
     from pipework.planning.request import PlanRequest
-    from pipework.planning.search.budget import SearchBudget
+    from pipework.planning.search import SearchBudget
     from pipework.schedule import Costs
 
 # Schedules with a name that are tried beside the best plan, if they are about as fast by the profile.

@@ -20,12 +20,12 @@ from pipework.assignment.balance import check_initialised, not_sequential
 from pipework.assignment.devices import Machine, checked_devices, default_devices
 from pipework.assignment.from_plan import layer_infos
 from pipework.model.sequential import named_layers
+from pipework.planning.layer_costs import DeviceKind, LayerBytes, LayerSeconds, SkipBytes
 from pipework.planning.measuring.links import device_kind, measure_links
 from pipework.planning.measuring.rates import Rates, checked_rates, meta_copy, rated_clock
 from pipework.planning.measuring.sample_batch import SampleBatch
 from pipework.planning.measuring.stage_copy import measure_stages
-from pipework.planning.profiles.layer_costs import DeviceKind, LayerBytes, LayerSeconds, SkipBytes
-from pipework.planning.profiles.profile import Profile
+from pipework.planning.profiles import Profile
 from pipework.planning.request import micro_batch_counts
 from pipework.runtime.device import is_accelerator
 from pipework.runtime.out_of_memory import is_out_of_memory

@@ -25,8 +25,8 @@ from pipework.autograd import boundary
 from pipework.autograd.aliases import Aliases
 from pipework.autograd.weight_split.store import WeightGradientStore
 from pipework.model.sequential import TupleRule
+from pipework.planning.layer_costs import LayerSeconds
 from pipework.planning.measuring.storage_meter import StorageMeter
-from pipework.planning.profiles.layer_costs import LayerSeconds
 from pipework.runtime.device import is_accelerator
 from pipework.runtime.out_of_memory import is_out_of_memory
 from pipework.runtime.skips import skip_tracker

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 import pipework
 from pipework import Mesh, Pipe
-from pipework.planning.plan_file import text_of
 from tests.planning.made_profiles import made
 
 
@@ -52,7 +51,7 @@ def plan_and_train(mesh: Mesh) -> tuple[str, float]:
         pipework.plan(model, x, **options)
     with pytest.raises(RuntimeError if mesh.worker else ValueError, match="limit"):
         pipework.plan(layers(), x, memory=10, **options)
-    return text_of(replace(plan, notes=())), loss.item()
+    return replace(plan, notes=()).to_json(), loss.item()
 
 
 @pytest.mark.thorough

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from pipework.planning.layer_costs import LinkSpeed
 from pipework.planning.measuring.links import measure_links
-from pipework.planning.profiles.layer_costs import LinkSpeed
 
 
 def test_threads_hand_over_without_copying() -> None:

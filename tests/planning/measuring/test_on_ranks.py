@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import pytest
 
 from pipework.planning import Profile
+from pipework.planning.layer_costs import LinkSpeed
 from pipework.planning.measuring.on_ranks import memory_of_ranks, profile_of_ranks
-from pipework.planning.profiles.layer_costs import LinkSpeed
 from tests.planning.made_profiles import made
 
 FAST, SLOW = LinkSpeed(1.0, 100.0), LinkSpeed(2.0, 10.0)

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from pipework import Pipe, Plan, plan, pop, skippable, stash
 from pipework.planning import profile
 from pipework.planning.measuring.stage_copy import measure_stages
-from pipework.planning.memory_size import memory_bytes
-from pipework.planning.search.candidate import WorkerBytes
+from pipework.planning.plan import WorkerBytes
+from pipework.planning.request import memory_bytes
 from pipework.schedule.draw.units import time_text
 from pipework.testing import draw_key, reference_step
 from tests.planning.measuring.test_profile import X, Y, layers

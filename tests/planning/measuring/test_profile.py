@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import pipework
 from pipework import Pipe
 from pipework.planning import Profile, profile
-from pipework.planning.profiles.stages import StageSums
+from pipework.planning.stages import StageSums
 from pipework.skip import pop, skippable, stash
 
 QUICK: dict[str, Any] = {"timeout": 0, "devices": ["cpu", "cpu"]}

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from pipework.planning.profiles.profile import Profile
+from pipework.planning.profiles import Profile
 from tests.planning.made_profiles import made
-from tests.planning.search.test_search import UNEVEN, planned
+from tests.planning.test_search import UNEVEN, planned
 
 EQUAL = made(UNEVEN, kept=[40] * 8)
 HEAVY = made(UNEVEN, kept=[100] * 8, weights=[100, 800, *[100] * 6])

@@ -5,13 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pipework.planning.json_file import check_numbers, text_of_file
-from pipework.planning.profiles.layer_costs import (
+from pipework.planning.json_file import check_numbers, read_file, read_json, write_json
+from pipework.planning.layer_costs import (
     DeviceKind,
     LayerBytes,
     LayerInfo,
@@ -20,7 +18,6 @@ from pipework.planning.profiles.layer_costs import (
     MicroBatchProfile,
     SkipBytes,
 )
-from pipework.planning.profiles.profile_file import parse, text_of
 from pipework.planning.settings import plan_of_settings
 from pipework.schedule.argument_checks import positive_integers
 
@@ -49,7 +46,7 @@ class Profile:
         ValueError: lengths or names do not fit together, or a number is negative, infinite or NaN.
 
     Example:
-        >>> from pipework.planning.profiles.layer_costs import *
+        >>> from pipework.planning.layer_costs import *
         >>> layer = LayerInfo("0", "Linear", weights=80, trained=80, buffers=0)
         >>> times = DeviceKind(seconds=((LayerSeconds(1, 1, 1),), (LayerSeconds(1.5, 2, 2),)))
         >>> sizes = ((LayerBytes(8, 8, 8, 8, 16, 0),), (LayerBytes(16, 16, 16, 16, 32, 0),))
@@ -70,7 +67,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         for name in ("kinds", "devices", "links"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+            object.__setattr__(self, name, dict(getattr(self, name)))
         if not self.layers or not self.rows or not self.kinds:
             raise ValueError("a profile needs layers, numbers of rows and kinds of device, and one of them is empty")
         positive_integers(batch=self.batch, **{f"rows[{i}]": each for i, each in enumerate(self.rows)})
@@ -79,34 +76,27 @@ class Profile:
         tables = {"bytes": self.bytes} | {f"seconds of {name!r}": each.seconds for name, each in self.kinds.items()}
         for what, table in tables.items():
             if len(table) != len(self.rows) or any(len(row) != len(self.layers) for row in table):
-                raise ValueError(
-                    f"the {what} of the profile are not {len(self.rows)} rows x {len(self.layers)} layers, as the "
-                    "profile's other parts are"
-                )
+                raise ValueError(f"the {what} of the profile are not {len(self.rows)} rows x {len(self.layers)} layers")
             check_numbers(f"{what} of the profile", (number for row in table for layer in row for number in layer))
         check_numbers("bytes of the layers", (size for layer in self.layers for size in layer[2:]))
         for name, kind in self.kinds.items():
             if len(kind.joined) != 3:
                 raise ValueError(f"{name!r} has joined={kind.joined}: wanted three numbers")
-            check_numbers(f"times of joined layers on {name!r}", kind.joined)
-            check_numbers(f"memory of {name!r}", () if kind.memory is None else (kind.memory,))
+            check_numbers(f"times and memory of {name!r}", (*kind.joined, kind.memory or 0))
         for ends, link in self.links.items():
-            check_numbers(f"numbers of the link {ends}", (link.latency,))
-            if not isinstance(link.bytes_per_second, int | float) or not 0 < link.bytes_per_second < inf:
-                raise ValueError(f"the link {ends} has {link}: wanted a finite bytes_per_second above 0")
-            if unknown := [end for end in ends if end not in self.kinds]:
-                known = ", ".join(map(repr, self.kinds))
-                raise ValueError(f"the profile has a link of {unknown[0]!r}, which is none of its kinds: {known}")
+            check_numbers(f"numbers of the link {ends}", link)
+            if not link.bytes_per_second:
+                raise ValueError(f"the link {ends} has no bytes_per_second: wanted a number above 0")
         for skip in self.skips:
             if not 0 <= skip.source < skip.target < len(self.layers) or len(skip.size) != len(self.rows):
                 raise ValueError(f"the profile has {skip}, which does not go with its layers and rows")
             check_numbers("bytes of skip connections", skip.size)
-        if unknown := [f"{device!r}: {kind!r}" for device, kind in self.devices.items() if kind not in self.kinds]:
-            raise ValueError(f"the profile has devices of a kind that it does not know: {', '.join(unknown)}")
-
-    def __reduce__(self) -> tuple[object, ...]:  # views of dictionaries have no pickle
-        values = (self.batch, self.rows, self.layers, self.bytes, dict(self.kinds), dict(self.devices))
-        return Profile, (*values, dict(self.links), self.skips, self.loss_inside)
+        named = {*self.devices.values(), *(kind for ends in self.links for kind in ends)}
+        if unknown := named - {*self.kinds}:
+            raise ValueError(
+                f"the profile has devices or links of the kinds {sorted(unknown)}, which are none of its kinds: "
+                f"{', '.join(map(repr, self.kinds))}"
+            )
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, for :meth:`load` and for ``python -m pipework plan FILE``.
@@ -114,7 +104,7 @@ class Profile:
         Raises:
             OSError: the file cannot be written.
         """
-        Path(path).write_text(text_of(self), encoding="utf-8")
+        Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -124,7 +114,33 @@ class Profile:
             ValueError: the file is no profile.
             OSError: it cannot be read.
         """
-        return parse(text_of_file(path), str(path), cls)
+        return cls.from_json(read_file(path), str(path))
+
+    def to_json(self) -> str:
+        """The text that :meth:`save` writes."""
+        return write_json(
+            "profile",
+            {
+                "batch": self.batch,
+                "rows": self.rows,
+                "loss_inside": self.loss_inside,
+                "devices": self.devices,
+                "links": [[*ends, *link] for ends, link in self.links.items()],
+                "skips": self.skips,
+                "layers": self.layers,
+                "bytes": self.bytes,
+                "kinds": {name: vars(kind) for name, kind in self.kinds.items()},
+            },
+        )
+
+    @classmethod
+    def from_json(cls, text: str, name: str) -> Profile:
+        """The profile of a text that :meth:`to_json` returned; `name` says in messages where the text is from.
+
+        Raises:
+            ValueError: the text is no profile.
+        """
+        return read_json(text, name, "profile", lambda fields: cls(**_made(fields)))
 
     def kind_of(self, device: str) -> str:
         """The kind of a device, which may also be called by its kind.
@@ -144,7 +160,7 @@ class Profile:
         """The seconds of a message of some bytes between two kinds of device.
 
         Example:
-            >>> from pipework.planning.profiles.layer_costs import *
+            >>> from pipework.planning.layer_costs import *
             >>> layer, times = LayerInfo("0", "Linear", 8, 8, 0), DeviceKind(((LayerSeconds(1, 1, 1),),))
             >>> links = {("cpu", "cpu"): LinkSpeed(1.0, 10.0)}
             >>> Profile(1, (1,), (layer,), ((LayerBytes(8, 8, 8, 8, 8, 0),),), {"cpu": times}, {}, links).transfer(
@@ -191,7 +207,7 @@ class Profile:
             ValueError: an argument is out of range, or they do not go together.
 
         Example:
-            >>> from pipework.planning.profiles.layer_costs import *
+            >>> from pipework.planning.layer_costs import *
             >>> layer, times = LayerInfo("0", "Linear", 8, 8, 0), DeviceKind(((LayerSeconds(1, 1, 1),) * 2,))
             >>> profile = Profile(8, (2,), (layer,) * 2, ((LayerBytes(8, 8, 8, 8, 8, 0),) * 2,), {"cpu": times})
             >>> profile.predict(["cpu", "cpu"], balance=[1, 1], chunks=4, checkpoint="never").seconds
@@ -211,32 +227,48 @@ class Profile:
             name: tuple(LayerSeconds(*self._between(rows, column)) for column in zip(*kind.seconds, strict=True))
             for name, kind in self.kinds.items()
         }
+        near = min(bisect_left(self.rows, rows), len(self.rows) - 1)
         sizes = tuple(
-            LayerBytes(*map(round, self._between(rows, column)))._replace(
-                saves_input=column[self._near(rows)].saves_input
-            )
+            LayerBytes(*map(round, self._between(rows, column)))._replace(saves_input=column[near].saves_input)
             for column in zip(*self.bytes, strict=True)
         )
-        skips = tuple(round(self._between(rows, [(float(size),) for size in skip.size])[0]) for skip in self.skips)
-        return MicroBatchProfile(rows, MappingProxyType(kinds), sizes, skips)
+        skips = tuple(round(self._between(rows, [(size,) for size in skip.size])[0]) for skip in self.skips)
+        return MicroBatchProfile(kinds, sizes, skips)
 
     def _between(self, rows: int, column: Sequence[Sequence[float]]) -> list[float]:
         """The numbers for some rows, from those for the profile's rows."""
-        if len(self.rows) == 1:
-            return [number * rows / self.rows[0] for number in column[0]]
-        high = min(max(1, bisect_left(self.rows, rows)), len(self.rows) - 1)
+        measured = self.rows
+        least = [number * rows / measured[0] for number in column[0]]
+        if len(measured) == 1:
+            return least
+        high = min(max(1, bisect_left(measured, rows)), len(measured) - 1)
         low = high - 1
-        share = (rows - self.rows[low]) / (self.rows[high] - self.rows[low])
+        share = (rows - measured[low]) / (measured[high] - measured[low])
         line = [below + share * (above - below) for below, above in zip(column[low], column[high], strict=True)]
-        # Beyond the measured sizes a line could become negative, or far too small.
-        if rows < self.rows[0]:
-            least = [number * rows / self.rows[0] for number in column[0]]
-        elif rows > self.rows[-1]:
-            least = list(column[-1])
-        else:
+        if measured[0] <= rows <= measured[-1]:
             return line
-        return [max(pair) for pair in zip(line, least, strict=True)]
+        # Beyond the measured sizes a line could become negative, or far too small.
+        return list(map(max, line, least if rows < measured[0] else column[-1]))
 
-    def _near(self, rows: int) -> int:
-        """The index of the measured size that is the next one, upwards if there is one."""
-        return min(bisect_left(self.rows, rows), len(self.rows) - 1)
+
+def _made(fields: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a profile, of its fields in JSON."""
+    return {
+        "batch": fields["batch"],
+        "rows": tuple(fields["rows"]),
+        "layers": tuple(LayerInfo(*each) for each in fields["layers"]),
+        "bytes": tuple(tuple(LayerBytes(*each) for each in row) for row in fields["bytes"]),
+        "kinds": {
+            name: DeviceKind(
+                tuple(tuple(LayerSeconds(*each) for each in row) for row in kind["seconds"]),
+                tuple(kind["joined"]),
+                kind["memory"],
+                kind["estimated"],
+            )
+            for name, kind in fields["kinds"].items()
+        },
+        "devices": fields["devices"],
+        "links": {(sender, receiver): LinkSpeed(*numbers) for sender, receiver, *numbers in fields["links"]},
+        "skips": tuple(SkipBytes(source, target, tuple(size)) for source, target, size in fields["skips"]),
+        "loss_inside": fields["loss_inside"],
+    }

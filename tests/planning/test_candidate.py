@@ -5,9 +5,9 @@ import pytest
 
 from pipework import Plan
 from pipework.planning import Profile
-from pipework.planning.profiles.layer_costs import LinkSpeed
+from pipework.planning.layer_costs import LinkSpeed
 from tests.planning.made_profiles import made
-from tests.planning.search.test_search import planned
+from tests.planning.test_search import planned
 
 TWO_KINDS = made([1.0] * 4, speeds={"a": 1.0, "b": 1.0})
 NO_LINKS = "messages between devices are taken to cost nothing: the profile has no links; measure"

@@ -1,5 +1,6 @@
 """The search as a whole, on profiles made by hand."""
 
+import time
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -7,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from pipework.planning.candidate import Candidate, Choice, evaluate
+from pipework.planning.layer_costs import DeviceKind, LayerSeconds, LinkSpeed, SkipBytes
 from pipework.planning.plan import Plan
 from pipework.planning.plan_profile import plan_profile
-from pipework.planning.profiles.layer_costs import DeviceKind, LayerSeconds, LinkSpeed, SkipBytes
 from pipework.planning.request import make_request
-from pipework.planning.search.candidate import Candidate, Choice, evaluate
-from pipework.planning.search.choices import orders
+from pipework.planning.search import SearchBudget, checked_budget, orders
 from pipework.schedule import SCHEDULES, from_csv, validate
 from pipework.schedule.analysis.memory import SLACK
 from pipework.schedule.edges import recomputed
@@ -176,13 +177,39 @@ def test_a_search_stops_at_the_bound() -> None:
 
 
 def test_a_search_goes_on_until_something_fits() -> None:
-    limit = 1000.0
-    while True:  # the smallest limit for which a long search finds a plan
-        try:
-            plan = planned(made(UNEVEN, kept=[30] * 8), memory=limit, chunks=[4], iterations=2000)
-        except ValueError:
-            limit *= 1.02
-            continue
-        break
+    """The limit is near the smallest for which there is a plan, and the first candidates do not fit."""
+    profile = made(UNEVEN, kept=[30] * 8)
+    plan = planned(profile, memory=1900, chunks=[4], iterations=500)
     assert all(worker.fits for worker in plan.workers)
-    assert planned(made(UNEVEN, kept=[30] * 8), memory=limit, iterations=2000).seconds <= plan.seconds
+    assert planned(profile, memory=1900, iterations=500).seconds <= plan.seconds
+
+
+# The budget
+
+
+def test_time_is_kept_for_what_comes_after_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipework.planning.search.evaluate", lambda request, seconds: time.sleep(seconds))
+
+    def used(budget: SearchBudget, candidates: int, each: Any) -> float:
+        for _ in range(candidates):
+            budget.evaluated(None, each)  # type: ignore[arg-type]
+        return budget.share()
+
+    assert used(checked_budget(None, 8), 2, 0.0) == 0.25
+    budget = SearchBudget(seconds=1000.0)
+    assert used(budget, 0, 0.0) < 0.01
+    assert 4 * 0.05 <= used(budget, 2, 0.05) * 1000 < 4
+    assert 0.75 <= used(SearchBudget(seconds=0.2), 1, 0.1) < 1.5  # 0.1 of 0.2 seconds, and at most a quarter is kept
+
+
+def test_parts_of_a_budget() -> None:
+    seconds, candidates = SearchBudget(seconds=10.0).part(0.6), SearchBudget(iterations=10, used=7).part(0.25)
+    assert (seconds.seconds, seconds.iterations) == (6.0, inf)
+    assert (candidates.seconds, candidates.iterations, candidates.used) == (inf, 2.5, 0)
+    assert SearchBudget(iterations=2).part(0.1).iterations == 1  # at least one candidate
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, inf, None, True, "3"])
+def test_no_number_of_seconds(seconds: object) -> None:
+    with pytest.raises(ValueError, match="wanted a number above 0 and not infinite, or iterations= in its place"):
+        checked_budget(seconds, None)  # type: ignore[arg-type]

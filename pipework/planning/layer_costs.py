@@ -112,13 +112,11 @@ class MicroBatchProfile(NamedTuple):
     """A profile for micro-batches of one size.
 
     Attributes:
-        rows: of a micro-batch.
         seconds: by kind of device, those of each layer.
         bytes: of each layer.
         skips: bytes of each skip connection.
     """
 
-    rows: int
     seconds: Mapping[str, tuple[LayerSeconds, ...]]
     bytes: tuple[LayerBytes, ...]
     skips: tuple[int, ...]

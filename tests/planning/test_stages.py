@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipework.planning.profiles.layer_costs import LinkSpeed, SkipBytes
-from pipework.planning.profiles.stages import StageSums
+from pipework.planning.layer_costs import LinkSpeed, SkipBytes
+from pipework.planning.stages import StageSums
 from tests.planning.made_profiles import made
 
 KINDS = ["device"] * 2
@@ -23,7 +23,7 @@ def test_stages_add_up_their_layers() -> None:
     assert sums.fixed_bytes([1, 2]) == [400.0, 800.0]  # weights, gradients, two numbers of the optimizer
     assert sums.temporary_bytes([1, 2]) == [16, 16]
     assert sums.layer_seconds("device", again=0.5) == pytest.approx([7.0, 14.0, 28.0])
-    assert sums.layer_activations() == [20, 20, 20]
+    assert sums.activations == [20, 20, 20]
 
 
 def test_joined_layers_save_what_each_stage_needs_once() -> None:

@@ -1,0 +1,259 @@
+"""Cuts: how many consecutive layers each stage gets, such that the slowest worker computes as little as possible.
+
+Where each worker holds one stage, a program finds the best cut. It goes through the stages, and for each place where a
+stage can end it keeps the best cut of all layers before::
+
+    layers      | 3  1  1 | 1  3  1 | 2  2 |      stage 1 may begin after one layer, two, ...; if it ends here ^,
+    stage            0    ^    1    ^   2         the best of those cuts is extended by stage 2
+
+Other placements, in which a worker holds several stages, have a local search from a few starts. It moves a layer from
+one stage to another one, and the stages between them each pass a layer on.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import inf
+
+from pipework.schedule.analysis.memory import SLACK
+
+Ends = list[int]
+"""The layers before each stage, and all: stage s has the layers from ``ends[s]`` to ``ends[s + 1]``."""
+
+_UNIT = 2**40  # of all layers' seconds: sums of integers do not depend on their order, as those of floats do
+_FAR = 100  # stages between which a layer moves at most
+
+
+@dataclass(frozen=True)
+class CutProblem:
+    """Consecutive layers to be cut into stages of at least one layer.
+
+    Attributes:
+        placement: the worker of each stage.
+        seconds: for each stage, those of each layer there, for one micro-batch.
+        memory: for each stage, the bytes of each layer there.
+        limits: the bytes of each worker; infinity: no limit.
+    """
+
+    placement: tuple[int, ...]
+    seconds: Sequence[Sequence[float]]
+    memory: Sequence[Sequence[float]]
+    limits: Sequence[float]
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return len(self.seconds[0])
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.placement)
+
+    @cached_property
+    def held(self) -> list[list[int]]:
+        """The stages of each worker."""
+        return [[s for s, at in enumerate(self.placement) if at == worker] for worker in range(len(self.limits))]
+
+    @cached_property
+    def work(self) -> list[list[int]]:
+        """For each stage, the seconds of the layers before each place, in a unit of their own."""
+        unit = _UNIT / (max(map(sum, self.seconds)) or 1.0)
+        return _sums(self.seconds, lambda value: round(value * unit))
+
+    @cached_property
+    def sizes(self) -> list[list[int]]:
+        """For each stage, the bytes of the layers before each place."""
+        return _sums(self.memory, round)
+
+    def loads(self, ends: Ends, sums: Sequence[Sequence[int]]) -> list[int]:
+        """The work of each worker, or its bytes: what the sums are of."""
+        return [sum(sums[s][ends[s + 1]] - sums[s][ends[s]] for s in stages) for stages in self.held]
+
+    def key(self, ends: Ends) -> tuple[float, list[int]]:
+        """What cuts are compared by, see `rank`."""
+        return self.rank(self.loads(ends, self.work), self.loads(ends, self.sizes))
+
+    def rank(self, loads: Sequence[int], sizes: Sequence[int]) -> tuple[float, list[int]]:
+        """The largest share of a limit, if that is above 1; then the work of the workers, largest first."""
+        return max(map(_share, sizes, self.limits)), sorted(loads, reverse=True)
+
+
+def _share(size: float, limit: float) -> float:
+    return size / limit if size > limit * SLACK else 1.0
+
+
+def best_cuts(problem: CutProblem, count: int = 1) -> list[tuple[int, ...]]:
+    """The best cut that is found, and others, better ones first.
+
+    The most work of a worker is as small as possible, within the limits; exactly so if each worker holds one stage.
+    If no cut is within the limits, this is the one that is least above them. Others give less work to the worker of
+    the first stage, of the last, of both or of the middle: that may fill and drain the pipeline faster.
+
+    Args:
+        problem: what is to be cut.
+        count: the number of cuts that are wanted; there may be fewer.
+
+    Returns:
+        The number of layers of each stage, for each cut.
+
+    Example:
+        >>> best_cuts(CutProblem((0, 1, 1, 0), [[4, 1, 1, 1, 1]] * 4, [[0] * 5] * 4, [1, 1]))
+        [(1, 1, 2, 1)]
+        >>> best_cuts(CutProblem((0, 1), [[3, 1, 1, 1, 3]] * 2, [[0] * 5] * 2, [1, 1]), count=2)
+        [(3, 2), (2, 3)]
+    """
+    placement = problem.placement
+    found = [_best(problem)]
+    if count > 1:
+        first, last, middle = placement[0], placement[-1], placement[len(placement) // 2]
+        groups = dict.fromkeys(((first,), (last,), tuple({first, last}), (middle,)))
+        lighter = [_with_slower(problem, group, by) for group in groups for by in (1.02, 1.05, 1.1, 1.2)]
+        found += sorted(map(_best, lighter), key=problem.key)
+    return list(dict.fromkeys(tuple(after - before for before, after in pairwise(ends)) for ends in found))[:count]
+
+
+def _best(problem: CutProblem) -> Ends:
+    linear = len({*problem.placement}) == problem.stages
+    if not linear:
+        return _LocalSearch(problem, min(10_000 + 20 * problem.stages**2, 400_000)).best()
+    # No worker needs to have more work than in an even cut, unless memory wants that.
+    found = _program(problem, problem.key(_even(problem, [1.0] * problem.stages))[1][0])
+    if found is None or problem.key(found)[0] > 1:
+        found = _program(problem, inf)
+    assert found is not None
+    return found
+
+
+def _with_slower(problem: CutProblem, workers: Sequence[int], by: float) -> CutProblem:
+    """The problem with layers that take longer on some workers, which get less of them."""
+    made: dict[tuple[int, bool], Sequence[float]] = {}  # rows that are one object stay one
+    for row, worker in zip(problem.seconds, problem.placement, strict=True):
+        key = id(row), worker in workers
+        if key not in made:
+            made[key] = [by * each for each in row] if worker in workers else row
+    keys = ((id(row), at in workers) for row, at in zip(problem.seconds, problem.placement, strict=True))
+    return replace(problem, seconds=[made[key] for key in keys])
+
+
+def _program(problem: CutProblem, most: float) -> Ends | None:
+    """The best cut if each worker holds one stage, and has at most so much work; None if there is none.
+
+    Cuts of the first layers are compared by the largest share of a limit, if that is above 1; then by the most work of
+    a worker; then by the sum of the squares of all workers' work, which is small if it is even.
+    """
+    stages, layers = problem.stages, problem.layers
+    earliest = [layers]  # place at which each stage can begin such that no later one has more work
+    for work in reversed(problem.work):
+        earliest.append(bisect_left(work, work[earliest[-1]] - most) if most < inf else 0)
+    earliest.reverse()
+    nothing = (inf, inf, inf)
+    best: list[tuple[float, float, float]] = [(1.0, 0.0, 0.0)] + [nothing] * layers
+    came: list[dict[int, int]] = []
+    for stage, worker in enumerate(problem.placement):
+        work, sizes, limit = problem.work[stage], problem.sizes[stage], problem.limits[worker]
+        longer = [nothing] * (layers + 1)
+        begins: dict[int, int] = {}
+        for end in range(max(stage + 1, earliest[stage + 1]), layers - (stages - 1 - stage) + 1):
+            top = nothing
+            for begin in range(end - 1 if stage else 0, max(stage, earliest[stage]) - 1, -1):
+                load, size = work[end] - work[begin], sizes[end] - sizes[begin]
+                share = _share(size, limit)
+                if load > most or (share, load) > top[:2]:
+                    break  # and so are all that begin earlier
+                before = best[begin]
+                value = max(before[0], share), max(before[1], load), before[2] + load * load
+                if value < top:
+                    top, begins[end] = value, begin
+            if end in begins:
+                longer[end] = top
+        best = longer
+        came.append(begins)
+    if best[layers] == nothing:
+        return None
+    ends = [layers]
+    for begins in reversed(came):
+        ends.append(begins[ends[-1]])
+    return ends[::-1]
+
+
+def _even(problem: CutProblem, shares: Sequence[float]) -> Ends:
+    """Ends at which each stage has about its share of the work; a stage on a slow device gets less."""
+    parts = [share / (row[-1] or 1) for share, row in zip(shares, problem.work, strict=True)]
+    ends, done = [0], 0.0
+    for stage, part in enumerate(parts[:-1]):
+        done += part / sum(parts)
+        row = problem.work[stage]
+        end = bisect_left(row, done * row[-1])
+        ends.append(min(max(end, ends[-1] + 1), problem.layers - (problem.stages - 1 - stage)))
+    return [*ends, problem.layers]
+
+
+@dataclass
+class _LocalSearch:
+    """Improves cuts of a problem, as long as there are steps left; a step takes about 3 microseconds."""
+
+    problem: CutProblem
+    steps: int
+
+    def best(self) -> Ends:
+        """The best cut from several starts: an even one, then random ones."""
+        problem, chance = self.problem, random.Random(0)
+        best = self._improved(_even(problem, [1.0] * problem.stages))
+        while self.steps > 0:
+            self.steps -= 10 * problem.stages
+            shares = [chance.uniform(0.6, 1.6) for _ in range(problem.stages)]
+            best = min(best, self._improved(_even(problem, shares)), key=problem.key)
+        return best
+
+    def _improved(self, ends: Ends) -> Ends:
+        """A cut that no move improves, or the best one when there are no steps left."""
+        problem = self.problem
+        while True:
+            loads, sizes = problem.loads(ends, problem.work), problem.loads(ends, problem.sizes)
+            worst = [(_share(sizes[at], limit), loads[at], at) for at, limit in enumerate(problem.limits)]
+            moves = (self._best_move(ends, at, loads, sizes) for _, _, at in sorted(worst, reverse=True))
+            better = next((move for move in moves if move is not None), None)
+            if better is None or self.steps < 0:
+                return ends
+            ends = better
+
+    def _best_move(self, ends: Ends, worker: int, loads: Sequence[int], sizes: Sequence[int]) -> Ends | None:
+        """The best move of a layer away from a worker; None if none improves the cut."""
+        problem, best, found = self.problem, self.problem.rank(loads, sizes), None
+        for first, last, by in self._moves(ends, worker):
+            self.steps -= 1 + (last - first) // 4
+            if self.steps < 0:
+                break
+            moved = [*ends[:first], *(end + by for end in ends[first:last]), *ends[last:]]
+            new_loads, new_sizes = [*loads], [*sizes]
+            for stage in range(first - 1, last):
+                begin, end, old_begin, old_end = moved[stage], moved[stage + 1], ends[stage], ends[stage + 1]
+                for new, sums in ((new_loads, problem.work[stage]), (new_sizes, problem.sizes[stage])):
+                    new[problem.placement[stage]] += sums[end] - sums[begin] - sums[old_end] + sums[old_begin]
+            rank = problem.rank(new_loads, new_sizes)
+            if rank < best:
+                best, found = rank, moved
+        return found
+
+    def _moves(self, ends: Ends, worker: int) -> Iterator[tuple[int, int, int]]:
+        """All moves of a layer away from a worker: the first end that moves, the one after the last, and the step."""
+        for stage in self.problem.held[worker]:
+            if ends[stage + 1] - ends[stage] > 1:
+                for other in range(max(0, stage - _FAR), min(self.problem.stages, stage + _FAR + 1)):
+                    if other > stage:
+                        yield stage + 1, other + 1, -1
+                    elif other < stage:
+                        yield other + 1, stage + 1, 1
+
+
+def _sums(rows: Sequence[Sequence[float]], whole: Callable[[float], int]) -> list[list[int]]:
+    """The sums before each place of each row; rows that are one object share theirs."""
+    made = {id(row): row for row in rows}
+    found = {key: list(accumulate(map(whole, row), initial=0)) for key, row in made.items()}
+    return [found[id(row)] for row in rows]

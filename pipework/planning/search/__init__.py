@@ -1,1 +1,0 @@
-"""The search among cuts, numbers of micro-batches, schedules and orders of devices, within limits of memory."""
