@@ -7,14 +7,21 @@ show the values and gradients that go from stage to stage, and a counter shows m
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from pipework.schedule import Timeline
+from pipework.schedule import Interval, Timeline
 from pipework.schedule.action import NONE
-from pipework.timeline.flows import flows
-from pipework.timeline.tracks import CHANNELS, Track, tracks
+
+CHANNELS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "SEND_F": "send", "SEND_B": "send", "RECV_F": "receive", "RECV_B": "receive",
+        "REDUCE_GRAD": "reduce", "UNSHARD": "gather",
+    }
+)  # fmt: skip
 
 Event = dict[str, Any]
 
@@ -100,3 +107,145 @@ def _memory(timeline: Timeline, scale: float) -> Iterator[Event]:
 
 def _event(phase: str, name: str, worker: int, track: int = 0, **more: Any) -> Event:
     return {"ph": phase, "name": name, "pid": worker, "tid": track, **more}
+
+
+class Track(NamedTuple):
+    """A row of a worker.
+
+    Attributes:
+        worker: number of the worker.
+        number: of the row; 0 is the computation.
+        name: ``"compute"``, ``"send"``, ``"receive"``, ``"reduce"`` or ``"gather"``; a second row is ``"send 2"``.
+        intervals: in order of time.
+    """
+
+    worker: int
+    number: int
+    name: str
+    intervals: tuple[Interval, ...]
+
+
+def tracks(timeline: Timeline) -> list[Track]:
+    """The rows of all workers; rows of communication only if they have intervals.
+
+    Example:
+        >>> from pipework.schedule import Action
+        >>> sends = (Interval(0, Action("SEND_F", 0, micro_batch, 1), micro_batch, 1.5) for micro_batch in (0, 1))
+        >>> [track.name for track in tracks(Timeline((), workers=1, communication=tuple(sends)))]
+        ['compute', 'send', 'send 2']
+    """
+    channels: list[dict[str, list[Interval]]] = [
+        {name: [] for name in CHANNELS.values()} for _ in range(timeline.workers)
+    ]
+    for interval in timeline.communication:
+        channels[interval.worker][CHANNELS[interval.action.kind]].append(interval)
+    found: list[Track] = []
+    for worker, row in enumerate(timeline.by_worker):
+        found.append(Track(worker, 0, "compute", row))
+        named = (
+            (name if count == 1 else f"{name} {count}", lane)
+            for name, intervals in channels[worker].items()
+            for count, lane in enumerate(_lanes(intervals), 1)
+        )
+        found.extend(Track(worker, number, name, tuple(lane)) for number, (name, lane) in enumerate(named, 1))
+    return found
+
+
+def _lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
+    """As few rows as possible without overlaps."""
+    lanes: list[list[Interval]] = []
+    for interval in sorted(intervals, key=lambda interval: (interval.start, interval.end)):
+        lane = next((lane for lane in lanes if lane[-1].end <= interval.start), None)
+        if lane is None:
+            lane = []
+            lanes.append(lane)
+        lane.append(interval)
+    return lanes
+
+
+class Stop(NamedTuple):
+    """A point of a flow: a time within an interval on a worker's track.
+
+    Attributes:
+        worker: number of the worker.
+        track: number of the track.
+        time: in the timeline's unit.
+    """
+
+    worker: int
+    track: int
+    time: float
+
+
+class _Edge(NamedTuple):
+    """A value (direction "F") or gradient ("B") that goes from one stage (`source`) to another."""
+
+    step: int
+    direction: str
+    source: int
+    target: int
+    micro_batch: int
+
+
+_Place = tuple[Interval, int]  # an interval, and the number of its track
+
+
+def flows(timeline: Timeline, tracks: Sequence[Track]) -> Iterator[tuple[str, list[Stop]]]:
+    """The flows of a timeline, between adjacent stages and between all stages with a transfer.
+
+    Yields:
+        ``"value"`` or ``"gradient"``, and at least two stops in order of time: the action that makes it, the send and
+        the receive if they are known, and the action that needs it.
+
+    Example:
+        >>> from pipework.schedule import fill_drain, simulate
+        >>> line = simulate(fill_drain(2, 1)).timeline
+        >>> next(flows(line, tracks(line)))
+        ('value', [Stop(worker=0, track=0, time=0.5), Stop(worker=1, track=0, time=1.5)])
+    """
+    made: dict[tuple[int, str, int, int], _Place] = {}
+    for interval in timeline.intervals:
+        kind, stage, micro_batch, _ = interval.action
+        if kind in ("F", "B", "I"):
+            made[interval.step, "F" if kind == "F" else "B", stage, micro_batch] = interval, 0
+    sent: dict[_Edge, _Place] = {}
+    received: dict[_Edge, _Place] = {}
+    for track in tracks:
+        for interval in track.intervals:
+            kind, stage, micro_batch, peer = interval.action
+            if kind in ("SEND_F", "SEND_B"):
+                sent[_Edge(interval.step, kind[-1], stage, peer, micro_batch)] = interval, track.number
+            elif kind in ("RECV_F", "RECV_B"):
+                received[_Edge(interval.step, kind[-1], peer, stage, micro_batch)] = interval, track.number
+    near = (
+        _Edge(step, direction, stage, stage + (1 if direction == "F" else -1), micro_batch)
+        for step, direction, stage, micro_batch in made
+    )
+    for edge in dict.fromkeys(chain(near, sent, received)):
+        step, direction, source, target, micro_batch = edge
+        places = (
+            made.get((step, direction, source, micro_batch)),
+            sent.get(edge),
+            received.get(edge),
+            made.get((step, direction, target, micro_batch)),
+        )
+        known = [place for place in places if place is not None]
+        if len(known) > 1:
+            yield "value" if direction == "F" else "gradient", list(_stops(known))
+
+
+def _stops(places: Sequence[_Place]) -> Iterator[Stop]:
+    """A stop in the middle of each interval, so that viewers attach it to this interval and not to an adjacent one.
+
+    The stops of a flow must be in order of time, but a send and its receive may overlap. Then the stop in a channel is
+    in the middle of the part of its interval after the stop before it; if no part remains, the stop is left out.
+    """
+    last = -math.inf
+    for index, (interval, track) in enumerate(places):
+        begin = max(interval.start, last) if track > 0 else interval.start
+        if begin >= interval.end:
+            if 0 < index < len(places) - 1:
+                continue
+            begin = interval.start
+        last = (begin + interval.end) / 2
+        yield Stop(interval.worker, track, last)

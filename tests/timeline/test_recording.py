@@ -182,7 +182,7 @@ def test_unknown_step():
     for step in (1, 2, 5):
         play(recording, step, fill_drain(1, 1), Costs())
     for step in (0, 3, -4):
-        with pytest.raises(ValueError, match=f"step {step} was not recorded: choose one of 1, 2, 5"):
+        with pytest.raises(ValueError, match=f"step {step} was not recorded: choose one of .1, 2, 5."):
             recording.timeline(step)
     assert "step 1" in recording.timeline(-3).title
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipework.schedule import Action, Interval, Timeline
-from pipework.timeline.tracks import tracks
+from pipework.timeline.trace import tracks
 
 TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 

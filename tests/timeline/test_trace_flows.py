@@ -1,6 +1,5 @@
 from pipework.schedule import Action, Interval, Timeline
-from pipework.timeline.flows import flows
-from pipework.timeline.tracks import tracks
+from pipework.timeline.trace import flows, tracks
 
 
 def at(worker, text, start, end, step=0):

@@ -1,7 +1,7 @@
 import pytest
 
 from pipework.schedule import Action, Costs, Interval, Timeline, build, compare, simulate, with_recompute
-from pipework.timeline.measure import measured_costs
+from pipework.timeline.recording import measured_costs
 
 COSTS = Costs(
     forward=[1, 2, 1, 2],
