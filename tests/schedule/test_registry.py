@@ -70,16 +70,6 @@ def test_waves_need_an_even_number_of_stages_per_worker():
         build("hanayo", workers=3, chunks=5, stages_per_worker=3)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_numbers_are_checked(name):
-    with pytest.raises(ValueError, match=r"^workers is 0: wanted an integer of at least 1"):
-        build(name, workers=0, chunks=5)
-    with pytest.raises(ValueError, match=r"^chunks is -1: wanted an integer of at least 1"):
-        build(name, workers=3, chunks=-1)
-    with pytest.raises(TypeError, match=r"^workers is 2\.0"):
-        build(name, workers=2.0, chunks=1)
-
-
 def test_costs_decide_about_orders():
     heavy = Costs(forward=1, input_gradient=3, weight_gradient=0.25)
     sizes = {"workers": 4, "chunks": 8}
@@ -101,12 +91,6 @@ def test_costs_of_other_stages_are_refused_by_all():
     actions = [[Action(kind, stage, i) for i in range(3) for kind in "FI"] for stage in range(2)]
     assert list_schedule((0, 1), actions, costs=skipping, limit=2) == list_schedule((0, 1), actions, limit=2)
     assert compare(workers=2, chunks=3, costs=skipping).fitting.keys() == compare(workers=2, chunks=3).fitting.keys()
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
-def test_what_is_no_costs(name):
-    with pytest.raises(TypeError, match=r"costs is 3: wanted Costs\(\.\.\.\)"):
-        build(name, workers=2, chunks=3, costs=3)
 
 
 def test_recipes_that_make_no_schedule():

@@ -1,17 +1,12 @@
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pipework.schedule import (
     Action,
     Schedule,
     ScheduleError,
-    check,
     fill_drain,
     forward_only,
-    simulate,
     validate,
-    with_recompute,
 )
 
 
@@ -22,95 +17,6 @@ def schedule_of(text, placement=None):
 
 def messages(schedule, **options):
     return [violation.message for violation in validate(schedule, **options).violations]
-
-
-def brute_force_runs(schedule):
-    """Execute naively: any worker whose next action has all it needs goes on; rules as they are told in words."""
-    wanted = {(stage, micro) for stage in range(schedule.stages) for micro in range(schedule.micro_batches)}
-    everything = [action for order in schedule.orders for action in order]
-    if any(schedule.placement[action.stage] != w for w, order in enumerate(schedule.orders) for action in order):
-        return False
-    if len(everything) != len(set(everything)):
-        return False
-    of = {kind: {(s, m) for k, s, m, _ in everything if k == kind} for kind in "FBIWR"}
-    if of["F"] != wanted or of["I"] != of["W"] or of["B"] & of["I"] or of["B"] | of["I"] != wanted:
-        return False
-    done = set()
-    at = [0] * schedule.workers
-    moved = True
-    while moved:
-        moved = False
-        for worker, order in enumerate(schedule.orders):
-            if at[worker] == len(order):
-                continue
-            kind, s, m, _ = order[at[worker]]
-            last = s == schedule.stages - 1
-            free = {
-                "F": s == 0 or ("F", s - 1, m) in done,
-                "R": ("F", s, m) in done,
-                "W": ("I", s, m) in done,
-            }
-            free["B"] = free["I"] = (
-                ("F", s, m) in done
-                and ((s, m) not in of["R"] or ("R", s, m) in done)
-                and (last or ("B", s + 1, m) in done or ("I", s + 1, m) in done)
-            )
-            if free[kind]:
-                done.add((kind, s, m))
-                at[worker] += 1
-                moved = True
-    return all(position == len(order) for position, order in zip(at, schedule.orders, strict=True))
-
-
-@st.composite
-def mutated_schedules(draw):
-    workers, micro_batches = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    schedule = with_recompute(fill_drain(workers, micro_batches), draw(st.integers(0, micro_batches)))
-    orders = [list(order) for order in schedule.orders]
-    if draw(st.booleans()):  # split some backwards
-        chosen = draw(st.integers(0, micro_batches))
-        orders = [
-            [
-                part
-                for k, s, m, _ in order
-                for part in ([Action("I", s, m), Action("W", s, m)] if k == "B" and m < chosen else [Action(k, s, m)])
-            ]
-            for order in orders
-        ]
-    for _ in range(draw(st.integers(0, 3))):
-        order = draw(st.sampled_from(orders))
-        if not order:
-            continue
-        here, there = (draw(st.integers(0, len(order) - 1)) for _ in range(2))
-        match draw(st.sampled_from(["drop", "swap", "duplicate", "move", "change"])):
-            case "drop":
-                del order[here]
-            case "swap":
-                order[here], order[there] = order[there], order[here]
-            case "duplicate":
-                order.insert(there, order[here])
-            case "move":
-                draw(st.sampled_from(orders)).append(order.pop(here))
-            case "change":
-                order[here] = order[here]._replace(kind=draw(st.sampled_from("FBIWR")))
-    if not any(orders):
-        orders[0].append(Action("F", 0, 0))
-    return Schedule("mutated", schedule.placement, tuple(map(tuple, orders)))
-
-
-@settings(max_examples=400, deadline=None)
-@given(mutated_schedules())
-def test_refused_if_and_only_if_a_naive_run_fails(schedule):
-    validation = validate(schedule)
-    assert validation.ok == brute_force_runs(schedule), validation.violations
-    if validation.ok:
-        check(schedule)
-        simulate(schedule)
-    else:
-        with pytest.raises(ScheduleError, match="schedule 'mutated' cannot be executed"):
-            check(schedule)
-        with pytest.raises(ScheduleError):
-            simulate(schedule)
 
 
 @pytest.mark.parametrize(
