@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from pipework.autograd.batch_versions import BatchVersions
-from pipework.autograd.nodes import LossInside, LossOutside, attach
-from pipework.autograd.undelivered import UndeliveredLosses
+from pipework.autograd.nodes import LossInside, LossOutside, UndeliveredLosses, attach
 from pipework.backend import StepCall
 from pipework.model import mini_batch
 from pipework.model.batchnorm import DeferredBatchNorm

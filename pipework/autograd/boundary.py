@@ -143,18 +143,6 @@ def gradients(
         ((0, 0), None)
     """
     takers: dict[int, _Taker] = {}
-    if len(leaves) == 1:  # the usual case
-        (leaf,) = leaves
-        if not leaf.requires_grad:
-            differentiate(*arguments)
-            return (None,)
-        torch_private.add_last_hook(leaf, functools.partial(_see, takers, leaf))
-        try:
-            differentiate(*arguments)
-        finally:
-            torch_private.remove_last_hook(leaf)
-        gradient, leaf.grad = leaf.grad, None
-        return (takers[id(leaf)].end() if takers else gradient,)
     differentiable = [leaf for leaf in leaves if leaf.requires_grad]
     for leaf in differentiable:
         torch_private.add_last_hook(leaf, functools.partial(_see, takers, leaf))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipework.runtime.failure import add_note
-from pipework.runtime.random.on_devices import device_generator
+from pipework.runtime.random.kernels import device_generator
 from pipework.runtime.random.unseen_draws import UnseenDraws
 from pipework.values.tensor_form import copied
 

@@ -22,14 +22,13 @@ if TYPE_CHECKING:
 
     from pipework.runtime.stage.stage import Stage
     from pipework.runtime.stage.stage_run import StageRun
-    from pipework.runtime.transport import Address
     from pipework.schedule import Action
 
 _HINT = (
     "  pipe.predict says before a step what each device will hold; it is less with more chunks, schedule='1f1b', "
     "checkpoint='always', or a balance that moves layers elsewhere"
 )
-_COLUMNS = ("stage", "device", "weights", "gradients", "buffers", "activations", "micro-batches", "messages")
+_COLUMNS = ("stage", "device", "weights", "gradients", "buffers", "activations", "micro-batches")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -47,11 +46,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def note_memory(
-    error: BaseException | None,
-    action: Action | None,
-    stages: Sequence[Stage],
-    runs: Sequence[StageRun],
-    messages: Sequence[tuple[Address, Any]] = (),
+    error: BaseException | None, action: Action | None, stages: Sequence[Stage], runs: Sequence[StageRun]
 ) -> None:
     """If the error says that memory has run out, adds a note with a table of the memory of every stage.
 
@@ -60,16 +55,14 @@ def note_memory(
         action: that raised it; None: it was raised in none.
         stages: of this process.
         runs: of these stages, before they drop their tensors.
-        messages: that no stage has received; those to the caller and from the caller do not count.
     """
     if error is not None and is_out_of_memory(error):
         with contextlib.suppress(Exception):  # an error of the table must not replace the first one
-            add_note(error, "\n".join([_heading(error, action, stages), *table(stages, runs, messages), _HINT]))
+            add_note(error, "\n".join([_heading(error, action, stages), *table(stages, runs), _HINT]))
 
 
-def table(stages: Sequence[Stage], runs: Sequence[StageRun], messages: Sequence[tuple[Address, Any]] = ()) -> list[str]:
+def table(stages: Sequence[Stage], runs: Sequence[StageRun]) -> list[str]:
     """A line for each stage, and one for each accelerator. Shared memory is counted for each stage that has it."""
-    sent = _bytes_of_messages(stages, messages)
     rows: list[tuple[str, ...]] = [_COLUMNS]
     for stage, run in zip(stages, runs, strict=True):
         parameters = [parameter for module in stage.modules for parameter in module.parameters()]
@@ -78,18 +71,13 @@ def table(stages: Sequence[Stage], runs: Sequence[StageRun], messages: Sequence[
         held = _activations(run, stage.device.device, (*parameters, *buffers))
         sizes = [_size(parameters), _size(gradients), _size(buffers), sum(held.values())]
         texts = [memory_text(size, "bytes") for size in sizes]
-        which = spans(held) or "-"
-        rows.append(
-            (str(stage.index), str(stage.device.device), *texts, which, memory_text(sent[stage.index], "bytes"))
-        )
+        rows.append((str(stage.index), str(stage.device.device), *texts, spans(held) or "-"))
     lines = aligned(rows)
     for device in dict.fromkeys(stage.device.device for stage in stages):
         if is_accelerator(device):
-            allocated, reserved = torch.accelerator.memory_allocated(device), torch.accelerator.memory_reserved(device)
-            lines.append(
-                f"  {device}: {memory_text(allocated, 'bytes')} allocated by all of this process, with the mini-batch, "
-                f"the optimizer's state and the tensors of running actions, {memory_text(reserved, 'bytes')} reserved"
-            )
+            allocated = memory_text(torch.accelerator.memory_allocated(device), "bytes")
+            reserved = memory_text(torch.accelerator.memory_reserved(device), "bytes")
+            lines.append(f"  {device}: {allocated} allocated by all of this process, {reserved} reserved")
     return lines
 
 
@@ -144,17 +132,6 @@ def _saved(roots: Iterable[Any]) -> list[Tensor]:
                 seen.add(following)
                 stack.append(following)
     return found
-
-
-def _bytes_of_messages(stages: Sequence[Stage], messages: Sequence[tuple[Address, Any]]) -> dict[int, int]:
-    """By stage of this process, the bytes of what was sent to it, or what it has to send to another process."""
-    sizes = {stage.index: 0 for stage in stages}
-    for (kind, stage, _), (tensors, _) in messages:
-        if kind == "target" or (kind, stage) == ("F", 0):  # the mini-batch
-            continue
-        nearest = min(sizes, key=lambda index: abs(index - stage))
-        sizes[nearest] += sum(bytes_of(tensor) for tensor in tensors if isinstance(tensor, Tensor))
-    return sizes
 
 
 def _size(tensors: Iterable[Tensor | None]) -> int:

@@ -140,16 +140,8 @@ class Program:
         Args:
             orders: `whole`, `forwards` or `others`.
         """
-        found = self._launch_orders.get(id(orders))
-        if found is None:
-            wanted = {action for order in orders for action in order}
-            found = orders, tuple([action for action in self._launched if action in wanted])
-            self._launch_orders[id(orders)] = found
-        return found[1]
-
-    @cached_property
-    def _launch_orders(self) -> dict[int, tuple[Orders, tuple[Action, ...]]]:
-        return {}  # by the identity of orders, which are kept, so that no others get it
+        wanted = {action for order in orders for action in order}
+        return tuple([action for action in self._launched if action in wanted])
 
     @cached_property
     def _launched(self) -> list[Action]:

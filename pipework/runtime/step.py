@@ -13,10 +13,10 @@ from pipework.autograd.tied_gradients import tied_gradients
 from pipework.runtime.caller_context import Modes, TakingTurns
 from pipework.runtime.device import record_on
 from pipework.runtime.failure import Failure
-from pipework.runtime.out_of_memory import is_out_of_memory, note_memory
+from pipework.runtime.out_of_memory import note_memory
 from pipework.runtime.random import kernels
 from pipework.runtime.random.shards import install_for_dtensors
-from pipework.runtime.random.streams import RandomStream, has_random_state
+from pipework.runtime.random.streams import RandomStream
 from pipework.runtime.random.unseen_draws import LateDraws, generators_given_up
 from pipework.runtime.run_spec import RunSpec
 from pipework.runtime.stage.memory_meter import MemoryMeter
@@ -339,12 +339,8 @@ class Step:
                 each.hand_back()
             for worker in workers:
                 worker.disconnect()
-        if failure.happened and is_out_of_memory(failure.error):
-            undelivered = transport.take_undelivered()
-            note_memory(
-                failure.error, failure.action, list(engine.stages.values()), list(self._runs.values()), undelivered
-            )
-            undelivered.clear()
+        if failure.happened:
+            note_memory(failure.error, failure.action, list(engine.stages.values()), list(self._runs.values()))
         transport.close()
         if begins:
             self._versions.report()
@@ -382,9 +378,8 @@ class Step:
             if any(run.draws for run in runs.values()):
                 stream = RandomStream(self._key)
                 if device.unseen_draws is not None and stream.moves_generators:
-                    modules = [module for stage in runs for module in engine.stages[stage].modules]
                     # A rank that saw a late draw could not tell the others before they have used the mini-batch.
-                    always = not engine.backend.is_whole or any(map(has_random_state, modules))
+                    always = not engine.backend.is_whole or any(engine.stages[stage].has_random_state for stage in runs)
                     hold = device.unseen_draws.hold(stream, always=always)
             recorded = self._options.recorder is not None
             worker = WorkerRun(number, runs, orders[number], device, stream, hold, recorded=recorded)

@@ -71,9 +71,6 @@ class Transport(Protocol):
     def outside(self) -> Endpoint:
         """The endpoint of the thread that called the pipe. It sends before the run, and receives after it."""
 
-    def take_undelivered(self) -> list[tuple[Address, Any]]:
-        """After a failure: takes out the messages that nobody will receive."""
-
     def stop(self) -> None:
         """Wakes every worker that waits: it raises `Stopped`."""
 
@@ -104,10 +101,9 @@ class LocalEndpoint:
         inbox: of this worker; None: its messages lie there before it asks for them.
         inboxes: for each stage that of its worker; None as above.
         links: for each stage the link that copies to its device; None: tensors are passed by reference.
-        is_linked: whether anything is copied to this worker.
     """
 
-    __slots__ = ("_boxes", "_inbox", "_inboxes", "_is_linked", "_links")
+    __slots__ = ("_boxes", "_inbox", "_inboxes", "_links")
 
     def __init__(
         self,
@@ -115,14 +111,11 @@ class LocalEndpoint:
         inbox: Inbox | None,
         inboxes: Sequence[Inbox | None],
         links: Sequence[Link | None],
-        *,
-        is_linked: bool,
     ) -> None:
         self._inbox = inbox
         self._boxes = boxes
         self._inboxes = inboxes
         self._links = links
-        self._is_linked = is_linked
 
     def sender(self, kind: str, stage: int) -> Send:
         """See `Endpoint.sender`; a copy to another device starts at once and overlaps with computation."""
@@ -131,13 +124,13 @@ class LocalEndpoint:
         inbox = self._inboxes[stage] if within else None
         link = self._links[stage] if within else None
         wake = None if inbox is None or inbox is self._inbox else inbox.put
-        if link is None:
-            return box.__setitem__ if wake is None else _waking(box, wake)
 
         def send(micro_batch: int, message: Message) -> None:
-            tensors, structure = message
-            copies, event = link.depart(tensors)
-            box[micro_batch] = _UnderWay((copies, structure), lambda: link.arrive(copies, event))
+            if link is None:
+                box[micro_batch] = message
+            else:
+                copies, event = link.depart(message[0])
+                box[micro_batch] = _UnderWay((copies, message[1]), lambda: link.arrive(copies, event))
             if wake is not None:
                 wake(True)
 
@@ -145,10 +138,7 @@ class LocalEndpoint:
 
     def receiver(self, kind: str, stage: int) -> Receive:
         """See `Endpoint.receiver`. Messages to other actions stay in their boxes."""
-        take = self._boxes[kind, stage].pop
-        inbox, is_linked = self._inbox, self._is_linked
-        if inbox is None and not is_linked:
-            return take
+        take, inbox = self._boxes[kind, stage].pop, self._inbox
 
         def receive(micro_batch: int) -> Message:
             if inbox is None:
@@ -157,7 +147,7 @@ class LocalEndpoint:
                 while (message := take(micro_batch, None)) is None:
                     if inbox.get() is WAKE_UP:
                         raise Stopped
-            if is_linked and type(message) is _UnderWay:
+            if type(message) is _UnderWay:
                 message.arrive()
                 return message.message
             return message  # type: ignore[no-any-return]
@@ -171,14 +161,6 @@ class LocalEndpoint:
 
     def finish(self) -> None:
         """See `Endpoint.finish`: there is nothing to wait for."""
-
-
-def _waking(box: dict[int, Message], wake: Callable[[bool], None]) -> Send:
-    def send(micro_batch: int, message: Message) -> None:
-        box[micro_batch] = message
-        wake(True)
-
-    return send
 
 
 class LocalTransport:
@@ -202,30 +184,17 @@ class LocalTransport:
         self._boxes: Boxes = defaultdict(dict)
         self._inboxes: list[Inbox | None] = [None if one_thread else SimpleQueue() for _ in workers]
         inboxes = [self._inboxes[worker] for worker in placement]
-        linked = {target for (_, target), link in links.items() if link is not None}
-        self.outside = LocalEndpoint(
-            self._boxes, None, [None] * len(placement), [links.get((worker, worker)) for worker in placement],
-            is_linked=False,
-        )  # fmt: skip
+        to_workers = [links.get((worker, worker)) for worker in placement]
+        self.outside = LocalEndpoint(self._boxes, None, [None] * len(placement), to_workers)
         self.endpoints = {
             number: LocalEndpoint(
                 self._boxes,
                 inbox,
                 inboxes,
                 [links.get((number, worker)) if worker != number else None for worker in placement],
-                is_linked=number in linked,
             )
             for number, inbox in enumerate(self._inboxes)
         }
-
-    def take_undelivered(self) -> list[tuple[Address, Any]]:
-        """See `Transport.take_undelivered`."""
-        taken: list[tuple[Address, Any]] = []
-        for (kind, stage), box in self._boxes.items():
-            for micro_batch, message in box.items():
-                taken.append(((kind, stage, micro_batch), message.message if type(message) is _UnderWay else message))
-            box.clear()
-        return taken
 
     def stop(self) -> None:
         """See `Transport.stop`."""

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from pipework import Pipe, pop, skippable, stash
 from pipework.runtime.random import unseen_draws
-from pipework.runtime.random.on_devices import DeviceGenerator
+from pipework.runtime.random.kernels import DeviceGenerator
 from pipework.runtime.random.shards import drawing_for_shard
 from tests.accelerator.gate import closed_gate, wait_at
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipework.runtime.random import kernels
-from pipework.runtime.random.on_devices import DeviceGenerator
+from pipework.runtime.random.kernels import DeviceGenerator
 from tests.accelerator import simulated
 from tests.accelerator.mutants import Mutant, mutants
 from tests.accelerator.scenarios import SCENARIOS, TIMED, cpu_copies

@@ -134,13 +134,10 @@ def _declined(*arguments: Any, **options: Any) -> None:
     return None
 
 
+_MATMUL = (torch.matmul, torch.mm, torch.addmm, torch.einsum, torch.bmm, torch.baddbmm)
+_METHODS = (Tensor.matmul, Tensor.mm, Tensor.__matmul__, Tensor.addmm, Tensor.bmm, Tensor.baddbmm)
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 OPERATORS: Final[Mapping[Any, Callable[..., Operation | None]]] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            (torch.einsum, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm, Tensor.addmm),
-            _declined,
-        ),
-        **EXPLICIT,
-    }
+    {**dict.fromkeys((*_MATMUL, *_METHODS, *_CONVOLUTIONS), _declined), **EXPLICIT}
 )
 """PyTorch's function to what makes an operation of its arguments, or None if `with_detached_graph` decides."""

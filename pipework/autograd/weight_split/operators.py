@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import FunctionType, MappingProxyType
-from typing import Any, Final, Self, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from pipework import torch_private
-from pipework.autograd.weight_split.operation import DeferrableAlias, Operation, OperationWithBias, Parts, Queue
+from pipework.autograd.weight_split.operation import DeferrableAlias, Operation, OperationWithBias, Parts
 
 
 def _rows(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -52,27 +52,6 @@ class _Linear(OperationWithBias):
             return None
         return cls(input, weight, bias) if _is_bias(bias, weight.sizes[0]) else None
 
-    @classmethod
-    def of_matrix(cls, input: Tensor, weight: DeferrableAlias, bias: DeferrableAlias, queue: Queue) -> Self | None:
-        """The operation on a matrix, as `of`, `run` and `wait_in(queue)` make it together; None: it needs these."""
-        if (
-            input.dim() != 2
-            or type(input) is not Tensor
-            or input.is_inference()
-            or not weight.is_factor
-            or bias.sizes != weight.sizes[:1]
-            or torch_private.any_autocast()
-            or torch_private.saved_tensor_hooks() is not None
-        ):
-            return None
-        self = cls.__new__(cls)
-        self._weight, self._bias, self.parameters = weight, bias, (weight, bias)
-        self._at_once, self._shape, self._unpack = True, None, None
-        self._queue = queue
-        self.kept = kept = input.detach() if input.requires_grad else input
-        self._version = torch_private.version(kept)
-        return self
-
     def run(self) -> Tensor:
         kept, weight, bias = self.computed()
         self._shape = None
@@ -100,125 +79,6 @@ class _Linear(OperationWithBias):
             return (of_weight,)
         bias = self.parameters[1]
         return of_weight, (bias, rows.sum(0) if self._at_once else gradient.sum_to_size(bias.sizes))
-
-
-class _MatrixProduct(OperationWithBias):
-    """x @ w, and b + x @ w: torch.matmul, torch.mm, torch.addmm."""
-
-    __slots__ = ()
-    name = "a matrix product"
-
-    @classmethod
-    def of(cls, *factors: Any, **options: Any) -> Operation | None:
-        if options or len(factors) != 2 or not _is_factor(factors[1]):
-            return None
-        first, second = factors
-        return None if isinstance(first, DeferrableAlias) or first.dim() < 2 else cls(first, second)
-
-    @classmethod
-    def with_bias(cls, *terms: Any, **options: Any) -> Operation | None:
-        if options or len(terms) != 3 or not _is_factor(terms[2]):
-            return None
-        bias, first, second = terms
-        if isinstance(first, DeferrableAlias) or not _is_bias(bias, second.sizes[1]):
-            return None
-        return cls(first, second, bias)
-
-    def run(self) -> Tensor:
-        kept, weight, bias = self.computed()
-        return _times(kept, weight) if bias is None else torch.addmm(bias, kept, weight)
-
-    def run_whole(self) -> Tensor:
-        if self._bias is None:
-            return torch.matmul(self.kept, self._weight)
-        return torch.addmm(self._bias, self.kept, self._weight)
-
-    def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
-        gradient = _rows(gradient)
-        kept = _rows(kept, gradient.dtype)
-        # A matrix of one column has the strides of its transpose, and autograd takes it for that.
-        by_columns = self._weight.sizes[1] == 1
-        of_weight = self._weight, gradient.t().mm(kept).t() if by_columns else kept.t().mm(gradient)
-        return (of_weight, (self.parameters[1], gradient.sum(0))) if self.bias_is_deferred else (of_weight,)
-
-
-class _Convolution(OperationWithBias):
-    """F.conv1d, F.conv2d, F.conv3d and their transposed counterparts."""
-
-    __slots__ = ("_function", "_geometry")
-    name = "a convolution"
-
-    def __init__(
-        self,
-        function: Callable[..., Tensor],
-        kept: Tensor,
-        weight: DeferrableAlias,
-        bias: Tensor | None,
-        geometry: tuple[Any, ...],
-    ) -> None:
-        super().__init__(kept, weight, bias)
-        self._function, self._geometry = function, geometry
-
-    def run(self) -> Tensor:
-        return self._call(*self.computed())
-
-    def run_whole(self) -> Tensor:
-        return self._call(self.kept, self._weight, self._bias)
-
-    def _call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        stride, padding, dilation, transposed, output_padding, groups = self._geometry
-        rest = (
-            (stride, padding, output_padding, groups, dilation) if transposed else (stride, padding, dilation, groups)
-        )
-        return self._function(x, weight, bias, *rest)
-
-    def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
-        weight, kept = self._weight, kept.to(gradient.dtype)
-        _, *parts = torch.ops.aten.convolution_backward(
-            gradient,
-            kept,
-            weight.casts.get(kept.dtype, weight.plain),
-            list(self._bias.shape) if self._bias is not None else None,
-            *self._geometry,
-            [False, True, self.bias_is_deferred],
-        )
-        return tuple(zip(self.parameters, parts, strict=False))
-
-
-def _convolution(function: Callable[..., Tensor], dimensions: int, *, transposed: bool) -> Callable[..., Any]:
-    def spelt_out(number: Any) -> list[int]:
-        return [number] * dimensions if isinstance(number, int) else list(number) * (dimensions // len(number))
-
-    def of(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        *rest: Any,
-        **options: Any,
-    ) -> Operation | None:
-        if (
-            not isinstance(weight, DeferrableAlias)
-            or isinstance(input, DeferrableAlias)
-            or input.dim() != dimensions + 2
-        ):
-            return None
-        if isinstance(padding, str):
-            return None
-        names = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
-        known = {"output_padding": 0, "groups": 1, "dilation": 1, **dict(zip(names, rest, strict=False)), **options}
-        geometry = (
-            spelt_out(stride),
-            spelt_out(padding),
-            spelt_out(known["dilation"]),
-            transposed,
-            spelt_out(known["output_padding"]),
-            known["groups"],
-        )
-        return _Convolution(function, input, weight, bias, geometry)
-
-    return of
 
 
 class _Embedding(Operation):
@@ -267,24 +127,10 @@ class _Embedding(Operation):
         return ((self._weight, part),)
 
 
-linear_of_matrix: Final = _Linear.of_matrix
-"""The usual case of the most usual operator: F.linear of a matrix, with weight and bias, in half of the time."""
-
 EXPLICIT: Final[Mapping[Any, Callable[..., Operation | None]]] = MappingProxyType(
-    {
-        F.linear: _Linear.of,
-        torch.addmm: _MatrixProduct.with_bias,
-        **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _MatrixProduct.of),
-        F.conv1d: _convolution(F.conv1d, 1, transposed=False),
-        F.conv2d: _convolution(F.conv2d, 2, transposed=False),
-        F.conv3d: _convolution(F.conv3d, 3, transposed=False),
-        F.conv_transpose1d: _convolution(F.conv_transpose1d, 1, transposed=True),
-        F.conv_transpose2d: _convolution(F.conv_transpose2d, 2, transposed=True),
-        F.conv_transpose3d: _convolution(F.conv_transpose3d, 3, transposed=True),
-        F.embedding: _Embedding.of,
-    }
+    {F.linear: _Linear.of, F.embedding: _Embedding.of}
 )
-"""PyTorch's function to what makes an operation of its arguments, or None if this call cannot be deferred."""
+"""PyTorch's function to what makes an operation of its arguments, or None if this call needs another way."""
 
 
 def _decomposed(function: Any) -> Any:

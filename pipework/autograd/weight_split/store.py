@@ -27,12 +27,11 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pipework import torch_private
 from pipework.autograd.weight_split.detached_graph import OPERATORS, with_detached_graph
 from pipework.autograd.weight_split.operation import DeferrableAlias, Operation, Parts, Queue
-from pipework.autograd.weight_split.operators import DECOMPOSED, linear_of_matrix
+from pipework.autograd.weight_split.operators import DECOMPOSED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 _without_subclass = torch_private.without_torch_function
 _is_grad_enabled, _in_transform = torch.is_grad_enabled, torch_private.in_transform
 _is_compiling = torch.compiler.is_dynamo_compiling
-_linear = F.linear
 _HOOKING: Final = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
@@ -73,10 +71,6 @@ class WeightGradientAlias(DeferrableAlias):
         # Transforms of torch.func handle each operator themselves.
         if operator is not None and _is_grad_enabled() and not _in_transform():
             with _without_subclass():
-                if func is _linear and len(args) == 3 and type(args[1]) is type(args[2]) is cls and not kwargs:
-                    output = args[1].weight_store.run_linear(*args)
-                    if output is not None:
-                        return output
                 operation = operator(*args, **kwargs) or with_detached_graph(func, args, kwargs)
                 if operation is not None:
                     return operation.parameters[0].weight_store.run(operation)
@@ -173,19 +167,6 @@ class WeightGradientStore:
         else:
             output = _Anchor.apply(output, operation.parameters[0], operation)  # type: ignore[no-untyped-call]
         return operation.shaped(output)
-
-    def run_linear(self, input: Tensor, weight: DeferrableAlias, bias: DeferrableAlias) -> Tensor | None:
-        """As `run`, for what is `linear_of_matrix`; None: it is another case."""
-        if not (weight.deferred and bias.deferred and weight.requires_grad and bias.requires_grad):
-            return None
-        operation = None if self._unknown_here else linear_of_matrix(input, weight, bias, self._queue)
-        if operation is None:
-            return None
-        output = _linear(input, weight.plain, bias.plain)
-        if output.grad_fn is None:
-            return _Anchor.apply(output, weight, operation)  # type: ignore[no-any-return, no-untyped-call]
-        output.grad_fn.register_prehook(operation)
-        return output
 
     def _run_whole(self, operation: Operation) -> Tensor:
         parameters = tuple([alias for alias in operation.parameters if alias.requires_grad])

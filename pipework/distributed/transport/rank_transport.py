@@ -41,10 +41,6 @@ class RankTransport:
         self._group = backend.group
         self._stopped = False
 
-    def take_undelivered(self) -> list[tuple[Address, Any]]:
-        """See `Transport.take_undelivered`."""
-        return [each for endpoint in self.endpoints.values() for each in endpoint.take_undelivered()]
-
     def stop(self) -> None:
         """See `Transport.stop`."""
         self._stopped = True
@@ -139,12 +135,6 @@ class RankEndpoint:
                 self._share_input_gradients()
             for channel in self._channels.values():
                 channel.flush()
-
-    def take_undelivered(self) -> list[tuple[Address, Any]]:
-        """See `Transport.take_undelivered`; with what waits for its SEND action, addressed to another rank."""
-        outbox = list(self._outbox.items())
-        self._outbox.clear()
-        return [*self._local.take_undelivered(), *outbox]
 
     def close(self) -> None:
         """After the run: releases the stages, and after a failure the messages that were not sent."""

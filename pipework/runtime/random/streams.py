@@ -20,7 +20,7 @@ from pipework.runtime.random import kernels
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pipework.runtime.random.on_devices import DeviceGenerator, State
+    from pipework.runtime.random.kernels import DeviceGenerator, State
     from pipework.runtime.random.unseen_draws import Hold
 
 _MASK = (1 << 64) - 1

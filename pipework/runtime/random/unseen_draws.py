@@ -19,7 +19,7 @@ import contextlib
 from typing import TYPE_CHECKING, Final
 
 from pipework.runtime.random import kernels
-from pipework.runtime.random.on_devices import device_generator
+from pipework.runtime.random.kernels import device_generator
 from pipework.runtime.random.streams import Key, RandomStream
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pipework.runtime.random.on_devices import DeviceGenerator, State
+    from pipework.runtime.random.kernels import DeviceGenerator, State
 
 LOOKS: Final = 4  # runs of a worker; a mini-batch whose loss is outside has two
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipework import Pipe
-from pipework.runtime.random.on_devices import DeviceGenerator, device_generator
+from pipework.runtime.random.kernels import DeviceGenerator, device_generator
 from pipework.runtime.random.streams import Key, RandomStream, micro_batch_here, mix
 from pipework.runtime.random.unseen_draws import LOOKS, Hold, UnseenDraws
 from pipework.testing import draw_key, reference_step

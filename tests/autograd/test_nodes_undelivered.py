@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipework import Pipe, PipeWarning
-from pipework.autograd.undelivered import FEW, UndeliveredLosses
+from pipework.autograd.nodes import FEW, UndeliveredLosses
 
 X, Y = torch.ones(4, 4), torch.zeros(4, 4)
 

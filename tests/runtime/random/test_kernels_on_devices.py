@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipework import Pipe
 from pipework.runtime.random import streams
-from pipework.runtime.random.on_devices import DeviceGenerator, device_generator
+from pipework.runtime.random.kernels import DeviceGenerator, device_generator
 from pipework.runtime.random.streams import Key, RandomStream, mix
 from pipework.testing import draw_key, reference_backward
 
