@@ -103,7 +103,7 @@ def test_the_error_says_where_and_what_is_held(schedule: str, full: int) -> None
     assert device == f"sim:{full}"
     assert any(f"stage {stage}, micro-batch" in note and f"action {kind}" in note for note in notes)
     table = rows_of(where)
-    assert table["stage"] == ["device", "weights", "gradients", "buffers", "activations", "micro-batches", "messages"]
+    assert table["stage"] == ["device", "weights", "gradients", "buffers", "activations", "micro-batches"]
     stages = len(run.pipe.balance)
     for number in range(stages):
         weights = sum(each.nbytes for each in run.pipe.partitions[number].parameters())
