@@ -101,9 +101,10 @@ class LocalEndpoint:
         inbox: of this worker; None: its messages lie there before it asks for them.
         inboxes: for each stage that of its worker; None as above.
         links: for each stage the link that copies to its device; None: tensors are passed by reference.
+        copies: whether any endpoint of the transport has a link.
     """
 
-    __slots__ = ("_boxes", "_inbox", "_inboxes", "_links")
+    __slots__ = ("_boxes", "_copies", "_inbox", "_inboxes", "_links")
 
     def __init__(
         self,
@@ -111,11 +112,14 @@ class LocalEndpoint:
         inbox: Inbox | None,
         inboxes: Sequence[Inbox | None],
         links: Sequence[Link | None],
+        *,
+        copies: bool,
     ) -> None:
         self._inbox = inbox
         self._boxes = boxes
         self._inboxes = inboxes
         self._links = links
+        self._copies = copies
 
     def sender(self, kind: str, stage: int) -> Send:
         """See `Endpoint.sender`; a copy to another device starts at once and overlaps with computation."""
@@ -124,6 +128,8 @@ class LocalEndpoint:
         inbox = self._inboxes[stage] if within else None
         link = self._links[stage] if within else None
         wake = None if inbox is None or inbox is self._inbox else inbox.put
+        if wake is None and link is None:  # nothing waits for it: no call of Python is needed
+            return box.__setitem__
 
         def send(micro_batch: int, message: Message) -> None:
             if link is None:
@@ -139,6 +145,8 @@ class LocalEndpoint:
     def receiver(self, kind: str, stage: int) -> Receive:
         """See `Endpoint.receiver`. Messages to other actions stay in their boxes."""
         take, inbox = self._boxes[kind, stage].pop, self._inbox
+        if inbox is None and not self._copies:
+            return take
 
         def receive(micro_batch: int) -> Message:
             if inbox is None:
@@ -185,13 +193,15 @@ class LocalTransport:
         self._inboxes: list[Inbox | None] = [None if one_thread else SimpleQueue() for _ in workers]
         inboxes = [self._inboxes[worker] for worker in placement]
         to_workers = [links.get((worker, worker)) for worker in placement]
-        self.outside = LocalEndpoint(self._boxes, None, [None] * len(placement), to_workers)
+        copies = any(link is not None for link in links.values())
+        self.outside = LocalEndpoint(self._boxes, None, [None] * len(placement), to_workers, copies=copies)
         self.endpoints = {
             number: LocalEndpoint(
                 self._boxes,
                 inbox,
                 inboxes,
                 [links.get((number, worker)) if worker != number else None for worker in placement],
+                copies=copies,
             )
             for number, inbox in enumerate(self._inboxes)
         }
