@@ -645,7 +645,6 @@ def transfer_together(group: Any, operation: str, tensors: Iterable[Tensor], pee
 
     It warns of a transfer that is started by itself. `dist.batch_isend_irecv` takes groups of all of the job only.
     """
-    require(group, "_start_coalescing _end_coalescing")
     group._start_coalescing()
     try:
         for tensor in tensors:

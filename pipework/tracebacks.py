@@ -53,19 +53,6 @@ def shortened(error: BaseException) -> str:
     return "".join(whole.format())
 
 
-def outer_part(trace: TracebackType | None) -> TracebackType | None:
-    """A copy of a traceback without inner frames.
-
-    Args:
-        trace: of an exception.
-
-    Returns:
-        None if it has no other frames.
-    """
-    frames = _frames(trace)
-    return trace if _left_whole() else _joined([each for each in frames if not _is_inner_frame(each)])
-
-
 class ShortTracebacks:
     """A context in a function that users call: an exception leaves it with a traceback without inner frames.
 

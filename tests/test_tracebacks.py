@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipework import Pipe
-from pipework.tracebacks import VARIABLE, outer_part, shortened
+from pipework.tracebacks import VARIABLE, shortened
 
 
 class Odd(nn.Module):
@@ -86,7 +86,6 @@ def test_a_variable_leaves_all_frames(whole_error: ValueError, monkeypatch: pyte
     assert "stage_run.py" not in shortened(whole_error)
     monkeypatch.setenv(VARIABLE, "1")
     assert "stage_run.py" in shortened(whole_error)
-    assert outer_part(whole_error.__traceback__) is whole_error.__traceback__
     monkeypatch.setenv(VARIABLE, "0")
     assert len(names_in(error_of_a_layer())) < 8
 
@@ -112,10 +111,3 @@ def test_in_groups(whole_error: ValueError) -> None:
     group = ExceptionGroup("both", [whole_error, KeyError(3)])
     assert "stage_run.py" not in shortened(group)
     assert "KeyError: 3" in shortened(group)
-
-
-def test_of_a_traceback_the_outer_frames_stay(whole_error: ValueError) -> None:
-    outer = outer_part(whole_error.__traceback__)
-    assert [frame.name for frame in traceback.extract_tb(outer)] == ["error_of_a_layer", "forward", "root_of"]
-    assert len(names_in(whole_error)) > 10
-    assert outer_part(None) is None

@@ -63,8 +63,8 @@ class Connections:
         groups: for tensors on the CPU, by name: "control" is of all workers of this pipe, "everyone" of all ranks.
         device_groups: for tensors on accelerators; in the same order on all ranks that have two of them.
         channels: to the workers that this one has to do with.
-        replicas: the ranks that hold the same stages; None: there are no others.
-        some_replicas: by their ranks, those of them that share parameters which the others do not.
+        every_replicas: all that average gradients, in the order in which each replica uses them. The first has all
+            ranks that hold the same stages, the others those that share parameters which the rest do not.
         tied: the parameters that other ranks have, too.
         layers: the ranks that compute the same layers on the same data; None: there are no others.
     """
@@ -72,15 +72,14 @@ class Connections:
     groups: dict[str, Group] = field(default_factory=dict)
     device_groups: list[Group] = field(default_factory=list)
     channels: dict[int, Channel] = field(default_factory=dict)
-    replicas: DataParallel | None = None
-    some_replicas: dict[tuple[int, ...], DataParallel] = field(default_factory=dict)
+    every_replicas: list[DataParallel] = field(default_factory=list)
     tied: TiedParameters | None = None
     layers: LayerGroup | None = None
 
     @property
-    def every_replicas(self) -> list[DataParallel]:
-        """All that average gradients, in the order in which each replica uses them; the first is of all replicas."""
-        return [] if self.replicas is None else [self.replicas, *self.some_replicas.values()]
+    def replicas(self) -> DataParallel | None:
+        """The ranks that hold the same stages; None: there are no others."""
+        return self.every_replicas[0] if self.every_replicas else None
 
     def abort(self) -> None:
         """Ends all transfers for good."""
@@ -167,8 +166,8 @@ class Rendezvous:
         made.groups["control"] = self._group(own, "control", range(len(mesh.ranks)), mesh.worker)
         made.groups["everyone"] = self._group(self._store, "everyone", range(len(mesh.everyone)), position)
         if mesh.replicas is not None:
-            made.replicas = self._data_parallel(mesh.replicas)
-            made.some_replicas = {ranks: self._data_parallel(ranks) for ranks in self._tensors.averaging[1:]}
+            for ranks in (mesh.replicas, *self._tensors.averaging[1:]):
+                made.every_replicas.append(self._data_parallel(ranks))
             for replicas in made.every_replicas:
                 ranks = replicas.ranks
                 found = self._tensors.compare(ranks, *replicas.extremes(self._tensors.digests(ranks)))
@@ -186,12 +185,8 @@ class Rendezvous:
         made.tied.share_values()
 
     def _data_parallel(self, ranks: Sequence[int]) -> DataParallel:
-        mesh, name = self._mesh, f"replicas on {ranks}"
-        group = self._group(self._store, name, ranks, mesh.rank)
-        device_group = None
-        if mesh.uses_nccl:
-            device_group = self._device_group(self._store, name, ranks, mesh.rank)
-        return DataParallel(group, ranks, device_group, mesh.data_parallel_size)
+        group, device_group = self._groups(self._store, f"replicas on {ranks}", ranks, self._mesh.rank)
+        return DataParallel(group, ranks, device_group, self._mesh.data_parallel_size)
 
     def _connect(self, store: Store) -> None:
         """Makes a channel to each worker that this one exchanges messages with; both sides in the same order."""
@@ -203,15 +198,11 @@ class Rendezvous:
         for low, high in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}):
             if here not in (low, high):
                 continue
-            both = (low, high)
-            up = self._group(store, f"{low} to {high}", both, here)
-            down = self._group(store, f"{high} to {low}", both, here)
-            outgoing, incoming = (up, down) if here == low else (down, up)
+            ways = [self._groups(store, f"{a} to {b}", (low, high), here) for a, b in ((low, high), (high, low))]
+            (outgoing, device_out), (incoming, device_in) = ways if here == low else ways[::-1]
             device_channel = None
-            if mesh.uses_nccl:
-                up = self._device_group(store, f"{low} to {high}", both, here)
-                down = self._device_group(store, f"{high} to {low}", both, here)
-                device_channel = DeviceChannel(*((up, down) if here == low else (down, up)), mesh.device)
+            if device_out is not None and device_in is not None:
+                device_channel = DeviceChannel(device_out, device_in, mesh.device)
             other = high if here == low else low
             self._made.channels[other] = Channel(
                 mesh.ranks[other], outgoing, incoming, mesh.device, device_channel, mesh.device_mesh
@@ -220,12 +211,14 @@ class Rendezvous:
                 with _lost_if_it_fails():
                     device_channel.connect()
 
-    def _device_group(self, store: Store, name: str, members: Sequence[int], rank: int) -> Group:
-        """A group of NCCL, connected."""
+    def _groups(self, store: Store, name: str, members: Sequence[int], rank: int) -> tuple[Group, Group | None]:
+        """A group for tensors on the CPU, and one of NCCL, connected, if there are tensors on accelerators."""
+        group = self._group(store, name, members, rank)
+        if not self._mesh.uses_nccl:
+            return group, None
         make = functools.partial(nccl_group, device=self._mesh.device)
-        group = self._group(store, f"{name}, NCCL", members, rank, make)
-        self._made.device_groups.append(group)
-        return group
+        self._made.device_groups.append(self._group(store, f"{name}, NCCL", members, rank, make))
+        return group, self._made.device_groups[-1]
 
     def _group(
         self,

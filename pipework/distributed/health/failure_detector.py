@@ -24,10 +24,6 @@ _SAME_DATA: Final = (
     "sampler=pipe.sampler(dataset)"
 )
 _NOWHERE: Final = ProcessPlace()
-_FOR_ALL: Final = {
-    "checkpoint": "Every rank calls save_checkpoint, load_checkpoint and pipe.verify, not one of them alone. ",
-    "clip_grad_norm_": "Every rank calls pipe.clip_grad_norm_, not one of them alone. ",
-}
 _COLLECTIVES: Final = (os.path.join("torch", "distributed", ""), os.path.join("pipework", "fsdp_private.py"))
 
 
@@ -227,15 +223,12 @@ class FailureDetector:
             name, theirs = self._names[rank], peer.beat.call
             other = theirs.kind(mine.number)
             if other is not None and other != what:
-                hint = "".join(_FOR_ALL.get(kind, "") for kind in (what, other) if kind)
-                if _STEP in (what, other):
-                    hint += _SAME_DATA
+                hint = f". {_SAME_DATA}" if _STEP in (what, other) else ""
                 return PeerFailure(
                     rank,
                     "disagreement",
                     f"call {mine.number} is {other!r} on {name}, and {what!r} on {me}: every rank must make the same "
-                    f"calls in the same order. {name} has made {theirs.total()}, {me} {mine.total()}"
-                    + (f". {hint.strip()}" if hint else ""),
+                    f"calls in the same order. {name} has made {theirs.total()}, {me} {mine.total()}{hint}",
                 )
             reason = f" with {peer.beat.reason}" if peer.beat.reason else ""
             if peer.left and theirs.number < mine.number:

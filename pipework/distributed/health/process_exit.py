@@ -13,7 +13,6 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from pipework.distributed.health.errors import PipelineError, exit_code
-from pipework.tracebacks import outer_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,10 +45,7 @@ class ExitHook:
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """As `sys.excepthook`."""
         self.was_called = True
-        if isinstance(error, PipelineError):
-            self._print_shortened(kind, error, traceback)
-        else:
-            self._previous(kind, error, traceback)
+        self._previous(kind, error, traceback)
         if isinstance(error, KeyboardInterrupt):
             return  # the interpreter ends as interrupted programs do
         self._code = exit_code(error)
@@ -61,17 +57,6 @@ class ExitHook:
             with contextlib.suppress(KeyboardInterrupt):
                 time.sleep(_PEER_EXIT_DELAY)
         raise SystemExit(self._code)
-
-    def _print_shortened(
-        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        """Prints a failure of another rank with the frames of the program only: those of pipework explain nothing."""
-        whole = error.__traceback__
-        error.__traceback__ = outer_part(traceback)  # the interpreter prints this one, not its argument
-        try:
-            self._previous(kind, error, error.__traceback__)
-        finally:
-            error.__traceback__ = whole
 
     def limit_exit(self) -> None:
         """Limits the time in which the interpreter exits after an uncaught exception."""

@@ -5,5 +5,4 @@
 * `channel`: messages between two ranks, in order; between accelerators without the CPU.
 * `packet`: the first piece of a message, with its small tensors.
 * `header`: dtypes and shapes of the tensors of a message, and the structure around them.
-* `tensor_bytes`: the bytes of a tensor of any dtype.
 """

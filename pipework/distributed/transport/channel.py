@@ -32,7 +32,7 @@ import torch
 from pipework.distributed.transport import header
 from pipework.distributed.transport.groups import LostConnectionError, break_group
 from pipework.distributed.transport.packet import Packet, Packets, fits_in_packet
-from pipework.torch_private import transfer_together
+from pipework.torch_private import require, transfer_together
 from pipework.values import tensor_form
 from pipework.values.dtensor import local_part
 
@@ -114,6 +114,7 @@ class DeviceChannel:
 
     def connect(self) -> None:
         """Sends and receives a byte, as the other rank does: the first transfer of a group waits for the receiver."""
+        require(self._outgoing, "_start_coalescing _end_coalescing")  # of PyTorch's, which no later transfer looks for
         byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
         both = [(self._outgoing, "send"), (self._incoming, "recv")]
         for group, operation in both if self._peer else reversed(both):  # on both sides in the same order

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from pipework.distributed.transport.tensor_bytes import as_bytes, write_bytes
+from pipework.distributed.gradients.data_parallel import as_bytes, write_bytes
 
 
 class Marked(Tensor):
