@@ -164,7 +164,7 @@ class Mesh:
 
     @property
     def some_replicas(self) -> list[list[int]]:
-        """The ranks of those replicas that differ from this one in some of several dimensions only."""
+        """For each choice of some of the dimensions of replicas: the ranks that differ from this one in these alone."""
         along = [name for name in self.replica_dimensions if self._size(name) > 1]
         fewer = [kept for count in range(1, len(along)) for kept in itertools.combinations(along, count)]
         return [self.same_layers_at({*self._names} - {*kept}) for kept in fewer]
@@ -211,7 +211,14 @@ class Mesh:
         return self.everyone[self.worker :: len(self.ranks)]
 
     def same_layers_at(self, dimensions: Collection[str]) -> list[int]:
-        """Those of `same_layers` that have this one's place in some dimensions."""
+        """The ranks of `same_layers` that have the same place as this rank in some dimensions.
+
+        For example, in a mesh with "pp", "dp" and "tp", ``same_layers_at(["dp"])`` are the ranks of this rank's replica
+        that hold the other shards of its layers.
+
+        Args:
+            dimensions: in which the place is the same.
+        """
         own = self.device_mesh.get_coordinate()
         assert own is not None, "checked when the mesh was made"
         fixed = {PIPELINE, *dimensions}

@@ -110,7 +110,6 @@ class PeerGroup:
         self._open_workers = weakref.WeakMethod(open_workers)
         self._workers: weakref.ref[WorkerThreads] | None = None  # the pipe replaces them with its layers
         self._in_call = threading.Lock()  # held during a call
-        self._caller = 0  # the thread that makes the call
         self._lock = threading.Lock()
         self._failure: weakref.ref[Failure] | None = None
         self.stopping = self.stop_was_seen = False
@@ -170,17 +169,11 @@ class PeerGroup:
             _LOG.warning("leaving before the next training step, as a process was asked to end%s", who)
             raise SystemExit(PREEMPTED)
         if not self._in_call.acquire(blocking=False):
-            if self._caller == threading.get_ident():
-                raise RuntimeError(
-                    f"a {what} of this pipe begins in the middle of another call of it, as in a signal handler: all "
-                    "processes make the calls of a pipe in the same order. Set a flag there, or call "
-                    "pipe.request_stop(), and check it between two steps"
-                )
             raise RuntimeError(
-                f"a {what} of this pipe begins while another thread of this process is in a call of it: all processes "
-                "make the calls of a pipe in the same order, so make them from one thread"
+                f"a {what} of this pipe begins in the middle of another call of it, by another thread or in a signal "
+                "handler: all processes make the calls of a pipe in the same order, so make them from one thread, one "
+                "after the other. A handler sets a flag, or calls pipe.request_stop(), which is checked between steps"
             )
-        self._caller = threading.get_ident()
         try:
             self.monitor.begin(what)
             try:

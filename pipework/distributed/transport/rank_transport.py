@@ -169,9 +169,10 @@ class RankEndpoint:
         self._post_known(channel, waiting)
 
     def _post_known(self, channel: Channel, waiting: deque[Address]) -> None:
-        """Posts receives in the order in which the other rank sends, up to one of which it is not known if it comes.
+        """Posts receives in the order in which the other rank sends.
 
-        It will be known when this or a later one is needed: what the other rank sends then, it sends after the forward.
+        It stops at an address of which this rank does not know yet whether the other one sends a message, for example
+        the gradient of a skip before the forward has run. It goes on when that address or a later one is needed.
         """
         while waiting:
             address = name, stage, micro_batch = waiting[0]

@@ -69,17 +69,6 @@ main({error})
 """
 
 
-def test_of_an_error_elsewhere_only_the_own_frames_are_shown(run: Run) -> None:
-    done = run(INSTALL + RAISES.format(error="PipelineError('rank 1 failed', rank=1, traceback_text='theirs')"))
-    assert done.returncode == 71
-    assert "in main" in done.stderr
-    assert "failure.py" not in done.stderr
-    assert done.stderr.endswith("PipelineError: rank 1 failed\n\nthe traceback of rank 1:\n    theirs\n")
-    done = run(INSTALL + RAISES.format(error="ValueError('bad row')"))
-    assert done.returncode == 70
-    assert "failure.py" in done.stderr
-
-
 def test_what_hangs_at_the_end_does_not_hang_for_ever(run: Run) -> None:
     earlier = "import atexit, time\natexit.register(time.sleep, 3600)\n"
     begin = time.monotonic()

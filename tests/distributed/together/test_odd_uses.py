@@ -345,7 +345,7 @@ def two_threads(mesh: Mesh) -> str:
 
 def test_calls_from_two_threads_are_refused(on_ranks: Run) -> None:
     for message in on_ranks(2, two_threads):
-        assert "begins while another thread of this process is in a call of it" in message
+        assert "begins in the middle of another call of it, by another thread" in message
 
 
 def in_the_middle(mesh: Mesh) -> str:
