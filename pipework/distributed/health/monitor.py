@@ -19,6 +19,7 @@ moment, and after a broken connection everything is still here to be written aga
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import contextvars
 import json
@@ -173,6 +174,8 @@ class HealthMonitor:
             return False
         self._closing.set()
         self._wake.put(None)
+        if threading.current_thread() in self._threads:  # which drops the pipe last; the main thread waits for it
+            atexit.register(self.close)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 # A thread that returns from PyTorch when the interpreter is gone aborts the process. On a busy machine
