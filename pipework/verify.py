@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pipework.fsdp_private import fsdp_modules
 from pipework.saving.training import random_states, set_random_states
-from pipework.testing.comparison import MOST, Compared, allowed_for, compare_kinds, tolerance_of
-from pipework.testing.layer_trace import LayerPlace
+from pipework.testing.comparison import MOST, Compared, LayerPlace, allowed_for, compare_kinds, tolerance_of
 from pipework.testing.runs import Runs
 from pipework.torch_private import BatchNorm
 

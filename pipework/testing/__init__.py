@@ -1,9 +1,7 @@
 """Tools for tests: the un-pipelined model as a reference for a pipe."""
 
 from pipework.runtime.random.streams import draw_key
-from pipework.testing.random import micro_batch_random
-from pipework.testing.reference import Reference, reference_backward
-from pipework.testing.step import reference_step
+from pipework.testing.reference import Reference, micro_batch_random, reference_backward, reference_step
 
 __all__ = [
     "Reference",

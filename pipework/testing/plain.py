@@ -12,9 +12,8 @@ If the pipe is attached to a model that is in this process as a whole, the model
 from __future__ import annotations
 
 import base64
-import contextlib
-import ctypes
 import functools
+import io
 import itertools
 import json
 from collections import Counter
@@ -30,11 +29,11 @@ from pipework.model import mini_batch
 from pipework.runtime.random.streams import streams_inside
 from pipework.runtime.skips import skip_tracker
 from pipework.saving.collective import run_on_all_ranks
-from pipework.testing.random import drawing
+from pipework.testing.reference import drawing, streams_entered
 from pipework.values import nested, structure_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from pipework.attached_forward import AttachedModel
     from pipework.executor import Executor
@@ -284,39 +283,18 @@ class PlainModel:
         adapter, model = attached.adapter, attached.model
         arguments, keywords = adapter.inputs(arguments, keywords)
         keywords = adapter.micro_batch(keywords)
-        with self._streams_of_units(model):
-            return adapter.result(type(model).forward(model, *arguments, **keywords))
-
-    @contextlib.contextmanager
-    def _streams_of_units(self, model: nn.Module) -> Iterator[None]:
-        """Inside, each unit of the model draws from its own stream, and so does what the forward does between them."""
-        first: Any = self._pipe[0]
-        calls, start = first.span.calls, streams_inside()
+        parts: Any = self._pipe[0]
+        calls, counts, start = parts.span.calls, Counter[str](), streams_inside()
         assert start is not None, "inside of `drawing`"
-        counts, running, handles = Counter[str](), list[Any](), list[Any]()
 
-        def enter(name: str, module: nn.Module, inputs: Any) -> None:
-            of_unit = calls[name][counts[name] : counts[name] + 1] if not running else ()
-            counts[name] += not running
-            running.append(next((call.stream for call in of_unit if call.place != "glue"), None))
-            if running[-1] is not None:
-                start(running[-1])
+        def stream_of(name: str) -> int | None:
+            of_unit = calls[name][counts[name] : counts[name] + 1]
+            counts[name] += 1
+            return next((call.stream for call in of_unit if call.place != "glue"), None)
 
-        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-            stream = running.pop()
-            if stream is not None:
-                start(stream + 1)
-
-        for name in calls:
-            unit = model.get_submodule(name)
-            handles.append(unit.register_forward_pre_hook(functools.partial(enter, name)))
-            handles.append(unit.register_forward_hook(leave, always_call=True))
-        try:
-            start(0)
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        start(0)
+        with streams_entered({name: model.get_submodule(name) for name in calls}, stream_of, start):
+            return adapter.result(type(model).forward(model, *arguments, **keywords))
 
 
 def differentiate(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -327,26 +305,17 @@ def differentiate(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -
 
 
 def _packed(value: Any) -> str:
-    """Nested tensors as text, each without the rest of its storage."""
+    """Nested tensors as text: with their strides, on which sums depend, and without the rest of their storages."""
     tensors, around = nested.flatten(value)
-    return json.dumps([None if around is None else structure_json.encode(around), *map(_written, tensors)])
+    there = [each.detach().cpu().resolve_conj().resolve_neg().clone() for each in tensors]
+    data = io.BytesIO()
+    torch.save([own.requires_grad_(each.requires_grad) for own, each in zip(there, tensors, strict=True)], data)
+    form = None if around is None else structure_json.encode(around)
+    return json.dumps([form, base64.b64encode(data.getvalue()).decode()])
 
 
 def _unpacked(text: str) -> Any:
-    form, *tensors = json.loads(text)
+    form, data = json.loads(text)
+    tensors = torch.load(io.BytesIO(base64.b64decode(data)), weights_only=True)
     around = None if form is None else structure_json.decode(form, len(tensors))
-    return nested.unflatten(tuple([_read(*each) for each in tensors]), around)
-
-
-def _written(tensor: Tensor) -> list[Any]:
-    """A tensor with its strides, on which sums depend, as JSON."""
-    own = tensor.detach().cpu().resolve_conj().resolve_neg().clone()
-    memory = own.untyped_storage()
-    data = ctypes.string_at(memory.data_ptr(), memory.nbytes()) if memory.nbytes() else b""
-    return [str(own.dtype), own.shape, own.stride(), tensor.requires_grad, base64.b64encode(data).decode()]
-
-
-def _read(dtype: str, shape: list[int], stride: list[int], requires_grad: bool, text: str) -> Tensor:
-    kind, data = structure_json.DTYPES[dtype], bytearray(base64.b64decode(text))
-    flat = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
-    return flat.as_strided(shape, stride).requires_grad_(requires_grad)
+    return nested.unflatten(tuple(tensors), around)
