@@ -20,7 +20,7 @@ from benchmarks import harness
 from benchmarks.harness import Verdict
 from benchmarks.planned_step.models import TASKS, Task
 from pipework import Pipe, Plan
-from pipework.planning.measuring.plan_that_fits import by_speed
+from pipework.planning.measuring.plan_model import by_speed
 from pipework.planning.measuring.sample_batch import SampleBatch
 from pipework.schedule import simulate
 

@@ -1,25 +1,44 @@
-"""`pipework.plan`: from a model and a mini-batch, or a profile, to a plan."""
+"""`pipework.plan`: from a model and a mini-batch, or a profile, to a plan that runs.
+
+A search knows what layers take and hold, each alone. Workers that run at the same time slow each other down (stages of
+two CPU workers have been 7 to 19 % slower than alone), and a stage does not need just the sum of what its layers need.
+So steps of the best plans are tried, and the stages of the fastest must fit as they are measured.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
+import time
+import warnings
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+import pipework
 from pipework.assignment.balance import not_sequential
 from pipework.assignment.devices import Machine, checked_devices, default_devices
+from pipework.planning.certificate import certify
 from pipework.planning.measuring.links import device_kind
 from pipework.planning.measuring.on_ranks import plan_on_ranks
-from pipework.planning.measuring.plan_that_fits import plan_that_fits
-from pipework.planning.measuring.profile import checked_report, micro_batch_sizes, profile
+from pipework.planning.measuring.predict import predict_step
+from pipework.planning.measuring.profile import checked_report, grouped, micro_batch_sizes, profile
 from pipework.planning.measuring.sample_batch import SampleBatch
-from pipework.planning.plan import Plan
-from pipework.planning.plan_profile import best_plans
+from pipework.planning.measuring.stage_copy import now, traceless
+from pipework.planning.plan import Plan, WorkerBytes
+from pipework.planning.plan_profile import best_plans, limits_that_fit
 from pipework.planning.profiles import Profile
 from pipework.planning.request import check_options, checked_schedules, make_request
 from pipework.planning.search import checked_budget
+from pipework.runtime.out_of_memory import is_out_of_memory
+from pipework.schedule import measure
+from pipework.schedule.draw.units import counted, memory_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +47,24 @@ if TYPE_CHECKING:
 
     from pipework.distributed.mesh import Mesh
     from pipework.model.sequential import Device
+    from pipework.planning.measuring.predict import Prediction
+    from pipework.planning.request import PlanRequest
+    from pipework.planning.search import SearchBudget
+    from pipework.schedule import Costs
 
 _TIMEOUT = 0.2
+# Schedules with a name that are tried beside the best plan, if they are about as fast by the profile.
+_NAMED, _WITHIN = 5, 1.15
+# Of the budget, for the first search and for those that follow if the stages that it found do not fit.
+_SHARES = 0.6, 0.25, 0.15
+# All plans have two turns, and two more those that are about as fast as the best: twelve steps tell 4 % apart at most.
+_TURNS, _TURNS_OF_ALL, _CLOSE = 4, 2, 1.06
+# The first step of a turn allocates, and chooses kernels; the second one has been 6 to 13 % slower than those after it.
+_WARM_UP = 3
+_LEAST_STEPS = 2  # of a turn, that are recorded
+_CLEARLY = 0.98  # of the first plan's seconds; less is noise
+_SLOWED = 1.25  # of the step by the profile; less is usual
+_TIMES = ("forward", "backward", "recompute", "input_gradient", "weight_gradient", "transfer", "skip_transfer")
 
 
 def plan(
@@ -153,3 +188,261 @@ def _check(model: object, sample: object, schedules: Sequence[str] | None, targe
             "plan got no target: its schedules compute the loss inside of the pipe, so give target=y, loss_fn=f; for a "
             "loss outside, schedules=['gpipe']"
         )
+
+
+def plan_that_fits(
+    request: PlanRequest,
+    model: nn.Sequential,
+    batch: SampleBatch,
+    budget: SearchBudget,
+    timeout: float,
+    report: Callable[[str], None],
+) -> Plan:
+    """The best plan whose stages fit as they were measured.
+
+    Args:
+        request: what is to be planned, with a profile of this machine.
+        model: its layers.
+        batch: the mini-batch.
+        budget: of the search.
+        timeout: seconds to measure each stage.
+        report: called with a line of text for each step.
+
+    Raises:
+        ValueError: no plan fits.
+    """
+    limits = dict(zip(request.devices, request.limits, strict=True))
+    given = request
+    tried: list[Plan] = []
+    once = min(request.limits) == inf or batch.rows != request.batch
+    for share in (1.0,) if once else _SHARES:
+        try:
+            plans = best_plans(request, budget.part(share), report, named=_NAMED, within=_WITHIN)
+        except ValueError:
+            if not tried:
+                raise
+            break  # nothing fits what the last plan has shown to be left for layers
+        if batch.rows != plans[0].batch:
+            return plans[0]  # for a mini-batch that is not here
+        over = inf
+        for plan, costs in by_speed(plans, model, batch, timeout, report):
+            measured = measured_plan(plan, costs, model, batch, timeout, report)
+            places = zip(measured.workers, plan.devices, strict=True)
+            workers = tuple(replace(held, limit=limits[device]) for held, device in places)
+            measured = replace(measured, workers=workers)
+            if all(worker.fits for worker in workers):
+                return measured
+            tried.append(measured)
+            pairs = zip(workers, plan.workers, strict=True)
+            over = min(over, max(found.total / before.total for found, before in pairs if not found.fits))
+        # What does not fit was planned to be smaller: so much that this plan, and those like it, are excluded.
+        report(f"measured as a whole, a worker needs {over:.3g} times what its layers need: planned again with less")
+        request = replace(request, limits=tuple(limits[device] / over for device in request.devices))
+    best = min(tried, key=lambda plan: max(map(_share, plan.workers)))
+    held = max(best.workers, key=_share)
+    worst = best.workers.index(held)
+    raise ValueError(
+        f"no plan fits: in the best that was found, worker {worst} ({best.devices[worst]}) needs "
+        f"{memory_text(held.total, 'bytes')}, measured as a whole, and may hold {memory_text(held.limit, 'bytes')}; it "
+        f"fits with {limits_that_fit(given, best.devices, best.workers)}; raise the limits, use more devices, "
+        "or give a smaller mini-batch"
+    )
+
+
+def _share(held: WorkerBytes) -> float:
+    return held.total / held.limit
+
+
+# ---- which plan is fastest -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Tried:
+    """A plan, the seconds of its steps, and what its actions took in the last ones."""
+
+    plan: Plan
+    seconds: list[float] = field(default_factory=list)
+    costs: Costs | None = None
+
+    @property
+    def median(self) -> float:
+        return median(self.seconds) if self.seconds else inf
+
+
+def by_speed(
+    plans: Sequence[Plan], module: nn.Sequential, batch: SampleBatch, timeout: float, report: Callable[[str], None]
+) -> list[tuple[Plan, Costs | None]]:
+    """The plans with the fastest steps first, and what their actions take.
+
+    Plans take turns, so that what else runs on the machine slows all of them down. The fastest have more of them.
+
+    Args:
+        plans: for this machine; the first one is preferred if others are not clearly faster.
+        module: their layers.
+        batch: the mini-batch.
+        timeout: seconds to measure each stage; there are some steps of each plan at least.
+        report: called with a line of text for each plan.
+
+    Returns:
+        Plans, and the times of their actions, with which a simulated step takes as long as the median of their steps.
+        If there is no target, or too little memory, steps cannot be tried: then the first plan, and None.
+    """
+    if batch.target is None:
+        return [(plans[0], None)]  # the caller computes the loss, and this does not know how
+    copied = sum(each.nbytes for each in (*module.parameters(), *module.buffers()) if each.device.type == "cpu")
+    fits = max(copied, *map(_cpu_bytes, plans)) <= _cpu_bytes_left()  # the system ends a program that takes too much
+    tried = [_Tried(plan) for plan in plans if fits]
+    if tried:
+        report(f"steps of {counted(len(plans), 'plan')} are tried")
+    for turn in range(_TURNS):
+        best = min((each.median for each in tried), default=inf)
+        for each in list(tried):
+            if turn >= _TURNS_OF_ALL and each.median > _CLOSE * best:
+                continue
+            try:
+                seconds, each.costs = run_steps(each.plan, module, batch, timeout * len(each.plan.balance) / _TURNS)
+                each.seconds += seconds
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                tried.remove(each)
+    if not tried:
+        report("no memory for steps of the plan beside the model: its stages are measured one by one")
+        return [(plans[0], None)]
+    for each in tried:
+        name = f"{each.plan.schedule.name}, {counted(each.plan.chunks, 'micro-batch')}"
+        report(f"{name}: {each.median:.3g} s, median of {counted(len(each.seconds), 'step')}")
+    tried.sort(key=lambda each: each.median * (_CLEARLY if each.plan is plans[0] else 1))
+    return [(each.plan, _scaled(each)) for each in tried]
+
+
+def run_steps(plan: Plan, module: nn.Sequential, batch: SampleBatch, seconds: float) -> tuple[list[float], Costs]:
+    """Trains a copy of the layers as a plan says, without an optimizer.
+
+    Returns:
+        The seconds of each step after the first ones, from its call to its end on all devices, and what actions took.
+    """
+    devices = [torch.device(device) for device in dict.fromkeys(plan.devices)]
+
+    def clock() -> float:
+        return max(map(now, devices))
+
+    with ExitStack() as stack:
+        for device in devices:
+            stack.enter_context(traceless(device))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # the pipe that is made of the plan will warn
+        layers = copy.deepcopy(module)
+        layers.zero_grad(set_to_none=True)
+        if not any(layer.training for layer in layers.modules()):
+            layers.train()
+        pipe = pipework.Pipe(layers, plan=plan, loss_fn=batch.loss_fn)
+        step = functools.partial(pipe, *batch.inputs, target=batch.target, **batch.keywords)
+        end = time.perf_counter() + seconds
+        for number in range(_WARM_UP):
+            if number == 0 or time.perf_counter() < end:
+                step()
+        times: list[float] = []
+        end = time.perf_counter() + seconds
+        with pipe.record(memory=False) as recording:
+            while len(times) < _LEAST_STEPS or time.perf_counter() < end:
+                begin = clock()
+                step()
+                times.append(clock() - begin)
+    return times, recording.costs()
+
+
+def _scaled(tried: _Tried) -> Costs:
+    """What actions take, so that the simulated step takes as long as the median of the steps.
+
+    The medians of actions alone give less, by 3 to 8 % with operators of some microseconds: if one action takes longer
+    than its median, others wait for it; and a step begins before its first action, and ends after its last.
+    """
+    assert tried.costs is not None
+    costs = replace(tried.costs, skip_transfer=tried.plan.costs.skip_transfer)
+    factor = tried.median / (measure(tried.plan.schedule, costs).makespan or tried.median)
+    times: dict[str, Any] = {}
+    for name in _TIMES:
+        value = getattr(costs, name)
+        is_tuple = isinstance(value, tuple)
+        times[name] = tuple(each * factor for each in value) if is_tuple else value and value * factor
+    return replace(costs, **times)
+
+
+def _cpu_bytes(plan: Plan) -> float:
+    places = map(torch.device, plan.devices)
+    return sum(held.total for held, place in zip(plan.workers, places, strict=True) if place.type == "cpu")
+
+
+def _cpu_bytes_left() -> float:
+    """What the system says that programs can still get; infinity if it says nothing."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return inf
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), inf)
+
+
+# ---- what its stages take and hold -----------------------------------------------------------------------------------
+
+
+def measured_plan(
+    plan: Plan,
+    recorded: Costs | None,
+    module: nn.Sequential,
+    batch: SampleBatch,
+    timeout: float,
+    report: Callable[[str], None],
+) -> Plan:
+    """The plan with the measured times and bytes of its stages, each as a whole.
+
+    Args:
+        plan: for this machine.
+        recorded: the times of its actions in its steps; None: its stages are measured, one after the other.
+        module: its layers.
+        batch: the mini-batch.
+        timeout: seconds to measure each stage.
+        report: called with a line of text for each stage.
+    """
+    names, source = (_TIMES, recorded) if recorded is not None else (_TIMES[-2:], plan.costs)
+    found = predict_step(
+        grouped(module, plan.balance),
+        [torch.device(plan.devices[worker]) for worker in plan.schedule.placement],
+        plan.schedule,
+        *batch.micro_batches(-(-plan.batch // plan.chunks)),
+        batch.tuples,
+        optimizer=plan.optimizer,
+        timeout=timeout,
+        progress=report if recorded is None else lambda line: None,
+        known={name: getattr(source, name) for name in names},
+    )
+    notes = plan.notes
+    if recorded is None and found.measured_on_cpu:
+        which = ", ".join(map(str, found.measured_on_cpu))
+        notes += (
+            f"stage {which} was measured on the CPU, because its device ran out of memory: its times are the CPU's",
+        )
+    if found.seconds > _SLOWED * plan.seconds > 0:
+        notes += (
+            f"its step takes {found.seconds / plan.seconds:.2g} times what it would with layers as fast as alone: "
+            "workers slow each other down, for example if they share cores, memory or a link",
+        )
+    workers = _workers(plan, found)
+    # The bound of all plans comes from the profile, in which other layers may have been measured too long.
+    bound = min(plan.certificate.any_bound, found.seconds)
+    certificate = certify(found.simulation, workers, plan.balance, bound)
+    return replace(
+        plan, notes=notes, costs=found.costs, workers=workers, certificate=certificate, profile_seconds=plan.seconds
+    )
+
+
+def _workers(plan: Plan, found: Prediction) -> tuple[WorkerBytes, ...]:
+    """What each worker holds; those of one device share what it needs beside their own."""
+    held, peaks = found.worker_bytes, found.simulation.peak_memory
+    places = [torch.device(device) for device in plan.devices]
+    own = {place: sum(size for size, other in zip(held, places, strict=True) if other == place) for place in places}
+    workers = []
+    for each, size, peak, place in zip(plan.workers, held, peaks, places, strict=True):
+        rest = max(0.0, found.device_bytes[place] - own[place]) / places.count(place)
+        workers.append(WorkerBytes(size - peak, peak, rest, each.limit))
+    return tuple(workers)

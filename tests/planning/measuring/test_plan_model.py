@@ -59,8 +59,8 @@ def test_the_plan_is_the_fastest_that_was_tried(monkeypatch: pytest.MonkeyPatch)
         tried.extend(plans)
         return [(each, None) for each in reversed(plans)]
 
-    monkeypatch.setattr("pipework.planning.measuring.plan_that_fits._WITHIN", float("inf"))
-    monkeypatch.setattr("pipework.planning.measuring.plan_that_fits.by_speed", last_first)
+    monkeypatch.setattr("pipework.planning.measuring.plan_model._WITHIN", float("inf"))
+    monkeypatch.setattr("pipework.planning.measuring.plan_model.by_speed", last_first)
     found = plan(layers(), X, **OPTIONS)
     assert len(tried) == 6
     assert found.schedule == tried[-1].schedule
@@ -81,7 +81,7 @@ def test_a_note_says_that_a_stage_was_measured_elsewhere(monkeypatch: pytest.Mon
     monkeypatch.setattr("pipework.planning.measuring.predict.measure_stages", without_memory)
     note = "stage 1 was measured on the CPU, because its device ran out of memory: its times are the CPU's"
     assert note not in plan(layers(), X, **OPTIONS).notes  # its times are those of steps
-    monkeypatch.setattr("pipework.planning.measuring.plan_that_fits._cpu_bytes_left", lambda: 0)
+    monkeypatch.setattr("pipework.planning.measuring.plan_model._cpu_bytes_left", lambda: 0)
     assert note in plan(layers(), X, **OPTIONS).notes
 
 
@@ -111,8 +111,8 @@ def test_a_plan_whose_stages_need_more_than_their_layers_is_not_made_again(monke
     def a_tenth_more(plan: Plan, *_: Any) -> Plan:
         return replace(plan, workers=tuple(WorkerBytes(1.1 * each.total, 0, 0, limit) for each in plan.workers))
 
-    monkeypatch.setattr("pipework.planning.measuring.plan_that_fits.best_plans", planned)
-    monkeypatch.setattr("pipework.planning.measuring.plan_that_fits.measured_plan", a_tenth_more)
+    monkeypatch.setattr("pipework.planning.measuring.plan_model.best_plans", planned)
+    monkeypatch.setattr("pipework.planning.measuring.plan_model.measured_plan", a_tenth_more)
     totals = [each.total for each in made.workers]
     worst = totals.index(max(totals))  # measured times may have cut the layers in either way
     text = rf"worker {worst} \(cpu\) needs .*, measured as a whole, .* it fits with a limit of"
@@ -138,8 +138,8 @@ def test_a_limit_between_what_layers_and_stages_need_is_answered_with_what_stage
     def twice(plan: Plan, *_: Any) -> Plan:
         return replace(plan, workers=tuple(WorkerBytes(2 * each.total, 0, 0, limit) for each in plan.workers))
 
-    monkeypatch.setattr("pipework.planning.measuring.plan_that_fits.best_plans", planned)
-    monkeypatch.setattr("pipework.planning.measuring.plan_that_fits.measured_plan", twice)
+    monkeypatch.setattr("pipework.planning.measuring.plan_model.best_plans", planned)
+    monkeypatch.setattr("pipework.planning.measuring.plan_model.measured_plan", twice)
     with pytest.raises(ValueError, match="measured as a whole") as refused:
         plan(layers(), X, **OPTIONS, memory=2 * limit)
     found = re.search("fits with a limit of ([^,]*), of which the 2 workers on cpu", str(refused.value))
@@ -165,7 +165,7 @@ class Pop(nn.Module):
 
 @pytest.mark.parametrize("bytes_left", [float("inf"), 0])
 def test_a_skip_connection_over_stages(monkeypatch: pytest.MonkeyPatch, bytes_left: float) -> None:
-    monkeypatch.setattr("pipework.planning.measuring.plan_that_fits._cpu_bytes_left", lambda: bytes_left)
+    monkeypatch.setattr("pipework.planning.measuring.plan_model._cpu_bytes_left", lambda: bytes_left)
     module = nn.Sequential(Stash(*X.shape[-1:] * 2), nn.Tanh(), nn.ReLU(), Pop())
     options = OPTIONS | {"target": X, "schedules": ["interleaved-1f1b"]}
     found = plan(module, X, **options)

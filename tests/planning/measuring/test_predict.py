@@ -1,6 +1,5 @@
 """What `pipe.predict` says against what is then measured."""
 
-import contextlib
 import copy
 import gc
 import itertools
@@ -97,17 +96,8 @@ def test_activation_bytes_are_those_that_are_then_measured(schedule: str, checkp
     assert list(prediction.costs.activation) == pytest.approx(list(costs.activation), rel=0.05)
     if costs.waiting is not None:
         assert list(prediction.costs.waiting) == pytest.approx(list(costs.waiting), rel=0.05)
-
-
-@every_mode
-@every_schedule
-def test_what_is_recorded_predicts_its_own_peak_with_what_waits_for_weights(schedule: str, checkpoint: str) -> None:
-    pipe, x, y = in_four_stages(schedule, checkpoint), torch.randn(192, 4), torch.randint(3, (192,))
-    pipe(x, target=y)  # the first micro-batch of a pipe shows what can wait, and puts nothing off
-    timeline = recorded(pipe, x, y)
-    measured = timeline.timeline()
-    peaks = tuple(measured.peak_memory(worker) for worker in range(measured.workers))
-    assert timeline.predicted().peak_memory == pytest.approx(peaks, rel=0.05)
+    # What is recorded predicts its own peak, with what waits for weights.
+    assert list(timeline.predicted().peak_memory) == pytest.approx(peaks, rel=0.05)
 
 
 def test_the_loss_may_be_outside() -> None:
@@ -141,11 +131,17 @@ def test_nothing_changes() -> None:
     pipe = Pipe(model(), 4, balance=[4, 4], devices=["cpu"] * 2, deferred_batch_norm=True)
     pipe[3].eval()
     before = {name: value.clone() for name, value in pipe.state_dict().items()}
-    state, flags = torch.get_rng_state(), [module.training for module in pipe.modules()]
+    flags = [module.training for module in pipe.modules()]
     x = torch.randn(12, 4, requires_grad=True)
-    with torch.no_grad():
-        state = torch.get_rng_state()
-        pipe.predict(x, timeout=0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        with torch.no_grad():
+            state = torch.get_rng_state()
+            pipe.predict(x, timeout=0)
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(threads)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], value) for name, value in pipe.state_dict().items())
     assert [module.training for module in pipe.modules()] == flags
@@ -153,24 +149,19 @@ def test_nothing_changes() -> None:
     assert x.grad is None
 
 
-def test_layers_that_overwrite_their_input() -> None:
-    """Whole stages begin with one; neither the batch nor what the stage before has handed on is changed."""
-    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
-    pipe = Pipe(module, chunks=2, balance=[2, 2], devices=["cpu", "cpu"])
-    batch = torch.tensor([[-1.0, 1.0], [1.0, -1.0]])
-    pipe.predict(batch, timeout=0.01)
-    assert batch.tolist() == [[-1, 1], [1, -1]]
+def test_inputs_and_targets_that_are_overwritten_stay_as_they_are() -> None:
+    """Whole stages begin with a layer in place; neither the batch nor what the stage before hands on is changed."""
 
-
-def test_a_target_that_is_overwritten_stays_as_it_is() -> None:
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         target.mul_(0.5)
         return (output - target).square().mean()
 
-    pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), 2, "never", balance=[1], devices=["cpu"], loss_fn=loss)
-    target = torch.ones(4, 2)
-    pipe.predict(torch.ones(4, 2), target=target, timeout=0.01)
-    assert torch.equal(target, torch.ones(4, 2))
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
+    pipe = Pipe(module, 2, "never", balance=[2, 2], devices=["cpu", "cpu"], loss_fn=loss)
+    batch, target = torch.tensor([[-1.0, 1.0], [1.0, -1.0]]), torch.ones(2, 2)
+    pipe.predict(batch, target=target, timeout=0.01)
+    assert batch.tolist() == [[-1, 1], [1, -1]]
+    assert torch.equal(target, torch.ones(2, 2))
 
 
 def test_a_skip_may_be_overwritten() -> None:
@@ -219,16 +210,6 @@ def test_progress_is_reported_line_by_line(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level("INFO", logger="pipework"):
         pipe.predict(torch.randn(12, 4), timeout=0)
     assert [record.message.split(":")[0] for record in caplog.records] == ["stage 1 of 2", "stage 2 of 2"]
-
-
-def test_threads_are_as_before() -> None:
-    threads = torch.get_num_threads()
-    with contextlib.ExitStack() as stack:
-        stack.callback(torch.set_num_threads, threads)
-        torch.set_num_threads(4)
-        pipe = Pipe(model(), 4, balance=[4, 4], devices=["cpu"] * 2)
-        pipe.predict(torch.randn(12, 4), timeout=0)
-        assert torch.get_num_threads() == 4
 
 
 def test_bad_input_is_refused_as_by_the_pipe_itself() -> None:
@@ -396,23 +377,25 @@ CASES = [
 ]
 
 
+GRID = itertools.product(
+    KINDS,
+    ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"],
+    ["never", "except_last", "always"],
+    ["one each", "both on one"],
+)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "schedule", "checkpoint", "place"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "schedule", "checkpoint", "place"),
+    [*CASES, *[pytest.param(*case, marks=pytest.mark.slow) for case in GRID if case not in CASES]],
+)
 def test_what_a_device_holds_is_what_it_then_counts(kind: str, schedule: str, checkpoint: str, place: str) -> None:
-    for ratio in predicted_and_counted(kind, schedule, checkpoint, place).values():
-        assert ratio == pytest.approx(1, abs=0.05)
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["one each", "both on one"])
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_a_device_holds_in_every_schedule(kind: str, schedule: str, checkpoint: str, place: str) -> None:
     # Whether a message more or less is there at the peak depends on which thread is faster, and so does whether two
     # workers of one device need most at the same moment. A message is 6% of what the small convolutions need in all.
     bound = 0.2 if kind == "convolutions" else 0.05 if place == "one each" else 0.1
+    if (kind, schedule, checkpoint, place) in CASES:
+        bound = 0.05
     for ratio in predicted_and_counted(kind, schedule, checkpoint, place).values():
         assert ratio == pytest.approx(1, abs=bound)
 

@@ -45,11 +45,21 @@ def test_each_layer_has_times_and_bytes() -> None:
     assert sizes[5].output == 4  # the loss
 
 
-def test_nothing_of_the_module_changes() -> None:
-    module = layers()
+class Drawing(nn.Module):
+    """Draws from Python's generator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * random.random()
+
+
+def test_nothing_of_the_module_and_no_random_state_changes() -> None:
+    module = layers().append(Drawing())
+    of_python = random.getstate()
     before = {name: each.clone() for name, each in module.state_dict().items()}
     state = torch.get_rng_state()
     measured(module)
+    pipework.plan(module, X, target=Y, loss_fn=F.mse_loss, devices=["cpu", "cpu"], iterations=5, timeout=0)
+    assert random.getstate() == of_python
     assert all(torch.equal(before[name], each) for name, each in module.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
     assert all(each.grad is None for each in module.parameters())
@@ -96,21 +106,6 @@ def test_a_loss_that_is_a_module_is_not_called() -> None:
     measured(loss_fn=loss)
     pipework.plan(layers(), X, target=Y, loss_fn=loss, devices=["cpu", "cpu"], iterations=5, timeout=0)
     assert loss.calls == 0
-
-
-class Drawing(nn.Module):
-    """Draws from Python's generator."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * random.random()
-
-
-def test_pythons_random_state_stays_as_it_is() -> None:
-    state = random.getstate()
-    module = nn.Sequential(nn.Linear(8, 4), Drawing())
-    measured(module)
-    pipework.plan(module, X, target=Y, loss_fn=F.mse_loss, devices=["cpu", "cpu"], iterations=5, timeout=0)
-    assert random.getstate() == state
 
 
 def test_inference_mode_is_left_for_the_measurement() -> None:

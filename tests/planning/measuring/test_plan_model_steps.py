@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from pipework import Plan, plan
 from pipework.planning import Rates
 from pipework.planning import profile as measured_profile
-from pipework.planning.measuring import plan_that_fits
-from pipework.planning.measuring.plan_that_fits import by_speed
+from pipework.planning.measuring import plan_model
+from pipework.planning.measuring.plan_model import by_speed
 from pipework.planning.measuring.sample_batch import SampleBatch
 from pipework.schedule import Costs, simulate, with_recompute
 
@@ -104,7 +104,7 @@ def test_the_system_may_have_too_little_memory(monkeypatch: pytest.MonkeyPatch) 
     module, x, lines = layers_of(), torch.randn(8, 3, 4), list[str]()
     found = planned(module, x)
     monkeypatch.setattr(
-        "pipework.planning.measuring.plan_that_fits._cpu_bytes_left",
+        "pipework.planning.measuring.plan_model._cpu_bytes_left",
         lambda: sum(each.total for each in found.workers) - 1,
     )
     assert by_speed([found], module, batch_of(module, x, x, F.mse_loss), 0, lines.append) == [(found, None)]
@@ -174,7 +174,7 @@ def test_a_plan_that_runs_out_of_memory_is_left_out(monkeypatch: pytest.MonkeyPa
     second = replace(first, balance=(1, 3))
     turns: Counter[tuple[int, ...]] = Counter()
 
-    real = plan_that_fits.run_steps
+    real = plan_model.run_steps
 
     def small(plan: Plan, *rest: Any) -> Any:
         turns[plan.balance] += 1
@@ -182,7 +182,7 @@ def test_a_plan_that_runs_out_of_memory_is_left_out(monkeypatch: pytest.MonkeyPa
             raise torch.OutOfMemoryError("no memory")
         return real(plan, *rest)
 
-    monkeypatch.setattr(plan_that_fits, "run_steps", small)
+    monkeypatch.setattr(plan_model, "run_steps", small)
     ((found, costs),) = by_speed([first, second], module, batch_of(module, x, x, F.mse_loss), 0, lines.append)
     assert found is second
     assert costs is not None
@@ -195,13 +195,13 @@ def test_slow_plans_have_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = planned(module, x)
     slow = replace(fast, balance=(1, 3))
 
-    real = plan_that_fits.run_steps
+    real = plan_model.run_steps
 
     def waiting(plan: Plan, *rest: Any) -> Any:
         _, costs = real(plan, *rest)
         return [0.1 if plan is slow else 0.01] * 2, costs
 
-    monkeypatch.setattr(plan_that_fits, "run_steps", waiting)
+    monkeypatch.setattr(plan_model, "run_steps", waiting)
     found = by_speed([slow, fast], module, batch_of(module, x, x, F.mse_loss), 0, lines.append)
     assert [plan for plan, _ in found] == [fast, slow]
     assert lines[1:] == [
