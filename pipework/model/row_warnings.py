@@ -120,7 +120,9 @@ class OutputRows:
             return []
         columns = list(zip(*(tensors for tensors, _ in outputs), strict=True))
         sizes = [[part.shape[0] if part.dim() else 0 for part in column] for column in columns]
-        known = self._sizes if len(self._sizes) == len(columns) and self._rows[0] != rows[0] else [0] * len(columns)
+        # A first mini-batch has nothing to be compared with, even if its outputs hold no tensor.
+        compared = len(self._sizes) == len(columns) and self._rows[:1] not in ([], [rows[0]])
+        known = self._sizes if compared else [0] * len(columns)
         found = [
             f"{'the output' if len(columns) == 1 else f'output tensor {number}'} has the shape "
             f"{tuple(columns[number][0].shape)} for each of {len(rows)} micro-batches, the first of which has "
