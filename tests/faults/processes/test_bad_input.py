@@ -20,8 +20,8 @@ BAD = {
         (GOOD,),
         GOOD[:3],
         "ValueError",
-        "the inputs on rank 0 have 4 rows and a target tensor on rank 1 has 3 rows, shape (3, 8): wanted as many rows, "
-        "of the same mini-batch. Give all ranks of a pipe the same data in the same order",
+        "the inputs on rank 0 have 4 rows and a target tensor on rank 1 has shape (3, 8): wanted as many rows. Give "
+        "all ranks of a pipe the same",
     ),
     "other micro-batches": (
         1,

@@ -15,7 +15,7 @@ def test_the_root_cause_is_the_rank_that_failed(launch: Callable[..., Launch], r
     launched = launch(*(["--record"] if recorded else []), fault=fault)
     assert launched.wait() == 1, launched.log
     assert not launched.left_over()
-    assert "an injected fault strikes at rank 1, step 2, action B, stage 1, micro-batch 1: raise" in launched.log
+    assert f"an injected fault strikes: {fault}" in launched.log
     summary = launched.log.split("Failures:")[1]
     failed = summary.split("rank      : 1 (local_rank: 1)")[1]
     assert failed.splitlines()[1].split()[:3] == ["exitcode", ":", "70"], launched.log
