@@ -269,7 +269,8 @@ class Plan:
         for planned, found in zip(self.layers, layers, strict=True):
             if planned != found:
                 raise ValueError(
-                    f"the plan is for another model: it has {planned}, and here is {found}; plan this model"
+                    f"the plan is for another model: layer {planned.name} was {planned}, and is {found} here; "
+                    "plan this model"
                 )
 
 

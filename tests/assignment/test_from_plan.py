@@ -154,14 +154,14 @@ def test_another_model_is_refused(measured: Profile) -> None:
     refused(layers()[:-1], "the plan is for a model of 8 layers, and this one has 7: plan this model")
     wider = layers()
     wider[0] = nn.Linear(WIDTH, WIDTH, bias=False)
-    refused(wider, "another model: it has .*weights=288.*, and here is .*weights=256")
+    refused(wider, "another model: layer 0 was .*weights=288.*, and is .*weights=256")
     other = layers()
     other[1] = nn.ReLU()
-    refused(other, "another model: it has .*'Tanh'.*, and here is .*'ReLU'")
+    refused(other, "another model: layer 1 was .*'Tanh'.*, and is .*'ReLU'")
     renamed = nn.Sequential()
     for index, layer in enumerate(layers()):
         renamed.add_module(f"layer{index}", layer)
-    refused(renamed, "another model: it has .*name='0'.*, and here is .*name='layer0'")
+    refused(renamed, "another model: layer 0 was .*name='0'.*, and is .*name='layer0'")
 
 
 def test_what_is_no_plan_is_refused(measured: Profile) -> None:

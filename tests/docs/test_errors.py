@@ -66,8 +66,7 @@ REFUSED = {
 # What the section on warnings names, and words of the warning.
 WARNED_OF = {
     "one micro-batch for several workers": "chunks is 1",
-    "a whole model in one layer": "has one layer",
-    "a single device": "only one device was found",
+    "one worker for all layers": "one worker has all that the nn.Sequential has",
     "idle devices": "will be idle",
     "hooks of a partition": "has hooks, which are not called",
     "a module that was compiled as a whole": "was called before the pipe was made, which calls the layers one by one",

@@ -110,8 +110,14 @@ def test_what_is_no_json_is_refused(plan: Plan, tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda layers: layers[1:], "the plan is for a model of 8 layers, and this one has 7"),
-        (lambda layers: [layers[0]._replace(weights=3), *layers[1:]], "another model: .*weights=100.* here is .*=3"),
-        (lambda layers: [*layers[:-1], LayerInfo("7", "ReLU", 100, 100, 0)], "type='Linear'.* here is .*type='ReLU'"),
+        (
+            lambda layers: [layers[0]._replace(weights=3), *layers[1:]],
+            "for another model: layer 0 was .*weights=100.* and is .*=3",
+        ),
+        (
+            lambda layers: [*layers[:-1], LayerInfo("7", "ReLU", 100, 100, 0)],
+            "layer 7 was .*type='Linear'.* and is .*type='ReLU'",
+        ),
     ],
 )
 def test_another_model_is_refused(plan: Plan, change: Any, message: str) -> None:
