@@ -7,23 +7,18 @@ warned of in a pipe's first mini-batch, and refused in the sample of `attach`.
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 from collections import deque
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
-from pipework.model.call_values import (
-    PLAIN,
-    Value,
-    described,
-    has_entries,
-    holds_tensors,
-    may_be_offsets,
-    places_of,
-    refuse_uncut,
-    values_in,
-)
-from pipework.model.marks import WHOLE, has_micro_batches
+from pipework.model.marks import WHOLE, Chunk, NoChunk, has_micro_batches, is_dense
+from pipework.torch_private import pytree
+from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,10 +28,69 @@ if TYPE_CHECKING:
     Flat = tuple[Sequence[Tensor], Structure | None, Sequence[int | None]]  # what `flattened` returns
 
 _MOST: Final = 1000  # names: a call may have others each time
+_DEPTH: Final = 3  # of objects in objects
+_PLAIN: Final = (
+    type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.Generator,
+    FunctionType, BuiltinFunctionType,
+)  # fmt: skip
 _WAYS: Final = (
     "Chunk(value, dim=...) says in which dimension the rows are, and NoChunk(value) that every micro-batch needs all "
     "of it; split= and MicroBatches cut in any other way"
 )
+
+
+class Value(NamedTuple):
+    """A value among the arguments: a tensor, a list or tuple, or what has no parts.
+
+    Attributes:
+        name: such as ``images[0]``.
+        value: without a mark.
+        mark: the dimension of `Chunk`, `WHOLE` in `NoChunk`; None: there is no mark around it.
+    """
+
+    name: str
+    value: Any
+    mark: int | None
+
+
+def values_in(name: str, value: Any, wrapper: Chunk | NoChunk | None = None) -> Iterator[Value]:
+    """A value and, if it is a container, what it contains, at any depth.
+
+    Args:
+        name: of the value.
+        value: perhaps with a mark.
+        wrapper: the mark around it, if there is one.
+
+    Example:
+        >>> [each.name for each in values_in("batch", {"ids": torch.ones(2), "more": [1, None]})]
+        ["batch['ids']", "batch['more']", "batch['more'][0]", "batch['more'][1]"]
+    """
+    while isinstance(value, NoChunk | Chunk):
+        value, wrapper = value.value, value
+    parts = _parts(value)
+    if parts is None or _is_list(value):
+        mark = None if wrapper is None else WHOLE
+        if isinstance(wrapper, Chunk):
+            mark = wrapper.dim % max(value.dim(), 1) if isinstance(value, Tensor) else 0
+        yield Value(name, value, mark)
+    for place, part in parts or ():
+        yield from values_in(name + place, part, wrapper)
+
+
+def _parts(value: Any) -> list[tuple[str, Any]] | None:
+    """What a container contains, and where; None: `nested.flatten` does not open the value."""
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(f".{field}", part) for field, part in zip(value._fields, value, strict=True)]
+    if isinstance(value, list | tuple):
+        return [(f"[{number}]", part) for number, part in enumerate(value)]
+    if isinstance(value, Tensor):
+        return None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f".{field}", part) for field, part in nested.fields_of(value).items()]
+    parts, _ = pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
+    return None if len(parts) == 1 and parts[0] is value else [(f"[{n}]", part) for n, part in enumerate(parts)]
 
 
 class Learned(NamedTuple):
@@ -44,12 +98,12 @@ class Learned(NamedTuple):
 
     Attributes:
         dims: see `Layout`.
-        others: the names of lists and objects.
+        entries: for each list or object without a mark, by its name, how many entries it has; see `_entries`.
         doubts: a text for each value that is cut, and perhaps should not be.
     """
 
     dims: dict[str, int]
-    others: frozenset[str]
+    entries: dict[str, int | None]
     doubts: list[str]
 
 
@@ -68,7 +122,9 @@ class Layout:
         self.names = tuple(names)
         self.target = target
         self.dims: dict[str, int] = {}
-        self._others: frozenset[str] = frozenset()  # the names of lists and objects that are no lists of rows
+        # The numbers of entries of lists and objects in a batch of another number of rows. A value that still has so
+        # many entries has none for each row, also where a later batch has as many rows.
+        self._entries: dict[str, int | None] = {}
 
     @classmethod
     def of_sample(
@@ -86,7 +142,6 @@ class Layout:
             ValueError: the rows of a value cannot be told from its other sizes; the message names each such value.
 
         Example:
-            >>> import torch
             >>> sample = {"ids": torch.ones(2, 5), "positions": torch.ones(3, 2, 5)}
             >>> Layout.of_sample((), "labels", (), sample).dims
             {'ids': 0, 'positions': 1}
@@ -95,18 +150,22 @@ class Layout:
         if has_micro_batches(arguments, keywords):
             return layout
         nodes = list(layout._named_values(arguments, keywords))
-        first = _first(nodes, layout.dims)
+        first, rows = _first(nodes, {})
         if first is None:
             return layout
-        rows, unclear = _rows(first), []
+        unclear = []
         for name, value, mark in nodes:
-            places = places_of(value, rows)
-            if mark is not None or isinstance(value, Tensor):  # what is None now may be a tensor later
-                layout.dims[name] = mark if mark is not None else places[0] if places else WHOLE
-            is_unclear = isinstance(value, Tensor) and (len(places) != 1 or may_be_offsets(value))
-            if mark is None and (is_unclear or (rows > 1 and has_entries(value, rows))):
-                unclear.append(described(name, value))
-        layout._others = _others(nodes)
+            if mark is not None:
+                layout.dims[name] = mark
+                continue
+            is_unclear = rows > 1 and has_entries(value, rows)
+            if isinstance(value, Tensor):  # what is None now may be a tensor later
+                places = _places(value, rows)
+                layout.dims[name] = places[0] if places else WHOLE
+                is_unclear = len(places) != 1 or may_be_offsets(value)
+            if is_unclear:
+                unclear.append(_described(name, value))
+        layout._entries = _entries_by_name(nodes)
         if unclear:
             raise ValueError(
                 f"the sample has {rows} rows (dimension {first.mark} of {first.name!r}), and does not say how "
@@ -127,35 +186,42 @@ class Layout:
             chunks: at most so many micro-batches are made.
 
         Returns:
-            The last is None if every name was known, or nothing is cut.
+            The last is None if the call shows nothing new, or nothing is cut.
 
         Raises:
             TypeError: there is no tensor to cut.
-            ValueError: a tensor has no rows, or others; or a value that is no tensor has as many entries.
+            ValueError: a tensor has no rows, or another number of rows; or a value that is no tensor has an entry for
+                each row.
         """
         nodes = list(self._named_values(arguments, keywords))
-        first = _first(nodes, self.dims)
+        first, rows = _first(nodes, self.dims)
         if first is None:
             kinds = ", ".join(type(value).__name__ for value in (*arguments, *keywords.values())) or "nothing"
             raise TypeError(
                 f"inputs do not have any tensors: got {kinds}; a mini-batch is split along the rows of its tensors "
                 "(those in NoChunk are not split)"
             )
-        found, others, learned = self._found(nodes, first), _others(nodes), None
-        if min(chunks, _rows(first)) > 1 and (found.keys() - self.dims.keys() or others - self._others):
-            learned = Learned(found, others, self._doubts(nodes, first, found))
-            self._refuse_values(nodes, _rows(first))
-        dims = _in_order(nodes, found, flat)
-        rows = {_size(tensor, dim) for tensor, dim in zip(flat[0], dims, strict=True) if dim != WHOLE}
-        if len(rows) > 1:
-            _refuse_unequal(nodes, found)
-        return dims, rows.pop(), learned
+        found, entries, learned = self._found(nodes, first, rows), _entries_by_name(nodes), None
+        if min(chunks, rows) > 1 and (found.keys() - self.dims.keys() or entries.items() - self._entries.items()):
+            learned = Learned(found, entries, self._doubts(nodes, first, rows, found))
+            self._refuse_entries(nodes, rows)
+        cut = [
+            (_size(value, dim), f"{name!r} has the shape {tuple(value.shape)} and is cut along dimension {dim}")
+            for name, value, mark in nodes
+            if isinstance(value, Tensor) and (dim := found[name] if mark is None else mark) != WHOLE
+        ]
+        for size, other in cut:
+            if size != cut[0][0]:
+                raise ValueError(
+                    f"all tensors of a batch must have the same number of rows, but {cut[0][1]}, and {other}. {_WAYS}"
+                )
+        return _in_order(nodes, found, flat), cut[0][0], learned
 
     def learn(self, learned: Learned) -> None:
         """From now on, what a mini-batch has shown that was computed without an error."""
-        if len(self.dims) + len(self._others) < _MOST:
+        if len(self.dims) + len(self._entries) < _MOST:
             self.dims = {**self.dims, **learned.dims}
-            self._others |= learned.others
+            self._entries = {**self._entries, **learned.entries}
 
     def of_target(self, target: Any, flat: Flat, rows: int) -> tuple[int, ...]:
         """The same for a target, whose tensors have rows in dimension 0 unless a mark or a sample says otherwise.
@@ -166,12 +232,12 @@ class Layout:
             rows: of the mini-batch.
 
         Raises:
-            ValueError: a value that is no tensor has as many entries.
+            ValueError: a value that is no tensor has an entry for each row.
         """
         nodes = list(values_in(self.target, target))
         if rows > 1:
-            self._refuse_values(nodes, rows, lists_of_tensors=True)
-            self._others |= _others(nodes)
+            self._refuse_entries(nodes, rows, lists_of_tensors=True)
+            self.learn(Learned({}, _entries_by_name(nodes), []))
         found = {name: self.dims.get(name, 0) for name, value, _ in nodes if isinstance(value, Tensor)}
         return _in_order(nodes, found, flat)
 
@@ -181,46 +247,47 @@ class Layout:
         for name, value in keywords.items():
             yield from values_in(name, value)
 
-    def _found(self, nodes: Sequence[Value], first: Value) -> dict[str, int]:
-        """For each value without a mark the dimension of its rows, or `WHOLE`, by its name."""
-        found, rows = {}, _rows(first)
+    def _found(self, nodes: Sequence[Value], first: Value, rows: int) -> dict[str, int]:
+        """For each tensor without a mark the dimension of its rows, or `WHOLE`, by its name."""
+        found = {}
         for name, value, mark in nodes:
             if mark is None and isinstance(value, Tensor):
-                places = places_of(value, rows) if value is not first.value else []
+                places = _places(value, rows) if value is not first.value else []
                 # Dimension 0, unless another one alone has the size.
                 found[name] = self.dims.get(name, 0 if not places or 0 in places else places[0])
-        if _other_value(nodes, found, rows):  # then the size alone says too little
+        if _other_size(nodes, found, rows):  # then the size alone says too little
             found = {name: self.dims.get(name, 0) for name in found}
         return found
 
-    def _doubts(self, nodes: Sequence[Value], first: Value, found: Mapping[str, int]) -> list[str]:
+    def _is_known(self, name: str, value: Any) -> bool:
+        return name in self.dims or (name in self._entries and self._entries[name] == _entries(value))
+
+    def _doubts(self, nodes: Sequence[Value], first: Value, rows: int, found: Mapping[str, int]) -> list[str]:
         """A text for each value that is cut where it is not clear that its rows are."""
-        rows = _rows(first)
         doubts = []
         for name, value, mark in nodes:
-            if mark is not None or name in self.dims or name in self._others or value is first.value:
+            if mark is not None or value is first.value or self._is_known(name, value):
                 continue
-            dim, places = found.get(name, 0), places_of(value, rows)
+            dim, places = found.get(name, 0), _places(value, rows)
+            others = " or ".join(str(each) for each in places if each != dim)
             of_first = isinstance(value, list | deque) and len(value) > 1 and first.name.startswith(f"{name}[")
-            if holds_tensors(value) and (len(value) == rows or of_first):
-                why = (
-                    f"each of its tensors is cut into {rows} rows, but it may have one entry for each row of the batch"
-                )
-            elif len(places) > 1:
-                others = " or ".join(str(each) for each in places if each != dim)
+            of_first = of_first and name not in self._entries
+            if _holds_tensors(value) and (len(value) == rows or of_first):
+                why = "each of its tensors is cut, but it may have one entry for each row of the batch"
+            elif others:
                 why = f"it is cut along dimension {dim}, but dimension {others} may also be the batch's {rows} rows"
             elif places and dim:
                 why = f"it is cut along dimension {dim}, the only one of as many as the batch's {rows} rows"
-            elif places and (other := _other_value(nodes, found, rows)):
+            elif places and (other := _other_size(nodes, found, rows)):
                 why = f"it is cut into the {rows} rows of the batch, but {rows} is also another size of {other!r}"
             elif places and may_be_offsets(value):
                 why = f"it is cut into the {rows} rows of the batch, but it may hold offsets into another tensor"
             else:
                 continue
-            doubts.append(f"{described(name, value)}: {why}. {_WAYS}. Chunk(value, dim={dim}) confirms it")
+            doubts.append(f"{_described(name, value)}: {why}. {_WAYS}. Chunk(value, dim={dim}) confirms it")
         return doubts
 
-    def _refuse_values(self, nodes: Iterable[Value], rows: int, *, lists_of_tensors: bool = False) -> None:
+    def _refuse_entries(self, nodes: Iterable[Value], rows: int, *, lists_of_tensors: bool = False) -> None:
         """Raises a ValueError for a value that is no tensor, and may have an entry for each row.
 
         Args:
@@ -229,30 +296,39 @@ class Layout:
             lists_of_tensors: whether lists whose tensors are cut are refused, too.
         """
         for name, value, mark in nodes:
-            if mark is not None or name in self.dims or name in self._others or not has_entries(value, rows):
+            is_cut = _holds_tensors(value)
+            if mark is not None or (is_cut and not lists_of_tensors) or self._is_known(name, value):
                 continue
-            is_cut = holds_tensors(value)
-            if not is_cut or lists_of_tensors:
+            if has_entries(value, rows):
                 also = "if each of its tensors has the rows, give Chunk(value); " if is_cut else ""
                 raise ValueError(
-                    f"{described(name, value)}, as many as the batch has rows, and only tensors are cut. If each row "
+                    f"{_described(name, value)}, as many as the batch has rows, and only tensors are cut. If each row "
                     "has one of them, give a tensor, or cut the batch yourself, with split= or MicroBatches; "
                     f"{also}if every micro-batch needs all of it, give NoChunk(value)"
                 )
 
 
-def _refuse_unequal(nodes: Iterable[Value], found: Mapping[str, int]) -> None:
-    """Raises a ValueError that names two tensors with different numbers of rows."""
-    nodes = [node for node in nodes if isinstance(node.value, Tensor)]
-    dims = [(node, found.get(node.name, 0) if node.mark is None else node.mark) for node in nodes]
-    cut = [(node.name, tuple(node.value.shape), dim, _size(node.value, dim)) for node, dim in dims if dim != WHOLE]
-    name, shape, dim, rows = cut[0]
-    other, its_shape, its_dim, _ = next(each for each in cut if each[-1] != rows)
-    raise ValueError(
-        f"all tensors of a batch must have the same number of rows, but {name!r} has the shape {shape} with {rows} "
-        f"rows in dimension {dim}, and {other!r} has the shape {its_shape} and is cut along dimension {its_dim}. "
-        f"{_WAYS}"
-    )
+def _first(nodes: Iterable[Value], dims: Mapping[str, int]) -> tuple[Value | None, int]:
+    """The first tensor that is cut, marked with the dimension of its rows, and their number; None: there is none.
+
+    Raises:
+        ValueError: a tensor has no rows.
+    """
+    first, rows = None, 0
+    for name, value, mark in nodes:
+        known = dims.get(name) if mark is None else mark
+        if not isinstance(value, Tensor) or known == WHOLE:
+            continue
+        if not is_dense(value):
+            raise not_dense(repr(name), value)
+        if not value.dim():
+            raise ValueError(
+                f"{name!r} is 0-dimensional and cannot be split into micro-batches: give it a dimension of the batch's "
+                "rows, or wrap it in NoChunk, so that every micro-batch gets it as it is"
+            )
+        if first is None:
+            first, rows = Value(name, value, known or 0), _size(value, known or 0)
+    return first, rows
 
 
 def _in_order(nodes: Iterable[Value], found: Mapping[str, int], flat: Flat) -> tuple[int, ...]:
@@ -265,37 +341,110 @@ def _in_order(nodes: Iterable[Value], found: Mapping[str, int], flat: Flat) -> t
     return tuple([by_tensor[id(t)] if mark is None else mark for t, mark in zip(tensors, marks, strict=True)])
 
 
-def _first(nodes: Iterable[Value], dims: Mapping[str, int]) -> Value | None:
-    """The first tensor that is cut, marked with the dimension of its rows; None: there is none.
-
-    Raises:
-        ValueError: a tensor has no rows.
-    """
-    first = None
-    for name, value, mark in nodes:
-        known = dims.get(name) if mark is None else mark
-        if isinstance(value, Tensor) and known != WHOLE:
-            refuse_uncut(name, value)
-            first = first or Value(name, value, known or 0)
-    return first
-
-
-def _rows(first: Value) -> int:
-    return _size(first.value, first.mark or 0)
-
-
 def _size(tensor: Tensor, dim: int) -> int:
     return tensor.shape[dim] if dim < tensor.dim() else -1
 
 
-def _others(nodes: Iterable[Value]) -> frozenset[str]:
-    """The names of lists and objects among the values; what is None now may be one later."""
-    return frozenset([name for name, value, _ in nodes if not isinstance(value, (Tensor, *PLAIN))])
+def _places(value: Any, rows: int) -> list[int]:
+    """The dimensions of a tensor that have this size."""
+    return [dim for dim, size in enumerate(value.shape) if size == rows] if isinstance(value, Tensor) else []
 
 
-def _other_value(nodes: Iterable[Value], found: Mapping[str, int], rows: int) -> str | None:
-    """A tensor that has the number of rows as another size, too."""
+def _other_size(nodes: Iterable[Value], found: Mapping[str, int], rows: int) -> str | None:
+    """The name of a tensor that has the number of rows as another size, too."""
     for name, value, mark in nodes:
-        if any(dim != (found[name] if mark is None else mark) for dim in places_of(value, rows)):
+        if any(dim != (found[name] if mark is None else mark) for dim in _places(value, rows)):
             return name
     return None
+
+
+def may_be_offsets(tensor: Tensor) -> bool:
+    """Whether a tensor may say where sequences begin: 0, and then numbers that grow, by other steps than 1.
+
+    Example:
+        >>> may_be_offsets(torch.tensor([0, 8, 10])), may_be_offsets(torch.tensor([0, 1, 2]))
+        (True, False)
+    """
+    if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta or len(tensor) < 2:
+        return False
+    steps = tensor.long().diff()
+    return bool((tensor[0] == 0) & (steps >= 0).all() & (steps > 1).any())
+
+
+def has_entries(value: Any, rows: int) -> bool:
+    """Whether what is no tensor has an entry for each row, or holds something that has, at some depth.
+
+    Example:
+        >>> has_entries(["a", "b"], 2), has_entries(["a", "b"], 3)
+        (True, False)
+    """
+    if isinstance(value, (Tensor, *_PLAIN)):
+        return False
+    if _is_list(value):
+        return len(value) == rows
+    return _entries(value) == rows or hasattr(value, "__next__") or _holds_entries(value, rows, _DEPTH)
+
+
+def _is_list(value: Any) -> bool:
+    """Whether a value is a container whose parts have no names: a dict with numbers as keys is one, too."""
+    if isinstance(value, dict):
+        return bool(value) and not any(isinstance(key, str) for key in value)
+    return isinstance(value, list | tuple | deque) and not hasattr(value, "_fields")
+
+
+def _holds_entries(value: Any, rows: int, depth: int) -> bool:
+    """Whether an object holds a tensor with so many rows in any dimension, or another value with as many entries."""
+    held = [*getattr(value, "__dict__", {}).values()]
+    names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    held += [getattr(value, name) for name in names if hasattr(value, name)]
+    for each in held if depth else ():
+        for leaf in pytree.tree_leaves(each, is_leaf=lambda part: _is_list(part) and len(part) == rows):
+            if isinstance(leaf, Tensor):
+                if is_dense(leaf) and rows in leaf.shape:
+                    return True
+            elif not isinstance(leaf, _PLAIN) and (_entries(leaf) == rows or _holds_entries(leaf, rows, depth - 1)):
+                return True
+    return False
+
+
+def _entries(value: Any) -> int | None:
+    """How many entries a list or an object says that it has."""
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple) and shape and isinstance(shape[0], int):
+        return shape[0]
+    try:
+        return len(value)
+    except TypeError:
+        return None
+
+
+def _entries_by_name(nodes: Iterable[Value]) -> dict[str, int | None]:
+    """The numbers of entries of the lists and objects without a mark; what is None now may be one later."""
+    return {
+        name: _entries(value)
+        for name, value, mark in nodes
+        if mark is None and not isinstance(value, (Tensor, *_PLAIN))
+    }
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a value is a container of tensors, which are cut."""
+    return _is_list(value) and any(isinstance(each, Tensor) for each in pytree.tree_leaves(value))
+
+
+def _described(name: str, value: Any) -> str:
+    """What a value is, for messages."""
+    if isinstance(value, Tensor):
+        return f"{name!r} has the shape {tuple(value.shape)}"
+    entries = _entries(value)
+    held = "values inside" if entries is None else f"{entries} entr{'y' if entries == 1 else 'ies'}"
+    return f"{name!r} is a {type(value).__name__} with {held}"
+
+
+def not_dense(what: str, tensor: Tensor) -> ValueError:
+    """The error of a tensor that has no rows which can be cut off."""
+    kind = "a nested tensor" if tensor.is_nested else f"not dense (layout {tensor.layout})"
+    return ValueError(
+        f"{what} is {kind}, and only dense tensors are split into micro-batches: make it dense, wrap it in NoChunk if "
+        "every micro-batch should get it whole, or split the mini-batch yourself and give its parts in MicroBatches"
+    )

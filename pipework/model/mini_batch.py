@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from pipework.model.call_values import not_dense
 from pipework.model.exchange import moved
-from pipework.model.layout import Layout
+from pipework.model.layout import Layout, not_dense
 from pipework.model.marks import NO_ROWS, WHOLE, MicroBatches, flattened, has_micro_batches, is_dense
 from pipework.values import nested
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from pipework import torch_private
 from pipework.autograd import boundary
 from pipework.distributed.data_digest import data_digest
-from pipework.model.call_values import values_in
 from pipework.model.layers import WrappedModule
+from pipework.model.layout import values_in
 from pipework.model.marks import Chunk, MicroBatches, NoChunk, has_micro_batches, in_micro_batches
 from pipework.model.sequential import named_layers
 from pipework.runtime.random.streams import draw_key

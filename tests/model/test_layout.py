@@ -1,6 +1,8 @@
 import copy
 import warnings
+from collections import OrderedDict, UserDict, deque, namedtuple
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -11,8 +13,9 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask
 
 from pipework import Chunk, MicroBatches, NoChunk, Pipe, PipeWarning, attach
-from pipework.model.layout import Layout
+from pipework.model.layout import Layout, has_entries, may_be_offsets, values_in
 from pipework.model.marks import WHOLE, flattened
+from pipework.torch_private import pytree
 
 CC = ["cpu", "cpu"]
 
@@ -61,7 +64,7 @@ def test_what_is_ambiguous_is_warned_of_once_by_its_name(case: str) -> None:
     assert len(seen) == 1
     assert seen[0].filename == __file__
     pipe(ids(*shape), value)
-    with pytest.warns(PipeWarning, match="^'position_ids' "):
+    with pytest.warns(PipeWarning, match=r"^'position_ids' "):
         made()[0](ids(*shape), position_ids=value)
     made()[0](ids(*shape), NoChunk(value))
     made(1)[0](ids(*shape), value)  # nothing is cut
@@ -78,9 +81,7 @@ def test_values_inside_of_others_have_names() -> None:
 def test_what_is_clear_is_not(value: Any) -> None:
     pipe, first = made()
     pipe(ids(4, 6), value)
-    leaves = [nested if isinstance(nested, Tensor) else next(iter(nested.values())) if isinstance(nested, dict)
-              else nested[0] for nested in first.seen]  # fmt: skip
-    assert [len(leaf) for leaf in leaves] == [2, 2]
+    assert [len(pytree.tree_leaves(each)[0]) for each in first.seen] == [2, 2]
 
 
 def test_a_dimension_that_is_said_is_cut_and_its_gradients_are_joined() -> None:
@@ -114,18 +115,35 @@ def test_what_a_first_mini_batch_has_shown_holds_for_the_next() -> None:
     first.seen.clear()
     pipe(ids(3, 6), torch.zeros(3, 3, 6))  # ambiguous now
     assert [tuple(each.shape) for each in first.seen] == [(3, 2, 6), (3, 1, 6)]
-    with pytest.raises(ValueError, match=r"'ids' has the shape \(4, 6\) with 4 rows.*'position_ids' .*dimension 1"):
+    with pytest.raises(
+        ValueError, match=r"'ids' has the shape \(4, 6\) .*dimension 0, and 'position_ids' .*dimension 1"
+    ):
         pipe(ids(4, 6), torch.zeros(4, 3, 6))
     pipe[0] = First()  # other arguments
     with pytest.warns(PipeWarning, match="along dimension 0, but"):
         pipe(ids(3, 6), torch.zeros(3, 3, 6))
 
 
-def test_a_list_that_is_no_list_of_rows_at_first_never_is() -> None:
-    pipe, first = made()
-    pipe(ids(8, 5), [2, 3])
-    pipe(ids(2, 5), [2, 3])
+def test_a_list_of_as_many_entries_as_in_a_batch_of_other_rows_is_no_list_of_rows() -> None:
+    pipe, first = made(loss_fn=lambda output, target: output.mean())
+    pipe(ids(8, 5), [2, 3], target=["a", "b"])
+    pipe(ids(2, 5), [2, 3], target=["c", "d"])
     assert first.seen == [[2, 3]] * 4
+    # Another number of entries is looked at again.
+    with pytest.raises(ValueError, match=r"^'position_ids' is a list with 4 entries, as many as the batch has rows"):
+        pipe(ids(4, 5), [1, 2, 3, 4])
+    for later in (["a"] * 4, [torch.zeros(4)] * 4, numpy.zeros(4)):
+        with pytest.raises(ValueError, match=r"^'target' is a .* with 4 entries, as many as the batch has rows"):
+            pipe(ids(4, 5), [2, 3], target=later)
+
+
+def test_a_value_in_a_mark_shows_nothing_of_one_without() -> None:
+    pipe, _ = made(loss_fn=lambda output, target: output.mean())
+    pipe(ids(4, 5), NoChunk(list("abcd")), target=NoChunk(list("abcd")))
+    with pytest.raises(ValueError, match=r"^'position_ids' is a list with 4 entries"):
+        pipe(ids(4, 5), list("abcd"))
+    with pytest.raises(ValueError, match=r"^'target' is a list with 4 entries"):
+        pipe(ids(4, 5), target=list("abcd"))
 
 
 def test_what_was_none_at_first_is_looked_at_when_it_is_there() -> None:
@@ -155,7 +173,7 @@ def test_a_mini_batch_that_fails_and_a_prediction_show_nothing() -> None:
     assert any("'position_ids' has the shape (5, 5)" in note for note in caught.value.__notes__)
     del first.forward
     pipe.predict(ids(5, 6), torch.zeros(5, 5), timeout=0)
-    with pytest.warns(PipeWarning, match="^'position_ids' .*dimension 1 may also be"):
+    with pytest.warns(PipeWarning, match=r"^'position_ids' .*dimension 1 may also be"):
         pipe(ids(5, 6), torch.zeros(5, 5))
 
 
@@ -214,9 +232,7 @@ def test_one_mask_for_all_rows_goes_to_all() -> None:
 
 
 def test_unequal_rows_name_the_arguments_and_the_ways() -> None:
-    with pytest.raises(
-        ValueError, match=r"'ids' .*\(7, 4\) with 7 rows.*'position_ids\[0\]' has the shape \(5,\).*Chunk"
-    ):
+    with pytest.raises(ValueError, match=r"'ids' .*\(7, 4\).*'position_ids\[0\]' has the shape \(5,\).*Chunk"):
         made()[0](ids(7, 4), [torch.zeros(5 + n) for n in range(7)])
 
 
@@ -354,3 +370,103 @@ def test_marks_in_a_sample_tell() -> None:
 def test_a_copy_knows_as_much(copied: Callable[[Layout], Layout]) -> None:
     layout = copied(Layout.of_sample(("x",), "y", (torch.ones(2, 3),), {}))
     assert (layout.names, layout.target, layout.dims) == (("x",), "y", {"x": 0})
+
+
+# Values and what their sizes say
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+X = torch.ones(4, 2)
+
+
+@dataclass
+class Batch:
+    ids: Tensor
+    name: str = "text"
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Holding:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        (X, ["x"]),
+        (None, ["x"]),
+        ([X, 5], ["x", "x[0]", "x[1]"]),
+        ({"a": X, 3: (X,)}, ["x['a']", "x[3]", "x[3][0]"]),
+        (OrderedDict(a=X), ["x['a']"]),
+        (Pair(X, 1), ["x.left", "x.right"]),
+        ({0: X, 1: X}, ["x", "x[0]", "x[1]"]),
+        (deque([X]), ["x", "x[0]"]),
+        (Batch(X), ["x.ids", "x.name"]),
+        (NoChunk([X]), ["x", "x[0]"]),
+        (torch.Size([2, 3]), ["x", "x[0]", "x[1]"]),
+    ],
+)
+def test_names(value: Any, names: list[str]) -> None:
+    assert [each.name for each in values_in("x", value)] == names
+
+
+def test_marks_are_those_of_all_that_is_inside() -> None:
+    def marks(value: Any) -> list[int | None]:
+        return [each.mark for each in values_in("x", value)]
+
+    assert marks([X, NoChunk({"a": X}), Chunk((X,), dim=-1)]) == [None, None, WHOLE, 0, 1]
+    assert marks(NoChunk("text")) == [WHOLE]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ["a"] * 4,
+        (1, 2, 3, 4),
+        numpy.zeros((4, 2)),
+        Holding(torch.zeros(4, 3)),
+        Holding({"mask": [torch.zeros(4)]}),
+        UserDict(ids=torch.zeros(4, 3)),
+        range(4),
+        {1, 2, 3, 4},
+        deque("abcd"),
+        dict(enumerate("abcd")),
+        Slots(torch.zeros(4)),
+        Holding(Holding(torch.zeros(2, 4))),
+        Holding({"names": ["a", "b", "c", "d"]}),
+        iter(["a"]),
+    ],
+)
+def test_values_with_an_entry_for_each_of_four_rows(value: Any) -> None:
+    assert has_entries(value, 4)
+    assert not has_entries(value, 5) or hasattr(value, "__next__")  # which can be read once only
+
+
+@pytest.mark.parametrize("value", ["text", b"text", None, 4, X, torch.float32, len, Holding(4), numpy.float32(4), list])
+def test_values_without(value: Any) -> None:
+    assert not has_entries(value, 4)
+
+
+@pytest.mark.parametrize(
+    ("values", "may"),
+    [
+        ([0, 8, 10, 20], True),
+        ([0, 3, 3], True),
+        ([0, 1, 2, 3], False),  # the numbers of rows
+        ([0, 0, 1, 1], False),
+        ([1, 8, 10], False),
+        ([0, 8, 4], False),
+        ([0], False),
+        ([0.0, 8.0, 10.0], False),
+        ([[0, 8], [10, 20]], False),
+    ],
+)
+def test_offsets(values: list[Any], may: bool) -> None:
+    assert may_be_offsets(torch.tensor(values)) is may
