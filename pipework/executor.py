@@ -18,7 +18,8 @@ from pipework.model import mini_batch
 from pipework.model.batchnorm import DeferredBatchNorm
 from pipework.model.layers import doubts_about_hooks
 from pipework.model.layout import Layout
-from pipework.model.loss.check import loss_warnings, may_be_other
+from pipework.model.loss.check import loss_warnings
+from pipework.model.loss.functions import may_be_other
 from pipework.model.loss.settings import checked_scale
 from pipework.model.marks import has_micro_batches, in_micro_batches
 from pipework.model.mini_batch import MiniBatch, required_gradients, requires_gradients
@@ -37,7 +38,7 @@ from pipework.skip.layout import skip_edges, verify_skippables
 from pipework.spot_checks import FIRST
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -214,7 +215,7 @@ class Executor:
         except ValueError as error:  # a schedule of the caller's own is for fewer micro-batches
             raise self._backend.common_error(error) from None
         if not inside and trains:
-            self._refuse_loss_outside(program, len(inputs), keyword_inputs, everywhere=everywhere)
+            self._refuse_loss_outside(program, everywhere=everywhere)
         self._refuse_misplaced(call, return_output=return_output, scaled=loss_scale is not None)
         looks = self._looks if self.settings.warns and split.is_cut and micro_batches > 1 else frozenset[str]()
         inner, padding = None, None
@@ -329,13 +330,11 @@ class Executor:
         placement = self._assignment.placement
         return self._backend.rank_of(placement[0]), self._backend.rank_of(placement[-1])
 
-    def _refuse_loss_outside(
-        self, program: Program, inputs: int, keywords: Collection[str], *, everywhere: bool
-    ) -> None:
+    def _refuse_loss_outside(self, program: Program, *, everywhere: bool) -> None:
         """Raises an error if a step with gradients and without a target cannot be run."""
         _, reader = self._end_ranks
         if not program.loss_may_be_outside:
-            missing = self.settings.loss.missing_target(program.schedule.name, inputs, keywords, reader=reader)
+            missing = self.settings.loss.missing_target(program.schedule.name, reader=reader)
             raise self._backend.common_error(missing)
         if reader is not None and not everywhere:
             raise self._backend.common_error(self.settings.loss.outside_of_one_rank(reader))
@@ -386,9 +385,7 @@ class Executor:
         count = len(split.micro_batches)
         plain = Program(self._assignment.schedule(count))
         if target is None and not plain.loss_may_be_outside:
-            raise self.settings.loss.missing_target(
-                plain.schedule.name, len(inputs), keyword_inputs, call="pipe.predict"
-            )
+            raise self.settings.loss.missing_target(plain.schedule.name, call="pipe.predict")
         targets: list[Message] | None = None
         loss: InnerLoss | None = None
         if target is not None:

@@ -8,7 +8,6 @@ root of a mean and a contrastive loss are neither.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +16,6 @@ from torch import nn
 from torch.func import functional_call
 
 from pipework import torch_private
-from pipework.model.loss.functions import InnerFunction
 from pipework.model.row_warnings import IGNORE
 from pipework.runtime.caller_context import Modes
 from pipework.runtime.random.unseen_draws import generators_left_alone
@@ -32,19 +30,6 @@ if TYPE_CHECKING:
     from pipework.runtime.transport import Message
 
 _SUM: Final = 'It seems to be a sum: give Pipe loss_reduction="sum"'
-
-
-def may_be_other(function: Any) -> bool:
-    """Whether a loss function may be no mean or sum over rows: it is none of PyTorch's, which say what they are.
-
-    Example:
-        >>> may_be_other(nn.MSELoss()), may_be_other(nn.functional.l1_loss), may_be_other(lambda output, target: output)
-        (False, False, True)
-    """
-    function = InnerFunction.of(function).function
-    if isinstance(function, nn.Module):
-        return type(function).__module__ != nn.modules.loss.__name__
-    return function is not None and getattr(function, "__module__", "") != nn.functional.__name__
 
 
 def loss_warnings(settings: LossSettings, loss: InnerLoss, rows: Sequence[int], padding: str | None) -> list[str]:
@@ -73,20 +58,21 @@ def _warning(settings: LossSettings, loss: InnerLoss, seen: Sequence[SeenLoss], 
     outputs = _joined(seen[0].output, seen[1].output, [False] * len(seen[0].output[0]), rows)
     shared = [here == there for here, there in zip(seen[0].places, seen[1].places, strict=True)]
     whole = _called(loss.function, outputs, _joined(seen[0].target, seen[1].target, shared, rows))
-    of_sum = taken = one + other
+    taken = one + other
     if loss.weights is not None and settings.reduction == "mean":
         shares = [float(weight) for weight in loss.weights[:2]]
         taken = (shares[0] * one + shares[1] * other) / sum(shares)
     numbers = (whole, taken, one, other)
     least = _tolerance(seen[0]) * max(0.01, *map(abs, numbers))  # a loss near 0 is a difference of larger numbers
-    close = functools.partial(math.isclose, rel_tol=0.0, abs_tol=least)
-    alone = [nested.unflatten(*value) for value in (seen[0].output, seen[0].target)]
-    if close(whole, taken) or not all(map(math.isfinite, numbers)) or not close(_called(loss.function, *alone), one):
-        return None  # as expected, or it draws random numbers, or has a state
+    if abs(whole - taken) <= least or not all(map(math.isfinite, numbers)):
+        return None
+    alone = _called(loss.function, *(nested.unflatten(*value) for value in (seen[0].output, seen[0].target)))
+    if not abs(alone - one) <= least:
+        return None  # it draws random numbers, or has a state
     weighed = "sum" if settings.reduction == "sum" else "mean over rows" if settings.weight is None else "weighted mean"
     advice = "If it is a mean over rows, leave loss_reduction= and loss_weight= out; over something else, give Pipe "
     advice += "loss_weight="
-    if close(whole, of_sum) and not close(one, 0.0) and not close(other, 0.0):
+    if abs(whole - one - other) <= least < min(abs(one), abs(other)):
         advice = f"{_SUM} and no loss_weight="
     return (
         f"{loss.source} is no {weighed}: for the first two micro-batches together ({rows[0] + rows[1]} rows) it gives "
@@ -98,7 +84,7 @@ def _warning(settings: LossSettings, loss: InnerLoss, seen: Sequence[SeenLoss], 
 
 
 def _joined(one: Message, other: Message, shared: Sequence[bool], rows: Sequence[int]) -> Any:
-    """Two outputs or targets, joined along rows.
+    """The outputs or targets of the first two micro-batches, joined along rows.
 
     Args:
         one: of the first micro-batch.
@@ -109,36 +95,32 @@ def _joined(one: Message, other: Message, shared: Sequence[bool], rows: Sequence
     Raises:
         ValueError: they are not made of rows.
     """
-    if not same(one[1], other[1]):
-        raise ValueError
     joined = []
     for first, second, is_whole in zip(one[0], other[0], shared, strict=True):
-        if not is_whole:
-            each, rest = divmod(len(first), rows[0])
-            # If they are equal, they may have nothing to do with rows.
-            if rest or len(second) != each * rows[1] or torch.equal(first, second):
-                raise ValueError
-            first = torch.cat([first, second])
-        joined.append(first)
+        each, rest = divmod(0 if is_whole else len(first), rows[0])
+        # Equal tensors may have nothing to do with rows.
+        if not is_whole and (rest or len(second) != each * rows[1] or torch.equal(first, second)):
+            raise ValueError
+        joined.append(first if is_whole else torch.cat([first, second]))
+    if not same(one[1], other[1]):
+        raise ValueError
     return nested.unflatten(tuple(joined), one[1])
 
 
 def _called(function: Any, output: Any, target: Any) -> float:
     """The loss, computed by a function that is not compiled: it would be compiled anew for other rows."""
     function = torch_private.uncompiled(function)
-    if isinstance(function, nn.Module):
+    if isinstance(function, nn.Module):  # its buffers do not see the call
         buffers = {name: buffer.clone() for name, buffer in function.named_buffers()}
-        function = functools.partial(functional_call, function, buffers)
-        return float(function((output, target)).item())
+        return float(functional_call(function, buffers, (output, target)).item())
     return float(function(output, target).item())
 
 
 def _tolerance(seen: SeenLoss) -> float:
     """How much two ways of summing differ at most, relative to the loss."""
     dtypes = [tensor.dtype for tensor in (*seen.output[0], seen.value) if tensor.is_floating_point()]
+    dtypes += [torch.bfloat16] if torch_private.any_autocast() else []
     epsilon = max(torch.finfo(dtype).eps for dtype in dtypes)
-    if torch_private.any_autocast():
-        epsilon = max(epsilon, torch.finfo(torch.bfloat16).eps)
     # On an accelerator products in float32 may have the precision of TF32.
-    least = 1e-4 if seen.value.device.type == "cpu" else 2e-3
+    least = 1e-4 if seen.value.is_cpu else 2e-3
     return max(8 * epsilon, least) if epsilon > 1e-10 else 1e-8

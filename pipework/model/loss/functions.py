@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,39 +28,42 @@ _MODULES: Final = (nn.CrossEntropyLoss, nn.NLLLoss)
 _FORWARDS: Final = tuple([module.forward for module in _MODULES])
 
 
-class InnerFunction(NamedTuple):
-    """A function without what is around it.
+def unwrapped(function: Any) -> tuple[Any, dict[str, Any], bool]:
+    """The function or module inside of partials and compiled wrappers, and what the partials bind.
 
-    Attributes:
-        function: the innermost one, or the module.
-        keywords: that partials bind; an outer one's replace those of an inner one.
-        binds_positions: whether partials bind positional arguments, too, so that others are passed to the function.
+    Returns:
+        The innermost function; the keywords that partials bind, where an outer one's replace those of an inner one; and
+        whether partials bind positional arguments, too.
 
     Example:
-        >>> inner = InnerFunction.of(functools.partial(functional.cross_entropy, ignore_index=0))
-        >>> inner.function is functional.cross_entropy, inner.keywords, inner.binds_positions
-        (True, {'ignore_index': 0}, False)
+        >>> function, keywords, _ = unwrapped(functools.partial(functional.cross_entropy, ignore_index=0))
+        >>> function is functional.cross_entropy, keywords
+        (True, {'ignore_index': 0})
     """
+    keywords: dict[str, Any] = {}
+    binds_positions = False
+    while True:
+        inside = torch_private.uncompiled(function)
+        if isinstance(function, functools.partial):
+            keywords = {**function.keywords, **keywords}
+            binds_positions = binds_positions or bool(function.args)
+            inside = function.func
+        if inside is function:
+            return function, keywords, binds_positions
+        function = inside
 
-    function: Any
-    keywords: dict[str, Any]
-    binds_positions: bool
 
-    @classmethod
-    def of(cls, function: Any) -> Self:
-        """Of a function, a module or None."""
-        keywords: dict[str, Any] = {}
-        binds_positions = False
-        while True:
-            if isinstance(function, functools.partial):
-                keywords = {**function.keywords, **keywords}
-                binds_positions = binds_positions or bool(function.args)
-                inside = function.func
-            else:
-                inside = torch_private.uncompiled(function)
-            if inside is function:
-                return cls(function, keywords, binds_positions)
-            function = inside
+def may_be_other(function: Any) -> bool:
+    """Whether a loss function may be no mean or sum over rows: it is none of PyTorch's, which say what they are.
+
+    Example:
+        >>> may_be_other(nn.MSELoss()), may_be_other(nn.functional.l1_loss), may_be_other(lambda output, target: output)
+        (False, False, True)
+    """
+    function, _, _ = unwrapped(function)
+    if isinstance(function, nn.Module):
+        return type(function).__module__ != nn.modules.loss.__name__
+    return function is not None and getattr(function, "__module__", "") != functional.__name__
 
 
 def function_identity(function: Any) -> list[Any] | None:
@@ -81,7 +84,7 @@ def function_identity(function: Any) -> list[Any] | None:
     """
     if function is None:
         return None
-    inner, bound, _ = InnerFunction.of(function)
+    inner, bound, _ = unwrapped(function)
     named = inner if isinstance(getattr(inner, "__qualname__", None), str) else type(inner)
     is_of_torch = str(named.__module__).partition(".")[0] == "torch"
     settings = dict(bound) if named is inner else {**getattr(inner, "__dict__", {}), **bound}
@@ -119,13 +122,10 @@ class CountedTargets:
             >>> CountedTargets.of(functional.mse_loss) is None
             True
         """
-        inner = InnerFunction.of(function)
-        function, bound = inner.function, inner.keywords
-        if inner.binds_positions:
-            return None
-        if isinstance(function, _MODULES) and type(function).forward in _FORWARDS:
+        function, bound, binds_positions = unwrapped(function)
+        if isinstance(function, _MODULES) and type(function).forward in _FORWARDS and not binds_positions:
             return cls(function.ignore_index, function.weight)
-        if function not in _FUNCTIONS:
+        if function not in _FUNCTIONS or binds_positions:
             return None
         return cls(bound.get("ignore_index", IGNORED), bound.get("weight"))
 
@@ -154,28 +154,3 @@ class CountedTargets:
             weight = self.weight.to(together.device, torch.promote_types(self.weight.dtype, torch.float32))
             counts = weight[together.masked_fill(ignored, 0)].masked_fill(ignored, 0).sum(1)
         return list(map(float, counts.tolist()))
-
-
-def ignored_by(function: Any) -> int:
-    """The target that a loss function leaves out, if it says so by `ignore_index`; else PyTorch's default.
-
-    Example:
-        >>> ignored_by(nn.CrossEntropyLoss(ignore_index=0)), ignored_by(functional.nll_loss)
-        (0, -100)
-    """
-    inner = InnerFunction.of(function)
-    ignored = inner.keywords.get("ignore_index", getattr(inner.function, "ignore_index", IGNORED))
-    return ignored if isinstance(ignored, int) else IGNORED
-
-
-def unequal_padding(targets: Sequence[Any], rows: Sequence[int], ignored: int = IGNORED) -> bool:
-    """Whether the share of targets with the value `ignored` differs between micro-batches; only looked at on the CPU.
-
-    Example:
-        >>> unequal_padding([torch.tensor([1, 2]), torch.tensor([3, -100])], [2, 2])
-        True
-    """
-    if not all(type(t) is Tensor and t.dtype is torch.int64 and t.device.type == "cpu" for t in targets):
-        return False
-    counts = [int((target == ignored).sum()) for target in targets]
-    return any(counts) and any(count * rows[0] != counts[0] * row for count, row in zip(counts, rows, strict=True))

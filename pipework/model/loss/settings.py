@@ -5,19 +5,18 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 from torch import nn
 
-from pipework.model.loss.functions import CountedTargets, InnerFunction, ignored_by, unequal_padding
+from pipework.model.loss.functions import IGNORED, CountedTargets, unwrapped
 from pipework.runtime.device import is_accelerator
 from pipework.runtime.stage.loss import InnerLoss, mean_weights
 from pipework.values import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -73,50 +72,31 @@ class LossSettings:
 
     def _refuse_other_reduction(self) -> None:
         """Raises a ValueError if the function has another `reduction`: an attribute or argument of PyTorch's losses."""
-        function, bound, _ = InnerFunction.of(self.function)
+        function, bound, _ = unwrapped(self.function)
         own = bound.get("reduction", getattr(function, "reduction", None))
         if own is None and getattr(function, "__module__", "") == nn.functional.__name__:
             parameter = inspect.signature(function).parameters.get("reduction")
             own = None if parameter is None else parameter.default
         if own in ("none", "sum", "mean", "batchmean") and own.removeprefix("batch") != self.reduction:
-            name = getattr(function, "__name__", None) or type(function).__name__
             raise ValueError(
-                f"loss_fn ({name}) has reduction={own!r}, and loss_reduction is {self.reduction!r}, by which the pipe "
-                f"joins the losses of its micro-batches: make loss_fn with reduction={self.reduction!r}, or give Pipe "
-                "the loss_reduction that it has, 'mean' or 'sum'"
+                f"loss_fn ({getattr(function, '__name__', type(function).__name__)}) has reduction={own!r}, and "
+                f"loss_reduction is {self.reduction!r}, by which the pipe joins the losses of its micro-batches: make "
+                f"loss_fn with reduction={self.reduction!r}, or give Pipe the loss_reduction that it has"
             )
 
-    def missing_target(
-        self,
-        schedule: str,
-        inputs: int,
-        keywords: Collection[str],
-        *,
-        call: str = "pipe",
-        reader: int | None = None,
-    ) -> ValueError:
+    def missing_target(self, schedule: str, *, call: str = "pipe", reader: int | None = None) -> ValueError:
         """The error of a training step without a target, if the first backward comes before the last forward.
 
         Args:
             schedule: the name of the schedule.
-            inputs: the number of positional inputs.
-            keywords: the names of the keyword inputs.
             call: the called method, for the message.
             reader: if workers are processes, the rank that reads the target.
         """
-        outputs = "For outputs alone use torch.no_grad() or pipe.eval()"
-        if self.function is None:
-            return ValueError(
-                f"schedule {schedule!r} goes backward before the last output is there, so it needs the loss inside: "
-                f"give Pipe a loss_fn and call {call}(x, target=y); or choose schedule='gpipe'. {outputs}"
-            )
-        got = f"got {inputs} positional input{'' if inputs == 1 else 's'}"
-        got += f", keywords: {', '.join(keywords)}" if keywords else ""
-        arguments = "x" if inputs or not keywords else "**batch"
         where = "" if reader is None else f" on every rank; {_not_there(reader)}"
         return ValueError(
-            f"schedule {schedule!r} computes the loss inside and got no target: call {call}({arguments}, target=y)"
-            f"{where} ({got}). {outputs}; for a loss outside of the pipe choose schedule='gpipe'"
+            f"schedule {schedule!r} computes the loss inside and got no target: {self._call} {call}(x, target=y){where}"
+            ". For outputs alone use torch.no_grad() or pipe.eval(); for a loss outside of the pipe choose "
+            "schedule='gpipe'"
         )
 
     def outside_of_one_rank(self, reader: int) -> ValueError:
@@ -125,11 +105,14 @@ class LossSettings:
         Args:
             reader: the rank that reads the target.
         """
-        inside = "give Pipe a loss_fn and call" if self.function is None else "call"
         return ValueError(
             f"there is no target ({_not_there(reader)}), so the loss is outside, and every process must compute it: "
-            f'call pipe(x, outputs="all") and take the same loss there; or {inside} pipe(x, target=y)'
+            f'call pipe(x, outputs="all") and take the same loss there; or {self._call} pipe(x, target=y)'
         )
+
+    @property
+    def _call(self) -> str:
+        return "give Pipe a loss_fn and call" if self.function is None else "call"
 
     def place(self, device: torch.device) -> None:
         """Moves the buffers of a loss function that is a module, such as the weights of classes."""
@@ -161,68 +144,67 @@ class LossSettings:
         weights = None if self.reduction == "sum" or targets is None else mean_weights(self._amounts(targets, rows))
         if targets is not None and (isinstance(scale, torch.Tensor) or scale != 1.0):
             weights = tuple([weight * scale for weight in weights or (1.0,) * len(rows)])
-        return InnerLoss(
-            self.function,
-            weights,
-            1.0 if self.grad_scaler is None or not grad else _scale_of(self.grad_scaler, device),
-            keeps_output,
-            len(rows),
-            seen,
-        )
+        factor: float | Tensor = 1.0
+        if self.grad_scaler is not None and grad:  # on an accelerator a tensor, for whose value the host does not wait
+            on_device = is_accelerator(device)
+            factor = (
+                self.grad_scaler.scale(torch.ones((), device=device)) if on_device else self.grad_scaler.get_scale()
+            )
+        return InnerLoss(self.function, weights, factor, keeps_output, len(rows), seen)
 
     def _amounts(self, targets: Sequence[Message], rows: Sequence[int]) -> Sequence[float] | Tensor:
-        # Before the first action: the first backward may come before the last forward.
+        """How much each micro-batch weighs; known before the first action, since a backward may come early."""
         if self.weight is None:
-            counted = self._counted(targets)
-            if counted is None and min(rows) < 0:
-                raise _no_rows(targets, rows)
-            return list(rows) if counted is None else counted
-        amounts = [self.weight(nested.unflatten(*target)) for target in targets]
-        for number, amount in enumerate(amounts):
-            if not (isinstance(amount, SupportsFloat) and getattr(amount, "ndim", 0) == 0):
-                got = f"a tensor of shape {tuple(amount.shape)}" if hasattr(amount, "shape") else type(amount).__name__
+            counts = CountedTargets.of(self.function)
+            amounts = None if counts is None else counts.amounts([nested.unflatten(*target) for target in targets])
+            if amounts is None and min(rows) < 0:
+                shapes = [tuple(tensor.shape) for tensor in targets[rows.index(min(rows))][0]]
+                raise ValueError(
+                    "rows do not say how much each micro-batch weighs in the mean: inputs and target of a micro-batch "
+                    "have different numbers of them, or targets differ in other dimensions, too (a target has the "
+                    f"shapes {shapes}). Give Pipe the weight, such as loss_weight=torch.numel for a mean over all "
+                    "numbers of the targets, or loss_reduction='sum'"
+                )
+            return rows if amounts is None else amounts
+        weights = [self.weight(nested.unflatten(*target)) for target in targets]
+        for number, weight in enumerate(weights):
+            if not (isinstance(weight, SupportsFloat) and getattr(weight, "ndim", 0) == 0):
+                got = f"a tensor of shape {tuple(weight.shape)}" if hasattr(weight, "shape") else type(weight).__name__
                 raise TypeError(f"loss_weight gave {got} for micro-batch {number}: wanted a number of at least 0")
-        if all(isinstance(amount, torch.Tensor) for amount in amounts):  # on an accelerator the host waits once
-            amounts = torch.stack(amounts).tolist()
-        numbers = list(map(float, amounts))
-        for number, value in enumerate(numbers):
-            if not value >= 0:
-                raise ValueError(f"loss_weight gave {value} for micro-batch {number}: wanted a number of at least 0")
-        return numbers
-
-    def _counted(self, targets: Sequence[Message]) -> list[float] | Tensor | None:
-        """What the targets count in the mean of a loss of PyTorch's; None: it is another function."""
-        counted = CountedTargets.of(self.function) if self._is_of_pytorch else None  # its weights may have changed
-        return None if counted is None else counted.amounts([nested.unflatten(*target) for target in targets])
-
-    @cached_property
-    def _is_of_pytorch(self) -> bool:
-        """Whether the function is one of those that leave out targets; see `CountedTargets`."""
-        return CountedTargets.of(self.function) is not None
+        if all(isinstance(weight, torch.Tensor) for weight in weights):  # on an accelerator the host waits once
+            weights = torch.stack(weights).tolist()
+        for number, weight in enumerate(weights):
+            if not float(weight) >= 0:
+                raise ValueError(
+                    f"loss_weight gave {float(weight)} for micro-batch {number}: wanted a number of at least 0"
+                )
+        return list(map(float, weights))
 
     def padding_warning(self, targets: Sequence[Message], rows: Sequence[int]) -> str | None:
-        """What to warn of: targets are padded, and the mean does not leave them out. Told once.
+        """A text, once, if targets on the CPU are padded unequally and the mean does not leave the padding out.
 
         Args:
             targets: of the micro-batches.
             rows: of the micro-batches.
         """
-        if not self._left or self.reduction != "mean" or self.weight is not None or self._is_of_pytorch:
-            return None
-        if len({len(tensors) for tensors, _ in targets}) != 1:
+        by_rows = self.reduction == "mean" and self.weight is None and CountedTargets.of(self.function) is None
+        if not self._left or not by_rows:
             return None
         del self._left[-1:]  # another thread may have taken the last one meanwhile
-        ignored = ignored_by(self.function)
-        columns = zip(*(tensors for tensors, _ in targets), strict=True)
-        if not any(unequal_padding(column, rows, ignored) for column in columns):
-            return None
-        self._left.clear()
-        return (
-            f"targets have the value {ignored}, which losses leave out of their mean, and micro-batches have unequal "
-            "numbers of them, but loss_fn is a function of its own, so the pipe weighs micro-batches by rows. Give "
-            f"Pipe loss_weight=lambda target: (target != {ignored}).sum() for the mean over all targets that count; or "
-            'loss_reduction="sum", if loss_fn is a sum'
-        )
+        function, bound, _ = unwrapped(self.function)
+        ignored = bound.get("ignore_index", getattr(function, "ignore_index", IGNORED))
+        for column in zip(*(tensors for tensors, _ in targets), strict=False):
+            if all(type(each) is torch.Tensor and each.dtype is torch.int64 and each.is_cpu for each in column):
+                counts = [int((each == ignored).sum()) for each in column]
+                if any(count * rows[0] != counts[0] * own for count, own in zip(counts, rows, strict=True)):
+                    self._left.clear()
+                    return (
+                        f"targets have the value {ignored}, which losses leave out of their mean, and micro-batches "
+                        "have unequal numbers of them, but loss_fn is a function of its own, so the pipe weighs "
+                        f"micro-batches by rows. Give Pipe loss_weight=lambda target: (target != {ignored}).sum() for "
+                        'the mean over all targets that count; or loss_reduction="sum", if loss_fn is a sum'
+                    )
+        return None
 
 
 def checked_scale(scale: Any, device: torch.device) -> float | Tensor:
@@ -248,22 +230,6 @@ def checked_scale(scale: Any, device: torch.device) -> float | Tensor:
         if 0.0 < float(scale) < math.inf:
             return float(scale)
     raise ValueError(f"loss_scale is {scale!r}: wanted a positive number, or a 0-dimensional tensor that has no graph")
-
-
-def _scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> float | Tensor:
-    """The factor of a scaler; on an accelerator as a tensor, for whose value the host does not wait."""
-    return scaler.scale(torch.ones((), device=device)) if is_accelerator(device) else scaler.get_scale()
-
-
-def _no_rows(targets: Sequence[Message], rows: Sequence[int]) -> ValueError:
-    """The error of a mean over micro-batches that rows do not weigh."""
-    shapes = [tuple(tensor.shape) for tensor in targets[rows.index(min(rows))][0]]
-    return ValueError(
-        "rows do not say how much each micro-batch weighs in the mean: inputs and target of a micro-batch have "
-        f"different numbers of them, or targets differ in other dimensions, too (a target has the shapes {shapes}). "
-        "Give Pipe the weight, such as loss_weight=torch.numel for a mean over all numbers of the targets, or "
-        "loss_reduction='sum'"
-    )
 
 
 def _not_there(rank: int) -> str:

@@ -495,8 +495,8 @@ class StageRun:
                     (arguments, keywords), has_arguments = value, False
                 else:
                     arguments, keywords = value if type(value) is tuple and not takes_tuple_whole else (value,), {}
-                    if number == takes_target:
-                        arguments = (*arguments, loss.targets[micro_batch][1])  # type: ignore[union-attr]
+                if number == takes_target:
+                    arguments = (*arguments, loss.targets[micro_batch][1])  # type: ignore[union-attr]
                 value = module(*arguments, **keywords)
             except BaseException as error:
                 self._note_layer(error, value, number, layer_text(name, module))

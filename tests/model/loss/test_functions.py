@@ -1,17 +1,15 @@
 import copy
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn import functional as F
 
 from pipework import Pipe
-from pipework.model.loss.functions import CountedTargets, function_identity, ignored_by, unequal_padding
+from pipework.model.loss.functions import CountedTargets, function_identity, unwrapped
 from pipework.model.loss.settings import LossSettings
 
 
@@ -20,7 +18,7 @@ class Focal(nn.Module):
         super().__init__()
         self.gamma = gamma
         self.rank = rank
-        self.began = time.perf_counter()
+        self.began = object()
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         return (output - target).abs().pow(self.gamma).mean()
@@ -51,14 +49,6 @@ def closing_over(rank: int) -> Callable[..., Tensor]:
     return loss
 
 
-def decorated(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(function)
-    def wrapper(*arguments: Any) -> Tensor:
-        return function(*arguments)
-
-    return wrapper
-
-
 ALIKE: dict[str, Callable[[int], Any]] = {
     "nothing": lambda rank: None,
     "a function of PyTorch": lambda rank: F.cross_entropy,
@@ -73,8 +63,7 @@ ALIKE: dict[str, Callable[[int], Any]] = {
     "compiled": lambda rank: compiled(plain),
     "compiled on one rank": lambda rank: compiled(plain) if rank else plain,
     "a module, compiled on one rank": lambda rank: compiled(nn.MSELoss()) if rank else nn.MSELoss(),
-    "decorated": lambda rank: decorated(plain),
-    "decorated and compiled": lambda rank: compiled(decorated(plain)) if rank else decorated(plain),
+    "decorated": lambda rank: functools.wraps(plain)(lambda *arguments: plain(*arguments)),
     "scripted": lambda rank: torch.jit.script(nn.MSELoss()),
 }
 OTHERS: list[tuple[Any, Any]] = [
@@ -116,12 +105,12 @@ class Own(nn.CrossEntropyLoss):
 
 
 LOSSES = {
-    "function": functional.cross_entropy,
+    "function": F.cross_entropy,
     "ignored class": nn.CrossEntropyLoss(ignore_index=3),
     "weights of classes": nn.CrossEntropyLoss(weight=WEIGHT),
-    "weights in a partial": functools.partial(functional.cross_entropy, weight=WEIGHT, ignore_index=1),
+    "weights in a partial": functools.partial(F.cross_entropy, weight=WEIGHT, ignore_index=1),
     "subclass": Subclass(ignore_index=3),
-    "smoothed": functools.partial(functional.cross_entropy, label_smoothing=0.1),
+    "smoothed": functools.partial(F.cross_entropy, label_smoothing=0.1),
 }
 
 
@@ -132,12 +121,18 @@ def padded() -> tuple[Tensor, Tensor]:
     return x, y
 
 
+def ignored(loss_fn: Any) -> int:
+    counted = CountedTargets.of(loss_fn)
+    assert counted is not None
+    return counted.ignored
+
+
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_the_mean_is_over_the_targets_that_count(name: str, schedule: str) -> None:
     loss_fn: Callable[..., Any] = LOSSES[name]
     x, y = padded()
-    y[:7] = ignored_by(loss_fn)
+    y[:7] = ignored(loss_fn)
     module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
     plain = copy.deepcopy(module)
     pipe = Pipe(module, 4, schedule=schedule, loss_fn=loss_fn, balance=[1, 2], devices=["cpu", "cpu"])
@@ -155,7 +150,7 @@ def test_the_mean_is_over_the_targets_that_count(name: str, schedule: str) -> No
 def test_what_stays_on_the_device_weighs_as_on_the_host(name: str, padded_rows: int) -> None:
     gpu = torch.accelerator.current_accelerator()
     x, y = padded()
-    y[:padded_rows] = ignored_by(LOSSES[name])
+    y[:padded_rows] = ignored(LOSSES[name])
     module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
     results = []
     for device in ("cpu", f"{gpu.type}:0"):
@@ -169,50 +164,52 @@ def test_what_stays_on_the_device_weighs_as_on_the_host(name: str, padded_rows: 
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def test_probabilities_and_other_functions_count_by_rows() -> None:
-    assert CountedTargets().amounts([torch.rand(3, 4)]) is None
-    assert CountedTargets.of(functional.mse_loss) is None
-    assert CountedTargets.of(functools.partial(functional.cross_entropy, torch.ones(1))) is None
-    assert CountedTargets.of(None) is None
+@functools.wraps(F.cross_entropy)
+def wrapping(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output * 2, target)
 
 
-@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss, Subclass, Own])
-def test_a_module_and_what_is_compiled_of_it(kind: type[nn.CrossEntropyLoss]) -> None:
-    loss_fn = kind(ignore_index=3)
-    both = loss_fn, torch.compile(loss_fn, backend="eager")
-    assert [CountedTargets.of(each) for each in both] == [None if kind is Own else CountedTargets(3)] * 2
-    assert [ignored_by(each) for each in both] == [3, 3]
+INNER = functools.partial(F.cross_entropy, ignore_index=3)
 
 
-def test_wrappers_around_a_function() -> None:
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(function, backend="eager")
+@pytest.mark.parametrize(
+    ("loss_fn", "counted"),
+    [
+        (None, None),
+        (F.mse_loss, None),
+        (functools.partial(F.cross_entropy, torch.ones(1)), None),
+        (nn.CrossEntropyLoss(ignore_index=3), CountedTargets(3)),
+        (nn.NLLLoss(ignore_index=3), CountedTargets(3)),
+        (Subclass(ignore_index=3), CountedTargets(3)),
+        (Own(ignore_index=3), None),
+        (F.cross_entropy, CountedTargets()),
+        (INNER, CountedTargets(3)),
+        (functools.partial(compiled(F.cross_entropy), ignore_index=3), CountedTargets(3)),
+        (functools.partial(compiled(INNER), ignore_index=1), CountedTargets(1)),
+        (wrapping, None),
+    ],
+)
+def test_which_targets_a_function_counts(loss_fn: Any, counted: CountedTargets | None) -> None:
+    assert CountedTargets.of(loss_fn) == counted
+    if loss_fn is not None:
+        assert CountedTargets.of(compiled(loss_fn)) == counted
+        assert unwrapped(compiled(loss_fn))[0] is unwrapped(loss_fn)[0]
 
-    plain, inner = functional.cross_entropy, functools.partial(functional.cross_entropy, ignore_index=3)
-    assert CountedTargets.of(compiled(plain)) == CountedTargets()
-    for loss_fn in (compiled(inner), functools.partial(compiled(plain), ignore_index=3), compiled(compiled(inner))):
-        assert CountedTargets.of(loss_fn) == CountedTargets(3)
-        assert ignored_by(loss_fn) == 3
-    outer = functools.partial(compiled(inner), ignore_index=1)
-    assert CountedTargets.of(outer) == CountedTargets(1)
 
-    @functools.wraps(plain)
-    def own(output: Tensor, target: Tensor) -> Tensor:
-        return plain(output * 2, target)
-
-    assert CountedTargets.of(own) is None
-    assert CountedTargets.of(compiled(own)) is None
-    with pytest.raises(ValueError, match=r"loss_fn \(cross_entropy\) has reduction='mean'"):
-        LossSettings(compiled(plain), "sum")
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_reduction_in_a_partial_or_a_compiled_function_is_seen(reduction: str) -> None:
+    for loss_fn in (functools.partial(F.cross_entropy, reduction=reduction), F.cross_entropy):
+        with pytest.raises(ValueError, match=r"loss_fn \(cross_entropy\) has reduction='"):
+            LossSettings(compiled(loss_fn), "mean" if loss_fn is not F.cross_entropy else "sum")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_a_compiled_function_has_the_mean_of_the_function() -> None:
     x, y = padded()
     module = nn.Sequential(nn.Linear(6, 5)).double()
-    loss_fn = torch.compile(functional.cross_entropy, backend="eager")
+    loss_fn = torch.compile(F.cross_entropy, backend="eager")
     pipe = Pipe(module, 4, loss_fn=loss_fn, balance=[1], devices=["cpu"])
-    torch.testing.assert_close(pipe(x, target=y), functional.cross_entropy(module(x), y))
+    torch.testing.assert_close(pipe(x, target=y), F.cross_entropy(module(x), y))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -222,22 +219,9 @@ def test_weights_are_summed_exactly(dtype: torch.dtype) -> None:
     assert CountedTargets(weight=torch.ones(2, dtype=dtype)).amounts(targets) == [1022.0, 255.0]
 
 
-def test_a_byte_is_no_negative_number() -> None:
+def test_a_byte_is_no_negative_number_and_probabilities_count_by_rows() -> None:
     targets = [torch.tensor([156, 1], dtype=torch.uint8), torch.tensor([0], dtype=torch.uint8)]
     assert CountedTargets().amounts(targets) == [2.0, 1.0]
     assert CountedTargets(156).amounts(targets) == [1.0, 1.0]
     assert CountedTargets(156, torch.arange(200.0)).amounts(targets) == [1.0, 0.0]
-
-
-def test_equal_padding_needs_no_weights() -> None:
-    padded_alike = [torch.tensor([1, -100]), torch.tensor([-100, 2])]
-    assert not unequal_padding(padded_alike, [2, 2])
-    assert unequal_padding([*padded_alike, torch.tensor([1])], [2, 2, 1])
-    assert not unequal_padding([torch.tensor([0.5])], [1])
-
-
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_a_reduction_in_a_partial_is_seen(reduction: str) -> None:
-    loss_fn = functools.partial(functional.cross_entropy, reduction=reduction)
-    with pytest.raises(ValueError, match=rf"loss_fn \(cross_entropy\) has reduction='{reduction}'"):
-        Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), 2, loss_fn=loss_fn, devices=["cpu", "cpu"])
+    assert CountedTargets().amounts([torch.rand(3, 4)]) is None
