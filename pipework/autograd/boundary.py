@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-_gradient = operator.attrgetter("grad")
+_gradient, _requires_grad = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
 
 
 def cut(tensor: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def gradients(
         ((0, 0), None)
     """
     takers: dict[int, _Taker] = {}
-    differentiable = [leaf for leaf in leaves if leaf.requires_grad]
+    differentiable = list(filter(_requires_grad, leaves))
     for leaf in differentiable:
         torch_private.add_last_hook(leaf, functools.partial(_see, takers, leaf))
     try:

@@ -372,15 +372,18 @@ class Step:
     ) -> list[WorkerRun]:
         """The workers of this process, ready to run."""
         engine, turn = self._engine, conditions.turn
-        workers = []
+        workers: list[WorkerRun] = []
+        drawing = {number: any(run.draws for run in self._runs_of(number).values()) for number in engine.devices}
+        # Of the one thread that executes the actions of all workers.
+        common = RandomStream(self._key) if engine.one_thread and any(drawing.values()) else None
         for number, device in engine.devices.items():
-            runs, stream, hold = self._runs_of(number), None, None
-            if any(run.draws for run in runs.values()):
+            runs, stream, hold = self._runs_of(number), common, None
+            if stream is None and drawing[number]:
                 stream = RandomStream(self._key)
-                if device.unseen_draws is not None and stream.moves_generators:
-                    # A rank that saw a late draw could not tell the others before they have used the mini-batch.
-                    always = not engine.backend.is_whole or any(engine.stages[stage].has_random_state for stage in runs)
-                    hold = device.unseen_draws.hold(stream, always=always)
+            if stream is not None and drawing[number] and device.unseen_draws is not None and stream.moves_generators:
+                # A rank that saw a late draw could not tell the others before they have used the mini-batch.
+                always = not engine.backend.is_whole or any(engine.stages[stage].has_random_state for stage in runs)
+                hold = device.unseen_draws.hold(stream, always=always)
             recorded = self._options.recorder is not None
             worker = WorkerRun(number, runs, orders[number], device, stream, hold, recorded=recorded)
             endpoint = transport.endpoints[number]

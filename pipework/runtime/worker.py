@@ -34,7 +34,7 @@ def run_actions(
     handlers: Mapping[tuple[str, int], Callable[[Action], None]],
     failure: Failure,
     finished: Callable[[Action], None] | None = None,
-    starting: Callable[[Action], None] | None = None,
+    starting: Sequence[Callable[[Action], None]] = (),
 ) -> None:
     """Executes actions in order. Never raises: the first exception of all workers is kept in `failure`.
 
@@ -43,15 +43,15 @@ def run_actions(
         handlers: by (kind, stage), the function that executes an action; it waits for the values that it needs.
         failure: shared by all workers of a run; a worker stops before its next action when another has failed.
         finished: called after each action, if given.
-        starting: called before each action, if given.
+        starting: called before each action.
     """
     action = None
     try:
         for action in actions:
             if failure.happened:
                 return
-            if starting is not None:
-                starting(action)
+            for prepare in starting:
+                prepare(action)
             handlers[action[0], action[1]](action)  # kind and stage: by their places it is faster
             if finished is not None:
                 finished(action)
@@ -87,7 +87,7 @@ class WorkerRun:
         runs: the worker's stages.
         order: its actions.
         device: the worker's.
-        stream: the source of the worker's random numbers; None: its layers draw none.
+        stream: the source of the random numbers of the thread that executes the actions; None: no layer draws any.
         hold: see `StageRun.connect`.
         recorded: whether actions are recorded with their times.
 
@@ -112,11 +112,11 @@ class WorkerRun:
         self._worker = worker
         self.runs = runs
         self.order = order
-        self._device = device
-        self._stream = stream
+        self.device = device
+        self.stream = stream
         self._hold = hold
         self.not_held: UnseenDraws | None = None
-        if stream is not None and stream.moves_generators and hold is None:
+        if hold is None and stream is not None and stream.moves_generators and any(run.draws for run in runs.values()):
             self.not_held = device.unseen_draws
         self.is_recorded = recorded
         self._marks: list[tuple[Action, Any, Any, tuple[int, int, int]]] = []
@@ -136,7 +136,7 @@ class WorkerRun:
         for run in self.runs.values():
             run.connect(
                 endpoint,
-                stream=self._stream,
+                stream=self.stream,
                 hold=self._hold,
                 started=self._mark_start if self.is_recorded else None,
                 retain_graph=retain_graph,
@@ -148,11 +148,6 @@ class WorkerRun:
         for run in self.runs.values():
             run.disconnect()
 
-    def take_thread(self) -> None:
-        """What this thread launches next is this worker's."""
-        self._device.enter_thread()
-        kernels.thread_stream.stream = self._stream
-
     def gathered_later(self) -> list[Aliases]:
         """The stages whose parameters FSDP shards, and the schedule gathers."""
         sharded = {stage: run.aliases for stage, run in self.runs.items() if run.sharded is not None}
@@ -162,7 +157,7 @@ class WorkerRun:
     def start_clock(self) -> None:
         """For what is recorded."""
         if self.is_recorded:
-            self._clock = self._device.clock()
+            self._clock = self.device.clock()
 
     def _mark_start(self) -> None:
         self._start = self._clock.now()
@@ -197,7 +192,6 @@ class ThreadRun:
         self._order = order
         self._conditions = conditions
         self._by_stage = {stage: worker for worker in workers for stage in worker.runs}
-        self._present = workers[0]
 
     def __call__(self) -> None:
         """Executes the actions in the caller's modes and settings; the failure keeps an exception."""
@@ -217,28 +211,26 @@ class ThreadRun:
             conditions.failure.report(error, None)
 
     def _execute(self) -> None:
-        failure, workers, starting = self._conditions.failure, self._workers, self._conditions.starting
+        failure, workers = self._conditions.failure, self._workers
         handlers = {place: handler for worker in workers for place, handler in worker.handlers.items()}
+        # Before anything is launched on this thread, such as what gathers parameters.
+        workers[0].device.enter_thread()
         for worker in workers:
             worker.start_clock()
+        starting = [] if self._conditions.starting is None else [self._conditions.starting]
+        if len(workers) > 1 and any(worker.device.stream is not None for worker in workers):
+            starting.append(self._enter_device)
         aliases = [run.aliases for worker in workers for run in worker.runs.values()]
         later = [each for worker in workers for each in worker.gathered_later()]
-        with standing_in(aliases, later), kernels.drawing_from(None):
-            self._present.take_thread()
-            if len(workers) > 1:
-                starting = self._switching
+        with standing_in(aliases, later), kernels.drawing_from(workers[0].stream):
             run_actions(self._order, handlers, failure, self._finished if workers[0].is_recorded else None, starting)
             if not failure.happened:
                 for worker in workers:
                     worker.finish()
 
-    def _switching(self, action: Action) -> None:
-        worker = self._by_stage[action.stage]
-        if worker is not self._present:
-            self._present = worker
-            worker.take_thread()
-        if self._conditions.starting is not None:
-            self._conditions.starting(action)
+    def _enter_device(self, action: Action) -> None:
+        """What the action launches is its worker's."""
+        self._by_stage[action.stage].device.enter_thread()
 
     def _finished(self, action: Action) -> None:
         self._by_stage[action.stage].mark_end(action)

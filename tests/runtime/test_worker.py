@@ -1,6 +1,7 @@
 """The loop over actions, and one thread that executes the actions of all workers."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipework import Pipe
+from pipework.runtime.caller_context import Modes
 from pipework.runtime.failure import Failure, Stopped
-from pipework.runtime.worker import run_actions
+from pipework.runtime.worker import RunConditions, ThreadRun, run_actions
 from pipework.schedule import Action
 
 ORDER = [Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0), Action("B", 0, 0)]
@@ -68,6 +70,30 @@ def test_being_stopped_is_no_failure() -> None:
     failure = Failure(lambda: None)
     run_actions(ORDER, handlers_that_raise(Stopped(), ORDER[0]), failure)
     assert not failure.happened
+
+
+def test_a_thread_enters_its_device_before_parameters_are_gathered_on_it() -> None:
+    done: list[str] = []
+    sharded = SimpleNamespace(is_whole=False, gather=lambda: done.append("gather"))
+    device = SimpleNamespace(enter_thread=lambda: done.append("enter"), stream=None)
+    aliases = SimpleNamespace(
+        sharded=sharded, gather=sharded.gather, reshard=lambda: done.append("reshard"), _slots=[], _stray=None
+    )
+    worker = SimpleNamespace(
+        device=device,
+        stream=None,
+        handlers={("F", 0): lambda action: done.append("F")},
+        runs={0: SimpleNamespace(aliases=aliases)},
+        is_recorded=False,
+        start_clock=lambda: done.append("clock"),
+        gathered_later=list,
+        finish=lambda: done.append("finish"),
+    )
+    failure = Failure(lambda: None)
+    conditions = RunConditions(failure, context=None, modes=Modes((), ()), turn=None)
+    ThreadRun([worker], [Action("F", 0, 0)], conditions)()  # type: ignore[list-item]
+    assert not failure.happened
+    assert done == ["enter", "clock", "gather", "F", "finish", "reshard"]
 
 
 # One thread

@@ -123,7 +123,7 @@ class Key:
 
 
 class RandomStream:
-    """The source of one worker's random numbers; it starts anew at each (layer, micro-batch).
+    """The source of one thread's random numbers; it starts anew at each (layer, micro-batch).
 
     `enter` only notes layer and micro-batch, since most layers draw nothing. The first draw seeds a generator.
 

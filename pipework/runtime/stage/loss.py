@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -165,7 +165,7 @@ class LossRun:
         trains: whether a parameter of the stage gets a gradient.
 
     Attributes:
-        targets: for each micro-batch the tensors, and the whole.
+        targets: by micro-batch, those that a forward or a recomputation still needs.
         taker: the number of the layer that takes the target; -1: none does.
         trains: as above, or an input of the stage gets a gradient.
     """
@@ -173,20 +173,11 @@ class LossRun:
     def __init__(self, loss: InnerLoss, stage: Stage, *, trains: bool) -> None:
         self._loss = loss
         self._stage = stage
-        self.targets: dict[int, tuple[tuple[Tensor, ...], Any]] = {}
+        self.targets: dict[int, Message] = {}
         self.taker = stage.layers[-1].number if loss.function is None else -1
         self.trains = trains
         self._seeds: list[Tensor] = []  # gradients of losses whose B is still to come; empty: the next B makes some
         self._detached: set[int] = set()  # micro-batches whose loss has no graph
-
-    def receive(self, micro_batch: int, message: Message) -> None:
-        """Keeps a target until it is not needed any more."""
-        tensors, around = message
-        self.targets[micro_batch] = tensors, tensors[0] if around is None else nested.unflatten(tensors, around)
-
-    def tensors(self, micro_batch: int) -> tuple[Tensor, ...]:
-        """The tensors of a target that is kept."""
-        return self.targets[micro_batch][0]
 
     def clear(self) -> None:
         """Drops every tensor."""
@@ -194,11 +185,13 @@ class LossRun:
         self._seeds = []
         self._loss.seen = None
 
-    def gradients(self, roots: tuple[Tensor | GradientEdge | None, ...]) -> tuple[Tensor | None, ...]:
-        """The gradients with which a backward starts: the loss has one, which is the first of the roots."""
-        if isinstance(roots[0], Tensor) and not self._seeds:
-            self._make_seeds(roots[0])
-        return (self._seeds.pop() if self._seeds else None, *(None,) * (len(roots) - 1))
+    def gradient(self, root: Tensor | GradientEdge | None) -> Tensor | None:
+        """The gradient of a micro-batch's loss, with which its backward starts; None if the loss has no graph."""
+        if root is None:
+            return None
+        if not self._seeds:
+            self._make_seeds(cast("Tensor", root))  # a loss is kept itself, and not as its edge
+        return self._seeds.pop()
 
     def _make_seeds(self, like: Tensor) -> None:
         """Makes the gradients of all micro-batches' losses. Each has memory of its own: a backward may overwrite it."""
@@ -208,12 +201,19 @@ class LossRun:
         self._seeds = list(seeds.unbind()) if shape else [seeds]
 
     def outputs(
-        self, output: Any, micro_batch: int, enter_stream: Callable[[int, int], None] | None, *, grad: bool
+        self,
+        output: Any,
+        target: Any,
+        micro_batch: int,
+        enter_stream: Callable[[int, int], None] | None,
+        *,
+        grad: bool,
     ) -> tuple[tuple[Tensor, ...], Structure | None]:
         """The outputs of the stage: the loss, then without its graph what its layers have returned if that is kept.
 
         Args:
-            output: what they have returned.
+            output: what the layers have returned.
+            target: of the micro-batch.
             micro_batch: its number.
             enter_stream: before the loss is computed, if random numbers may be drawn.
             grad: whether gradients are wanted.
@@ -221,19 +221,19 @@ class LossRun:
         loss, value = self._loss, output
         # Of a recomputation, or of further micro-batches, nothing is kept.
         is_seen = loss.seen is not None and micro_batch == len(loss.seen) < 2
-        given = self._copied(output, micro_batch) if is_seen else None
+        given = self._copied(output, target) if is_seen else None
         if loss.function is not None:
             if enter_stream is not None:
                 enter_stream(self._stage.layers[-1].number + 1, micro_batch)
             try:
-                value = loss.function(output, self.targets[micro_batch][1])
+                value = loss.function(output, target)
             except BaseException as error:
                 add_note(error, f"in {loss.source}")
                 note_returned(error, output, self._stage.last_layer, "loss_fn")
                 raise
-        if grad and isinstance(value, Tensor) and not value.requires_grad and self._stage.training:
-            self._see_detached(output, micro_batch)
         part = loss.part(value, micro_batch)
+        if grad and not value.requires_grad and self._stage.training:
+            self._see_detached(output, micro_batch)
         if given is not None and loss.seen is not None:
             loss.seen.append(SeenLoss(*given, value.detach()))
         if not loss.keeps_output:
@@ -241,10 +241,10 @@ class LossRun:
         tensors, structure = nested.flatten(output)
         return (part, *(tensor.detach() for tensor in tensors)), structure
 
-    def _copied(self, output: Any, micro_batch: int) -> tuple[Message, Message, tuple[int, ...]] | None:
+    def _copied(self, output: Any, target: Any) -> tuple[Message, Message, tuple[int, ...]] | None:
         """Copies of output and target, and where the target lies; None: they are large, or cannot be copied."""
         try:
-            messages = nested.flatten(output), nested.flatten(self.targets[micro_batch][1])
+            messages = nested.flatten(output), nested.flatten(target)
         except TypeError:  # a tensor with a gradient within an object
             return None
         every = [tensor for tensors, _ in messages for tensor in tensors]

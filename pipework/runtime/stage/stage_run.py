@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     # The structure of a value: a Structure, None for a single tensor, a Bundle if the pipe has skips.
     AnyStructure: TypeAlias = Any
 
-_cut, _base = boundary.cut, torch_private.viewed
+_cut, _viewed = boundary.cut, torch_private.viewed
 
 
 class StageRun:
@@ -127,10 +127,15 @@ class StageRun:
         self._entered: tuple[Root, ...] = ()  # of the present graph: where gradients of skips from later stages start
         self._in_place = InPlaceChanges(stage, own_leaves if stage.index == 0 else frozenset(), batch)
         self._recompute_check = RecomputeCheck(stage.recompute_looks)
-        self._inspected = False  # whether a graph has been searched for hidden parameters
+        # The situation of this mini-batch. Graphs may differ between situations, so one graph of each is searched for
+        # hidden parameters; `inspected` says whether that has been done.
+        self._situation = (loss is None, stage.training, len(self.aliases.leaves))
+        self._inspected = self._situation in stage.inspected
         # Where the backward of an output starts. The next stage or the loss keeps an output's memory in any case: then
         # the output itself, which is cheaper than its edge.
         self._root = _itself if stage.shares_output or loss is not None else _edge
+        # Which outputs may have a graph: of the loss and what is returned beside it, the loss.
+        self._differentiable = slice(None if loss is None else 1)
 
     def connect(
         self,
@@ -165,7 +170,9 @@ class StageRun:
         self._retain_graph = retain_graph
         self._in_context = in_context
         self._memory = SharedMemory(self.aliases.leaves)
-        self._is_surrounded = not (self.meter is None and hold is None and self._weight_store is None)
+        # Most stages of most mini-batches have nothing of this around their layers.
+        around = (self._ports, self._hold, self.meter, self._weight_store, self._stray)
+        self._runs_layers_alone = self._inspected and all(each is None for each in around)
         self._leaves_autocast = in_context and bool(self._context.autocasts)
         self._run_backward = torch_private.run_backward
         if self._leaves_autocast:
@@ -182,7 +189,7 @@ class StageRun:
         micro_batch, loss, ports = action[2], self._loss, self._ports
         leaves, structure = self._receive_input(micro_batch)
         if loss is not None:
-            loss.receive(micro_batch, self._receive_target(micro_batch))
+            loss.targets[micro_batch] = self._receive_target(micro_batch)
         arrived: list[Arrived] = []
         if ports is not None:
             leaves, structure, arrived = ports.receive(micro_batch, leaves, structure)
@@ -191,22 +198,25 @@ class StageRun:
         if micro_batch in self._checkpointed:
             outputs, structure = self._first_pass(leaves, structure, micro_batch, arrived)
         else:
-            outputs, structure = self._compute(leaves, structure, micro_batch, keeps_graph=self._grad)
+            compute = self._run_layers if self._runs_layers_alone else self._compute
+            outputs, structure = compute(leaves, structure, micro_batch)
+            if self._grad:
+                self._graphs[micro_batch] = leaves, (*map(self._root, outputs[self._differentiable]), *self._entered)
             if loss is not None:
                 del loss.targets[micro_batch]
         if self._check_finite:
             refuse_non_finite(outputs, f"an output of stage {self._index}")
         if ports is not None:
             ports.refuse_overwritten(arrived)
-        of_parameters = [
-            n
-            for n, output in enumerate(outputs)
-            if (output.is_leaf or _base(output) is not None) and self.aliases.has_memory_of(output)
-        ]
+        of_parameters: list[int] = []
+        output: Tensor | None = None
+        for number, output in enumerate(outputs):
+            if (output.is_leaf or _viewed(output) is not None) and self.aliases.has_memory_of(output):
+                of_parameters.append(number)
         # What is sent has no graph, and this frame must not keep the graph either.
-        outputs = tuple(map(_cut, outputs))
-        for n in of_parameters:
-            boundary.mark_unchangeable(outputs[n])
+        output, outputs = None, tuple(map(_cut, outputs))
+        for number in of_parameters:
+            boundary.mark_unchangeable(outputs[number])
         if self._in_place.refuses:
             self._in_place.mark(outputs)
         if self.meter is not None:
@@ -237,7 +247,8 @@ class StageRun:
             leaves = tuple(map(boundary.renewed, leaves))
         context = contextlib.nullcontext() if self._in_context else self._context.entered()
         with context, recomputing(), buffers.standing_in(again=again):
-            outputs, _ = self._compute(leaves, structure, micro_batch, keeps_graph=True)
+            outputs, _ = self._compute(leaves, structure, micro_batch)
+            self._graphs[micro_batch] = leaves, (*map(self._root, outputs[self._differentiable]), *self._entered)
             self._recompute_check.compare(micro_batch, outputs, self._stage.place)
         if self._loss is not None:
             self._loss.targets.pop(micro_batch, None)  # it is recomputed once
@@ -275,7 +286,7 @@ class StageRun:
         gradients: tuple[Tensor | None, ...] = () if loss is not None else self._receive_gradient(micro_batch)[0]
         leaves, roots = self._graphs[micro_batch]
         if loss is not None:
-            gradients = loss.gradients(roots)
+            gradients = (loss.gradient(roots[0]),)
         if self._ports is not None:
             gradients += self._ports.receive_gradients(micro_batch)
         if self._started is not None:
@@ -292,15 +303,15 @@ class StageRun:
             for alias, gradient in self.tied.begun(micro_batch):
                 starts.append(alias)
                 seeds.append(gradient)
-        of_leaves: tuple[Tensor | None, ...] = (None,) * len(leaves)
-        if starts:
-            if self._hold is None:
+        if not starts:
+            of_leaves: tuple[Tensor | None, ...] = (None,) * len(leaves)
+            if self._weight_store is not None:
+                self._weight_store.nothing_to_differentiate(micro_batch)
+        elif self._hold is None:
+            of_leaves = self._gradients(leaves, tuple(starts), tuple(seeds), micro_batch)
+        else:
+            with self._hold:
                 of_leaves = self._gradients(leaves, tuple(starts), tuple(seeds), micro_batch)
-            else:
-                with self._hold:
-                    of_leaves = self._gradients(leaves, tuple(starts), tuple(seeds), micro_batch)
-        elif self._weight_store is not None:
-            self._weight_store.nothing_to_differentiate(micro_batch)
         if self._check_finite:
             refuse_non_finite(of_leaves, f"the gradient of an input of stage {self._index}")
             self._check_parameters()
@@ -384,18 +395,14 @@ class StageRun:
         same in both passes. The graph is freed with the outputs; it takes as much memory as that of the recomputation.
         """
         buffers = self._stage.buffers.snapshot()
-        target = () if self._loss is None else self._loss.tensors(micro_batch)
+        target = () if self._loss is None else self._loss.targets[micro_batch][0]
         of_target = list(map(_version, target))
         unknown, kept = self._in_place.found is None, list(map(_version, leaves))
         own = self._in_place.inputs_of_first_pass(leaves)
         versions = list(map(_version, own))
         arrived[:] = [each._replace(tensor=own[each.number], version=versions[each.number]) for each in arrived]
         with checkpointing():
-            outputs, structure_out = self._compute(own, structure, micro_batch, keeps_graph=False)
-            if self._stray is not None:
-                self._stray.watch(own)  # a layer may keep a tensor of this graph, too
-            if not self._inspected:
-                self._inspect(own, outputs)
+            outputs, structure_out = self._compute(own, structure, micro_batch)
         self._entered = ()
         if of_target != list(map(_version, target)):
             raise RuntimeError(
@@ -418,30 +425,29 @@ class StageRun:
         return outputs, structure_out
 
     def _compute(
-        self, leaves: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int, *, keeps_graph: bool
+        self, leaves: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int
     ) -> tuple[tuple[Tensor, ...], AnyStructure]:
-        """Runs the layers on one micro-batch; keeps leaves and roots of the graph, but not the outputs' memory."""
-        run = self._run_layers if self._ports is None else functools.partial(self._run_with_skips, self._ports)
-        if self._is_surrounded:
-            with contextlib.ExitStack() as stack:
-                if self._hold is not None:
-                    stack.enter_context(self._hold)
-                if self.meter is not None:
-                    target = () if self._loss is None else self._loss.tensors(micro_batch)
-                    stack.enter_context(self.meter.measuring(self._index, micro_batch, leaves, target))
-                if self._weight_store is not None:
-                    self._weight_store.begin(micro_batch)
-                outputs, structure = run(leaves, structure, micro_batch)
-                if self._weight_store is not None:
-                    self._weight_store.end()
-        else:
-            outputs, structure = run(leaves, structure, micro_batch)
-        if keeps_graph:
-            if not self._inspected:
-                self._inspect(leaves, outputs)
-            if self._stray is not None:
-                self._stray.watch(leaves)
-            self._graphs[micro_batch] = leaves, (*map(self._root, outputs), *self._entered)
+        """Runs the layers on one micro-batch, with all that this mini-batch wants to be done before and after them."""
+        with contextlib.ExitStack() as stack:
+            if self._hold is not None:
+                stack.enter_context(self._hold)
+            if self.meter is not None:
+                target = () if self._loss is None else self._loss.targets[micro_batch][0]
+                stack.enter_context(self.meter.measuring(self._index, micro_batch, leaves, target))
+            if self._weight_store is not None:
+                self._weight_store.begin(micro_batch)
+            if self._ports is None:
+                outputs, structure = self._run_layers(leaves, structure, micro_batch)
+            else:
+                outputs, structure = self._run_with_skips(self._ports, leaves, structure, micro_batch)
+            if self._weight_store is not None:
+                self._weight_store.end()
+        if not self._inspected and any(output.requires_grad for output in outputs):
+            refuse_hidden_parameters(self._stage, self.aliases, leaves, outputs)
+            self._stage.inspected.add(self._situation)
+            self._inspected = True
+        if self._stray is not None:
+            self._stray.watch(leaves)  # a layer may keep a tensor of this graph
         return outputs, structure
 
     def _run_with_skips(
@@ -481,7 +487,10 @@ class StageRun:
         loss, enter_stream = self._loss, self._enter_stream
         if loss is not None and not loss.trains:
             loss.trains = any(leaf.requires_grad for leaf in leaves)
-        takes_target = -1 if loss is None else loss.taker
+        takes_target, target = -1, None
+        if loss is not None:
+            takes_target, (tensors, around) = loss.taker, loss.targets[micro_batch]
+            target = tensors[0] if around is None else nested.unflatten(tensors, around)
         # The structure in stage 0 has positional and keyword arguments; None, a single tensor, is the usual case.
         has_arguments = structure is not None and self._index == 0
         for module, number, name, takes_tuple_whole in self._layers:
@@ -496,7 +505,7 @@ class StageRun:
                 else:
                     arguments, keywords = value if type(value) is tuple and not takes_tuple_whole else (value,), {}
                 if number == takes_target:
-                    arguments = (*arguments, loss.targets[micro_batch][1])  # type: ignore[union-attr]
+                    arguments = (*arguments, target)
                 value = module(*arguments, **keywords)
             except BaseException as error:
                 self._note_layer(error, value, number, layer_text(name, module))
@@ -504,7 +513,7 @@ class StageRun:
         if aliases is not leaves:
             self._in_place.see(leaves, aliases)
         if loss is not None:
-            return loss.outputs(value, micro_batch, enter_stream, grad=self._grad)
+            return loss.outputs(value, target, micro_batch, enter_stream, grad=self._grad)
         if type(value) is Tensor:  # the usual case
             return (value,), None
         try:
@@ -523,16 +532,6 @@ class StageRun:
                 "the pipe has no loss_fn, so the last layer is given the target and returns the loss; "
                 "or give Pipe a loss_fn",
             )
-
-    def _inspect(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
-        """Searches a graph for hidden parameters; once for each situation, since graphs may differ between these."""
-        if not any(output.requires_grad for output in outputs):
-            return
-        situation = (self._loss is None, self._stage.training, len(self.aliases.leaves))
-        if situation not in self._stage.inspected:
-            refuse_hidden_parameters(self._stage, self.aliases, leaves, outputs)
-            self._stage.inspected.add(situation)
-        self._inspected = True
 
 
 def _without_autocast(context: CallerContext, run: Callable[..., None], *arguments: Any, **options: Any) -> None:

@@ -83,11 +83,9 @@ def test_the_output_goes_with_the_loss_if_it_is_wanted() -> None:
     part, output = torch.tensor(1.0), {"logits": torch.ones(2, requires_grad=True) * 2, "rows": 2}
     stage = SimpleNamespace(layers=[SimpleNamespace(number=0)], training=True)
     run = LossRun(InnerLoss(lambda output, target: part), stage, trains=True)  # type: ignore[arg-type]
-    run.receive(0, ((torch.ones(2),), None))
-    assert run.outputs(output, 0, None, grad=False) == ((part,), None)
+    assert run.outputs(output, torch.ones(2), 0, None, grad=False) == ((part,), None)
     run = LossRun(InnerLoss(lambda output, target: part, keeps_output=True), stage, trains=True)  # type: ignore[arg-type]
-    run.receive(0, ((torch.ones(2),), None))
-    (first, logits), structure = run.outputs(output, 0, None, grad=False)
+    (first, logits), structure = run.outputs(output, torch.ones(2), 0, None, grad=False)
     assert first is part
     assert not logits.requires_grad
     assert structure is not None
