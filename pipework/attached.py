@@ -25,7 +25,7 @@ from pipework.model.layout import Layout
 from pipework.model.parts.check import Weighed, check_loss, check_parts
 from pipework.model.parts.cut import Cuttable, refuse_own_forward
 from pipework.model.parts.following import OwnParameters, take_over
-from pipework.model.parts.part import Message
+from pipework.model.parts.run import Message
 from pipework.model.parts.sample import LossPlace, arguments_of, as_given, single_rows
 from pipework.pipe import Pipe, backend_for
 from pipework.planning.balance import balance_by_time

@@ -10,17 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from pipework import torch_private
-from pipework.model.parts import leaves
-from pipework.model.parts import run as runs
 from pipework.model.parts.adapter import Adapter
 from pipework.model.parts.dry_run import DryRun
 from pipework.model.parts.part import Part
 from pipework.model.parts.sample import arguments_of, few_rows
-from pipework.model.parts.side_effects import KeptState, generators_put_back, other_tensors
+from pipework.model.parts.side_effects import generators_put_back
 from pipework.model.parts.skeleton import Skeleton
-from pipework.model.parts.trace import END, CannotCut, PartSpan, Source, Trace, unit_of
+from pipework.model.parts.trace import CannotCut, PartSpan, Trace, unit_of
 from pipework.model.parts.units import find_units
-from pipework.signatures import positional_names, signature_of
+from pipework.signatures import signature_of
 from pipework.values import nested
 
 if TYPE_CHECKING:
@@ -101,8 +99,7 @@ class Cuttable:
         parts = []
         for start, stop in itertools.pairwise(counts):
             span = PartSpan(self.trace, start, stop, stop == counts[-1])
-            absent_units = self._skeleton.absent_units()
-            copied = self._skeleton.copy(self._local(span), self._reader(span), absent_units)
+            copied, absent_units = self._skeleton.copy(self._local(span))
             parts.append(Part(copied, span, self.adapter, absent_units))
         layers = nn.Sequential(*parts)
         layers.training = self.model.training
@@ -110,24 +107,26 @@ class Cuttable:
 
     def result_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """What the model returns in a dry run with other arguments: zeros, and the loss of these, with their graph."""
-        return self._dry_run(arguments, keywords, draw=1.0, computes_losses=True)[1]
+        return DryRun(self._skeleton, arguments, keywords, 1.0, computes_losses=True).run()
 
     def _traced(self) -> tuple[Trace, Any]:
         """What the forward does, and what it returned, on the meta device."""
         kind = type(self.model).__name__
         with generators_put_back() as drawn:
-            trace, result, decides = self._dry_run(*self.sample, draw=1.0)
-        result = nested.replaced(result, Tensor, _without_memory)
+            run = DryRun(self._skeleton, *self.sample, draw=1.0)
+            result = nested.replaced(run.run(), Tensor, _without_memory)
+        trace = run.trace()
         if drawn:
             raise CannotCut(
                 f"{kind}'s forward draws numbers from {' and '.join(drawn)}, outside of the units at which it is cut, "
                 "and each part would draw others: switch that off in training, draw them with torch, or leave it to a "
                 "unit"
             )
-        if decides:
-            other = self._dry_run(*self.sample, draw=0.0)[0].order
-            if other != trace.order:
-                varying = sorted({unit_of(call) for call in {*other} ^ {*trace.order}})
+        if run.decides:
+            other = DryRun(self._skeleton, *self.sample, draw=0.0)
+            other.run()
+            if other.trace().order != trace.order:
+                varying = sorted({unit_of(call) for call in {*other.trace().order} ^ {*trace.order}})
                 raise CannotCut(
                     f"{kind}'s forward decides with random numbers which units it calls ({', '.join(varying[:3])}): "
                     "set the probability with which layers are left out to 0"
@@ -189,43 +188,6 @@ class Cuttable:
                     f"({', '.join(list(self.units)[:3])}, ...), or on the model"
                 )
 
-    def _dry_run(
-        self, arguments: tuple[Any, ...], keywords: dict[str, Any], draw: float, *, computes_losses: bool = False
-    ) -> tuple[Trace, Any, bool]:
-        """What the forward did, what it returned, and whether it has read a random number.
-
-        Args:
-            arguments: the positional arguments of the model.
-            keywords: its keyword arguments.
-            draw: see `DryRun`.
-            computes_losses: see `DryRun`.
-        """
-        arguments, keywords = leaves.mapped(Tensor, _own_copy, (arguments, keywords))
-        kind = type(self.model).__name__
-        tensors = leaves.tensors_in((arguments, keywords))
-        device = tensors[0].device if tensors else torch.device("cpu")
-        absent_units = self._skeleton.absent_units()
-        model = self._skeleton.copy(self.units, lambda name: True, absent_units, shares=False)
-        run = DryRun(kind, self.adapter.side_outputs, device, absent_units, draw, computes_losses=computes_losses)
-        inputs = self.adapter.inputs(arguments, keywords)
-        run.follow_inputs(positional_names(model), *inputs)
-        for name, parameter in self._own_parameters().items():
-            run.follow(parameter, [Source("parameter", name, 0)])
-        for name, unit in self.units.items():
-            run.follow_all("parameter", name, list(unit.parameters()))
-            run.follow_all("buffer", name, other_tensors(unit))
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers(), *model.named_buffers()):
-            run.own(f"self.{name}", tensor)
-        copies = dict(model.named_modules())
-        kept = KeptState(self.units, {name: copies[name] for name in self.containers})
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), runs.using(run):
-            with run.watching():
-                output = model.forward(*inputs[0], **inputs[1])
-            kept.refuse_changes(kind, run.follows)
-            result = self.adapter.result(output)
-            run.use(result, END)
-        return run.trace(), result, run.decides
-
     def _grouped(self) -> list[list[str]]:
         """A unit without parameters stays with what stands before it."""
         groups: list[list[str]] = []
@@ -238,31 +200,18 @@ class Cuttable:
         return groups
 
     def _local(self, span: PartSpan) -> set[str]:
-        """The names of the units of a part: those it calls, and those whose tensors the forward reads itself."""
-        local = {unit_of(call) for call in self.trace.order[span.start : span.stop]}
-        local |= {unit_of(call) for call in self.trace.glue}
-        of_units = (source for source in self.trace.uses if source.kind in ("parameter", "buffer"))
-        local |= {source.name for source in of_units if source.name in self.units and span.reads(source)}
-        if span.is_last:  # those that are never called must be somewhere
-            used = {source.name for source in self.trace.uses if source.kind == "parameter"}
-            local |= set(self.units) - {unit_of(call) for call in self.trace.order} - used
+        """The names of the units of a part, and of the parameters of containers that it has.
+
+        They are the units that it calls, and the parameters and units of which its forward reads tensors itself.
+        """
+        owned = [source for source in self.trace.uses if source.kind in ("parameter", "buffer")]
+        local = {unit_of(call) for call in (*self.trace.order[span.start : span.stop], *self.trace.glue)}
+        local |= {source.name for source in owned if span.reads(source)}
+        if span.is_last:  # what is never called or read must be somewhere
+            called = {unit_of(call) for call in self.trace.order}
+            read = {source.name for source in owned if source.kind == "parameter"}
+            local |= {*self.units, *self._skeleton.own_parameters} - called - read
         return local
-
-    def _reader(self, span: PartSpan) -> Any:
-        def reads(name: str) -> bool:
-            source = Source("parameter", name, 0)
-            return span.reads(source) or (span.is_last and source not in self.trace.uses)
-
-        return reads
-
-    def _own_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of containers."""
-        return {
-            f"{name}.{each}" if name else each: parameter
-            for name, module in self.containers.items()
-            for each, parameter in module._parameters.items()
-            if parameter is not None
-        }
 
 
 def refuse_own_forward(model: nn.Module) -> None:
@@ -284,9 +233,3 @@ def refuse_own_forward(model: nn.Module) -> None:
 
 def _without_memory(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="meta")
-
-
-def _own_copy(tensor: Tensor) -> Tensor:
-    """A tensor that the forward may change in place."""
-    copied = tensor.detach().clone()
-    return copied.requires_grad_().clone() if tensor.requires_grad else copied

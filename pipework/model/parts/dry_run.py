@@ -1,12 +1,13 @@
 """A dry run of a model's forward: which units it calls in which order, and to which of them each tensor goes.
 
-Units compute nothing: they give zeros in the shapes that they give on the meta device. A dispatch mode follows each
-operator of the forward, and notes of each tensor from which sources it was computed.
+Units compute nothing: they return zeros, in the shapes that they return on the meta device. A dispatch mode sees each
+operator of the forward, and notes from which inputs, calls and parameters each tensor was computed.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,25 +16,27 @@ from torch.overrides import TorchFunctionMode
 
 from pipework import torch_private
 from pipework.model.parts import run as runs
-from pipework.model.parts.leaves import flatten, held_by, mapped, tensors_in, unflatten
-from pipework.model.parts.run import PartRun, memory_of
+from pipework.model.parts.leaves import flatten, held_by, mapped, tensors_in
+from pipework.model.parts.run import Message, PartRun, memory_of
 from pipework.model.parts.side_effects import (
     ChangesInPlace,
+    KeptState,
     LeftTensors,
     changed_numbers,
     generators_put_back,
+    numbers_of,
+    other_tensors,
     put_back,
 )
-from pipework.model.parts.skeleton import own_attributes
-from pipework.model.parts.trace import END, CannotCut, PartSpan, Source, Trace, call_name, positional_names
+from pipework.model.parts.trace import END, CannotCut, PartSpan, Source, Trace, call_name
 from pipework.runtime.random.streams import DROPOUTS
+from pipework.signatures import positional_names as names_of_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from pipework.model.parts.adapter import SideOutputs
     from pipework.model.parts.leaves import Absent
-    from pipework.model.parts.skeleton import AbsentUnit, Unit
+    from pipework.model.parts.skeleton import Skeleton, Unit
 
 _RANDOM = Source("random", "", 0)
 _PLACEHOLDER = Source("placeholder", "", 0)
@@ -47,12 +50,11 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
     """A run in which all units are followed and none computes.
 
     Args:
-        model: its class, as messages call it.
-        side_outputs: collects what units give beside what they return.
-        device: where the sample is.
-        absent_units: by the name of a unit, what gives what the unit gave.
-        draw: in place of each random number that is drawn alone; such a one may decide which units are called.
-        computes_losses: whether units that give a single number compute it, with zeros for their parameters.
+        skeleton: of the model.
+        arguments: the positional arguments of the model.
+        keywords: its keyword arguments.
+        draw: in place of each random number that is drawn alone; the forward may decide with it which units it calls.
+        computes_losses: whether units that return a single number compute it, with zeros for their parameters.
 
     Attributes:
         decides: whether the forward has read a random number.
@@ -60,77 +62,64 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
 
     def __init__(
         self,
-        model: str,
-        side_outputs: SideOutputs,
-        device: torch.device,
-        absent_units: Mapping[str, AbsentUnit],
+        skeleton: Skeleton,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
         draw: float,
         *,
-        computes_losses: bool,
+        computes_losses: bool = False,
     ) -> None:
         torch_private.DispatchMode.__init__(self)
-        nothing = Trace(model, (), {}, frozenset(), frozenset(), frozenset())
-        PartRun.__init__(self, PartSpan(nothing, 0, 0, is_last=True), {}, {}, device, side_outputs, absent_units)
-        self._model = model
+        own, named = mapped(Tensor, _own_copy, (arguments, keywords))
+        message = Message.first(skeleton.adapter.inputs(own, named))
+        self._copy, absent = skeleton.copy({*skeleton.units, *skeleton.own_parameters}, shares=False)
+        self._model = type(skeleton.model).__name__
+        span = PartSpan(Trace(self._model, parameters=names_of_arguments(self._copy)), 0, 0, is_last=True)
+        device = next((tensor.device for tensor in tensors_in((own, named))), torch.device("cpu"))
+        PartRun.__init__(self, span, message, device, skeleton.adapter.side_outputs, absent)
+        self._skeleton = skeleton
+        self._draw = draw
+        self._computes_losses = computes_losses
         self._order: list[str] = []
-        self._in_place = ChangesInPlace(model)
+        self._in_place = ChangesInPlace(self._model)
+        self._left = LeftTensors(self._model)
         self._inputs: list[tuple[Source, Tensor, int]] = []
-        self._parameters: tuple[str, ...] = ()
         self._glue: set[str] = set()
-        self._uses: dict[Source, set[float]] = {}
+        self._uses: dict[Source, set[float]] = defaultdict(set)
         self._sources: dict[int, set[Source]] = {}
         self._kept: list[Tensor] = []  # so that no other tensor gets the memory of one that is followed
         self._filled_in: dict[int, Tensor] = {}
-        self._owned: dict[int, str] = {}
+        self._owned: dict[int, str] = {}  # by memory, the name of a parameter or a buffer, which glue must not change
         self._pauses = False
-        self._drawn: list[str] = []
-        self._written: list[str] = []
-        self._draw = draw
-        self._computes_losses = computes_losses
-        self._left = LeftTensors(model)
+        self._probes = False
         self.decides = False
 
-    def follow(self, tensor: Tensor, sources: Iterable[Source]) -> None:
-        """Notes from what a tensor was computed."""
-        self._kept.append(tensor)
-        self._sources.setdefault(memory_of(tensor), set()).update(sources)
+    def run(self) -> Any:
+        """Runs the forward; returns what the model returns.
 
-    def follow_all(self, kind: str, name: str, tree: Any) -> None:
-        """Notes the tensors of a nested value as sources."""
-        for number, leaf in enumerate(flatten(tree)[0]):
-            if isinstance(leaf, Tensor):
-                self.follow(leaf, [Source(kind, name, number)])
-
-    def follow_inputs(self, parameters: tuple[str, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Notes the inputs of the forward as sources.
-
-        Args:
-            parameters: the names of its positional arguments.
-            arguments: the positional arguments.
-            keywords: the others.
+        Raises:
+            CannotCut: the forward does what parts cannot do each for itself.
         """
-        self._parameters = parameters
-        names = positional_names(parameters, len(arguments))
-        for name, value in (*zip(names, arguments, strict=True), *keywords.items()):
-            for number, leaf in enumerate(flatten(value)[0]):
-                if isinstance(leaf, Tensor):
-                    self.follow(leaf, [Source("input", name, number)])
-                    self._in_place.note_origin(memory_of(leaf), Source("input", name, number))
-                    self._inputs.append((Source("input", name, number), leaf, torch_private.version(leaf)))
-
-    def own(self, name: str, tensor: Tensor) -> None:
-        """Notes a parameter or a buffer, which the forward must not change."""
-        self._kept.append(tensor)
-        self._owned[memory_of(tensor)] = name
-
-    def follows(self, tensor: Tensor) -> bool:
-        """Whether a tensor was computed from inputs, from what units gave, or from parameters."""
-        return any(source.kind != "buffer" for source in self._sources.get(memory_of(tensor), ()))
-
-    def use(self, tree: Any, position: float) -> None:
-        """Notes that tensors go to the call at a position."""
-        for source in self._sources_of(held_by(tree)):
-            self._uses.setdefault(source, set()).add(position)
+        model, units = self._skeleton.model, self._skeleton.units
+        self._mapped_inputs(self._follow_input)
+        for name, parameter in self._skeleton.own_parameters.items():
+            self._follow_leaves("parameter", name, parameter)
+        for name, unit in units.items():
+            self._follow_leaves("parameter", name, list(unit.parameters()))
+            self._follow_leaves("buffer", name, other_tensors(unit))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers(), *self._copy.named_buffers()):
+            self._kept.append(tensor)
+            self._owned[memory_of(tensor)] = f"self.{name}"
+        copies = dict(self._copy.named_modules())
+        kept = KeptState(units, {name: copies[name] for name in self._skeleton.containers})
+        arguments, keywords = self._message.inputs
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), runs.using(self):
+            with _Functions(self), self:
+                output = self._copy.forward(*arguments, **keywords)
+            kept.refuse_changes(self._model, self._is_followed)
+            result = self._skeleton.adapter.result(output)
+            self._use(self._sources_of(held_by(result)), END)
+        return result
 
     def trace(self) -> Trace:
         """What has been found.
@@ -144,51 +133,57 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
                 "only: compute it outside of the forward, or leave it to a unit"
             )
         changed = {call for call, tensor, version in self._returned if torch_private.version(tensor) != version}
-        uses = self._in_place.merged(self._uses, changed)
         return Trace(
             self._model,
             tuple(self._order),
-            uses,
+            self._in_place.merged(self._uses, changed),
             frozenset(changed),
             frozenset(source for source, tensor, version in self._inputs if torch_private.version(tensor) != version),
             frozenset(self._glue),
             frozenset(source for source, _, _ in self._inputs),
-            self._parameters,
+            self._span.trace.parameters,
         )
 
     def call(self, unit: Unit, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        """What the unit gives, without its values."""
+        """What the unit returns, without its values."""
         name = unit.unit_name
         call = call_name(name, self._counts[name])
         self._counts[name] += 1
         given = tensors_in((arguments, keywords))
-        if not any(tensor.requires_grad for tensor in given) and not self._computes(unit, arguments, keywords):
+        if not any(tensor.requires_grad for tensor in given) and not self._is_unit(unit, arguments, keywords):
             self._glue.add(call)
             return self._computed(unit, arguments, keywords)
-        self.use((arguments, keywords), len(self._order))
+        self._use(self._sources_of(held_by((arguments, keywords))), len(self._order))
         self._order.append(call)
         before = self._side_outputs.mark()
         try:
-            with self._pausing(), torch.no_grad(), runs.using(None), generators_put_back():
+            with self._pausing(), torch.no_grad(), generators_put_back():
                 output = self._form(call, unit, arguments, keywords)
             beside = self._side_outputs.since(before)
         finally:
             self._side_outputs.remove(before)
-        self._refuse_hidden(call, output)
-        device = given[0].device if given else self._device
-        output, beside = self._filled((output, beside), call, self._device if device == _META else device)
+        for leaf in flatten(output)[0]:
+            if not isinstance(leaf, Tensor) and (hasattr(leaf, "__next__") or held_by(leaf)):
+                raise CannotCut(
+                    f"{call} returned an object of type {type(leaf).__name__}, which holds its tensors where they "
+                    "cannot be sent to another part: return them in a tuple, list, dict or dataclass"
+                )
+        device = given[0].device if given and not given[0].is_meta else self._device
+        output, beside = self._filled((output, beside), call, device)
         self._side_outputs.add(beside)
         if self._computes_losses and any(each.is_floating_point() and not each.dim() for each in tensors_in(output)):
-            output = self._of_zeros(unit, arguments, keywords)
+            with self._pausing():
+                zeros = {each: torch.zeros_like(own, device=self._device) for each, own in unit.named_parameters()}
+                output = _compute(unit, zeros, arguments, keywords)
         output = self._absent_units[name].replay(output, arguments, keywords)
-        self._returned += [(call, tensor, torch_private.version(tensor)) for tensor in tensors_in(output)]
+        self._protect(call, output)
         return output
 
-    def parameters_of(self, forms: tuple[Absent, ...]) -> Iterator[Tensor]:
-        """Tensors without values; the forward may ask for their dtype and device only."""
-        for tensor in super().parameters_of(forms):
-            self.follow(tensor, [_PLACEHOLDER])
-            yield tensor
+    def absent(self, tensor: Tensor | Absent) -> Tensor:
+        """A tensor without values in place of a parameter; the forward may ask for its dtype and device only."""
+        made = super().absent(tensor)
+        self._follow(made, [_PLACEHOLDER])
+        return made
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -198,9 +193,9 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         self._left.refuse_reading(tensors_in((args, kwargs)))
         written = [self._owned[key] for key in map(memory_of, _written(func, args, kwargs)) if key in self._owned]
         is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if self._probes and (written or is_random):
+            raise _KeepsState
         if self._pauses:
-            self._written += written
-            self._drawn += [str(func)] if is_random else []
             return func(*args, **kwargs)
         if written:
             raise CannotCut(
@@ -218,17 +213,11 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         made = tensors_in(result)
         if sources:
             for tensor in (*made, *(given if torch_private.changes_arguments(func) else ())):
-                self.follow(tensor, sources)
+                self._follow(tensor, sources)
         if not made:  # a number: the forward reads values, and will in every part
             self.decides |= _RANDOM in sources
-            self._read(sources)
+            self._use(sources, END)
         return result
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Follows the operators inside, and what no operator shows."""
-        with _Functions(self), self:
-            yield
 
     def before_function(self, function: Any, args: tuple[Any, ...]) -> None:
         """Notes what the forward does to a tensor that no operator shows.
@@ -239,27 +228,53 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         if self._pauses or self.computing is not None:
             return
         if function in _READS:
-            self._read(self._sources_of(tensors_in(args)))
+            self._use(self._sources_of(tensors_in(args)), END)
         if function in _HOOKS:
             raise CannotCut(
                 f"{self._model}'s forward registers a hook on a tensor, outside of the units at which it is cut, and "
                 "each part would register it again: leave it to a unit, or register a hook on a module"
             )
 
-    def _read(self, sources: Iterable[Source]) -> None:
+    def _follow(self, tensor: Tensor, sources: Iterable[Source]) -> None:
+        """Notes from what a tensor was computed."""
+        self._kept.append(tensor)
+        self._sources.setdefault(memory_of(tensor), set()).update(sources)
+
+    def _follow_leaves(self, kind: str, name: str, tree: Any) -> None:
+        """Notes the tensors of a nested value as sources."""
+        for number, leaf in enumerate(flatten(tree)[0]):
+            if isinstance(leaf, Tensor):
+                self._follow(leaf, [Source(kind, name, number)])
+                if kind in ("input", "call"):
+                    self._in_place.note_origin(memory_of(leaf), Source(kind, name, number))
+                if kind == "input":
+                    self._inputs.append((Source(kind, name, number), leaf, torch_private.version(leaf)))
+
+    def _follow_input(self, name: str, value: Any) -> None:
+        self._follow_leaves("input", name, value)
+
+    def _is_followed(self, tensor: Tensor) -> bool:
+        """Whether a tensor was computed from inputs, from what units returned, or from parameters."""
+        return any(source.kind != "buffer" for source in self._sources.get(memory_of(tensor), ()))
+
+    def _use(self, sources: Iterable[Source], position: float) -> None:
+        """Notes that tensors of these sources go to the call at a position."""
         for source in sources:
-            self._uses.setdefault(source, set()).add(END)
+            self._uses[source].add(position)
 
     def _sources_of(self, tensors: Iterable[Tensor]) -> set[Source]:
         return set().union(*(self._sources.get(memory_of(tensor), ()) for tensor in tensors))
 
     @contextlib.contextmanager
-    def _pausing(self) -> Iterator[None]:
-        before, self._pauses = self._pauses, True
+    def _pausing(self, *, probes: bool = False) -> Iterator[None]:
+        """Inside, operators are not followed, as those of a unit; modules compute as without a run."""
+        before = self._pauses, self._probes
+        self._pauses, self._probes = True, probes
         try:
-            yield
+            with runs.using(None):
+                yield
         finally:
-            self._pauses = before
+            self._pauses, self._probes = before
 
     def _valued(self, tree: Any) -> Any:
         """Arguments of an operator, with zeros for parameters and buffers of the meta device."""
@@ -271,7 +286,7 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
             if key not in self._filled_in:
                 self._kept.append(tensor)
                 self._filled_in[key] = torch.zeros_like(tensor, device=self._device)
-                self.follow(self._filled_in[key], self._sources_of([tensor]))
+                self._follow(self._filled_in[key], self._sources_of([tensor]))
             return self._filled_in[key]
 
         arguments, keywords = mapped(Tensor, zeros, tree)
@@ -279,99 +294,95 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
             keywords["device"] = self._device
         return arguments, keywords
 
-    def _computes(self, unit: Unit, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
-        """Whether a unit whose inputs have no gradient is one; otherwise it runs in every part."""
+    def _is_unit(self, unit: Unit, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
+        """Whether a module whose inputs have no gradient is a unit, or glue that every part runs.
+
+        A module is a unit if it has parameters, draws random numbers, or keeps a state. That shows when it runs.
+        """
         if next(unit.parameters(), None) is not None or isinstance(unit, DROPOUTS) or torch_private.has_hooks(unit):
             return True
         if any(isinstance(each, torch_private.StatisticsNorm) for each in unit.modules()):
             return True
-        counts = len(self._drawn), len(self._written)
-        mark = self._side_outputs.mark()
-        modules = [(module, own_attributes(module)) for module in unit.modules()]
-        buffers = [(buffer, buffer.clone()) for buffer in unit.buffers()]
-        state = put_back(unit)
-        with self._pausing(), torch.no_grad(), torch.random.fork_rng(devices=[]), runs.using(None), state:
+        mark, before = self._side_outputs.mark(), [(module, numbers_of(module)) for module in unit.modules()]
+        with self._pausing(), torch.no_grad(), put_back(unit):
+            copies, named = mapped(Tensor, Tensor.clone, (arguments, dict(keywords)))
             unit.train()
             try:
-                copies = mapped(Tensor, Tensor.clone, (arguments, dict(keywords)))
-                unit.plain_forward(*copies[0], **copies[1])
-            except Exception:  # of a form that it does not take in training; its call says what
+                with self._pausing(probes=True):
+                    unit.plain_forward(*copies, **named)
+            except _KeepsState:
+                return True
+            except Exception:  # in training it does not take these arguments; its call itself says what is wrong
                 return False
             finally:
-                keeps = any(changed_numbers(module, before) for module, before in modules)
-                keeps |= (len(self._drawn), len(self._written)) != counts
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-                del self._drawn[counts[0] :], self._written[counts[1] :]
                 self._side_outputs.remove(mark)
-        return keeps
-
-    def _refuse_hidden(self, call: str, output: Any) -> None:
-        """Raises an error if a unit returns tensors where nothing finds them."""
-        for leaf in flatten(output)[0]:
-            iterates = hasattr(leaf, "__next__")
-            if not isinstance(leaf, Tensor) and (iterates or held_by(leaf)):
-                raise CannotCut(
-                    f"{call} returned an object of type {type(leaf).__name__}, which holds its tensors where they "
-                    "cannot be sent to another part: return them in a tuple, list, dict or dataclass"
-                )
+            return any(changed_numbers(module, numbers) for module, numbers in before)
 
     def _filled(self, tree: Any, call: str, device: torch.device) -> Any:
-        """The value with zeros for tensors of the meta device."""
-        leaves, form = flatten(tree)
-        with self._pausing():
-            for number, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor):
-                    zeros = torch.zeros_like(leaf, device=device)
-                    if leaf.is_floating_point() and torch.is_grad_enabled():
-                        # No leaf, since the forward may change it in place; and not as large a leaf behind it.
-                        zeros += torch.zeros((), dtype=leaf.dtype, device=device, requires_grad=True)
-                    self.follow(zeros, [Source("call", call, number)])
-                    self._in_place.note_origin(memory_of(zeros), Source("call", call, number))
-                    leaves[number] = zeros
-        return unflatten(leaves, form)
+        """What a call returned, with zeros for the tensors of the meta device."""
 
-    def _of_zeros(self, unit: Unit, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        """What a unit computes, with its graph, if its parameters are zeros."""
-        computing = _Computing(unit)
-        with self._pausing(), runs.using(None):
-            state = {name: torch.zeros_like(each, device=self._device) for name, each in computing.named_parameters()}
-            return torch.func.functional_call(computing, state, arguments, dict(keywords))
+        def zeros_for(tensor: Tensor) -> Tensor:
+            zeros = torch.zeros_like(tensor, device=device)
+            if tensor.is_floating_point() and torch.is_grad_enabled():
+                # No leaf, since the forward may change it in place; and not as large a leaf behind it.
+                zeros += torch.zeros((), dtype=tensor.dtype, device=device, requires_grad=True)
+            return zeros
+
+        with self._pausing():
+            filled = mapped(Tensor, zeros_for, tree)
+        self._follow_leaves("call", call, filled)
+        return filled
 
     def _form(self, call: str, unit: Unit, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        """What a unit returns on the meta device; of zeros where it reads values, or has tensors of other classes."""
-        computing = _Computing(unit)
-        mark = self._side_outputs.mark()
-        tensors = dict((*computing.named_parameters(), *computing.named_buffers()))
+        """What a unit returns on the meta device; of zeros if it reads values, or has tensors of other classes."""
+        tensors = dict((*unit.named_parameters(), *unit.named_buffers()))
         own = {name: tensor for name, tensor in tensors.items() if type(tensor) not in _PLAIN_TENSORS}
-        places = [torch.device("meta"), torch.device("cpu")] if not own else [_place_of(unit, own)]
-        for device in places:
-            plain = {name: tensor for name, tensor in tensors.items() if name not in own}
-            state = {name: torch.zeros_like(tensor, device=device) for name, tensor in plain.items()}
-            moved = mapped(Tensor, _moved_to(device), (arguments, dict(keywords)))
-            before, inside = held_by(moved), tensors_in(moved)
-            versions = [torch_private.version(tensor) for tensor in inside]
-            self._left.calling = call
+        mark = self._side_outputs.mark()
+        if not own:
             try:
-                with put_back(unit):
-                    output = torch.func.functional_call(computing, state | own, *moved)
+                return self._on(_META, call, unit, tensors, arguments, keywords)
             except CannotCut:
                 raise
-            except Exception:
-                if device is places[-1]:
-                    raise
+            except Exception:  # it reads values; if something else is wrong, that shows again
                 self._side_outputs.remove(mark)
-            else:
-                self._left.note(before, moved, (arguments, keywords))
-                for given, tensor, version in zip(tensors_in((arguments, keywords)), inside, versions, strict=True):
-                    if torch_private.version(tensor) != version:
-                        self._kept.append(given)
-                        key = memory_of(given)
-                        self._sources[key] = {self._in_place.note(key, call, len(self._order) - 1)}
-                return output
-            finally:
-                self._left.calling = ""
-        raise AssertionError
+        for name, tensor in own.items():
+            if tensor.is_meta:
+                raise CannotCut(
+                    f"{unit.unit_name}.{name} is a {type(tensor).__name__} on the meta device, and without values "
+                    "nobody but its library can say what it gives: load such weights before the model is cut, on each "
+                    "rank"
+                )
+        device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
+        return self._on(device, call, unit, tensors, arguments, keywords)
+
+    def _on(
+        self,
+        device: torch.device,
+        call: str,
+        unit: Unit,
+        tensors: Mapping[str, Tensor],
+        arguments: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+    ) -> Any:
+        """What a unit returns on a device, with zeros for its tensors; those of other classes stay as they are."""
+        plain = {name: tensor for name, tensor in tensors.items() if type(tensor) in _PLAIN_TENSORS}
+        state = {name: torch.zeros_like(tensor, device=device) for name, tensor in plain.items()}
+        moved = mapped(Tensor, lambda tensor: tensor.detach().to(device, copy=True), (arguments, dict(keywords)))
+        before, inside = held_by(moved), tensors_in(moved)
+        versions = [torch_private.version(tensor) for tensor in inside]
+        self._left.calling = call
+        try:
+            with put_back(unit):
+                output = _compute(unit, {**tensors, **state}, *moved)
+            self._left.note(before, moved, (arguments, keywords))
+        finally:
+            self._left.calling = ""
+        for given, tensor, version in zip(tensors_in((arguments, keywords)), inside, versions, strict=True):
+            if torch_private.version(tensor) != version:
+                self._kept.append(given)
+                key = memory_of(given)
+                self._sources[key] = {self._in_place.note(key, call, len(self._order) - 1)}
+        return output
 
 
 class _Functions(TorchFunctionMode):
@@ -386,27 +397,11 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _moved_to(device: torch.device) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.detach().to(device, copy=True)
+class _KeepsState(BaseException):
+    """A module draws a random number, or writes to a parameter or a buffer."""
 
 
-def _place_of(unit: Unit, own: Mapping[str, Tensor]) -> torch.device:
-    """Where a unit computes that has tensors of other classes, such as quantised weights: there are no zeros of these.
-
-    Raises:
-        CannotCut: they have no values.
-    """
-    for name, tensor in own.items():
-        if tensor.is_meta:
-            raise CannotCut(
-                f"{unit.unit_name}.{name.removeprefix('unit.')} is a {type(tensor).__name__} on the meta device, and "
-                "without values nobody but its library can say what it gives: load such weights before the model is "
-                "cut, on each rank"
-            )
-    return next(iter(own.values())).device
-
-
-class _Computing(nn.Module):
+class _Plain(nn.Module):
     """A unit without its hooks."""
 
     def __init__(self, unit: Unit) -> None:
@@ -416,6 +411,18 @@ class _Computing(nn.Module):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """What the unit computes."""
         return self.unit.plain_forward(*arguments, **keywords)
+
+
+def _compute(unit: Unit, tensors: Mapping[str, Tensor], arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """What a unit computes without its hooks, with other tensors in place of its own, by their names."""
+    state = {f"unit.{name}": tensor for name, tensor in tensors.items()}
+    return torch.func.functional_call(_Plain(unit), state, arguments, dict(keywords))
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    """A tensor that the forward may change in place."""
+    copied = tensor.detach().clone()
+    return copied.requires_grad_().clone() if tensor.requires_grad else copied
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

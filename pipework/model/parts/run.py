@@ -1,4 +1,4 @@
-"""One run of a module's forward in one part: which units compute, which give what they gave, and where it ends."""
+"""One run of a model's forward in one part: units compute, or return what they returned elsewhere, up to its end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import enum
 import threading
 from collections import defaultdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,70 +34,110 @@ class LeaveForward(BaseException):
     """Ends a module's forward at the first unit of a later part; no `except Exception` of the module stops it."""
 
 
+class Message(NamedTuple):
+    """What goes from part to part.
+
+    Attributes:
+        inputs: the positional and the keyword arguments of the model.
+        values: by call, what the unit returned.
+        beside: by call, what the unit's hooks collected, such as the router logits of transformers.
+        absent: by call, the shape and dtype of the one tensor that the unit returned, if no later part reads it. Most
+            calls of a long model are here, where they cost little.
+    """
+
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    values: dict[str, Any]
+    beside: dict[str, Any]
+    absent: dict[str, str]
+
+    @classmethod
+    def first(cls, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Message:
+        """The message to the first part."""
+        return cls(inputs, {}, {}, {})
+
+
 class PartRun:
     """One run of a part on one micro-batch.
 
     Args:
-        span: of the part.
-        values: by call, what units of earlier parts gave; receives what those of this part give.
-        absent: by call, the forms of tensors that units of earlier parts gave, and that nobody reads any more.
-        device: where the part is.
-        side_outputs: collects what units give beside what they return.
-        absent_units: by the name of a unit, what gives what the unit gave in another part.
+        span: the calls that the part computes.
+        message: from the part before.
+        device: of the part.
+        side_outputs: the lists to which hooks of units append.
+        absent_units: by the name of a unit, what stands in a part in place of the unit.
 
     Attributes:
-        beside: by call, what units have given beside what they return.
-        before: where side outputs ended before the present call; false: nothing is collected.
-        computing: the unit that computes at present; what it calls is its own.
-        replayed: what an absent unit gives in its present call, if it has got anything.
-        watch: notices what the glue computes from tensors without values; None: not in this run.
+        before: where the side outputs ended before the present call; false: nothing is collected.
+        computing: the unit that computes at present; the modules that it calls are its own affair.
+        replayed: a tuple of what the present absent unit is to return; None: no absent unit is called.
+        watch: notices glue that computes with tensors without values; None: this run is not watched.
     """
 
     def __init__(
         self,
         span: PartSpan,
-        values: dict[str, Any],
-        absent: Mapping[str, str],
+        message: Message,
         device: torch.device,
         side_outputs: SideOutputs,
         absent_units: Mapping[str, AbsentUnit],
     ) -> None:
         self._span = span
-        self.values = values
-        self._forms = absent
+        self._message = message
         self._device = device
         self._side_outputs = side_outputs
         self._absent_units = absent_units
+        self._values, self._beside = dict(message.values), dict(message.beside)
         self._counts: dict[str, int] = defaultdict(int)
-        self._returned: list[tuple[str, Tensor, int]] = []  # what the glue must not change: from where, its version
+        self._returned: list[tuple[str, Tensor, int]] = []  # what the glue must not change: its origin, its version
         self._absent: dict[int, Tensor] = {}
-        self.beside: dict[str, Any] = {}
-        self.before: Any = None
-        self._reached = False  # the forward of the unit that computes, by way of its twin
+        self._reached = False  # whether the unit that computes has called its own forward by way of its twin
         self._start_stream: Callable[[int], None] | None = None
+        self.before: Any = None
         self.computing: Unit | None = None
         self.replayed: tuple[Any] | None = None
         self.watch: AbsenceWatch | None = None
 
-    def inputs(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs as the forward takes them; those that it changes in place are copies, since each part does so."""
-        names = positional_names(self._span.trace.parameters, len(arguments))
-        return (
-            tuple([self._input(name, value) for name, value in zip(names, arguments, strict=True)]),
-            {name: self._input(name, value) for name, value in keywords.items()},
-        )
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the forward; an input that the forward changes in place is a copy, since each part does."""
+        return self._mapped_inputs(self._input)
+
+    def next_message(self) -> Message:
+        """What goes to the next part: the inputs and all that units returned, without tensors that no later part reads.
+
+        Raises:
+            RuntimeError: the glue has changed in place what a unit returned, as it did not for the sample.
+        """
+        changed = sorted({call for call, tensor, version in self._returned if version_of(tensor) != version})
+        if changed:
+            raise RuntimeError(
+                f"{self._span.trace.model}'s forward changes {', '.join(changed)} in place, as it did not for the "
+                "sample: compute a new tensor instead"
+            )
+        inputs = self._mapped_inputs(partial(self._thinned, "input"))
+        message = Message(inputs, {}, dict(self._beside), dict(self._message.absent))
+        for call, output in self._values.items():
+            if call in self._beside:
+                message.values[call], message.beside[call] = self._thinned("call", call, (output, self._beside[call]))
+                continue
+            value = self._thinned("call", call, output)
+            if isinstance(value, Absent):
+                message.absent[call] = str(value)
+            else:
+                message.values[call] = value
+        return message
 
     def begin(self) -> None:
-        """Called before the forward: what it draws itself before the first unit, it draws in every part."""
+        """Called before the forward: the glue before the first unit draws the same random numbers in every part."""
         self._start_stream = streams_inside()
         self._enter_stream(0)
 
     def call(self, unit: Unit, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        """What a unit gives in this run.
+        """What a unit returns in this run.
 
         Raises:
             LeaveForward: the unit belongs to a later part.
-            RuntimeError: the sample did not call it, or later, or it reads what it did not read there.
+            RuntimeError: for the sample the forward did not call the unit here, or the unit did not read a tensor that
+                it reads now.
         """
         name = unit.unit_name
         count = self._counts[name]
@@ -115,7 +155,7 @@ class PartRun:
         else:
             output = self._compute(call, unit, arguments, keywords)
         self._enter_stream(call.stream + 1)
-        if call.is_changed:  # in place, by the glue, which does so again in later parts
+        if call.is_changed:  # by the glue, in place; later parts do it again and need the output as it is now
             return mapped(Tensor, Tensor.clone, output)
         self._protect(call.name, output)
         return output
@@ -123,7 +163,7 @@ class PartRun:
     def forward(
         self, unit: Unit, forward: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> Any:
-        """What the own forward of a unit gives, which the glue has called, or its call while something is collected."""
+        """What the own forward of a unit returns: the glue calls it, or the call of the unit while hooks collect."""
         if self.computing is None:
             return self.call(unit, arguments, keywords)
         before = self._side_outputs.mark()
@@ -138,7 +178,7 @@ class PartRun:
         return bool(self._absent) and any(memory_of(tensor) in self._absent for tensor in tensors)
 
     def mark_absent(self, tensors: Iterable[Tensor]) -> None:
-        """Notes tensors that were computed from others without values."""
+        """Notes tensors that the glue computed from tensors without values."""
         self._absent.update((memory_of(tensor), tensor) for tensor in tensors)
 
     def reads_absent(self, reader: str = "") -> RuntimeError:
@@ -146,21 +186,8 @@ class PartRun:
         reader = reader or f"the forward of {self._span.trace.model}"
         return self._other_way(f"{reader} reads a tensor that it did not read for the sample, and which was not sent")
 
-    def refuse_changes(self) -> None:
-        """Raises a RuntimeError if the glue has changed in place what a unit gave, as it did not in the sample."""
-        changed = sorted({call for call, tensor, version in self._returned if version_of(tensor) != version})
-        if changed:
-            raise RuntimeError(
-                f"{self._span.trace.model}'s forward changes {', '.join(changed)} in place, as it did not for the "
-                "sample: compute a new tensor instead"
-            )
-
-    def parameters_of(self, forms: tuple[Absent, ...]) -> Iterator[Tensor]:
-        """Tensors without values in place of parameters of which this part has some only."""
-        return (form.tensor(self._device) for form in forms)
-
     def absent(self, tensor: Tensor | Absent) -> Tensor:
-        """A tensor without values in place of one that another part has."""
+        """A tensor without values in place of one that only another part has."""
         form = tensor if isinstance(tensor, Absent) else Absent.of(tensor)
         made = form.tensor(self._device)
         self._absent[memory_of(made)] = made
@@ -176,37 +203,31 @@ class PartRun:
             tensors += [tensor for _, tensor, _ in self._returned]
         versions = [version_of(tensor) for tensor in tensors]
         self._enter_stream(call.stream)
-        self.before, self._reached = self._side_outputs.mark(), False
-        self.computing = unit
-        try:
-            compute = unit.computed if self.watch is None else partial(self.watch.outside, unit.computed)
-            output = compute(*arguments, **keywords)
-        finally:
-            self.computing = None
+        compute = self._computed if self.watch is None else partial(self.watch.outside, self._computed)
+        output = compute(unit, arguments, keywords, self._side_outputs.mark())
         if self.before and not self._reached:  # a compiled unit, or one with a forward of its own
             self._keep_beside(unit, self._side_outputs.since(self.before))
         if versions != [version_of(tensor) for tensor in tensors]:
             self._allow_changes(call, tensors, versions)
-        self.values[call.name] = unflatten(*flatten(output))  # the glue may empty a list that it gets
+        self._values[call.name] = unflatten(*flatten(output))  # the glue may empty a list that it gets
         return output
 
-    def _computed(self, unit: Unit, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        """What a module computes that every part runs."""
-        self.before = None  # what it gives beside that, each part collects by itself
-        self.computing = unit
+    def _computed(self, unit: Unit, arguments: tuple[Any, ...], keywords: Mapping[str, Any], before: Any = None) -> Any:
+        """What a unit computes; by default without a look at what its hooks collect, as every part calls the unit."""
+        self.before, self._reached, self.computing = before, False, unit
         try:
             return unit.computed(*arguments, **keywords)
         finally:
             self.computing = None
 
     def _from_earlier(self, call: UnitCall, unit: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        """What a unit of an earlier part gave."""
-        if call.name in self._forms:
-            output: Any = self.absent(Absent.of_text(self._forms[call.name]))
-        elif call.name in self.values:
-            if call.name in self.beside:
-                self._side_outputs.add(mapped(Absent, self.absent, self.beside[call.name]))
-            output = mapped(Absent, self.absent, self.values[call.name])
+        """What a unit of an earlier part returned."""
+        if call.name in self._message.absent:
+            output: Any = self.absent(Absent.of_text(self._message.absent[call.name]))
+        elif call.name in self._values:
+            if call.name in self._beside:
+                self._side_outputs.add(mapped(Absent, self.absent, self._beside[call.name]))
+            output = mapped(Absent, self.absent, self._values[call.name])
         else:
             raise self._other_way(f"{call.name} was called after units that the sample called later")
         if not self._side_outputs.mark():  # its hooks would collect nothing
@@ -214,15 +235,15 @@ class PartRun:
         return self._absent_units[unit].replay(output, arguments, keywords)
 
     def _allow_changes(self, call: UnitCall, tensors: Iterable[Tensor], versions: Iterable[int]) -> None:
-        """Notes what a unit has changed in place, such as an activation its input; the glue must not.
+        """Allows what a unit has changed in place, as an activation changes its input. The glue must not do so.
 
         Args:
             call: of the unit.
-            tensors: that it could reach.
-            versions: of them, before.
+            tensors: those that the unit could reach.
+            versions: of these tensors before the call.
 
         Raises:
-            RuntimeError: an earlier part gave it, and the forward reads it again.
+            RuntimeError: an earlier part computed such a tensor, and the forward reads it again.
         """
         trace, start = self._span.trace, self._span.start
         grown = {memory_of(tensor): version_of(tensor) - then for tensor, then in zip(tensors, versions, strict=True)}
@@ -230,8 +251,8 @@ class PartRun:
             more = grown.get(memory_of(tensor), 0)
             if not more or version_of(tensor) == then:
                 continue
-            of_origin = [uses for source, uses in trace.uses.items() if source[:2] == ("call", origin)]
-            if trace.positions.get(origin, start) < start and any(max(uses) > call.position for uses in of_origin):
+            of_origin = [use for source, uses in trace.uses.items() if source[:2] == ("call", origin) for use in uses]
+            if trace.positions.get(origin, start) < start and any(use > call.position for use in of_origin):
                 raise RuntimeError(
                     f"{call.name} changes in place what {origin} returned in an earlier part, and {trace.model}'s "
                     "forward reads that again: compute a new tensor there (inplace=False)"
@@ -249,14 +270,29 @@ class PartRun:
                 self._protect(f"input {name}", leaf)
         return unflatten(leaves, form)
 
+    def _mapped_inputs(self, function: Callable[[str, Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a function makes of the name and the value of each input."""
+        arguments, keywords = self._message.inputs
+        names = positional_names(self._span.trace.parameters, len(arguments))
+        return tuple(map(function, names, arguments)), {name: function(name, each) for name, each in keywords.items()}
+
+    def _thinned(self, kind: str, name: str, tree: Any) -> Any:
+        """A nested value without the floats that no later part reads. Integers and masks are small, and stay."""
+        leaves, form = flatten(tree)
+        for number, leaf in enumerate(leaves):
+            is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            if is_float and not self._span.is_sent(Source(kind, name, number)):
+                leaves[number] = Absent.of(leaf)
+        return unflatten(leaves, form)
+
     def _protect(self, origin: str, tree: Any) -> None:
-        """Notes tensors which the glue must not change in place."""
+        """Notes tensors that the glue must not change in place."""
         self._returned += [(origin, tensor, version_of(tensor)) for tensor in tensors_in(tree)]
 
     def _keep_beside(self, unit: Unit, beside: Any) -> None:
         if beside:
             call = self._span.calls[unit.unit_name][self._counts[unit.unit_name] - 1]
-            self.beside[call.name] = beside
+            self._beside[call.name] = beside
 
     def _enter_stream(self, number: int) -> None:
         if self._start_stream is not None:
@@ -271,12 +307,12 @@ class PartRun:
 
 
 class AbsenceWatch(torch_private.ThreadDispatchMode):
-    """Notices glue that computes with values that are not here, as it did not for the sample.
+    """Notices glue that computes with tensors without values, as it did not for the sample.
 
-    The glue of a part gets tensors without values in place of those that it needs for the sample's way through the
-    forward for their shapes alone. If the forward takes another way, it may use one of them, and what it computes would
-    be wrong without an error. So in some runs every operator of the glue is watched, as the dry run watched it: what is
-    computed from tensors without values is marked as such, too. Units are not watched.
+    Some tensors were not sent to a part: for the sample its glue reads their shapes alone. If the forward takes another
+    way for a later batch, the glue may compute with such a tensor, and the result would be wrong without an error. So
+    in some runs every operator of the glue is watched, as in the dry run: what an operator computes from a tensor
+    without values is marked as one, too. Units are not watched.
 
     Args:
         run: of the part.
@@ -292,7 +328,7 @@ class AbsenceWatch(torch_private.ThreadDispatchMode):
         """Runs an operator.
 
         Raises:
-            RuntimeError: the forward reads a value that is not here.
+            RuntimeError: the glue reads a number from a tensor without values.
         """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -304,7 +340,7 @@ class AbsenceWatch(torch_private.ThreadDispatchMode):
         return result
 
     def outside(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Calls a function that is not watched: no operator of it may run otherwise than in other steps."""
+        """Calls a function without watching it, so that its operators run as in other steps."""
         self.__exit__(None, None, None)
         try:
             return function(*arguments, **keywords)
@@ -313,34 +349,28 @@ class AbsenceWatch(torch_private.ThreadDispatchMode):
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor has been changed in place; not known in inference mode."""
+    """How often a tensor has been changed in place; 0 in inference mode, where PyTorch does not count."""
     return 0 if tensor.is_inference() else torch_private.version(tensor)
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Equal for tensors that share memory."""
+    """A number that is equal for tensors that share memory."""
     key = torch_private.memory_key(tensor)
     return id(tensor) if key is None else key
 
 
-class _ThreadRun(threading.local):
-    """The run of the current thread."""
-
-    run: PartRun | None = None
-
-
-_thread = _ThreadRun()
+_thread = threading.local()  # its attribute `run` is the run of the current thread
 
 
 def current() -> PartRun | None:
-    """The run of this thread; None: units compute as they do without a pipe."""
-    return _thread.run
+    """The run of this thread; None: no part runs here, and units compute as they do without a pipe."""
+    return getattr(_thread, "run", None)
 
 
 @contextlib.contextmanager
 def using(run: PartRun | None) -> Iterator[None]:
     """Inside, units on this thread belong to this run."""
-    before, _thread.run = _thread.run, run
+    before, _thread.run = current(), run
     try:
         yield
     finally:

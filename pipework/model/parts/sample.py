@@ -30,9 +30,9 @@ def arguments_of(sample: Any) -> Arguments:
 
 
 def few_rows(sample: Any) -> Arguments:
-    """The arguments for the first rows of a sample: two, or three if their number is odd; all if they cannot be told.
+    """The arguments for the first rows of a sample: two, or three of an odd number of rows.
 
-    They tell what the forward does, and take little memory.
+    They show what the forward does, and take little memory. A sample in which rows cannot be told is taken whole.
 
     Example:
         >>> import torch
@@ -45,7 +45,7 @@ def few_rows(sample: Any) -> Arguments:
 
 
 def single_rows(sample: Any) -> list[Arguments]:
-    """The arguments for each of these rows alone; none if the caller has made the micro-batches.
+    """The arguments for each row of `few_rows` alone; none if the caller has made the micro-batches.
 
     Raises:
         TypeError: there is no tensor to split.
@@ -73,7 +73,7 @@ def _splits(sample: Any) -> tuple[mini_batch.MiniBatch, mini_batch.MiniBatch]:
 
 
 def as_given(sample: Any) -> Arguments:
-    """The arguments in the wrappers that say how they are split: `Chunk`, `NoChunk`, `MicroBatches`."""
+    """The arguments as the caller gave them, in `Chunk`, `NoChunk` or `MicroBatches`, which say how they are split."""
     if isinstance(sample, tuple):
         return sample, {}
     try:
@@ -83,7 +83,7 @@ def as_given(sample: Any) -> Arguments:
 
 
 def _of_one(value: Any) -> Any:
-    """What one micro-batch gets of an argument."""
+    """An argument of the first micro-batch, without the marks `Chunk` and `NoChunk`."""
     if isinstance(value, MicroBatches):
         return value[0]
     return nested.replaced(value, (NoChunk, Chunk), lambda mark: mark.value)
@@ -101,7 +101,7 @@ class LossPlace:
 
     @classmethod
     def in_result(cls, result: Any) -> LossPlace | None:
-        """None: there is no loss, as of a model that was called without labels.
+        """The place of the loss in a result; None: it has no loss, since the model was called without labels.
 
         Example:
             >>> import torch
@@ -110,16 +110,12 @@ class LossPlace:
             >>> LossPlace.in_result(torch.zeros(2)) is None
             True
         """
-        keys: tuple[str | int | None, ...] = (None,)
-        if isinstance(result, tuple) and not hasattr(result, "loss"):
-            keys = (0,)
-        elif not isinstance(result, Tensor):
-            keys = ("loss",)
-        for place in map(cls, keys):
-            loss = place.read(result)
-            if isinstance(loss, Tensor) and not loss.dim() and loss.is_floating_point():
-                return place
-        return None
+        if isinstance(result, Tensor):
+            place = cls(None)
+        else:
+            place = cls(0 if isinstance(result, tuple) and not hasattr(result, "loss") else "loss")
+        loss = place.read(result)
+        return place if isinstance(loss, Tensor) and not loss.dim() and loss.is_floating_point() else None
 
     def read(self, result: Any) -> Any:
         """The loss of a result; None: there is none."""

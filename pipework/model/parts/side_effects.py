@@ -1,4 +1,4 @@
-"""What a forward does beside what it returns, as a dry run finds it: put back, or refused where parts would differ."""
+"""What a forward does beside returning a value: the dry run puts it back, or refuses it where parts would differ."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import random
 import sys
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ from pipework.model.parts.skeleton import own_attributes
 from pipework.model.parts.trace import CannotCut, Source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 _COLLECTIONS = (list, dict, set, OrderedDict)
@@ -24,7 +24,7 @@ _COLLECTIONS = (list, dict, set, OrderedDict)
 
 @contextlib.contextmanager
 def generators_put_back() -> Iterator[list[str]]:
-    """Puts back the generators of Python and of numpy; afterwards the list names those that were drawn from.
+    """Puts back the random generators of Python and numpy; afterwards the list names those that the block drew from.
 
     Example:
         >>> with generators_put_back() as drawn:
@@ -48,7 +48,7 @@ def generators_put_back() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
-    """Afterwards, the attributes of a module and of those inside are as before, lists and dicts among them too."""
+    """Afterwards the attributes of a module and of the modules inside are as before, also what lists and dicts hold."""
     kept = [(vars(each), dict(vars(each))) for each in module.modules()]
     values = [value for _, attributes in kept for value in attributes.values() if type(value) in _COLLECTIONS]
     contents = [(value, copy.copy(value)) for value in values]
@@ -63,20 +63,40 @@ def put_back(module: nn.Module) -> Iterator[None]:
             attributes.update(before)
 
 
+def numbers_of(module: nn.Module) -> dict[str, Any]:
+    """Of each attribute of a module and each buffer the numbers, texts and the like in it; None: it is of another kind.
+
+    Example:
+        >>> module = nn.Module()
+        >>> module.steps, module.sizes, module.scale = 3, [1, 2], None
+        >>> numbers_of(module)
+        {'steps': (<class 'int'>, 3), 'sizes': [1, 2], 'scale': None}
+    """
+    return {name: _numbers_in(value) for name, value in (*own_attributes(module).items(), *module._buffers.items())}
+
+
+def _numbers_in(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if type(value) not in _COLLECTIONS:
+        return None
+    items = [len(value)] if isinstance(value, set) else [*value, *(value.values() if isinstance(value, dict) else ())]
+    return [each if isinstance(each, _PLAIN) else type(each) for each in items]
+
+
 def changed_numbers(module: nn.Module, before: Mapping[str, Any]) -> list[str]:
-    """The attributes of a module whose value is a number or a text and was another one before.
+    """The attributes of a module in which other numbers are than before.
 
     Args:
         module: as it is now.
-        before: its attributes before.
+        before: what `numbers_of` returned before.
     """
-    now = own_attributes(module).items()
-    pairs = [(name, value, before[name]) for name, value in now if isinstance(value, _PLAIN) and name in before]
-    return [name for name, new, old in pairs if isinstance(old, _PLAIN) and (type(new) is not type(old) or new != old)]
+    now = {name: numbers for name, numbers in numbers_of(module).items() if numbers is not None}
+    return [name for name, numbers in now.items() if before.get(name) is not None and before[name] != numbers]
 
 
 def other_tensors(unit: nn.Module) -> list[Tensor]:
-    """The tensors of a unit that are no parameters: its buffers, and what else its modules hold.
+    """The tensors of a unit that are no parameters: its buffers, and those in other attributes of its modules.
 
     Example:
         >>> norm = nn.BatchNorm1d(2)
@@ -94,14 +114,13 @@ class KeptState:
 
     Args:
         units: by name; the forward around them must not set their attributes.
-        containers: copies, by name; their forward may keep what follows from no tensor, such as a mask.
+        containers: copies, by name; their forward may keep what it computed from no tensor, such as a mask.
     """
 
     def __init__(self, units: Mapping[str, nn.Module], containers: Mapping[str, nn.Module]) -> None:
         self._units = [(name, unit, own_attributes(unit)) for name, unit in units.items()]
         self._containers = [
-            (name, module, {**own_attributes(module), **module._buffers}, _contents(module))
-            for name, module in containers.items()
+            (name, module, numbers_of(module), _tensors_of(module)) for name, module in containers.items()
         ]
 
     def refuse_changes(self, model: str, follows: Callable[[Tensor], bool]) -> None:
@@ -118,16 +137,11 @@ class KeptState:
                         f"{model}'s forward sets {name}.{each} from outside of the unit {name}, which may run in "
                         "another part: pass it as an argument"
                     )
-        for name, module, attributes, contents in self._containers:
-            kept = changed_numbers(module, attributes)
-            for each, (plain, tensors) in _contents(module).items():
-                if each in contents:
-                    held = {id(tensor) for tensor in contents[each].tensors}
-                    new = [tensor for tensor in tensors if id(tensor) not in held]
-                    kept += [each] if plain != contents[each].plain or any(map(follows, new)) else []
-            for each, value in (*own_attributes(module).items(), *module._buffers.items()):
-                if value is not attributes.get(each) and any(map(follows, tensors_in(value))):
-                    kept.append(each)
+        for name, module, numbers, tensors in self._containers:
+            kept = changed_numbers(module, numbers)
+            for each, held in _tensors_of(module).items():
+                known = {id(tensor) for tensor in tensors.get(each, ())}
+                kept += [each] if any(id(tensor) not in known and follows(tensor) for tensor in held) else []
             if kept:
                 where = f"self.{name}.{kept[0]}" if name else f"self.{kept[0]}"
                 raise CannotCut(
@@ -136,48 +150,20 @@ class KeptState:
                 )
 
 
-class _Contents(NamedTuple):
-    """What an attribute held at one time, which parts share.
-
-    Attributes:
-        plain: its numbers, texts and the like in their order, and the types of what else it has.
-        tensors: those in it, and in objects in it.
-    """
-
-    plain: list[Any]
-    tensors: list[Tensor]
-
-
-def _contents(module: nn.Module) -> dict[str, _Contents]:
-    """Of the attributes of a module that may hold something."""
-    return {
-        name: _Contents(_plain_in(value), _held_in(value))
-        for name, value in own_attributes(module).items()
-        if not isinstance(value, (*_PLAIN, Tensor, nn.Module, type)) and value is not None
-    }
-
-
-def _held_in(value: Any) -> list[Tensor]:
-    try:
-        return held_by(value)
-    except Exception:  # some configurations refuse to give an attribute
-        return []
-
-
-def _plain_in(value: Any) -> list[Any]:
-    if type(value) not in _COLLECTIONS:
-        return []
-    if isinstance(value, set):
-        return [len(value)]
-    items = [*value, *value.values()] if isinstance(value, dict) else list(value)
-    return [each if isinstance(each, _PLAIN) else type(each) for each in items]
+def _tensors_of(module: nn.Module) -> dict[str, list[Tensor]]:
+    """The tensors in each attribute of a module and each buffer, and in the objects there."""
+    found: dict[str, list[Tensor]] = {}
+    for name, value in (*own_attributes(module).items(), *module._buffers.items()):
+        with contextlib.suppress(Exception):  # some configurations refuse to give an attribute
+            found[name] = held_by(value)
+    return found
 
 
 class ChangesInPlace:
-    """What units change in place: the forward may read it afterwards, or what it was before, but not both.
+    """Tensors that units change in place: the forward may read them before the change or after it, but not both.
 
-    A message holds such a tensor as it is in the end. A later part that computes from it again what the forward has
-    computed before the change would get something else.
+    A message holds such a tensor as it is after the change. A later part runs the glue before the change again, and
+    would compute something else with it.
 
     Args:
         model: its class, as messages call it.
@@ -186,7 +172,7 @@ class ChangesInPlace:
     def __init__(self, model: str) -> None:
         self._model = model
         self._origins: dict[int, Source] = {}
-        # The tensor before (None: the forward itself has computed it) and after; the position of the call.
+        # The tensor before the change (None: the glue has computed it), after it, and the position of the call.
         self._changes: list[tuple[Source | None, Source, int]] = []
 
     def note_origin(self, memory: int, source: Source) -> None:
@@ -194,23 +180,21 @@ class ChangesInPlace:
         self._origins[memory] = source
 
     def note(self, memory: int, call: str, position: int) -> Source:
-        """Notes that a call changes a tensor; returns what is to be followed from now on."""
+        """Notes that a call changes a tensor; returns the source of the changed tensor."""
         after = Source("changed", call, len(self._changes))
         self._changes.append((self._origins.get(memory), after, position))
         self._origins[memory] = after
         return after
 
-    def merged(
-        self, uses: dict[Source, set[float]], changed_by_glue: Collection[str]
-    ) -> dict[Source, frozenset[float]]:
-        """The uses of all tensors, with those after a change as uses of what was changed.
+    def merged(self, uses: dict[Source, set[float]], changed_by_glue: set[str]) -> dict[Source, frozenset[float]]:
+        """The uses of all tensors; a use after a change counts as a use of the tensor that was changed.
 
         Args:
             uses: see `Trace`.
             changed_by_glue: the calls whose results the forward itself changes in place.
 
         Raises:
-            CannotCut: another part would read something else.
+            CannotCut: another part would read the tensor as it was at another time.
         """
         found = {source: set(positions) for source, positions in uses.items()}
         for before, after, position in reversed(self._changes):
@@ -229,16 +213,16 @@ class ChangesInPlace:
 
 
 class LeftTensors:
-    """Tensors that a unit leaves in a list, a dict or an object that the forward has handed it.
+    """Tensors that a unit leaves in a list, a dict or an object among its arguments.
 
-    Each part makes such an object anew, so that what a unit of another part has left there would be missing. A cache
-    in which each unit finds only what it has left itself is no harm.
+    Each part makes such an object anew, without what a unit of another part has left there. An object may be a cache in
+    which each unit reads only its own tensors. It is refused if others read them, and so is any list or dict.
 
     Args:
         model: its class, as messages call it.
 
     Attributes:
-        calling: the call of a unit whose operators run at present; "": the glue's.
+        calling: the call of the unit whose operators run at present; "": operators of the glue run.
     """
 
     def __init__(self, model: str) -> None:
@@ -250,12 +234,12 @@ class LeftTensors:
         """Notes what the present call has left.
 
         Args:
-            before: the tensors in what the unit was handed.
-            handed: that afterwards: the objects of the forward, in copies of its lists and dicts.
-            own: what the forward has handed.
+            before: the tensors in the arguments before the call.
+            handed: the arguments after the call: copies of lists and dicts, with the objects that the forward has made.
+            own: the arguments with the forward's own lists and dicts.
 
         Raises:
-            CannotCut: it was a list or a dict.
+            CannotCut: the call has left a tensor in a list or a dict.
         """
         known, shared = {id(tensor) for tensor in before}, {id(tensor) for tensor in held_by(own)}
         for tensor in held_by(handed):
@@ -265,7 +249,7 @@ class LeftTensors:
                     raise self._error(self.calling)
 
     def refuse_reading(self, tensors: Iterable[Tensor]) -> None:
-        """Raises a CannotCut if another unit, or the glue, reads what a unit has left."""
+        """Raises a CannotCut if another unit, or the glue, reads a tensor that a unit has left."""
         for tensor in tensors:
             call, _ = self._left.get(id(tensor), (self.calling, None))
             if call != self.calling:

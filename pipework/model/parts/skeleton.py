@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import TYPE_CHECKING, Any, cast
+import operator
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -18,37 +19,40 @@ from pipework.model.parts import run as runs
 from pipework.model.parts.leaves import Absent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Set
 
     from pipework.model.parts.adapter import Adapter
 
 
 class Unit(nn.Module):
-    """A unit that asks the run of its thread whether it computes; the other base of its class is that of the module."""
+    """A unit that asks the run of its thread whether it computes.
+
+    The class of a unit has two bases: this one, and the class of the model's own module.
+    """
 
     unit_name: str
     is_elsewhere = False
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """What the run says that the unit gives; without a run, what it computes."""
+        """What the run says that the unit returns; without a run, what the unit computes."""
         run = runs.current()
         if run is None or run.computing is not None:
             return self.computed(*arguments, **keywords)
         return run.call(self, arguments, keywords)
 
     def computed(self, *arguments: Any, **keywords: Any) -> Any:
-        """What a call of the module gives, with its hooks."""
+        """What a call of the module returns, with its hooks."""
         return super().__call__(*arguments, **keywords)
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """What the module's own forward gives; the glue may also call it itself."""
+        """What the module's own forward returns; the glue may also call `unit.forward(...)` itself."""
         run = runs.current()
         if run is None or (run.computing is not None and not run.before):
             return super().forward(*arguments, **keywords)
         return run.forward(self, super().forward, arguments, keywords)
 
     def plain_forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """What the module's own forward gives, without its hooks; of what `torch.compile` returned, not compiled."""
+        """What the module's own forward returns, without hooks; a module of `torch.compile` runs uncompiled."""
         inside = torch_private.uncompiled(self)
         if inside is not self:
             return inside(*arguments, **keywords)
@@ -65,19 +69,24 @@ class Unit(nn.Module):
         return twin_of(self.unit_name, module)
 
     def compile(self, *arguments: Any, **keywords: Any) -> None:
-        """Compiles the module as `nn.Module.compile` does; what asks for the run of a thread stays outside."""
+        """Compiles the module as `nn.Module.compile` does, without the methods of `Unit`, which ask for a run."""
         kind = _class_of(self)
         module = kind.__new__(kind)
         share(module, self)
         module.compile(*arguments, **keywords)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """The class is made anew, since no other process could find it by its name."""
+        """Makes the class anew, since it stands in no module in which another process could find it."""
         return _named_unit, (_class_of(self), self.unit_name), _state_of(self)
 
 
+def _of_module(function: Callable[..., Any]) -> Any:
+    """The method of an `AbsentUnit` that applies a function such as `len` to the unit's module."""
+    return lambda self, *arguments: function(self.__dict__["_elsewhere"], *arguments)
+
+
 class AbsentUnit(Unit):
-    """Stands where a unit of another part was. The forward around it may still read its attributes.
+    """Stands in a part in place of a unit of another part. The forward around may still read the unit's attributes.
 
     Args:
         name: of the unit.
@@ -104,38 +113,29 @@ class AbsentUnit(Unit):
         run = runs.current()
         return value if run is None or not isinstance(value, Tensor) else run.absent(value)
 
-    def __bool__(self) -> bool:
-        return bool(self.__dict__["_elsewhere"])
-
-    def __len__(self) -> int:
-        return len(self.__dict__["_elsewhere"])
-
-    def __iter__(self) -> Any:
-        return iter(self.__dict__["_elsewhere"])
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.__dict__["_elsewhere"][key]
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self.__dict__["_elsewhere"]
+    __bool__ = _of_module(bool)
+    __len__ = _of_module(len)
+    __iter__ = _of_module(iter)
+    __getitem__ = _of_module(operator.getitem)
+    __contains__ = _of_module(operator.contains)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """In a run, tensors without values."""
+        """In a run, tensors without values; else none, so that each parameter is found in one part."""
         return (parameter for _, parameter in self.named_parameters(recurse=recurse))
 
-    def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """In a run, tensors without values."""
+    def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, Any]]:
+        """See `parameters`."""
         run = runs.current()
         if run is not None:
             for name, parameter in self.__dict__["_elsewhere"].named_parameters(*arguments, **keywords):
-                yield name, cast("nn.Parameter", run.absent(parameter))
+                yield name, run.absent(parameter)
 
     def train(self, mode: bool = True) -> Any:
-        """Its flag is that of the module."""
+        """Changes nothing: the flag `training` is that of the module elsewhere."""
         return self
 
     def replay(self, output: Any, arguments: tuple[Any, ...], keywords: Any) -> Any:
-        """What the unit gave in another part, after the hooks that its library has put here."""
+        """What the unit returned in another part, after the hooks that its library has put here have seen it."""
         if not torch_private.may_have_forward_hooks(self):
             return output
         run = runs.current()
@@ -144,7 +144,7 @@ class AbsentUnit(Unit):
         return self.computed(*arguments, **keywords)
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """What the unit gave in another part."""
+        """What the unit returned in another part."""
         run = runs.current()
         if run is None:
             raise RuntimeError(f"{self.unit_name} runs in another part of the model")
@@ -152,25 +152,25 @@ class AbsentUnit(Unit):
         return run.call(self, arguments, keywords) if replayed is None else replayed[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentUnit:
-        """For a copy of the module, if it is copied together with it."""
+        """An absent unit for the copy of the module, if both are copied together, else for the module itself."""
         module = self.__dict__["_elsewhere"]
         copied = AbsentUnit(self.unit_name, memo.get(id(module), module))
         copied.__dict__.update({name: hooks for name, hooks in vars(self).items() if name.endswith("_hooks")})
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """An absent unit is of no subclass of the module's class."""
+        """Made from its name and module, as the base's way needs a subclass of the module's class."""
         return AbsentUnit, (self.unit_name, self.__dict__["_elsewhere"])
 
 
 class Container(nn.Module):
-    """A module whose own forward calls units; its copy in a part has the parameters of local units only.
+    """A module around units, as a part has it: with the parameters of this part's units only.
 
     The forward may ask for the dtype or the device of the model. It gets that of the whole model, on the part's device.
 
     Attributes:
-        forms: of the parameters that the module has in the whole model.
-        elsewhere: the module's own parameters that only other parts read.
+        forms: of all parameters that the module has in the whole model.
+        elsewhere: by name, the forms of the module's own parameters that only other parts read.
     """
 
     forms: tuple[Absent, ...]
@@ -185,15 +185,13 @@ class Container(nn.Module):
                 return run.absent(elsewhere[name])
         return super().__getattr__(name)
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
         """In a run, tensors without values for all parameters of the module in the whole model."""
         run = runs.current()
-        if run is None:
-            return super().parameters(recurse)
-        return cast("Iterator[nn.Parameter]", run.parameters_of(self.forms))
+        return super().parameters(recurse) if run is None else (run.absent(form) for form in self.forms)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """The class is made anew, since no other process could find it by its name."""
+        """See `Unit.__reduce_ex__`."""
         return _container, (_class_of(self),), _state_of(self)
 
 
@@ -214,21 +212,12 @@ def share(twin: nn.Module, module: nn.Module) -> None:
     object.__setattr__(twin, "__dict__", vars(module))
 
 
-def become_container(copied: nn.Module, module: nn.Module) -> None:
-    """Turns the copy of a module of the model into the container of a part."""
-    note_forms(copied, module)
-    kind: Any = type(copied)
-    copied.__class__ = _subclass(Container, kind)
-
-
 def note_forms(copied: nn.Module, module: nn.Module) -> None:
     """Notes the forms of all parameters of a module, of which its copy in a part has some."""
     copied.__dict__["forms"] = tuple([Absent.of(parameter) for parameter in module.parameters()])
-    elsewhere = copied.__dict__.get("elsewhere", {})
-    for name in elsewhere:
-        parameter = module._parameters.get(name)
-        if parameter is not None:
-            elsewhere[name] = Absent.of(parameter)
+    elsewhere = copied.__dict__["elsewhere"]
+    own = {name: module._parameters.get(name) for name in elsewhere}
+    elsewhere.update({name: Absent.of(parameter) for name, parameter in own.items() if parameter is not None})
 
 
 @functools.lru_cache(maxsize=1024)
@@ -244,18 +233,18 @@ def _subclass(role: Any, kind: Any) -> Any:
 
 def _named_unit(kind: Any, name: str) -> Unit:
     cls = _subclass(Unit, kind)
-    unit = cast("Unit", cls.__new__(cls))
+    unit: Unit = cls.__new__(cls)
     object.__setattr__(unit, "unit_name", name)
     return unit
 
 
-def _container(kind: Any) -> nn.Module:
+def _container(kind: Any) -> Any:
     cls = _subclass(Container, kind)
-    return cast("nn.Module", cls.__new__(cls))
+    return cls.__new__(cls)
 
 
 def _state_of(module: nn.Module) -> Any:
-    """What a copy gets: without the slot, of which `object` would make a tuple."""
+    """What a copy gets: the attributes alone, where `object` would make a tuple of them and the slot `unit_name`."""
     is_own = type(module).__getstate__ is not object.__getstate__
     return module.__getstate__() if is_own else vars(module)  # type: ignore[no-untyped-call]
 
@@ -265,75 +254,66 @@ def _class_of(module: nn.Module) -> type[nn.Module]:
 
 
 class Skeleton:
-    """Makes the copies of one model.
+    """A model taken apart into units and the containers around them, of which it makes the copies for parts.
 
     Args:
         model: any module.
         units: of the model, by name.
-        adapter: knows what else is not to be copied.
+        adapter: of the model's library.
 
     Attributes:
         containers: the modules around the units, by their names in the model.
+        own_parameters: the parameters of containers, by their names in the model.
     """
 
     def __init__(self, model: nn.Module, units: Mapping[str, nn.Module], adapter: Adapter) -> None:
-        self._model = model
+        self.model = model
         self.units = units
-        self._adapter = adapter
+        self.adapter = adapter
         self._inside = [module for unit in units.values() for module in unit.modules()]
         inside = {id(module) for module in self._inside}
         self.containers = {name: module for name, module in model.named_modules() if id(module) not in inside}
-
-    def absent_units(self) -> dict[str, AbsentUnit]:
-        """For each unit, what stands in place of it in another part."""
-        made: dict[str, Any] = {
-            name: self._adapter.stand_in(AbsentUnit(name, unit), unit) for name, unit in self.units.items()
+        self.own_parameters = {
+            _path(name, each): parameter
+            for name, module in self.containers.items()
+            for each, parameter in module._parameters.items()
+            if parameter is not None
         }
-        return made
 
-    def copy(
-        self,
-        local: Collection[str],
-        reads: Callable[[str], bool],
-        absent_units: Mapping[str, AbsentUnit],
-        *,
-        shares: bool = True,
-    ) -> nn.Module:
-        """The model around some of its units.
+    def copy(self, local: Set[str], *, shares: bool = True) -> tuple[nn.Module, dict[str, AbsentUnit]]:
+        """The model around some of its units, and by the name of a unit what stands in place of it.
 
         Args:
-            local: names of units that are to be there; absent units are in place of the others.
-            reads: whether a parameter of a container is to be there, by its name.
-            absent_units: by the name of a unit.
-            shares: whether it has the same buffers and values of attributes as the model, and no copies of them.
+            local: the names of the units, and of the parameters of containers, that the copy has.
+            shares: whether the copy has the buffers of the model and the values of its attributes, or copies of them.
         """
-        memo: dict[int, object] = {id(each): each for each in self._adapter.shared(self._model)}
-        for module in self._inside:  # a container may refer to a module in a unit
-            memo[id(module)] = module
-        for name, unit in self.units.items():
-            memo[id(unit)] = twin_of(name, unit) if name in local else absent_units[name]
-        for module in self._model.modules():
-            memo.update({id(parameter): parameter for parameter in module._parameters.values()})
+        absent: dict[str, Any] = {
+            name: self.adapter.stand_in(AbsentUnit(name, unit), unit) for name, unit in self.units.items()
+        }
+        memo: dict[int, object] = {id(each): each for each in self.adapter.shared(self.model)}
+        memo |= {id(module): module for module in self._inside}  # a container may refer to a module in a unit
+        memo |= {id(unit): twin_of(name, unit) if name in local else absent[name] for name, unit in self.units.items()}
+        for module in self.model.modules():
+            memo |= {id(parameter): parameter for parameter in module._parameters.values()}
         for module in self.containers.values() if shares else ():
-            memo.update({id(buffer): buffer for buffer in module._buffers.values()})
-            memo.update({id(value): value for value in own_attributes(module).values() if not refers_to_module(value)})
-        hooks = [value for name, value in vars(self._model).items() if name.endswith("_hooks")]
-        memo.update({id(each): type(each)() for each in hooks})  # a part calls the forward alone
-        whole = copy.deepcopy(self._model, memo)
+            memo |= {id(buffer): buffer for buffer in module._buffers.values()}
+            memo |= {id(value): value for value in own_attributes(module).values() if not refers_to_module(value)}
+        hooks = [value for name, value in vars(self.model).items() if name.endswith("_hooks")]
+        memo |= {id(each): type(each)() for each in hooks}  # a part calls the forward alone
+        whole = copy.deepcopy(self.model, memo)
         for name, module in self.containers.items():
-            own = memo[id(module)]
-            assert isinstance(own, nn.Module)
-            become_container(own, module)
-            prefix = f"{name}." if name else ""
-            elsewhere = {
-                each: Absent.of(parameter)
-                for each, parameter in module._parameters.items()
-                if parameter is not None and not reads(f"{prefix}{each}")
-            }
-            for each in elsewhere:
-                del own._parameters[each]
-            own.__dict__["elsewhere"] = elsewhere
-        return whole
+            own: Any = memo[id(module)]
+            kind: Any = type(own)
+            own.__class__ = _subclass(Container, kind)
+            gone = [each for each in module._parameters if _path(name, each) in self.own_parameters.keys() - local]
+            own.__dict__["elsewhere"] = {each: Absent.of(own._parameters.pop(each)) for each in gone}
+            note_forms(own, module)
+        return whole, absent
+
+
+def _path(name: str, inside: str) -> str:
+    """The name of what a module of a name has: `inside` of the model itself, else `name.inside`."""
+    return f"{name}.{inside}" if name else inside
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
@@ -345,7 +325,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def refers_to_module(value: Any, seen: set[int] | None = None) -> bool:
-    """Whether an attribute refers to a module, so that each part needs its own.
+    """Whether the value of an attribute refers to a module, so that each part needs a copy of the value.
 
     Example:
         >>> refers_to_module({"layers": [nn.ReLU()]}), refers_to_module({"sizes": [1, 2]})

@@ -1,9 +1,9 @@
-"""What a dry run found out about a model, and what follows from it for one part."""
+"""What a dry run found out about a model's forward, and what one part does of it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -35,10 +35,10 @@ def unit_of(call: str) -> str:
 
 
 class Source(NamedTuple):
-    """A tensor that the forward has: one of the inputs, of what a call gave, or of a unit's that it reads itself.
+    """Where a tensor of the forward comes from: an input, a call of a unit, a parameter, or a buffer of a unit.
 
     Attributes:
-        kind: "input", "call", "parameter" or "buffer", which is any other tensor of a unit.
+        kind: "input", "call", "parameter" or "buffer"; the last is any tensor of a unit that is no parameter.
         name: of the argument, of the call, of the unit, or of the parameter of a container.
         number: among the leaves of the nested value.
     """
@@ -55,8 +55,8 @@ class UnitCall(NamedTuple):
         name: see `call_name`.
         place: where it computes.
         position: among the calls of the model; that of glue is 0.
-        stream: of the random numbers that the unit draws. The next one is that of the glue behind it. So these numbers
-            do not depend on the cut: each part draws the same for the glue.
+        stream: the number of the random stream from which the unit draws. The glue behind the unit draws from stream
+            `stream + 1`, in each part the same numbers, so that they do not depend on the cut.
         is_changed: whether the glue changes in place what it gives.
     """
 
@@ -87,18 +87,18 @@ class Trace:
         uses: by source, the positions of the calls to which it goes; `END`: it goes to the result, or the forward reads
             its values.
         changed: the calls whose results the forward changes in place.
-        changed_inputs: those that it changes in place.
-        glue: calls of modules without parameters that no gradient reaches; they run again in every part.
+        changed_inputs: the inputs that the forward changes in place.
+        glue: calls of modules without parameters that no gradient reaches; every part makes these calls.
         inputs: the tensors that the sample had.
         parameters: the names of the forward's positional arguments.
     """
 
     model: str
-    order: tuple[str, ...]
-    uses: dict[Source, frozenset[float]]
-    changed: frozenset[str]
-    changed_inputs: frozenset[Source]
-    glue: frozenset[str]
+    order: tuple[str, ...] = ()
+    uses: dict[Source, frozenset[float]] = field(default_factory=dict)
+    changed: frozenset[str] = frozenset()
+    changed_inputs: frozenset[Source] = frozenset()
+    glue: frozenset[str] = frozenset()
     inputs: frozenset[Source] = frozenset()
     parameters: tuple[str, ...] = ()
 
@@ -108,7 +108,7 @@ class Trace:
         return {call: number for number, call in enumerate(self.order)}
 
     def joined(self, other: Trace | None) -> Trace:
-        """What the forward does in this run or in another one; this one alone if they make other calls."""
+        """What the forward does in either of two dry runs; this trace if their calls differ."""
         if other is None or (other.order, other.glue) != (self.order, self.glue):
             return self
         uses = {
@@ -158,7 +158,7 @@ class PartSpan:
         return any(self.start <= use < self.stop or (self.is_last and use == END) for use in uses)
 
     def is_sent(self, source: Source) -> bool:
-        """Whether the next part gets a tensor; an input that the sample did not have may be for any part."""
+        """Whether the next part gets a tensor; every part gets an input that the sample did not have."""
         return source in self._read_later or (source.kind == "input" and source not in self.trace.inputs)
 
     def _place(self, position: int) -> str:

@@ -2,7 +2,7 @@
 
 A container, whose own forward calls units, is cut; what its forward does between them is *glue*. A block of a list is
 a unit, and so is any other module that holds no block: an embedding, a norm, a head. A module without parameters
-(a pooling, an activation, a dropout) is one, too, where its input has a gradient; only the dry run can tell.
+(a pooling, an activation, a dropout) is a unit, too, where its input has a gradient, which the dry run finds out.
 """
 
 from __future__ import annotations
@@ -43,41 +43,39 @@ def find_units(model: nn.Module, blocks: Collection[type | str] | None = None) -
         ['embed', 'blocks.0', 'blocks.1', 'head']
     """
     chosen = _elements_of_lists(model) if blocks is None else _of_classes(model, blocks)
-    for module in model.modules():  # what torch.compile returned is called in place of what it wraps
+    for module in model.modules():  # a forward calls what torch.compile(block) returned, and not the block
         inside = torch_private.uncompiled(module)
         if inside is not module and id(inside) in chosen:
             chosen = {*chosen, id(module)} - {id(inside)}
-    found = _Walk(model, chosen).units
-    if blocks is None:
-        _open_large(model, found)
-    return found
+    found: dict[str, nn.Module] = {}
+    _collect(model, "", chosen, found, set())
+    return _opened(model, found) if blocks is None else found
 
 
-class _Walk:
-    """Collects the units below a module."""
+def _collect(parent: nn.Module, name: str, chosen: set[int], found: dict[str, nn.Module], seen: set[int]) -> None:
+    """Adds the units below a module to those found.
 
-    def __init__(self, model: nn.Module, chosen: set[int], name: str = "") -> None:
-        self._chosen = chosen
-        self._seen: set[int] = set()
-        self.units: dict[str, nn.Module] = {}
-        for child, module in model.named_children():
-            self._visit(f"{name}.{child}" if name else child, module)
-
-    def _visit(self, name: str, module: nn.Module) -> None:
-        if id(module) in self._seen:
-            return
-        self._seen.add(id(module))
-        is_chosen = id(module) in self._chosen
-        inside = any(id(each) in self._chosen for each in module.modules() if each is not module)
-        if not is_chosen and (inside or not _is_called(module)):
-            for child, each in module.named_children():
-                self._visit(f"{name}.{child}", each)
+    Args:
+        parent: the module.
+        name: of the module in the model.
+        chosen: the ids of modules that are units.
+        found: the units so far, by name.
+        seen: the ids of the modules so far.
+    """
+    for child, module in parent.named_children():
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        path = f"{name}.{child}" if name else child
+        inside = any(id(each) in chosen for each in module.modules() if each is not module)
+        if id(module) not in chosen and (inside or not _is_called(module)):
+            _collect(module, path, chosen, found, seen)
         else:
-            self.units[name] = module
+            found[path] = module
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether a module is called itself, in contrast to a list of modules, of which only the elements are."""
+    """Whether a forward calls the module itself; of an `nn.ModuleList` it calls the elements."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -105,19 +103,17 @@ def _of_classes(model: nn.Module, blocks: Collection[type | str]) -> set[int]:
     return found
 
 
-def _open_large(model: nn.Module, units: dict[str, nn.Module]) -> None:
-    """Replaces units that hold most of a model by the units inside."""
-    whole = _size(model)
-    while True:
-        large = [name for name, unit in units.items() if _size(unit) > _SHARE * whole and _can_be_opened(unit)]
-        if not large:
-            return
-        for name in large:
-            inside = _Walk(units[name], set(), name).units
-            items = [(key, unit) for key, unit in units.items() if key != name]
-            place = list(units).index(name)
-            units.clear()
-            units.update([*items[:place], *inside.items(), *items[place:]])
+def _opened(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The units, with those inside in place of each unit that holds most of the model."""
+    opened: dict[str, nn.Module] = {}
+    for name, unit in units.items():
+        if _size(unit) > _SHARE * _size(model) and _can_be_opened(unit):
+            inside: dict[str, nn.Module] = {}
+            _collect(unit, name, set(), inside, set())
+            opened |= _opened(model, inside)
+        else:
+            opened[name] = unit
+    return opened
 
 
 def _can_be_opened(unit: nn.Module) -> bool:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from pipework.attached import to_sequential
 from pipework.model.parts.leaves import Absent
-from pipework.model.parts.part import Message, Part
+from pipework.model.parts.part import Part
+from pipework.model.parts.run import Message
 from tests.model.parts.models import WIDTH, Block
 
 

@@ -10,15 +10,14 @@ from pipework.attached import to_sequential
 from pipework.model.parts import run as runs
 from pipework.model.parts.adapter import SideOutputs
 from pipework.model.parts.leaves import Absent
-from pipework.model.parts.run import PartRun, memory_of
+from pipework.model.parts.run import Message, PartRun, memory_of
 from pipework.model.parts.trace import PartSpan, Trace
 from tests.model.parts.models import WIDTH
 
-NOTHING = PartSpan(Trace("Net", (), {}, frozenset(), frozenset(), frozenset()), 0, 0, is_last=True)
-
 
 def empty_run() -> PartRun:
-    return PartRun(NOTHING, {}, {}, torch.device("cpu"), SideOutputs(), {})
+    span = PartSpan(Trace("Net"), 0, 0, is_last=True)
+    return PartRun(span, Message.first(((), {})), torch.device("cpu"), SideOutputs(), {})
 
 
 def test_the_run_of_a_thread() -> None:
@@ -34,8 +33,6 @@ def test_tensors_without_values_share_the_memory_of_one_element() -> None:
     made = run.absent(Absent((2, 3), "float32"))
     assert made.isnan().all()
     assert memory_of(made[0]) == memory_of(made)
-    (each,) = run.parameters_of((Absent((4,), "bfloat16"),))
-    assert (each.shape, each.dtype) == ((4,), torch.bfloat16)
 
 
 class Activating(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework.attached import to_sequential
-from pipework.model.parts.side_effects import KeptState, changed_numbers, generators_put_back, put_back
+from pipework.model.parts.side_effects import KeptState, changed_numbers, generators_put_back, numbers_of, put_back
 from pipework.model.parts.trace import CannotCut
 from tests.model.parts.models import WIDTH
 
@@ -38,7 +38,7 @@ def test_attributes_are_put_back() -> None:
 
 def test_numbers_that_have_changed() -> None:
     module = Keeping()
-    before = {"steps": 0, "name": "b", "gone": 3}
+    before = {**numbers_of(module), "name": (str, "b"), "gone": (int, 3)}
     assert changed_numbers(module, before) == ["name"]
     module.steps = False
     assert changed_numbers(module, before) == ["steps", "name"]

@@ -38,7 +38,7 @@ class Net(nn.Module):
 def copied(local: list[str], reads: list[str]) -> tuple[Net, Any]:
     model = Net()
     skeleton = Skeleton(model, find_units(model), Adapter())
-    return model, skeleton.copy(local, lambda name: name in reads, skeleton.absent_units())
+    return model, skeleton.copy({*local, *reads})[0]
 
 
 def test_units_here_are_twins_and_others_absent_units() -> None:
@@ -70,7 +70,7 @@ def test_hooks_of_the_model_are_not_those_of_a_part() -> None:
     model = Net()
     model.register_forward_hook(print)
     skeleton = Skeleton(model, find_units(model), Adapter())
-    assert not skeleton.copy([], lambda name: True, skeleton.absent_units())._forward_hooks
+    assert not skeleton.copy({"scale", "shift"})[0]._forward_hooks
     assert len(model._forward_hooks) == 1
 
 
