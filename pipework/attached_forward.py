@@ -62,14 +62,8 @@ class AttachedModel:
         self.target = target
         self.signature = signature
         self.containers = frozenset(cuttable.containers.values())  # each part has a copy of them
-        self._following = Following(
-            model,
-            cuttable.units,
-            cuttable.containers,
-            [layer for layer in pipe if isinstance(layer, Part)],
-            cuttable.adapter.owns_hooks,
-            is_whole=len(pipe) == sum(pipe.balance),
-        )
+        parts = [layer for layer in pipe if isinstance(layer, Part)]
+        self._following = Following(cuttable, parts, is_whole=len(pipe) == sum(pipe.balance))
 
     def call_of(
         self, pipe: Pipe, arguments: tuple[Any, ...], keywords: dict[str, Any]

@@ -1,29 +1,34 @@
 """A model and the parts that a pipe made of it, which change together.
 
 `take_over` gives the model the tensors of this process's parts, and `Following` keeps the parts as the model is now:
-flags, attributes and tensors may change between two calls. Units share their dictionaries of tensors with the model's
-own modules; the containers around them are copies in each part, so that what changes on one side is given to the other.
+flags, attributes and tensors may change between two calls. Units share their attributes with the model's own modules.
+The containers around them are copies in each part, which get what changes in the model.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
 from pipework import torch_private
+from pipework.model.parts.run import version_of
 from pipework.model.parts.skeleton import Unit, note_forms, own_attributes, refers_to_module, share
 from pipework.model.release import released_from
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     import torch
     from torch import Tensor
 
+    from pipework.model.parts.cut import Cuttable
     from pipework.model.parts.part import Part
 
-# The second one is where Accelerate keeps the first when it puts another in its place, as for mixed precision.
+_Key: TypeAlias = tuple[str, str]  # "attribute", "parameter" or "buffer", and the name
+_State: TypeAlias = dict[_Key, tuple[Any, int]]
+
+# Accelerate keeps the model's forward in the second one while another is in the first, as for mixed precision.
 _FORWARDS = frozenset({"forward", "_original_forward"})
 
 
@@ -31,39 +36,26 @@ class Following:
     """The modules of a model and their counterparts in each part.
 
     Args:
-        model: of which these are the parts.
-        units: of the model, by name.
-        containers: of the model, by name.
-        parts: layers that the model was cut into.
-        owns_hooks: whether the hooks of a container belong to its library.
+        cuttable: the model as it was cut.
+        parts: of the model, those of this process.
         is_whole: whether all parts are in this process.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Mapping[str, nn.Module],
-        containers: Mapping[str, nn.Module],
-        parts: Iterable[Part],
-        owns_hooks: Callable[[nn.Module], bool],
-        *,
-        is_whole: bool,
-    ) -> None:
-        self._model = model
+    def __init__(self, cuttable: Cuttable, parts: Iterable[Part], *, is_whole: bool) -> None:
+        self._model = cuttable.model
+        self._units = dict(cuttable.units)
+        self._containers = dict(cuttable.containers)
+        self._owns_hooks = cuttable.adapter.owns_hooks
         self._parts = list(parts)
-        self._units = dict(units)
-        self._containers = dict(containers)
-        self._owns_hooks = owns_hooks
         self._is_whole = is_whole
         self._seen = {name: _state(name, module) for name, module in self._containers.items()}
-        self._versions = {name: _versions(module) for name, module in self._containers.items()}
         self._dtypes = self._present_dtypes()
         self._classes = {name: type(module) for name, module in self._units.items()}
         self._children = {name: list(module._modules) for name, module in self._containers.items()}
         self._copies: list[tuple[str, list[nn.Module]]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what a copy finds again."""
+        """The attributes without the counterparts, which a copy of the model and its pipe finds anew."""
         return {**self.__dict__, "_copies": None}
 
     def update(self) -> None:
@@ -73,47 +65,39 @@ class Following:
             RuntimeError: the parts cannot follow: modules were added, replaced or given another forward or hooks, or a
                 parameter that several processes have was replaced.
         """
-        self._refuse_replaced()
-        self._refuse_added()
+        self._refuse_other_modules()
         if self._copies is None:
-            self._link()
-        assert self._copies is not None
-        self._follow_dtypes()
+            self._copies = self._counterparts()
+        dtypes = self._present_dtypes()
+        if dtypes != self._dtypes and self._is_whole:  # a forward may ask for the dtype of parameters of other parts
+            self._dtypes = dtypes
+            for name, copies in self._copies:
+                for each in copies:
+                    note_forms(each, self._containers[name])
         for part in self._parts:
             part.training = self._model.training
         for name, copies in self._copies:
             module = self._containers[name]
             for each in copies:
                 each.training = module.training
-            now = _state(name, module)
-            seen = self._seen[name]
-            if now.keys() != seen.keys() or any(value is not seen[key] for key, value in now.items()):
-                self._follow(module, copies, seen, now)
-                self._seen[name] = now
-                # Numbers that change with each step, such as a weight that is warmed up, choose no way.
-                if any(not _is_same(value, seen.get(key)) for key, value in now.items()):
-                    for part in self._parts:
-                        part.watch_again()
+            now, seen = _state(name, module), self._seen[name]
+            new = {key: value for key, (value, count) in now.items() if not _is_as_seen(value, count, seen.get(key))}
+            if not new and now.keys() == seen.keys():
+                continue
+            self._refuse_new(module, new, seen)
             for each in copies:
-                _follow_values(module, each, self._versions[name])
+                _assign(each, new, seen.keys() - now.keys())
+            self._seen[name] = now
+            if not all(_takes_same_way(value, seen.get(key)) for key, value in new.items()):
+                for part in self._parts:
+                    part.watch_again()
 
     def _present_dtypes(self) -> list[torch.dtype | None]:
         firsts = [next(unit.parameters(), None) for unit in self._units.values()]
         return [None if first is None else first.dtype for first in firsts]
 
-    def _follow_dtypes(self) -> None:
-        """A forward may ask for the dtype of parameters that are in other parts."""
-        now = self._present_dtypes()
-        if now == self._dtypes or not self._is_whole:
-            return
-        self._dtypes = now
-        assert self._copies is not None
-        for name, copies in self._copies:
-            for each in copies:
-                note_forms(each, self._containers[name])
-
-    def _link(self) -> None:
-        """Finds the counterparts; in a copy of the model and its pipe, twins share attributes again."""
+    def _counterparts(self) -> list[tuple[str, list[nn.Module]]]:
+        """By the name of a container, its copies in the parts. Units of a copied pipe share attributes again."""
         found: dict[str, list[nn.Module]] = {name: [] for name in self._containers}
         for part in self._parts:
             for name, module in part.get_submodule("model").named_modules():
@@ -121,49 +105,33 @@ class Following:
                     found[name].append(module)
                 elif isinstance(module, Unit) and not module.is_elsewhere and name in self._units:
                     share(module, self._units[name])
-        self._copies = list(found.items())
+        return list(found.items())
 
-    def _follow(
-        self, module: nn.Module, copies: list[nn.Module], seen: Mapping[Any, Any], now: Mapping[Any, Any]
-    ) -> None:
-        """Gives copies of a container the attributes, buffers and parameters that have been assigned since."""
-        new = {key: value for key, value in now.items() if key not in seen or seen[key] is not value}
-        for kind, name in new:
+    def _refuse_new(self, module: nn.Module, new: Mapping[_Key, Any], seen: Mapping[_Key, Any]) -> None:
+        """Raises a RuntimeError for an assignment to a container that its copies cannot follow."""
+        for (kind, name), value in new.items():
             which = f"{type(module).__name__}.{name}"
-            if kind == "attribute" and (name == "forward" or refers_to_module(new[kind, name])):
+            if kind == "attribute" and (name == "forward" or refers_to_module(value)):
                 raise _changed(f"{which} refers to a module and was assigned")
             if kind == "parameter" and not self._is_whole:
                 raise _changed(f"the parameter {which}, which other processes may have, too, was assigned")
-        for each in copies:
-            for kind, name in seen.keys() - now.keys():
-                _registry(each, kind).pop(name, None)
-            for (kind, name), value in new.items():
-                if kind == "parameter" and name in each.__dict__.get("elsewhere", ()):
-                    continue
-                device = next((buffer.device for buffer in each._buffers.values() if buffer is not None), None)
-                moves = kind == "buffer" and value is not None and device is not None
-                _registry(each, kind)[name] = value.to(device) if moves else value
 
-    def _refuse_replaced(self) -> None:
+    def _refuse_other_modules(self) -> None:
+        """Raises a RuntimeError if the model has other modules than when it was cut, or other hooks around units."""
+        model = type(self._model).__name__
         for name, module in (*self._units.items(), *self._containers.items()):
             if _found(self._model, name) is not module:
-                raise _changed(f"{name} of {type(self._model).__name__} was replaced by another module")
+                raise _changed(f"{name} of {model} was replaced by another module")
         for name, kind in self._classes.items():
             if type(self._units[name]) is not kind:
-                raise _changed(
-                    f"{name} of {type(self._model).__name__} became a {type(self._units[name]).__name__} (it was a "
-                    f"{kind.__name__}), as by a parametrization,"
-                )
-
-    def _refuse_added(self) -> None:
+                now = type(self._units[name]).__name__
+                raise _changed(f"{name} of {model} became a {now} (it was a {kind.__name__}), as by a parametrization,")
         for name, container in self._containers.items():
             place = f"{name or 'the model itself'} ({type(container).__name__})"
             if list(container._modules) != self._children[name]:
                 raise _changed(f"modules were added to {place}, or taken from it, or put in another order,")
             if name and torch_private.has_hooks(container) and not self._owns_hooks(container):
-                raise _changed(
-                    f"{place} was given hooks, which its forward in every part would call more often than once,"
-                )
+                raise _changed(f"{place} was given hooks, which each part would call,")
 
 
 def _changed(what: str) -> RuntimeError:
@@ -177,51 +145,45 @@ def _found(model: nn.Module, name: str) -> Any:
     """A module by its name, or None."""
     found: Any = model
     for each in name.split(".") if name else ():
-        found = found._modules.get(each)
-        if found is None:
-            return None
+        found = None if found is None else found._modules.get(each)
     return found
 
 
-def _state(container: str, module: nn.Module) -> dict[tuple[str, str], Any]:
-    """The attributes, buffers and parameters of a container."""
+def _state(container: str, module: nn.Module) -> _State:
+    """The attributes, parameters and buffers of a container, each buffer with the number of its changes in place."""
     own = own_attributes(module)
-    state = {("attribute", name): own[name] for name in own if container or name not in _FORWARDS}
-    state |= {("buffer", name): value for name, value in module._buffers.items()}
-    return state | {("parameter", name): value for name, value in module._parameters.items()}
+    state: _State = {("attribute", name): (own[name], 0) for name in own if container or name not in _FORWARDS}
+    state |= {("parameter", name): (value, 0) for name, value in module._parameters.items()}
+    for name, value in module._buffers.items():
+        state["buffer", name] = value, 0 if value is None or value.is_meta else version_of(value)
+    return state
 
 
-def _is_same(value: Any, before: Any) -> bool:
+def _is_as_seen(value: Any, count: int, seen: tuple[Any, int] | None) -> bool:
+    return seen is not None and seen[0] is value and seen[1] == count
+
+
+def _takes_same_way(value: Any, seen: tuple[Any, int] | None) -> bool:
+    """Whether a forward cannot take another way for a new value, such as a weight that is warmed up in each step."""
+    before = None if seen is None else seen[0]
     if value is before or (isinstance(value, float) and isinstance(before, float)):
         return True
     return isinstance(value, (int, str)) and type(value) is type(before) and value == before
 
 
-def _registry(module: nn.Module, kind: str) -> dict[str, Any]:
-    return {"attribute": vars(module), "buffer": module._buffers, "parameter": module._parameters}[kind]
-
-
-def _versions(module: nn.Module) -> dict[str, int]:
-    return {name: torch_private.version(each) for name, each in module._buffers.items() if each is not None}
-
-
-def _follow_values(module: nn.Module, copy: nn.Module, attached: Mapping[str, int]) -> None:
-    """Buffers of a part on another device are copies: they get values that were written since.
-
-    Args:
-        module: a container of the model.
-        copy: that of a part.
-        attached: the versions of the buffers when the pipe was attached.
-    """
-    for name, buffer in module._buffers.items():
-        own = copy._buffers.get(name)
-        if buffer is None or own is None or own is buffer or buffer.is_meta or own.device == buffer.device:
+def _assign(copied: nn.Module, new: Mapping[_Key, Any], gone: Iterable[_Key]) -> None:
+    """Gives the copy of a container the values that are new, buffers on the device of the copy."""
+    registries: dict[str, Any] = {
+        "attribute": vars(copied), "buffer": copied._buffers, "parameter": copied._parameters
+    }  # fmt: skip
+    for kind, name in gone:
+        registries[kind].pop(name, None)
+    device = next((buffer.device for buffer in copied._buffers.values() if buffer is not None), None)
+    for (kind, name), value in new.items():
+        if kind == "parameter" and name in copied.__dict__.get("elsewhere", ()):
             continue
-        version = torch_private.version(buffer)
-        versions = vars(copy).setdefault("_followed", {})
-        if versions.setdefault(name, attached.get(name, version)) != version:
-            own.copy_(buffer)
-            versions[name] = version
+        moves = kind == "buffer" and value is not None and device is not None
+        registries[kind][name] = value.to(device) if moves else value
 
 
 def take_over(containers: Mapping[str, nn.Module], here: Iterable[nn.Module], elsewhere: Iterable[nn.Module]) -> None:
@@ -229,8 +191,8 @@ def take_over(containers: Mapping[str, nn.Module], here: Iterable[nn.Module], el
 
     Args:
         containers: of the model, by their names.
-        here: the copies of the model in the parts of this process; of a tensor that several have, the first one counts.
-        elsewhere: the same of the parts of other processes, whose tensors have no values.
+        here: the copies of the model in the parts of this process; if several have a tensor, that of the first counts.
+        elsewhere: the copies in the parts of other processes, whose tensors have no values.
     """
     done: set[tuple[str, str]] = set()
     for copy in (*here, *elsewhere):
@@ -244,9 +206,9 @@ def take_over(containers: Mapping[str, nn.Module], here: Iterable[nn.Module], el
 
 
 class OwnParameters:
-    """Takes the place of a model's `named_parameters` where other processes have some of its parameters.
+    """In place of the method `named_parameters` of a model of which other processes have some parameters.
 
-    So an optimizer of `model.parameters()` has what this process trains.
+    An optimizer of `model.parameters()` then has the parameters that this process trains.
 
     Args:
         model: whose units have been distributed.

@@ -30,9 +30,7 @@ class Net(nn.Module):
 def followed(model: nn.Module) -> tuple[Following, Any]:
     cuttable = Cuttable(model, X, blocks=None)
     parts = cuttable.sequential()
-    layers = [layer for layer in parts if isinstance(layer, Part)]
-    hooks = cuttable.adapter.owns_hooks
-    return Following(model, cuttable.units, cuttable.containers, layers, hooks, is_whole=True), parts
+    return Following(cuttable, [layer for layer in parts if isinstance(layer, Part)], is_whole=True), parts
 
 
 def test_attributes_buffers_and_flags() -> None:
